@@ -1,0 +1,71 @@
+# Every target makes `.venv` first when it is not there, and needs only Python 3.11 or newer, a C++ compiler and pip.
+# `make setup PYTHON=python3.12` chooses the interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+# Without an NVIDIA driver the CPU build does, at a tenth of the download; where its index is out of reach, pip's own.
+TORCH_INDEX := command -v nvidia-smi >/dev/null || $(BIN)/python -c \
+  'import urllib.request as u; u.urlopen("$(CPU_WHEELS)/torch/", timeout=5); print("--index-url $(CPU_WHEELS)")' 2>/dev/null
+SEES_GPU := import numpy, rich, safetensors, sys, tokenizers, torch, xxhash; sys.exit(not torch.cuda.is_available())
+STAMP := $(VENV)/.weft-$(firstword $(shell cksum pyproject.toml))
+
+.PHONY: help setup demo test parity check bench docs gpu clean
+
+help:
+	@echo "make demo     train a small language model on Python's own source, 8 processes in 3 dimensions"
+	@echo "make test     the test suite (about 15 minutes on 2 cores)"
+	@echo "make parity   every plan against one process: gradients and 20 optimizer steps"
+	@echo "make check    ruff, pyright, import-linter and the rules of the house"
+	@echo "make bench    the benchmarks; writes benchmarks/results"
+	@echo "make docs     the documentation's examples, run"
+	@echo "make gpu      the suite for one CUDA device: parity, speed, memory (9 minutes)"
+
+setup: $(STAMP)
+
+# pip says nothing for minutes while it unpacks torch; a line before and after says what is going on.
+# A torch that is installed already stays as it is.
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Weft needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12"; exit 2; }
+	@test -x $(BIN)/python || { echo "setup     making $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "setup     installing torch (once, some minutes)"; \
+	  $(PIP) 'torch>=2.11,<2.14' $$($(TORCH_INDEX)); }
+	@echo "setup     installing Weft and its tools"
+	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+	  > $(VENV)/torch-constraint.txt
+	@$(PIP) --constraint $(VENV)/torch-constraint.txt --editable '.[dev]'
+	@rm -f $(VENV)/.weft-* && touch $@
+	@echo "setup     done"
+
+demo: setup
+	@$(BIN)/weft train examples/demo/recipe.toml --plan examples/demo/plan.toml
+
+test: setup
+	@$(BIN)/python -m pytest -q
+
+parity: setup
+	@$(BIN)/python -m pytest -q -m parity tests/parity
+
+check: setup
+	@$(BIN)/ruff check src tests examples docs benchmarks
+	@$(BIN)/lint-imports --no-logo --no-cache
+	@$(BIN)/pyright
+	@$(BIN)/python -m pytest -q tests/house
+
+bench: setup
+	@$(BIN)/python -m benchmarks
+
+docs: setup
+	@$(BIN)/python -m pytest -q tests/docs
+
+# Installs nothing where $(PYTHON) already has a torch that sees a CUDA device and what Weft imports: such machines
+# often have no network.  The same tests under pytest, cell by cell: `python -m pytest -m gpu tests/gpu`.
+gpu:
+	@if $(PYTHON) -c '$(SEES_GPU)' 2>/dev/null; then $(PYTHON) tests/gpu; \
+	else $(MAKE) --no-print-directory setup && $(BIN)/python tests/gpu; fi
+
+clean:
+	@rm -rf build dist .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,96 @@
+"""Where to train: nodes, devices and the links between them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from weft.cluster._detect import detect_machine
+from weft.cluster._parts import LinkTier, Node
+from weft.document import Rules, dump
+from weft.errors import ClusterError
+
+_RULES = Rules(ClusterError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Nodes and links.  Devices are numbered node by node."""
+
+    nodes: tuple[Node, ...]
+    links: tuple[LinkTier, ...] = ()
+    """Innermost first; the last one joins all devices."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+        if not self.nodes:
+            raise _RULES.refuse(self, "nodes", "is empty. Describe at least one node, or use Cluster.detect().")
+        sizes = [tier.devices for tier in self.links]
+        for index, (inner, outer) in enumerate(zip(sizes, sizes[1:], strict=False), start=1):
+            if outer <= inner:
+                problem = f"must be more than the {inner} of the tier before it: tiers stand innermost first."
+                raise _RULES.refuse(self, "links", problem, index, "devices")
+        if sizes and sizes[-1] < self.num_devices:
+            problem = f"leaves out devices: the last tier must join all {self.num_devices}."
+            raise _RULES.refuse(self, "links", problem, len(sizes) - 1, "devices")
+
+    @classmethod
+    def detect(cls) -> Cluster:
+        """Describe this machine: cores and memory that this process may use, and accelerators.  Never imports torch."""
+        node, links = detect_machine()
+        return cls(nodes=(node,), links=links)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(node.count for node in self.nodes)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(node.count * node.devices.count for node in self.nodes)
+
+    @property
+    def num_cores(self) -> int:
+        return sum(node.count * node.cores for node in self.nodes)
+
+    @property
+    def device_memory_bytes(self) -> int:
+        """Of the smallest device."""
+        return min(node.devices.memory_bytes for node in self.nodes)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Device kinds, each once."""
+        return tuple(dict.fromkeys(node.devices.kind for node in self.nodes))
+
+    @property
+    def has_accelerators(self) -> bool:
+        return any(kind != "cpu" for kind in self.kinds)
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether the planner can price work on it: peaks of all devices, and links where there are several."""
+        return all(node.devices.peak_flops for node in self.nodes) and (bool(self.links) or self.num_devices == 1)
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether the engine can use all of it in one job today: devices must be of one kind, or all accelerators."""
+        return len({kind == "cpu" for kind in self.kinds}) == 1
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that name this cluster: the same for equal descriptions, on every machine."""
+        return hashlib.sha256(dump(self, everything=True, descriptions=False).encode()).hexdigest()[:12]
+
+    @property
+    def summary(self) -> str:
+        """One line: `1 host, 2 cores, 23 GB, no accelerator`."""
+        hosts = f"{self.num_nodes} host" + ("s" if self.num_nodes != 1 else "")
+        cores = f"{self.num_cores:,} core" + ("s" if self.num_cores != 1 else "")
+        memory = f"{sum(node.count * node.memory_bytes for node in self.nodes) / 1e9:,.0f} GB"
+        held: dict[tuple[str, int], int] = {}
+        for node in self.nodes:
+            if node.devices.kind != "cpu":
+                key = (node.devices.kind, node.devices.memory_bytes)
+                held[key] = held.get(key, 0) + node.count * node.devices.count
+        listed = [f"{count:,} {kind} of {size / 1e9:.0f} GB" for (kind, size), count in held.items()]
+        return f"{hosts}, {cores}, {memory}, {', '.join(listed) or 'no accelerator'}"

@@ -1,0 +1,80 @@
+"""The one family of errors that Weft raises for what a user can change.
+
+Every message says what is wrong with values, why, and the computed change to make.  Programming mistakes
+inside Weft are plain assertions; they never use these classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = [
+    "CheckpointError",
+    "ClusterError",
+    "CollectiveError",
+    "DataError",
+    "LaunchError",
+    "PlanError",
+    "RecipeError",
+    "Setting",
+    "WeftError",
+    "did_you_mean",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The setting an error is about, in parts, so that a loader can add its file, its line, or where it came from."""
+
+    path: tuple[str | int, ...]
+    """Names (and positions in lists) from the object that raised the error down to the setting."""
+    value: str | None
+    """As TOML spells it; None when the setting itself is missing or unknown."""
+    problem: str
+    """Rest of the sentence, and the change to make."""
+
+
+class WeftError(Exception):
+    """Base of every error a user can act on.  The command line prints it as one paragraph and exits with its status."""
+
+    def __init__(self, message: str = "", *, setting: Setting | None = None, status: int = 2) -> None:
+        """`status` is 2 for input that can be mended, 1 for what failed in spite of good input."""
+        super().__init__(message)
+        self.setting = setting
+        self.status = status
+
+
+class RecipeError(WeftError):
+    """The recipe asks for something that does not exist or cannot be."""
+
+
+class PlanError(WeftError):
+    """The plan does not fit the recipe or the cluster, or joins techniques that cannot compose."""
+
+
+class ClusterError(WeftError):
+    """The cluster description is wrong, or the machine is not what it says."""
+
+
+class LaunchError(WeftError):
+    """Ranks could not be started, or one of them stopped."""
+
+
+class CollectiveError(WeftError):
+    """A collective failed, timed out, or was called differently on different ranks."""
+
+
+class CheckpointError(WeftError):
+    """A checkpoint is missing, torn, or does not fit the model."""
+
+
+class DataError(WeftError):
+    """The data are missing, empty, corrupt or outside the model's range."""
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Return `" Did you mean X?"` for the closest choice, or an empty string when none is close."""
+    matches = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+    return f" Did you mean {matches[0]}?" if matches else ""

@@ -1,0 +1,76 @@
+"""The plan as the first lines of a run show it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weft.cluster import Cluster
+from weft.document import spell
+from weft.plan._check import mesh_sizes
+from weft.plan._facts import ModelFacts
+from weft.plan._plan import Plan
+
+_LABEL = "plan"
+_INDENT = 10
+_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "interleaved 1F1B",
+    "interleaved_zero_bubble": "interleaved zero-bubble",
+    "zbv": "ZBV",
+    "dualpipev": "DualPipeV",
+}
+
+
+def describe_plan(
+    plan: Plan, reasons: Mapping[str, str], facts: ModelFacts, cluster: Cluster | None = None
+) -> list[str]:
+    """Return lines for the start of a run: the plan in one line, then each setting that is not the default or has a
+    reason or an origin, with it.
+
+    Args:
+        reasons: dotted key → why (from `auto_plan`); empty for a plan that was given.
+        cluster: adds the cores or devices of the first line.
+    """
+    settings = list(_settings(plan, reasons))
+    width = max((len(text) for text, _ in settings), default=0)
+    lines = [f"{text.ljust(width)}   {why}".rstrip() for text, why in settings]
+    return [f"{_LABEL.ljust(_INDENT)}{_headline(plan, facts, cluster)}", *(" " * _INDENT + line for line in lines)]
+
+
+def _headline(plan: Plan, facts: ModelFacts, cluster: Cluster | None) -> str:
+    world = plan.mesh.world_size
+    processes = f"{mesh_sizes(plan)} = {world} processes" if world > 1 else "1 process"
+    if cluster is not None:
+        where = f"{cluster.num_cores:,} cores"
+        if cluster.has_accelerators:
+            where = f"{cluster.num_devices:,} {' and '.join(cluster.kinds)}"
+        processes += f" on {where}"
+    parts = [processes]
+    if plan.mesh.pipeline > 1:
+        parts.append(_SCHEDULES[plan.pipeline_parallel.schedule])
+    if plan.mesh.data > 1:
+        parts.append(f"ZeRO-{plan.data_parallel.zero}")
+    parts.append(plan.compute.precision)
+    if facts.num_parameters is not None:
+        parts.append(f"{facts.num_parameters / 1e6:,.1f} M parameters")
+    return "  ·  ".join(parts)
+
+
+def _settings(plan: Plan, reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield `section.name = value` and why."""
+    for section in dataclasses.fields(plan):
+        part: Any = getattr(plan, section.name)
+        if not dataclasses.is_dataclass(part):
+            continue
+        for field in dataclasses.fields(part):
+            key, value = f"{section.name}.{field.name}", getattr(part, field.name)
+            why = reasons.get(key) or _origin(plan.origins.get(key))
+            if value != field.default or why:
+                yield f"{key} = {spell(value)}", why
+
+
+def _origin(origin: str | None) -> str:
+    return "" if origin is None else f"from {origin}"

@@ -1,0 +1,249 @@
+"""How to split: a `Plan` never changes the mathematics beyond what the recipe permits."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.document import HIDDEN, Rules, dump, spell
+from weft.errors import PlanError, did_you_mean
+from weft.recipe import COMPRESSIONS, Precision
+
+Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "tensor"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+Recompute = Literal["none", "selective", "full"]
+
+AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+_RULES = Rules(PlanError)
+_SIZES = r"\d+[KMG]?-(?:\d+[KMG]?|max)"
+_ALGORITHM = re.compile(rf"auto|[a-z_]+(?::{_SIZES})?(?:;[a-z_]+:{_SIZES})*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """Sizes of the axes; their product is the world (expert borrows from shard × context and is not multiplied)."""
+
+    pipeline: int = 1
+    """Ranks that hold consecutive stages of the model."""
+    replicate: int = 1
+    """Data ranks with copies of the weights."""
+    shard: int = 1
+    """Data ranks that share the weights out among them under ZeRO-3; under ZeRO-0 to 2 like replicate."""
+    context: int = 1
+    """Ranks that share one long sequence."""
+    tensor: int = 1
+    """Ranks that share each matrix."""
+    expert: int = 1
+    """Ranks that share out experts."""
+    order: tuple[Axis, ...] = AXES
+    """Outermost first: tensor on the fastest links."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+        _RULES.at_least(self, 1, *AXES)
+        missing = [axis for axis in AXES if axis not in self.order]
+        twice = [axis for axis in AXES if self.order.count(axis) > 1]
+        if missing or twice:
+            reason = f"names {twice[0]} twice" if twice else f"leaves out {', '.join(missing)}"
+            raise _RULES.refuse(self, "order", f"{reason}: it must name each of {', '.join(AXES)} once.")
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Data ranks: those that see different samples."""
+        return self.replicate * self.shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallelPlan:
+    """How data ranks keep and reduce gradients."""
+
+    zero: Literal[0, 1, 2, 3] = 1
+    """1 and 2 shard over replicate × shard; 3 shards the weights over shard only."""
+    algorithm: str = "auto"
+    """Of the reductions."""
+    bucket_bytes: int = 26_214_400
+    """Gradients that are reduced together."""
+    first_bucket_bytes: int = 1_048_576
+    """The same, for the bucket that is ready first."""
+    compression: str = "none"
+    """Of gradients on the wire."""
+    reduce_precision: Literal["fp32", "compute"] = "fp32"
+    """Precision in which gradients are kept and summed when compute is bf16 or fp16."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+        _RULES.at_least(self, 1, "bucket_bytes", "first_bucket_bytes")
+        if self.first_bucket_bytes > self.bucket_bytes and self.first_bucket_bytes != 1_048_576:
+            raise _RULES.refuse(self, "first_bucket_bytes", f"is more than bucket_bytes = {self.bucket_bytes:_}.")
+        if not _ALGORITHM.fullmatch(self.algorithm):
+            problem = 'is neither "auto" nor a list by size, such as "tree:0-32K;direct:32K-8M;ring:8M-max".'
+            raise _RULES.refuse(self, "algorithm", problem)
+        if self.compression != "none" and self.compression not in COMPRESSIONS:
+            hint = did_you_mean(self.compression, COMPRESSIONS) or f" Known are none, {', '.join(COMPRESSIONS)}."
+            raise _RULES.refuse(self, "compression", f"is not a compression.{hint}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallelPlan:
+    """How layers are split over the tensor axis."""
+
+    scheme: Literal["1d", "2d", "2.5d", "3d"] = "1d"
+    """How many dimensions a matrix is cut in."""
+    sequence: bool = False
+    """Between the split layers, keep activations split along the sequence (Megatron's sequence parallelism)."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineParallelPlan:
+    """How blocks are cut into stages and in which order microbatches pass them."""
+
+    schedule: Schedule = "1f1b"
+    """The order of forwards and backwards."""
+    chunks_per_rank: int = 1
+    """Stages on each pipeline rank."""
+    cuts: tuple[int, ...] | None = None
+    """First block of each later stage (stages = pipeline × chunks_per_rank); None: cut by cost."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+        _RULES.at_least(self, 1, "chunks_per_rank")
+        cuts = self.cuts or ()
+        if any(later <= earlier for earlier, later in zip(cuts, cuts[1:], strict=False)) or min(cuts, default=1) < 1:
+            raise _RULES.refuse(self, "cuts", "must rise, from 1 up: they are the first blocks of later stages.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchPlan:
+    """How the global batch falls into microbatches."""
+
+    size: int = 1
+    """Samples per microbatch and data rank."""
+    per_step: int | tuple[int, ...] = 1
+    """Microbatches per step on each data rank; a list gives data ranks unequal shares."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+        _RULES.at_least(self, 1, "size")
+        if isinstance(self.per_step, int):
+            _RULES.at_least(self, 1, "per_step")
+        elif not self.per_step or min(self.per_step) < 1:
+            raise _RULES.refuse(self, "per_step", "must give each data rank at least 1 microbatch.")
+
+    def shares(self, data_ranks: int) -> tuple[int, ...]:
+        """Microbatches of each data rank."""
+        return (self.per_step,) * data_ranks if isinstance(self.per_step, int) else self.per_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What is kept, and what is computed again."""
+
+    recompute: Recompute | tuple[Recompute, ...] = "none"
+    """One word for all blocks, or one per block."""
+    offload: Literal["none", "optimizer", "activations"] = "none"
+    """What waits in host memory."""
+    fused_loss: bool = True
+    """Compute head and vocabulary loss together in token chunks, so that full logits never exist."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputePlan:
+    """In what precision and on what each rank computes."""
+
+    precision: Precision = "fp32"
+    """Of forward and backward; masters stay fp32 with bf16 and fp16."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    threads_per_rank: int = 1
+    """Of CPU computation."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: an accelerator where there is one."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+        _RULES.at_least(self, 1, "threads_per_rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How to run a recipe on a cluster.  `check_plan` says whether it fits a recipe."""
+
+    mesh: MeshPlan = field(default_factory=MeshPlan)
+    data_parallel: DataParallelPlan = field(default_factory=DataParallelPlan)
+    tensor_parallel: TensorParallelPlan = field(default_factory=TensorParallelPlan)
+    pipeline_parallel: PipelineParallelPlan = field(default_factory=PipelineParallelPlan)
+    microbatch: MicrobatchPlan = field(default_factory=MicrobatchPlan)
+    memory: MemoryPlan = field(default_factory=MemoryPlan)
+    compute: ComputePlan = field(default_factory=ComputePlan)
+    origins: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False, metadata=HIDDEN)
+    """Dotted key → where it was given: `plan.toml, line 3`, or `--set`.  No setting: not compared, not written."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that name this plan: the same for equal plans, on every machine."""
+        return hashlib.sha256(dump(self, everything=True, descriptions=False).encode()).hexdigest()[:12]
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether the planner can price it: every plan that can be written."""
+        return True
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether the engine can run it today; `runnability` says why not."""
+        return not runnability(self)
+
+    @property
+    def num_stages(self) -> int:
+        return self.mesh.pipeline * self.pipeline_parallel.chunks_per_rank
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.microbatch.size * sum(self.microbatch.shares(self.mesh.data))
+
+
+def runnability(plan: Plan) -> list[str]:
+    """Return why a plan can only be predicted, one sentence per setting; an empty list when it can be run."""
+    mesh, data = plan.mesh, plan.data_parallel
+    wanted: tuple[tuple[bool, str, object, object, str], ...] = (
+        (mesh.context > 1, "mesh.context", mesh.context, 1, "context parallelism"),
+        (mesh.expert > 1, "mesh.expert", mesh.expert, 1, "expert parallelism"),
+        (plan.tensor_parallel.scheme != "1d", "tensor_parallel.scheme", plan.tensor_parallel.scheme, "1d", "it"),
+        (plan.memory.offload != "none", "memory.offload", plan.memory.offload, "none", "offloading"),
+        (data.compression != "none", "data_parallel.compression", data.compression, "none", "compression"),
+        (data.algorithm != "auto", "data_parallel.algorithm", data.algorithm, "auto", "a choice of algorithm"),
+    )
+    return [
+        f"plan.{key} = {spell(value)} can be predicted but not run yet: the engine has not got {what}. "
+        f"Use {spell(instead)}."
+        for is_given, key, value, instead, what in wanted
+        if is_given
+    ]
+
+
+def axis_coordinates(mesh: MeshPlan, rank: int) -> dict[Axis, int]:
+    """Where a rank stands on every axis; row-major in `mesh.order`, expert left out (it has no axis of its own)."""
+    axes: list[Axis] = [axis for axis in mesh.order if axis != "expert"]
+    sizes = [int(getattr(mesh, axis)) for axis in axes]
+    coordinates: dict[Axis, int] = {}
+    for position, axis in enumerate(axes):
+        stride = math.prod(sizes[position + 1 :])
+        coordinates[axis] = rank // stride % sizes[position]
+    return coordinates

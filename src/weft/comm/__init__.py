@@ -1,0 +1,31 @@
+"""Process groups and collectives."""
+
+from weft.comm._collectives import all_gather as all_gather
+from weft.comm._collectives import all_gather_shards as all_gather_shards
+from weft.comm._collectives import all_reduce as all_reduce
+from weft.comm._collectives import reduce_scatter_shards as reduce_scatter_shards
+from weft.comm._collectives import shard_bounds as shard_bounds
+from weft.comm._collectives import shard_of as shard_of
+from weft.comm._device import DeviceKind as DeviceKind
+from weft.comm._device import all_gather_single as all_gather_single
+from weft.comm._device import backend_for as backend_for
+from weft.comm._device import carried_by_gloo as carried_by_gloo
+from weft.comm._device import device_for_rank as device_for_rank
+from weft.comm._device import forget_meshes as forget_meshes
+from weft.comm._device import memory_bytes as memory_bytes
+from weft.comm._device import peak_memory_bytes as peak_memory_bytes
+from weft.comm._device import ranks_share_device as ranks_share_device
+from weft.comm._device import reduce_scatter_single as reduce_scatter_single
+from weft.comm._device import release_cached_memory as release_cached_memory
+from weft.comm._device import reset_peak_memory as reset_peak_memory
+from weft.comm._device import seeded_generator as seeded_generator
+from weft.comm._device import synchronize as synchronize
+from weft.comm._device import total_memory_bytes as total_memory_bytes
+from weft.comm._mesh import GroupName as GroupName
+from weft.comm._mesh import GroupView as GroupView
+from weft.comm._mesh import Mesh as Mesh
+from weft.comm._reduce import Wait as Wait
+from weft.comm._reduce import nothing_to_wait_for as nothing_to_wait_for
+from weft.comm._reduce import start_all_gather as start_all_gather
+from weft.comm._reduce import start_all_reduce as start_all_reduce
+from weft.comm._reduce import start_reduce_scatter as start_reduce_scatter

@@ -1,0 +1,91 @@
+"""Blocking collectives over a `GroupView`, for layers that need the result at once.
+
+Every function returns at once where the view has one member, and must otherwise be called on every rank of it, in the
+same order.  Sequences are cut along a dim into shards whose lengths differ by at most one, the longer ones first; ranks
+pad to the longest shard for the wire and trim afterwards, so that any length works, also one below the number of ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm._device import all_gather_single, carried_by_gloo, reduce_scatter_single
+from weft.comm._mesh import GroupView
+
+
+def shard_bounds(length: int, view: GroupView, index: int | None = None) -> tuple[int, int]:
+    """Return [start, stop) of this rank's (or member `index`'s) shard of `length` positions."""
+    return _bounds(length, view.size, view.index if index is None else index)
+
+
+def all_reduce(tensor: Tensor, view: GroupView, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce a contiguous tensor in place over the group and return it."""
+    if view.group is not None:
+        dist.all_reduce(tensor, op, group=view.group)
+    return tensor
+
+
+def all_gather(tensor: Tensor, view: GroupView) -> Tensor:
+    """Return the tensors of all members, stacked along a new dim 0: (members, *shape).  Shapes must agree."""
+    if view.group is None:
+        return tensor[None]
+    gathered = tensor.new_empty((view.size * tensor.numel(),))
+    all_gather_single(gathered, tensor.contiguous().view(-1), view.group)
+    return gathered.view(view.size, *tensor.shape)
+
+
+def all_gather_shards(shard: Tensor, view: GroupView, dim: int, length: int) -> Tensor:
+    """Return the whole tensor, `length` along `dim`, from every member's shard (see `shard_bounds`)."""
+    if view.group is None:
+        return shard
+    longest = -(-length // view.size)
+    gathered = all_gather(_padded(shard, dim, longest), view).unbind(0)
+    if length % view.size == 0:
+        return torch.cat(gathered, dim)
+    sizes = [_extent(length, view.size, index) for index in range(view.size)]
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim)
+
+
+def reduce_scatter_shards(whole: Tensor, view: GroupView, dim: int) -> Tensor:
+    """Return this rank's shard along `dim` of the sum of `whole` over the group."""
+    if view.group is None:
+        return whole
+    length = whole.shape[dim]
+    if carried_by_gloo(whole.device, view.group):  # its own reduce-scatter is one all-reduce per rank
+        return shard_of(all_reduce(whole.clone(memory_format=torch.contiguous_format), view), view, dim)
+    longest = -(-length // view.size)
+    sizes = [_extent(length, view.size, index) for index in range(view.size)]
+    parts = torch.stack([_padded(part, dim, longest) for part in whole.split(sizes, dim)])
+    summed = torch.empty_like(parts[0])
+    reduce_scatter_single(summed.view(-1), parts.view(-1), view.group)
+    return summed.narrow(dim, 0, sizes[view.index])
+
+
+def shard_of(whole: Tensor, view: GroupView, dim: int) -> Tensor:
+    """Return this rank's shard along `dim` of a tensor that every member holds: no communication, own storage."""
+    if view.group is None:
+        return whole
+    start, stop = shard_bounds(whole.shape[dim], view)
+    return whole.narrow(dim, start, stop - start).contiguous()
+
+
+def _bounds(length: int, parts: int, index: int) -> tuple[int, int]:
+    share, longer = divmod(length, parts)
+    start = index * share + min(index, longer)
+    return start, start + share + (index < longer)
+
+
+def _extent(length: int, parts: int, index: int) -> int:
+    start, stop = _bounds(length, parts, index)
+    return stop - start
+
+
+def _padded(shard: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - shard.shape[dim]
+    if not missing:
+        return shard
+    shape = list(shard.shape)
+    shape[dim] = missing
+    return torch.cat([shard, shard.new_zeros(shape)], dim)

@@ -1,0 +1,157 @@
+"""Everything that differs between devices, and between the minor versions of torch that Weft supports (2.11 to 2.13).
+
+Nobody else asks which device this is, names CUDA, or looks for a function that one torch has and another lacks.
+Accelerators are spoken to through `torch.accelerator`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.errors import ClusterError
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
+
+def device_for_rank(kind: DeviceKind, local_rank: int) -> torch.device:
+    """Return the device of a rank and make it the current one.  Ranks beyond the last device share them in turn.
+
+    Raises:
+        ClusterError: an accelerator is asked for and there is none of that kind.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if kind == "cpu" or (kind == "auto" and found is None):
+        return torch.device("cpu")
+    if found is None or (kind != "auto" and found.type != kind):
+        there = "no accelerator" if found is None else f"only {found.type}"
+        raise ClusterError(
+            f'plan.compute.device = "{kind}", but this machine has {there} that torch {torch.__version__} can use. '
+            f'Use device = "auto" or "cpu".'
+        )
+    index = local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(found.type, index)
+
+
+def ranks_share_device(device: torch.device, local_world: int) -> bool:
+    """Whether several of this host's ranks work on one accelerator."""
+    return device.type != "cpu" and local_world > torch.accelerator.device_count()
+
+
+def backend_for(device: torch.device, *, shared: bool = False) -> str:
+    """Return the `init_process_group` backend: Gloo on the CPU, NCCL and Gloo on CUDA.
+
+    NCCL refuses two ranks on one GPU, so with `shared` (see `ranks_share_device`) Gloo carries CUDA tensors, too; its
+    one name stands for both (in pairs, `cpu:gloo,cuda:gloo`, torch may warn of a group without a default backend).
+    """
+    if device.type == "cpu" or shared:
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def carried_by_gloo(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether Gloo is what carries this device's tensors in the group.
+
+    Ask with the device: the name of a group of two backends (`get_backend`) names both.
+    """
+    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all work queued on the device is done (nothing to wait for on the CPU)."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory this rank holds now: of tensors on an accelerator, of the resident process on the CPU."""
+    if device.type != "cpu":
+        return torch.accelerator.memory_allocated(device)
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # no /proc (macOS): the peak stands for it
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this rank ever held (on the CPU of the whole process, so it includes the interpreter and torch)."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak
+    return max(peak * 1024, memory_bytes(device))  # the kernel updates the peak late
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new peak on an accelerator; the CPU's peak is kept by the kernel and cannot be reset."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def total_memory_bytes(device: torch.device) -> int:
+    """Memory of the device, or of this host."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if hasattr(torch.accelerator, "get_memory_info"):
+        return torch.accelerator.get_memory_info(device)[1]
+    return torch.cuda.mem_get_info(device)[1]
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Give memory that the allocator keeps for later back to the device."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
+    """Return a generator of its own on the device; the default generators are the user's."""
+    return torch.Generator(device).manual_seed(seed)
+
+
+def all_gather_single(
+    output: Tensor, shard: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+) -> dist.Work | None:
+    """Concatenate every rank's equally long `shard` into `output`.  Call on every rank of the group.
+
+    torch 2.13 renamed `all_gather_into_tensor`; the old name warns there, the new one is missing in 2.11.
+    """
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return getattr(dist, name)(output, shard, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    output: Tensor,
+    whole: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Reduce `whole` over the group and keep this rank's equal part in `output`.  Call on every rank of the group.
+
+    torch 2.13 renamed `reduce_scatter_tensor`; the old name warns there, the new one is missing in 2.11.
+    """
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    return getattr(dist, name)(output, whole, op=op, group=group, async_op=async_op)
+
+
+def forget_meshes() -> None:
+    """Let go of the process groups of past runs.  Call it in the thread that trained, before groups are destroyed.
+
+    DTensor remembers for each operation how its operands lay, and so keeps their mesh, its groups and their sockets
+    alive as long as the process (seen with torch 2.13; there is one memory per thread, reached by a private name only).
+    torch 2.11 has further memories, in closures that nobody reaches: there the groups of a ZeRO-3 run end with the
+    process.
+    """
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # pyright: ignore[reportPrivateUsage]
+    if clear is not None:
+        clear()

@@ -1,0 +1,112 @@
+"""The mesh of a plan as process groups: one group per axis, and the few products that techniques need.
+
+Everything that needs a group takes a `Mesh`; nobody reads the default group or an environment variable.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.plan import Axis, MeshPlan, axis_coordinates
+
+GroupName = Literal["pipeline", "replicate", "shard", "context", "tensor", "data", "world"]
+
+_PRODUCTS: dict[GroupName, tuple[Axis, ...]] = {
+    "pipeline": ("pipeline",),
+    "replicate": ("replicate",),
+    "shard": ("shard",),
+    "context": ("context",),
+    "tensor": ("tensor",),
+    "data": ("replicate", "shard"),
+    "world": ("pipeline", "replicate", "shard", "context", "tensor"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """One process group as this rank sees it.  `group` is None when the group has one member: no collective is due."""
+
+    ranks: tuple[int, ...]
+    index: int
+    """This rank's position in `ranks`."""
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Mesh:
+    """This rank's place in the plan's mesh.  Build it on every rank with the same plan (it creates groups
+    collectively)."""
+
+    def __init__(self, plan: MeshPlan, device: torch.device) -> None:
+        self.plan = plan
+        self.device = device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.coordinates = axis_coordinates(plan, self.rank)
+        self._views = {name: self._create(axes) for name, axes in _PRODUCTS.items()}
+
+    def __getitem__(self, name: GroupName) -> GroupView:
+        return self._views[name]
+
+    def size(self, name: GroupName) -> int:
+        return self._views[name].size
+
+    def index(self, name: GroupName) -> int:
+        return self._views[name].index
+
+    def device_mesh(self, *axes: Axis) -> DeviceMesh:
+        """Return a DeviceMesh over `axes`, all larger than 1, with this rank's other coordinates fixed.
+
+        Call it on every rank.  Axis names of the DeviceMesh are the plan's.
+        """
+        views = [self._views[axis] for axis in axes if axis != "expert"]
+        shape = [view.size for view in views]
+        ranks = torch.tensor(self._members(axes)).view(shape)
+        groups = [view.group for view in views if view.group is not None]
+        assert len(groups) == len(views), f"a DeviceMesh over {axes} would have an axis of size 1"
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=tuple(axes))
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
+
+    def create_group(self, partition: Sequence[Sequence[int]]) -> GroupView:
+        """Create one group per part of `partition` (global ranks) and return this rank's.  Call on every rank alike."""
+        mine: GroupView | None = None
+        for ranks in partition:
+            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                assert not isinstance(group, int), "torch gives a number only to ranks that are no members"
+                mine = GroupView(tuple(ranks), tuple(ranks).index(self.rank), group)
+        return mine if mine is not None else GroupView((self.rank,), 0, None)
+
+    def ranks_where(self, **fixed: int) -> tuple[int, ...]:
+        """Global ranks whose coordinates agree with this rank's except for the axes given, which have these values."""
+        wanted = {**self.coordinates, **fixed}
+        return tuple(r for r in range(self.plan.world_size) if axis_coordinates(self.plan, r) == wanted)
+
+    def _members(self, axes: Sequence[Axis]) -> tuple[int, ...]:
+        """Global ranks of this rank's group over `axes`, row-major in the order of `axes`."""
+        sizes = [range(int(getattr(self.plan, axis))) for axis in axes]
+        members: list[int] = []
+        for values in itertools.product(*sizes):
+            members.extend(self.ranks_where(**dict(zip(axes, values, strict=True))))
+        return tuple(members)
+
+    def _create(self, axes: tuple[Axis, ...]) -> GroupView:
+        parts: dict[tuple[tuple[Axis, int], ...], list[int]] = {}
+        for rank in range(self.plan.world_size):
+            place = axis_coordinates(self.plan, rank)
+            key: tuple[tuple[Axis, int], ...] = tuple((axis, at) for axis, at in place.items() if axis not in axes)
+            parts.setdefault(key, []).append(rank)
+        if len(axes) > 1 and len(parts) == 1 and self.plan.world_size > 1:
+            everyone = tuple(range(self.plan.world_size))
+            return GroupView(everyone, self.rank, dist.group.WORLD)
+        return self.create_group([parts[key] for key in sorted(parts)])

@@ -1,0 +1,129 @@
+"""Reductions and gathers of flat storages over the data ranks, started asynchronously, whatever the backend does
+well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm._device import all_gather_single, carried_by_gloo, reduce_scatter_single
+from weft.comm._mesh import GroupView
+
+Wait = Callable[[], None]
+"""Blocks until the operation it stands for has happened."""
+
+
+def nothing_to_wait_for() -> None:
+    """The wait of an operation over one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Works:
+    """Several operations under way as one."""
+
+    works: Sequence[dist.Work]
+
+    def __call__(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """A reduce-scatter by direct messages: what the others sent is added to this rank's region, in their order."""
+
+    works: Sequence[dist.Work]
+    mine: Tensor
+    received: Sequence[Tensor]
+
+    def __call__(self) -> None:
+        for work in self.works:
+            work.wait()
+        for piece in self.received:
+            self.mine.add_(piece)
+
+
+def _begun(works: Sequence[dist.Work | None]) -> list[dist.Work]:
+    return [work for work in works if work is not None]
+
+
+def start_all_reduce(flat: Tensor, view: GroupView) -> Wait:
+    """Sum `flat` in place over the group.  Call on every rank of the group, in one order."""
+    if view.group is None:
+        return nothing_to_wait_for
+    work = dist.all_reduce(flat, group=view.group, async_op=True)
+    return _Works(_begun([work]))
+
+
+def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView, *, even: bool) -> Wait:
+    """Sum over the group so that afterwards `flat[regions[index]]` holds the sum; the rest of `flat` is undefined.
+
+    On Gloo every rank sends each region straight to its owner, who adds them up.  That is half of what an all-reduce
+    moves; Gloo's own reduce-scatter runs one all-reduce per rank.  24 MB of fp32 between 2 ranks: 16 ms and 4 ms of
+    processor time by messages, 25 and 8 by `all_to_all_single`, 31 and 13 by an all-reduce (2 busy cores, 2026-11).
+    """
+    if view.group is None:
+        return nothing_to_wait_for
+    if carried_by_gloo(flat.device, view.group):
+        # Gloo takes part in an all-reduce from an accelerator's memory, but sends from the CPU's alone.
+        return _start_exchange(flat, regions, view) if flat.device.type == "cpu" else start_all_reduce(flat, view)
+    if not even:
+        return start_all_reduce(flat, view)
+    start, stop = regions[view.index]
+    work = reduce_scatter_single(flat[start:stop], flat, group=view.group, async_op=True)
+    return _Works(_begun([work]))
+
+
+def _start_exchange(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
+    mine = flat[slice(*regions[view.index])]
+    others = [index for index in range(view.size) if index != view.index]
+    senders = others if mine.numel() else []
+    received = [torch.empty_like(mine) for _ in senders]
+    works = [
+        dist.irecv(piece, view.ranks[index], group=view.group) for index, piece in zip(senders, received, strict=True)
+    ]
+    works += [
+        dist.isend(flat[slice(*regions[index])], view.ranks[index], group=view.group)
+        for index in others
+        if regions[index][1] > regions[index][0]
+    ]
+    return _Exchange(_begun(works), mine, received)
+
+
+def start_all_gather(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView, *, even: bool) -> Wait:
+    """Fill `flat` with every rank's own region of it.  Call on every rank of the group, in one order.
+
+    On Gloo by direct messages: between 2 ranks 4 and 24 MB of fp32 take 0.9 and 10.8 ms, against 3.1 and 17.5 by its
+    all-gather and 1.3 and 8.5 by one broadcast per region (2 busy cores, 2026-11).
+    """
+    if view.group is None:
+        return nothing_to_wait_for
+    if flat.device.type == "cpu" and carried_by_gloo(flat.device, view.group):
+        return _start_handing_out(flat, regions, view)
+    if even:
+        start, stop = regions[view.index]
+        work = all_gather_single(flat, flat[start:stop], group=view.group, async_op=True)
+        return _Works(_begun([work]))
+    works = [
+        dist.broadcast(flat[start:stop], src=view.ranks[owner], group=view.group, async_op=True)
+        for owner, (start, stop) in enumerate(regions)
+        if stop > start
+    ]
+    return _Works(_begun(works))
+
+
+def _start_handing_out(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
+    mine = flat[slice(*regions[view.index])]
+    others = [index for index in range(view.size) if index != view.index]
+    works = [
+        dist.irecv(flat[slice(*regions[index])], view.ranks[index], group=view.group)
+        for index in others
+        if regions[index][1] > regions[index][0]
+    ]
+    if mine.numel():
+        works += [dist.isend(mine, view.ranks[index], group=view.group) for index in others]
+    return _Works(_begun(works))

@@ -1,0 +1,154 @@
+"""Batches as tensors: the microbatches of this data rank for training, and the validation set exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from weft.data._fields import Fields
+from weft.data._prefetch import Prefetcher
+from weft.data._reader import TrainReader, TrainSpec, ValidationReader
+from weft.data._sampler import check_batch, rank_range
+from weft.data._samples import SampleSpec
+from weft.errors import DataError
+from weft.plan import MicrobatchPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class BatchSource:
+    """The batches of one data rank.
+
+    Fields are CPU tensors with samples along dim 0, of the same shape in every microbatch: `sample_ids` (int64) and
+
+    - tokens: `tokens`, `labels` (int64, (samples, sequence)), and `positions`, `document_ids` for isolated documents;
+    - images: `images` (float32), `labels` (int64, (samples,));
+    - regression: `images`, `labels` (float32), `weights` (float32, (samples,); 0: the sample does not count).
+
+    No method is collective.  Close it when done: it may own processes.
+
+    Args:
+        train: What to train on.
+        validation: Sets to evaluate on; may be empty.
+        fingerprint: Of everything that decides the samples; kept in checkpoints.
+        microbatch, data_ranks, data_index: This rank's share of every global batch.
+        prefetch_workers: Processes that prepare coming steps; 0: the batch is read when it is asked for.
+
+    Raises:
+        PlanError: The plan's microbatches do not add up to the global batch.
+        DataError: A set cannot be opened or has no samples.
+    """
+
+    def __init__(
+        self,
+        train: TrainSpec,
+        validation: Sequence[SampleSpec],
+        *,
+        fingerprint: str,
+        microbatch: MicrobatchPlan,
+        data_ranks: int,
+        data_index: int,
+        prefetch_workers: int = 0,
+    ) -> None:
+        self._start, self._stop = rank_range(microbatch, data_ranks, data_index)
+        check_batch(microbatch, data_ranks, train.global_batch_size)
+        self.fingerprint = fingerprint
+        self._microbatch_size = microbatch.size
+        self._reader = TrainReader(train, self._start, self._stop)
+        self._validation = ValidationReader(validation) if validation else None
+        self._prefetcher = (
+            Prefetcher(self._reader, train, self._start, self._stop, workers=prefetch_workers)
+            if prefetch_workers
+            else None
+        )
+
+    @property
+    def sampler_size(self) -> int:
+        """Training samples in all corpora."""
+        return self._reader.sampler.size
+
+    @property
+    def validation_size(self) -> int:
+        """Validation samples; 0: there is no validation set."""
+        return self._validation.size if self._validation is not None else 0
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Processes that prefetch now."""
+        return self._prefetcher.worker_pids if self._prefetcher is not None else []
+
+    def microbatches(self, step: int) -> list[dict[str, Tensor]]:
+        """Return this rank's microbatches of a step (from 0): a pure function of the recipe, the data and `step`.
+
+        Raises:
+            DataError: A sample is broken (NaN, a token outside the vocabulary); names it.
+        """
+        source = self._reader if self._prefetcher is None else self._prefetcher
+        return self._as_microbatches(source.read(step))
+
+    def num_evaluation_steps(self, global_batches: int | None = None) -> int:
+        """Return how many lists `evaluation` yields, the same on every rank."""
+        size = self._reader.sampler.global_batch_size
+        whole = -(-self.validation_size // size)
+        return whole if global_batches is None else min(whole, global_batches)
+
+    def evaluation(self, global_batches: int | None = None) -> Iterator[list[dict[str, Tensor]]]:
+        """Yield this rank's microbatches of each global batch of validation samples.
+
+        All data ranks together see each sample exactly once.  Every rank gets the same number of lists, with as many
+        microbatches of the same shape as in training; places past the end hold samples whose labels are all −100
+        (`weights` 0), which add nothing to a loss's sum or count.
+
+        Args:
+            global_batches: At most this many global batches; None: the whole set.
+
+        Raises:
+            DataError: There is no validation set.
+        """
+        if self._validation is None:
+            raise DataError(
+                "There are no validation data to evaluate on. Name a data.validation source, set "
+                "data.validation_fraction above 0, or leave run.evaluate_every out."
+            )
+        size = self._reader.sampler.global_batch_size
+        for number in range(self.num_evaluation_steps(global_batches)):
+            first = number * size
+            yield self._as_microbatches(self._validation.read(first + self._start, first + self._stop))
+
+    def state(self, step: int) -> dict[str, int | str]:
+        """Return what a checkpoint before `step` keeps: the global cursor, the seed and the fingerprint."""
+        return self._reader.sampler.state(step, self.fingerprint)
+
+    def step_of(self, state: Mapping[str, object]) -> int:
+        """Return the step to continue with.
+
+        Raises:
+            DataError: The state belongs to other data, another seed, or stands within a batch.
+        """
+        return self._reader.sampler.step_of(state, self.fingerprint)
+
+    def close(self) -> None:
+        """End helper processes.  Harmless when repeated."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _as_microbatches(self, batch: Fields) -> list[dict[str, Tensor]]:
+        # Imported here so that preparing data and the helper processes start without torch.
+        import torch
+
+        tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+        size = self._microbatch_size
+        return [
+            {name: tensor[at : at + size] for name, tensor in tensors.items()}
+            for at in range(0, self._stop - self._start, size)
+        ]

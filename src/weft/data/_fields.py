@@ -1,0 +1,41 @@
+"""What a batch is made of before it becomes tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import DataError
+
+Fields = dict[str, NDArray[Any]]
+"""Fields by name, samples along dim 0."""
+
+IGNORED = -100
+"""Label of a position that no loss counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of one sample."""
+
+    shape: tuple[int, ...]
+    dtype: Literal["int64", "float32"]
+
+
+def check_finite(name: str, values: NDArray[Any], ids: NDArray[np.int64]) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        DataError: Names the first sample that has one.
+    """
+    finite = np.isfinite(values.reshape(len(values), -1)).all(axis=1) if len(values) else np.ones(0, np.bool_)
+    if not finite.all():
+        row = int(np.flatnonzero(~finite)[0])
+        value = values[row][~np.isfinite(values[row])].ravel()[0]
+        raise DataError(
+            f"Sample {int(ids[row])} has {value} in its field {name} ({int((~finite).sum())} of {len(values)} samples "
+            f"read are not finite): one such value spoils every weight. Remove the sample, or replace the value."
+        )

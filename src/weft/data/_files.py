@@ -1,0 +1,66 @@
+"""Files that are either whole or absent, and a lock between processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weft.errors import DataError
+
+_POLL_SECONDS = 0.1
+
+
+def write_aside(path: Path, data: bytes) -> None:
+    """Write `data` to a file beside `path`, flush it to disk, and rename it into place."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with aside.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(aside, path)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents.
+
+    Raises:
+        DataError: It cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
+    except OSError as error:
+        raise DataError(
+            f"Prepared data cannot be written to {folder}: {error.strerror}. Set data.cache to a folder you may write."
+        ) from error
+
+
+@contextmanager
+def locked(folder: Path, waiting: Callable[[], None]) -> Generator[int, None, None]:
+    """Hold the folder's lock and give its descriptor; call `waiting` once if another process has the lock.
+
+    The system releases it when the last process that has the descriptor dies.  Helpers inherit it, so that nobody else
+    enters while the helpers of a killed process still write.
+    """
+    with (folder / ".lock").open("a") as stream:
+        told = False
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    waiting()
+                    told = True
+                time.sleep(_POLL_SECONDS)
+        yield stream.fileno()
+
+
+def remove_strays(folder: Path) -> None:
+    """Delete what a killed process left half written.  Hold the lock."""
+    for path in folder.glob("*.tmp"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,202 @@
+"""Turn text into a prepared corpus: fingerprint, tokenizer, shards by several processes, manifest.
+
+Every file is written aside and renamed, a shard's record after its files, the manifest last; so a preparation that was
+killed goes on where it stopped and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+
+from weft.data._corpus import FORMAT, MANIFEST, Manifest, PreparedCorpus, open_corpus, read_manifest
+from weft.data._files import locked, make_folder, remove_strays, write_aside
+from weft.data._progress import Progress, silent
+from weft.data._shards import ShardTask
+from weft.data._sources import Listing, Segment, cut, digest_file, list_sources
+from weft.data._tokenizer import digest_tokenizer, load_tokenizer, mask_of, separator_of, span_of, train_tokenizer
+from weft.data._workforce import Workforce
+from weft.errors import DataError
+
+_SMALLEST_SHARD_BYTES = 4 << 20
+_MOST_SHARDS = 256
+
+
+def default_cache() -> Path:
+    return Path.home() / ".cache" / "weft"
+
+
+def prepare(
+    sources: Sequence[str | Path],
+    *,
+    vocabulary_size: int,
+    tokenizer: str | Path | None = None,
+    folder: str | Path | None = None,
+    cache: str | Path | None = None,
+    text_field: str = "text",
+    workers: int | None = None,
+    progress: Progress = silent,
+) -> PreparedCorpus:
+    """Tokenize sources into memory-mapped shards, or return those that an earlier call prepared.
+
+    Several processes may prepare the same corpus at once: one works, the others wait.
+
+    Args:
+        sources: `stdlib`, text, `.jsonl` and `.parquet` files, and folders of them.
+        vocabulary_size: Size of the byte-level BPE to train; with `tokenizer`, the most tokens it may have.
+        tokenizer: A `tokenizer.json` to use instead of training one.
+        folder: Where to write; by default `<cache>/<fingerprint>`.
+        cache: By default `~/.cache/weft`.
+        text_field: Field or column of `.jsonl` and `.parquet` files that holds the text.
+        workers: Processes that tokenize; by default one per core, at most 16.
+        progress: Told about every stage; see `ConsoleProgress`.
+
+    Raises:
+        DataError: A source is missing, empty or broken, the tokenizer does not fit, or the folder has other data.
+
+    Example:
+        >>> corpus = prepare(["stdlib"], vocabulary_size=8192)  # doctest: +SKIP
+    """
+    base = Path(folder or cache or default_cache()).expanduser()
+    if tokenizer is None:
+        tokenizer = shared_tokenizer(
+            sources, vocabulary_size=vocabulary_size, cache=base, text_field=text_field, progress=progress
+        )
+    progress("reading", 0, 0)
+    listing = list_sources(sources)
+    loaded = load_tokenizer(tokenizer)
+    check_vocabulary(span_of(loaded), vocabulary_size, str(tokenizer))
+    fingerprint = _fingerprint(listing, text_field, digest_tokenizer(loaded))
+    target = base if folder else base / fingerprint
+    make_folder(target)
+    with locked(target, lambda: progress("waiting for another process that prepares the same data", 0, 0)) as lock:
+        if (target / MANIFEST).is_file():
+            return _reuse(target, fingerprint)
+        try:
+            remove_strays(target)
+            write_aside(target / "tokenizer.json", loaded.to_str(pretty=False).encode())
+            return _write(target, listing, fingerprint, text_field, workers, progress, lock)
+        except OSError as error:
+            raise DataError(
+                f"Prepared data could not be written to {target}: {error.strerror or error}. They need about "
+                f"{listing.num_bytes / 1e6:,.1f} MB; free some space or name another folder. Finished shards are kept."
+            ) from error
+
+
+def _fingerprint(listing: Listing, text_field: str, tokenizer: str) -> str:
+    """Digest the content of all files in order, never their paths, with every setting that decides the result."""
+    digest = xxhash.xxh3_128(json.dumps([FORMAT, text_field, tokenizer]).encode())
+    for file in listing.files:
+        digest.update(f"{file.kind} {digest_file(file.path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _reuse(folder: Path, fingerprint: str) -> PreparedCorpus:
+    found = read_manifest(folder).fingerprint
+    if found != fingerprint:
+        raise DataError(
+            f"{folder} already holds other prepared data (fingerprint {found}, now {fingerprint}: the sources, the "
+            f"tokenizer or the vocabulary changed). Name another folder, or delete this one."
+        )
+    return open_corpus(folder)
+
+
+def shared_tokenizer(
+    sources: Sequence[str | Path],
+    *,
+    vocabulary_size: int,
+    cache: str | Path | None = None,
+    text_field: str = "text",
+    progress: Progress = silent,
+) -> Path:
+    """Train one byte-level BPE on all sources, or find the one that an earlier call trained.
+
+    Raises:
+        DataError: A source is missing, empty or broken, or the vocabulary cannot hold all bytes.
+    """
+    listing = list_sources(sources)
+    fingerprint = _fingerprint(listing, text_field, f"byte-level BPE {vocabulary_size}")
+    folder = Path(cache or default_cache()).expanduser() / f"tokenizer-{fingerprint}"
+    make_folder(folder)
+    path = folder / "tokenizer.json"
+    with locked(folder, lambda: progress("waiting for another process that trains the same tokenizer", 0, 0)):
+        if not path.is_file():
+            progress("tokenizer", 0, 0)
+            train_tokenizer(listing.files, vocabulary_size, path, text_field)
+    return path
+
+
+def _write(
+    folder: Path,
+    listing: Listing,
+    fingerprint: str,
+    text_field: str,
+    workers: int | None,
+    progress: Progress,
+    lock: int,
+) -> PreparedCorpus:
+    tokenizer = load_tokenizer(folder)
+    span = span_of(tokenizer)
+    dtype: Literal["<u2", "<u4"] = "<u2" if span <= 1 << 16 else "<u4"
+    separator = separator_of(tokenizer)
+    tasks = [
+        ShardTask(
+            index=index,
+            folder=str(folder),
+            fingerprint=fingerprint,
+            dtype=dtype,
+            separator=separator,
+            text_field=text_field,
+            segments=tuple(segments),
+        )
+        for index, segments in enumerate(_share_out(listing))
+    ]
+    records = Workforce(tasks, folder / "tokenizer.json", progress, lock).run(workers)
+    if not sum(record.num_tokens for record in records):
+        raise DataError(f"The corpus has {listing.num_bytes} bytes but no text. Name files that hold text.")
+    manifest = Manifest(
+        format=FORMAT,
+        fingerprint=fingerprint,
+        tokenizer_digest=digest_tokenizer(tokenizer),
+        dtype=dtype,
+        vocabulary_size=span,
+        separator=separator,
+        mask=mask_of(tokenizer),
+        num_files=len(listing.files),
+        text_bytes=listing.num_bytes,
+        notes=listing.notes,
+        shards=tuple(records),
+    )
+    write_aside(folder / MANIFEST, manifest.to_json())
+    return PreparedCorpus(folder, manifest)
+
+
+def check_vocabulary(span: int, vocabulary_size: int, tokenizer: str) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for.
+
+    Raises:
+        DataError: `span` tokens do not fit.
+    """
+    if span > vocabulary_size:
+        raise DataError(
+            f"The tokenizer {tokenizer} has {span} tokens, but the model's vocabulary_size is {vocabulary_size}. "
+            f"Set vocabulary_size = {-(-span // 128) * 128} (or any number from {span}), or use a smaller tokenizer."
+        )
+
+
+def _share_out(listing: Listing) -> list[list[Segment]]:
+    """Group segments into shards of similar size.  Depends on the files alone, so that restarts agree."""
+    shard_bytes = max(_SMALLEST_SHARD_BYTES, -(-listing.num_bytes // _MOST_SHARDS))
+    shards: list[list[Segment]] = [[]]
+    size = 0
+    for segment in cut(listing.files, shard_bytes):
+        if shards[-1] and size + segment.num_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(segment)
+        size += segment.num_bytes
+    return shards

@@ -1,0 +1,114 @@
+"""Read the samples of a step, in any process: a plain description goes in, numpy arrays come out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data._fields import IGNORED, Field, Fields, check_finite
+from weft.data._sampler import Sampler
+from weft.data._samples import SampleSet, SampleSpec, spec_from_json, spec_to_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSpec:
+    """All that decides the training samples of every step."""
+
+    sets: tuple[SampleSpec, ...]
+    weights: tuple[float, ...]
+    seed: int
+    global_batch_size: int
+
+    def to_json(self) -> str:
+        fields = {"weights": self.weights, "seed": self.seed, "global_batch_size": self.global_batch_size}
+        return json.dumps({"sets": [spec_to_json(spec) for spec in self.sets], **fields})
+
+    @staticmethod
+    def from_json(text: str) -> TrainSpec:
+        fields: dict[str, Any] = json.loads(text)
+        sets = tuple(spec_from_json(spec) for spec in fields.pop("sets"))
+        return TrainSpec(sets=sets, weights=tuple(fields.pop("weights")), **fields)
+
+
+class TrainReader:
+    """Samples [start, stop) of every global batch."""
+
+    def __init__(self, spec: TrainSpec, start: int, stop: int) -> None:
+        self._sets = [one.open() for one in spec.sets]
+        self._start, self._stop = start, stop
+        self.sampler = Sampler(
+            [one.size for one in self._sets],
+            weights=spec.weights,
+            seed=spec.seed,
+            global_batch_size=spec.global_batch_size,
+        )
+        self.fields = with_ids(self._sets[0].fields)
+
+    def read(self, step: int) -> Fields:
+        """Return the samples of a step, stacked along dim 0, with their `sample_ids`."""
+        ids = self.sampler.sample_ids(step)[self._start : self._stop]
+        corpora, _, index = self.sampler.locate(ids)
+        return gather(self._sets, corpora, index, ids)
+
+    @property
+    def num_samples(self) -> int:
+        return self._stop - self._start
+
+
+class ValidationReader:
+    """The samples of all validation sets, one after the other, each exactly once."""
+
+    def __init__(self, specs: Sequence[SampleSpec]) -> None:
+        self._sets = [spec.open() for spec in specs]
+        self._bases = np.concatenate([[0], np.cumsum([one.size for one in self._sets])]).astype(np.int64)
+        self.fields = with_ids(self._sets[0].fields)
+
+    @property
+    def size(self) -> int:
+        return int(self._bases[-1])
+
+    def read(self, start: int, stop: int) -> Fields:
+        """Return samples [start, stop); those past the end are there, but nothing of them counts in a loss."""
+        ids = np.arange(start, stop, dtype=np.int64)
+        real = ids[ids < self.size]
+        corpora = np.searchsorted(self._bases, real, side="right").astype(np.int64) - 1
+        found = gather(self._sets, corpora, real - self._bases[corpora], real, self.fields)
+        batch = {name: self._ignored(name, field, len(ids)) for name, field in self.fields.items()}
+        for name, values in found.items():
+            batch[name][: len(real)] = values
+        batch["sample_ids"] = ids
+        return batch
+
+    def _ignored(self, name: str, field: Field, count: int) -> NDArray[Any]:
+        value = IGNORED if name == "labels" and field.dtype == "int64" else 0
+        return np.full((count, *field.shape), value, field.dtype)
+
+
+def with_ids(fields: Mapping[str, Field]) -> dict[str, Field]:
+    return {**fields, "sample_ids": Field((), "int64")}
+
+
+def gather(
+    sets: Sequence[SampleSet],
+    corpora: NDArray[np.int64],
+    index: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    fields: Mapping[str, Field] | None = None,
+) -> Fields:
+    """Read each sample from its set and put it at its place in the batch."""
+    fields = with_ids(sets[0].fields) if fields is None else fields
+    batch: Fields = {name: np.empty((len(ids), *field.shape), field.dtype) for name, field in fields.items()}
+    for corpus in np.unique(corpora).tolist():
+        rows = np.flatnonzero(corpora == corpus)
+        for name, values in sets[corpus].read(index[rows], ids[rows]).items():
+            batch[name][rows] = values
+    batch["sample_ids"] = ids
+    for name, values in batch.items():
+        if values.dtype.kind == "f":
+            check_finite(name, values, ids)
+    return batch

@@ -1,0 +1,69 @@
+"""What a model wants of its data, read off its blueprint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from weft.errors import DataError
+from weft.recipe import ConvNetShape, MlpShape, Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weft.models import Blueprint
+
+_DEFAULT_CLASSES = 10
+DataTask = Literal["causal_lm", "masked_lm", "classification", "regression"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataShape:
+    """The samples that a model takes."""
+
+    task: DataTask
+    sequence_length: int | None = None
+    """Tokens per sample, for language models."""
+    vocabulary_size: int | None = None
+    """Every token must be less; also the size of a tokenizer that is trained."""
+    image_shape: tuple[int, ...] | None = None
+    """Of one image or vector; None: as the source has it."""
+    num_classes: int = _DEFAULT_CLASSES
+    label_shape: tuple[int, ...] = (1,)
+    """Of one regression target."""
+
+    @property
+    def is_text(self) -> bool:
+        return self.task in ("causal_lm", "masked_lm")
+
+
+def data_shape(blueprint: Blueprint, recipe: Recipe) -> DataShape:
+    """Return the shape of the samples that the recipe's model takes.
+
+    Raises:
+        DataError: A language model does not say its vocabulary or sequence length.
+    """
+    example = blueprint.example(1) if blueprint.example is not None else {}
+    if blueprint.task in ("causal_lm", "masked_lm") or "tokens" in blueprint.inputs.values():
+        return _text_shape(blueprint, recipe, example)
+    image = tuple(example["images"].shape[1:]) if "images" in example else None
+    floats = "labels" in example and example["labels"].is_floating_point()
+    if recipe.model.loss == "regression" or floats:
+        label = tuple(example["labels"].shape[1:]) if floats else (1,)
+        return DataShape(task="regression", image_shape=image, label_shape=label)
+    shape = recipe.model.shape
+    classes = shape.num_classes if isinstance(shape, MlpShape | ConvNetShape) else _DEFAULT_CLASSES
+    return DataShape(task="classification", image_shape=image, num_classes=classes)
+
+
+def _text_shape(blueprint: Blueprint, recipe: Recipe, example: dict[str, Tensor]) -> DataShape:
+    length = int(example["tokens"].shape[1]) if "tokens" in example else recipe.model.sequence_length
+    if length is None:
+        raise DataError("Nothing says how many tokens make a sample. Set model.sequence_length.")
+    if blueprint.vocabulary_size is None:
+        raise DataError(
+            "The model reads tokens, but its blueprint gives no vocabulary_size, so tokens could not be checked. "
+            "Set vocabulary_size in the blueprint."
+        )
+    task: DataTask = "masked_lm" if blueprint.task == "masked_lm" else "causal_lm"
+    return DataShape(task=task, sequence_length=length, vocabulary_size=blueprint.vocabulary_size)

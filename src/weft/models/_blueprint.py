@@ -1,0 +1,123 @@
+"""Everything Weft must know of a model to split, cut and initialise it, beside the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from weft.recipe import SplitKind
+
+Batch = Mapping[str, Tensor]
+"""Fields by name, each with samples along dim 0.  `sample_ids` (int64) is always there."""
+
+
+class Loss(Protocol):
+    """`loss(outputs, batch) -> (sum, count)`: both 0-d; `sum` differentiable, `count` a float that is not.
+
+    The engine divides the sum over all microbatches and ranks by the global count.  A loss that is no sum over samples
+    carries the attribute `per_sample = False`; a loss without the attribute is a sum over samples.
+    """
+
+    def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRule:
+    """How the modules whose names match split over the tensor axis.
+
+    `column` and `row` take linear layers (`nn.Linear`, `nn.Embedding` for `vocab`, Hugging Face `Conv1D`).
+    `sequence` marks modules (norms, dropouts) that may work on a shard of the sequence.
+    `whole` marks modules that read the sequence's length off their input (`batch, length, _ = x.shape`): under sequence
+    parallelism their first argument is gathered before them, and not once more at the columns inside.
+    `heads` / `features` mark dropouts whose input is already split along dim 1 (heads) / the last dim (features).
+    """
+
+    match: str
+    """Glob over module names; the first rule that matches wins."""
+    kind: SplitKind
+    blocks: int = 1
+    """Equal blocks fused along the split dimension (3 for a fused query-key-value), each cut on its own."""
+    gather_output: bool = False
+    """`column` only: all-gather the output (a head whose loss is not vocabulary-parallel)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Localise:
+    """An attribute of the matching modules that counts something split over the tensor axis, divided by its size."""
+
+    match: str
+    attribute: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutTable:
+    """Where a model may be cut into pipeline stages, by module names in forward order.
+
+    A later stage replaces `entry` by the activation it receives, `stem_zero` modules by a zero, and `stem_skip` by the
+    identity; blocks and `tail` modules that are not the stage's become identities on their first argument.  Nothing is
+    renamed and the model's own forward runs unchanged.
+    """
+
+    entry: str
+    stem_zero: tuple[str, ...] = ()
+    stem_skip: tuple[str, ...] = ()
+    blocks: tuple[str, ...]
+    tail: tuple[str, ...] = ()
+
+    @property
+    def stem(self) -> tuple[str, ...]:
+        return (self.entry, *self.stem_zero, *self.stem_skip)
+
+
+Initialiser = Callable[[str, nn.Module], None]
+"""`initialise(name, module)`: fill the module's own materialised CPU parameters and buffers (not those of its children)
+from the default generator, which the caller has seeded for this name."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Blueprint:
+    """A model and its tables.  `module` is on the meta device when `initialise` is given, else really constructed."""
+
+    module: nn.Module
+    inputs: Mapping[str, str]
+    """Keyword of the model's forward → field of the batch."""
+    loss: Loss
+    initialise: Initialiser | None
+    split: Sequence[SplitRule] = ()
+    localise: Sequence[Localise] = ()
+    divisible: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Named sizes that the tensor axis must divide, for error messages: {"num_heads": 8, "num_kv_heads": 4}."""
+    cut: CutTable | None = None
+    vocabulary_head: str | None = None
+    """Name of the linear head whose output only the vocabulary loss reads; it may be fused with the loss."""
+    task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"
+    vocabulary_size: int | None = None
+    flops_per_sample: float = 0.0
+    """Forward and backward of one sample, by the usual 6 N D + attention count."""
+    block_costs: Sequence[float] = ()
+    """Relative forward cost of [stem, block 0, …, tail]; empty: cut by block count."""
+    example: Callable[[int], dict[str, Tensor]] | None = None
+    """`example(batch_size)`: a batch on the meta device, to find shapes."""
+    export: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
+    """Weights under the names and shapes that `transformers` loads; None: as they are."""
+    export_config: Mapping[str, Any] | None = None
+    """`config.json` beside exported weights."""
+    sequence_length: int | None = None
+    """Tokens per sample; None where samples are no sequences."""
+    keep_dtype: Sequence[str] = ()
+    """Globs over buffers that keep their dtype in bf16 and fp16 (tables that lose their meaning when rounded)."""
+    notes: Sequence[str] = ()
+    """What the user should hear once at the start: a model really constructed, a table that is missing."""
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return the logits of a plain model, a Hugging Face output, or a tuple."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if hasattr(outputs, "logits"):
+        return outputs.logits
+    return outputs[0] if isinstance(outputs, tuple | list) else outputs

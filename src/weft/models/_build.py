@@ -1,0 +1,94 @@
+"""From a recipe to a blueprint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+from weft.errors import RecipeError
+from weft.models._blueprint import Blueprint, SplitRule
+from weft.models._convnet import build_convnet
+from weft.models._decoder import build_decoder
+from weft.models._encoder import build_encoder
+from weft.models._factory import build_factory
+from weft.models._hf import build_hf
+from weft.models._losses import loss_by_name, token_loss
+from weft.models._mlp import build_mlp
+from weft.models._patterns import require_matches
+from weft.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, Recipe, ReferenceShape
+
+
+def build_model(recipe: Recipe) -> Blueprint:
+    """Return the blueprint of the recipe's model, with the recipe's own splits, frozen parameters and loss applied.
+
+    Every rank builds the same; nothing is communicated, and no weights are held unless the model is a plain module of a
+    factory (which is really constructed, as its notes say).
+
+    Raises:
+        RecipeError: the model cannot be found or built, or a pattern of the recipe matches nothing.
+    """
+    isolated = recipe.data.documents == "isolated"
+    model = recipe.model
+    if model.reference is not None:
+        assert model.shape is not None, "a recipe with model.reference has a shape"
+        blueprint = build_reference(model.shape, isolated_documents=isolated)
+    elif model.hf is not None:
+        blueprint = build_hf(model, isolated_documents=isolated)
+    else:
+        blueprint = build_factory(model, seed=recipe.run.seed)
+    _apply_split(blueprint, recipe)
+    _freeze(blueprint, recipe)
+    _apply_loss(blueprint, recipe)
+    return blueprint
+
+
+def build_reference(shape: ReferenceShape, *, isolated_documents: bool = False) -> Blueprint:
+    """Return the blueprint of a reference model.
+
+    Raises:
+        RecipeError: documents are to be isolated in a model that is no decoder.
+    """
+    if isinstance(shape, DecoderShape):
+        return build_decoder(shape, isolated_documents=isolated_documents)
+    builders = {EncoderShape: build_encoder, MlpShape: build_mlp, ConvNetShape: build_convnet}
+    if isolated_documents:
+        raise RecipeError(
+            f'data.documents = "isolated" needs a model that takes document borders, which the reference'
+            f' {type(shape).__name__.removesuffix("Shape").lower()} does not. Use "packed", or reference = "decoder".'
+        )
+    return cast(Callable[[ReferenceShape], Blueprint], builders[type(shape)])(shape)
+
+
+def _apply_split(blueprint: Blueprint, recipe: Recipe) -> None:
+    """Put the recipe's own rules first; a rule about modules that a table knows keeps the table's fused blocks."""
+    names = [name for name, _ in blueprint.module.named_modules() if name]
+    rules: list[SplitRule] = []
+    for pattern, kind in recipe.model.split.items():
+        require_matches("model.split", pattern, names, "module")
+        rules.append(SplitRule(match=pattern, kind=kind))
+    blueprint.split = (*rules, *blueprint.split)
+
+
+def _freeze(blueprint: Blueprint, recipe: Recipe) -> None:
+    parameters = dict(blueprint.module.named_parameters(remove_duplicate=False))
+    for pattern in recipe.model.freeze:
+        for name in require_matches("model.freeze", pattern, parameters, "parameter"):
+            parameters[name].requires_grad_(False)
+    if parameters and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise RecipeError(
+            f"model.freeze = {list(recipe.model.freeze)} freezes every parameter, so there is nothing to train."
+            " Remove a pattern."
+        )
+
+
+def _apply_loss(blueprint: Blueprint, recipe: Recipe) -> None:
+    """A loss other than `tokens` reads logits as they are, so the head gathers them and is not fused."""
+    if recipe.model.loss is None:
+        return
+    blueprint.loss = loss_by_name(recipe.model.loss)
+    head = blueprint.vocabulary_head
+    if blueprint.loss is token_loss or head is None:
+        return
+    blueprint.vocabulary_head = None
+    blueprint.split = [replace(rule, gather_output=True) if rule.match == head else rule for rule in blueprint.split]

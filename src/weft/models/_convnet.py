@@ -1,0 +1,86 @@
+"""A small residual convolutional classifier, written as on one device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models._blueprint import Blueprint, CutTable
+from weft.models._examples import image_example
+from weft.models._initialise import module_default
+from weft.models._losses import class_loss
+from weft.recipe import ConvNetShape
+
+
+class ConvBlock(nn.Module):
+    """Two convolutions before the sum.  Source: He et al. 2016, https://arxiv.org/abs/1603.05027."""
+
+    def __init__(self, shape: ConvNetShape) -> None:
+        super().__init__()
+        self.norm1 = make_norm(shape)
+        self.conv1 = nn.Conv2d(shape.channels, shape.channels, 3, padding=1, bias=False)
+        self.norm2 = make_norm(shape)
+        self.conv2 = nn.Conv2d(shape.channels, shape.channels, 3, padding=1, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.conv1(F.relu(self.norm1(hidden)))
+        return hidden + self.conv2(F.relu(self.norm2(inner)))
+
+
+class ConvHead(nn.Module):
+    def __init__(self, shape: ConvNetShape) -> None:
+        super().__init__()
+        self.norm = make_norm(shape)
+        self.classes = nn.Linear(shape.channels, shape.num_classes)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.classes(F.relu(self.norm(hidden)).mean((2, 3)))
+
+
+class ConvNet(nn.Module):
+    """Images (batch, channels, height, width) → logits (batch, classes)."""
+
+    def __init__(self, shape: ConvNetShape) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(shape.image_channels, shape.channels, 3, padding=1, bias=False)
+        self.blocks = nn.ModuleList(ConvBlock(shape) for _ in range(shape.num_layers))
+        self.head = ConvHead(shape)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.stem(images)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def make_norm(shape: ConvNetShape) -> nn.Module:
+    """Batch statistics, or groups of up to 8 channels that know nothing of the batch."""
+    if shape.norm == "batch":
+        return nn.BatchNorm2d(shape.channels)
+    return nn.GroupNorm(shape.channels // math.gcd(shape.channels, 8), shape.channels)
+
+
+def build_convnet(shape: ConvNetShape) -> Blueprint:
+    """Return the classifier on the meta device with its tables."""
+    with torch.device("meta"):
+        module = ConvNet(shape)
+    pixels = shape.image_size**2
+    stem = 9 * shape.image_channels * shape.channels * pixels
+    block = 2 * 9 * shape.channels**2 * pixels
+    head = shape.channels * shape.num_classes
+    return Blueprint(
+        module=module,
+        inputs={"images": "images"},
+        loss=class_loss,
+        initialise=module_default,
+        cut=CutTable(
+            entry="stem", blocks=tuple(f"blocks.{index}" for index in range(shape.num_layers)), tail=("head",)
+        ),
+        task="classification",
+        flops_per_sample=6.0 * (stem + shape.num_layers * block + head),
+        block_costs=[stem / block, *[1.0] * shape.num_layers, head / block],
+        example=image_example((shape.image_channels, shape.image_size, shape.image_size)),
+    )

@@ -1,0 +1,216 @@
+"""Hugging Face models from a local `config.json` or folder.  Nothing is downloaded and no remote code runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import RecipeError
+from weft.models._blueprint import Blueprint, Initialiser
+from weft.models._examples import token_example
+from weft.models._hf_attention import (
+    IMPLEMENTATION,
+    MASKED_IMPLEMENTATION,
+    add_masks,
+    name_attention_dropouts,
+    register_attention,
+)
+from weft.models._hf_families import Family, family_of, has_plain_masks
+from weft.models._hf_weights import SafetensorsFolder, folder_initialiser, random_initialiser
+from weft.models._losses import token_loss
+from weft.recipe import ModelRecipe
+
+
+def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Blueprint:
+    """Return a causal or masked language model of `transformers` on the meta device with its tables.
+
+    Weights come from safetensors in the folder when there are any, else they are drawn as the model's class says.
+    With `isolated_documents` the batch's positions are passed, from whose restarts transformers finds the documents.
+
+    Raises:
+        RecipeError: transformers is absent, there is no config, or the model is of a kind that Weft cannot train.
+    """
+    assert recipe.hf is not None
+    transformers = _transformers()
+    folder, config = _read_config(transformers, recipe.hf)
+    task = _task(recipe.hf, config)
+    exported_config: dict[str, Any] = config.to_dict()
+    model = _construct(transformers, config, task)
+    length = _sequence_length(recipe, config)
+    inputs = _inputs(recipe.hf, config, task, isolated_documents)
+    family = family_of(config, model, length)
+    weights = SafetensorsFolder(folder)
+    initialise, notes = _initialiser(model, weights)
+    if config.model_type == "bert":
+        _drop_bias_alias(model)
+    return Blueprint(
+        module=model,
+        inputs=inputs,
+        loss=token_loss,
+        initialise=initialise,
+        split=family.split,
+        localise=family.localise,
+        divisible=family.divisible,
+        cut=family.cut,
+        vocabulary_head=family.vocabulary_head,
+        task=task,
+        vocabulary_size=config.vocab_size,
+        flops_per_sample=_flops(family, model, length),
+        block_costs=family.cost.block_costs if family.cost else (),
+        example=token_example(length, inputs.values()) if has_plain_masks(config) else None,
+        export=_with_bias_alias if config.model_type == "bert" else None,
+        export_config=exported_config | {"architectures": [type(model).__name__]},
+        sequence_length=length,
+        keep_dtype=("*inv_freq",),
+        notes=(*family.notes, *notes),
+    )
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as problem:
+        raise RecipeError(
+            "model.hf needs the package transformers, which is not installed. Install it with: pip install 'weft[hf]'"
+        ) from problem
+
+
+def _read_config(transformers: Any, path: str) -> tuple[Path, Any]:
+    """Return the folder and the configuration in it."""
+    given = Path(path).expanduser()
+    file = given / "config.json" if given.is_dir() else given
+    if not file.is_file():
+        raise RecipeError(
+            f'model.hf = "{path}": there is no file {file}.'
+            " Give a local folder that holds config.json, or the file; Weft downloads nothing."
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    except Exception as problem:
+        raise RecipeError(
+            f'model.hf = "{path}": transformers cannot read {file} ({_first_line(problem)}).'
+            " It must be the config.json of a model that transformers itself knows."
+        ) from problem
+    return file.parent, config
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+
+
+def _task(path: str, config: Any) -> Literal["causal_lm", "masked_lm"]:
+    names: list[str] = list(config.architectures or ())
+    if any(name.endswith("ForMaskedLM") for name in names) or (not names and config.model_type == "bert"):
+        return "masked_lm"
+    if not names or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return "causal_lm"
+    raise RecipeError(
+        f'model.hf = "{path}": its architecture {names[0]} is neither a causal nor a masked language model.'
+        " Change `architectures` in config.json (…ForCausalLM, …ForMaskedLM), or use model.factory."
+    )
+
+
+def _construct(transformers: Any, config: Any, task: str) -> Any:
+    register_attention()
+    config.use_cache = False
+    if config.model_type == "gpt2":
+        config.pad_token_id = None  # it looks for padding in every batch, which Weft never makes
+    attention = IMPLEMENTATION if has_plain_masks(config) else MASKED_IMPLEMENTATION
+    auto = transformers.AutoModelForMaskedLM if task == "masked_lm" else transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(
+                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+            )
+    except Exception as problem:
+        raise RecipeError(
+            f"model.hf: transformers cannot construct {config.model_type} from its config:"
+            f" {_first_line(problem).rstrip('.')}."
+        ) from problem
+    model.tie_weights()
+    model.train()
+    name_attention_dropouts(model)
+    if has_plain_masks(config):
+        add_masks(model, causal=task == "causal_lm")
+    _widen_norms(model)
+    return model
+
+
+def _drop_bias_alias(model: Any) -> None:
+    """Leave the bias of BERT's vocabulary to the linear layer that uses it, so that both are split as one.
+
+    `cls.predictions` holds the same parameter a second time and never reads it.
+    """
+    alias, owner = "cls.predictions.bias", "cls.predictions.decoder.bias"
+    del model.cls.predictions.bias
+    model._tied_weights_keys = {name: first for name, first in model._tied_weights_keys.items() if first != alias}
+    model.all_tied_weights_keys.pop(owner, None)
+
+
+def _with_bias_alias(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    alias = {"cls.predictions.bias": weights["cls.predictions.decoder.bias"].clone()}
+    return {**weights, **alias}
+
+
+def _widen_norms(model: nn.Module) -> None:
+    """Let Llama's kind of norm compute in fp64 when its input is, where transformers always takes fp32.
+
+    In fp32, bf16 and fp16 nothing changes.  In fp64, the rounding inside would hide whether two plans agree.
+    """
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            if kind not in classes:
+                body = {"forward": _wide_rms_norm, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+                classes[kind] = type(kind.__name__, (kind,), body)
+            module.__class__ = classes[kind]
+
+
+def _wide_rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+    return self.weight * scaled.to(hidden_states.dtype)
+
+
+def _initialiser(model: Any, weights: SafetensorsFolder) -> tuple[Initialiser, list[str]]:
+    if weights.is_empty:
+        return random_initialiser(model), []
+    initialise, unread = folder_initialiser(model, weights)
+    if not unread:
+        return initialise, []
+    shown = ", ".join(unread[:3]) + (", …" if len(unread) > 3 else "")
+    return initialise, [f"{len(unread)} tensors in {weights.folder} belong to no part of the model: {shown}"]
+
+
+def _sequence_length(recipe: ModelRecipe, config: Any) -> int:
+    limit: int = config.max_position_embeddings
+    length = recipe.sequence_length or limit
+    if length > limit:
+        raise RecipeError(
+            f"model.sequence_length = {length} is longer than the model's max_position_embeddings = {limit}."
+            f" Use {limit} or less, or raise it in config.json."
+        )
+    return length
+
+
+def _inputs(path: str, config: Any, task: str, isolated_documents: bool) -> dict[str, str]:
+    if not isolated_documents:
+        return {"input_ids": "tokens"}
+    if task == "masked_lm":
+        raise RecipeError(
+            f'data.documents = "isolated" cannot be had with model.hf = "{path}": {config.model_type} sees a sample in'
+            ' both directions and takes no document borders. Use "packed", or model.reference = "encoder".'
+        )
+    return {"input_ids": "tokens", "position_ids": "positions"}
+
+
+def _flops(family: Family, model: nn.Module, length: int) -> float:
+    if family.cost is not None:
+        return family.cost.flops_per_sample
+    return 6.0 * sum(parameter.numel() for parameter in model.parameters()) * length

@@ -1,0 +1,167 @@
+"""Initial weights of Hugging Face models: from safetensors beside the config, else drawn as the model's class says."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from weft.errors import RecipeError
+from weft.models._blueprint import Initialiser
+
+
+def random_initialiser(model: Any) -> Initialiser:
+    """Draw a module's own tensors by the class's `_init_weights`, then by that of every module around it.
+
+    The latter matters where a parent rules over its children (GPT-2 narrows the outputs of its blocks).  Everything
+    else of the model is on the meta device, where drawing costs nothing and takes nothing from the generator.
+    """
+    skeleton = copy.deepcopy(model)
+
+    def initialise(name: str, module: nn.Module) -> None:
+        _uninitialised(name, module)
+        if not name:
+            skeleton._init_weights(module)
+            return
+        parent_name, _, leaf = name.rpartition(".")
+        parent = skeleton.get_submodule(parent_name)
+        before = getattr(parent, leaf)
+        parent._modules[leaf] = module
+        try:
+            parts = name.split(".")
+            for depth in range(len(parts), -1, -1):
+                skeleton._init_weights(skeleton.get_submodule(".".join(parts[:depth])))
+        finally:
+            parent._modules[leaf] = before
+        _check_filled(name, module)
+
+    return initialise
+
+
+def _uninitialised(name: str, module: nn.Module) -> None:
+    """Mark floating tensors, so that one which nobody fills is found instead of training on garbage."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            tensor.data.fill_(torch.nan)
+
+
+def _check_filled(name: str, module: nn.Module) -> None:
+    named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    for leaf, tensor in named:
+        if tensor.is_floating_point() and tensor.isnan().any():
+            raise RecipeError(
+                f"model.hf: transformers' own initialisation leaves {name}.{leaf} unset, so it cannot be trained from a"
+                " config alone. Give a folder with weights (model.safetensors)."
+            )
+
+
+class SafetensorsFolder:
+    """The tensors of `model.safetensors` or of the shards that `model.safetensors.index.json` names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = _files(folder)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.files
+
+    def read(self, key: str) -> Tensor:
+        with safe_open(self.folder / self.files[key], framework="pt", device="cpu") as file:
+            return file.get_tensor(key)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        with safe_open(self.folder / self.files[key], framework="pt", device="cpu") as file:
+            return tuple(file.get_slice(key).get_shape())
+
+
+def _files(folder: Path) -> Mapping[str, str]:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        missing = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
+        if missing:
+            raise RecipeError(
+                f'model.hf = "{folder}": {index.name} names {missing[0]}, which is not there'
+                f" ({len(missing)} files missing). Copy the whole folder."
+            )
+        return weight_map
+    if single.is_file():
+        with safe_open(single, framework="pt", device="cpu") as file:
+            return dict.fromkeys(file.keys(), single.name)
+    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickled:
+        raise RecipeError(
+            f'model.hf = "{folder}": its weights are only in {pickled[0]}, a pickle, which can run code when read.'
+            " Convert it with transformers' save_pretrained, which writes safetensors."
+        )
+    return {}
+
+
+def folder_initialiser(model: Any, weights: SafetensorsFolder) -> tuple[Initialiser, list[str]]:
+    """Return an initialiser that reads each module's own tensors from the folder, and the keys that nothing reads.
+
+    Raises:
+        RecipeError: a parameter is missing, or has another shape.
+    """
+    keys = _match_keys(model, weights)
+    random = random_initialiser(model)
+
+    def initialise(name: str, module: nn.Module) -> None:
+        own = {f"{name}.{leaf}": tensor for leaf, tensor in _own_tensors(module)}
+        if not all(full in keys for full in own):
+            random(name, module)  # buffers that are computed, not stored
+        for full, tensor in own.items():
+            if full in keys:
+                tensor.data.copy_(weights.read(keys[full]))
+
+    unread = sorted(set(weights.files) - set(keys.values()))
+    return initialise, unread
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+
+
+def _match_keys(model: Any, weights: SafetensorsFolder) -> dict[str, str]:
+    """Name in the model → key in the folder, for all parameters and stored buffers, tied ones under each name."""
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    found: dict[str, str] = {}
+    by_tensor: dict[int, str] = {}
+    for name, tensor in state.items():
+        key = next((key for key in _spellings(name, model.base_model_prefix) if key in weights.files), None)
+        if key is not None:
+            found[name] = key
+            by_tensor.setdefault(id(tensor), key)
+    for name, tensor in state.items():
+        if name not in found and id(tensor) in by_tensor:
+            found[name] = by_tensor[id(tensor)]
+    missing = [name for name in state if name not in found]
+    if missing:
+        raise RecipeError(
+            f'model.hf = "{weights.folder}": the weights lack {missing[0]} ({len(missing)} of {len(state)} tensors are'
+            " missing). Is config.json of the same model? Remove the weights to start from random ones."
+        )
+    for name, key in found.items():
+        if weights.shape(key) != tuple(state[name].shape):
+            raise RecipeError(
+                f'model.hf = "{weights.folder}": {key} has shape {weights.shape(key)} in the weights but'
+                f" {tuple(state[name].shape)} by config.json. Use the config of the same model."
+            )
+    return found
+
+
+def _spellings(name: str, prefix: str) -> list[str]:
+    """How a tensor may be called on disk: as now, without the base model's prefix, or by BERT's old norm names."""
+    bare = name.removeprefix(f"{prefix}.")
+    old = [
+        spelling.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        for spelling in (name, bare)
+    ]
+    return list(dict.fromkeys((name, bare, *old)))

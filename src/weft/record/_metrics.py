@@ -1,0 +1,91 @@
+"""Metrics as lines of JSON.  A full disk costs lines, never the run; the lines lost are counted and told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+Metric = None | bool | int | float | str | list["Metric"] | dict[str, "Metric"]
+
+
+class MetricsWriter:
+    """Appends one object per line to `metrics.jsonl`; each line reaches the operating system before `write` returns.
+
+    Units are in the names (`_seconds`, `_bytes`, `_per_second`).  NaN and infinity, which JSON has not, become null.
+    A resumed run appends to the same file; of two lines of one step the later counts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file for appending, and end a line that a killed run left unfinished.  Never raises `OSError`."""
+        self.path = path
+        self.dropped = 0
+        """Lines that could not be written."""
+        self._untold = 0
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._end = _end_of_last_line(self._descriptor)
+        except OSError as error:
+            self._end = 0
+            self._warn(error)
+
+    def write(self, values: Mapping[str, Metric]) -> None:
+        """Append one line.  After lines were lost the next one says how many, as `dropped_lines`."""
+        line = {**values, "dropped_lines": self._untold} if self._untold else values
+        content = (json.dumps(_sound(line), allow_nan=False) + "\n").encode()
+        try:
+            if self._descriptor is None:
+                raise OSError("the file is not open")
+            if os.pwrite(self._descriptor, content, self._end) != len(content):  # the disk took a part: not a line
+                os.ftruncate(self._descriptor, self._end)
+                raise OSError("the disk took only a part of the line")
+        except OSError as error:
+            self.dropped += 1
+            self._untold += 1
+            if self._untold == 1:
+                self._warn(error)
+            return
+        self._end += len(content)
+        self._untold = 0
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _warn(self, error: OSError) -> None:
+        logger.warning("%s is not written (%s); training goes on and lost lines are counted", self.path, error)
+
+
+def _sound(value: Metric | Mapping[str, Metric]) -> Metric:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _sound(item) for key, item in value.items()}
+    return [_sound(item) for item in value] if isinstance(value, list) else value
+
+
+def _end_of_last_line(descriptor: int) -> int:
+    """Return where the last whole line ends, and cut off what stands behind it."""
+    size = end = os.fstat(descriptor).st_size
+    while end > 0:
+        start = max(0, end - 65536)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        end = start + newline + 1
+        if newline >= 0:
+            break
+    if end != size:
+        os.ftruncate(descriptor, end)
+    return end

@@ -1,0 +1,81 @@
+"""The folder of one run: everything a run leaves behind lies in it, and nothing lies outside."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import LaunchError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """`runs/<name>-<date>-<n>/`, readable by its owner only.  Make it on one rank and give the path to the others."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, name: str, *, date: datetime.date | None = None) -> RunFolder:
+        """Make a new folder; two runs that start at once get two folders.  Call on one rank.
+
+        Raises:
+            LaunchError: the name is none for a folder, or `root` is not writable.
+        """
+        if not _NAME.fullmatch(name):
+            raise LaunchError(
+                f"run name {name!r} is no folder name. Use letters, digits, dots, dashes and underscores."
+            )
+        stem = f"{name}-{(date or datetime.date.today()).isoformat()}"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count(1):
+                path = root / f"{stem}-{number}"
+                try:
+                    path.mkdir(mode=0o700)
+                except FileExistsError:
+                    continue
+                return cls(path)
+        except OSError as error:
+            raise LaunchError(
+                f"the run folder {root / stem}-1 cannot be made: {error.strerror}. Give a folder that is writable."
+            ) from None
+        raise AssertionError("unreachable: the count has no end")
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """Open the folder of an earlier run.
+
+        Raises:
+            LaunchError: it does not exist.
+        """
+        if not path.is_dir():
+            raise LaunchError(f"{path} is no folder of a run: it does not exist.")
+        return cls(path)
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def log(self, rank: int) -> Path:
+        return self.path / f"rank-{rank}.log"

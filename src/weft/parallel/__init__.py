@@ -1,0 +1,37 @@
+"""One file per technique."""
+
+from weft.parallel._context import MicrobatchState as MicrobatchState
+from weft.parallel._context import StepContext as StepContext
+from weft.parallel._layout import ModelLayout as ModelLayout
+from weft.parallel._layout import ParameterLayout as ParameterLayout
+from weft.parallel._layout import TensorSplit as TensorSplit
+from weft.parallel._part import ModelPart as ModelPart
+from weft.parallel._precision import Dtypes as Dtypes
+from weft.parallel._rows import SparseRows as SparseRows
+from weft.parallel._runner import LossTotals as LossTotals
+from weft.parallel._runner import Runner as Runner
+from weft.parallel._runner import SequentialRunner as SequentialRunner
+from weft.parallel._runner import StepObserver as StepObserver
+from weft.parallel._shard import Piece as Piece
+from weft.parallel._shard import Segment as Segment
+from weft.parallel._shard import Shard as Shard
+from weft.parallel._shard import shard_pieces as shard_pieces
+from weft.parallel._store import GradientStore as GradientStore
+from weft.parallel._store import StoreSet as StoreSet
+from weft.parallel.batch_norm import apply_batch_norm as apply_batch_norm
+from weft.parallel.build import ParallelModel as ParallelModel
+from weft.parallel.build import parallelize as parallelize
+from weft.parallel.compile import apply_compile as apply_compile
+from weft.parallel.materialise import materialise as materialise
+from weft.parallel.randomness import KeyedDropout as KeyedDropout
+from weft.parallel.randomness import apply_keyed_dropout as apply_keyed_dropout
+from weft.parallel.recompute import apply_recompute as apply_recompute
+from weft.parallel.sequence import apply_sequence as apply_sequence
+from weft.parallel.sequence import sequence_shard_length as sequence_shard_length
+from weft.parallel.sparse import SparseStore as SparseStore
+from weft.parallel.sparse import sparse_tables as sparse_tables
+from weft.parallel.tensor import apply_tensor as apply_tensor
+from weft.parallel.vocabulary import VocabularyLogits as VocabularyLogits
+from weft.parallel.vocabulary import apply_fused_loss as apply_fused_loss
+from weft.parallel.vocabulary import fused_cross_entropy as fused_cross_entropy
+from weft.parallel.vocabulary import vocabulary_cross_entropy as vocabulary_cross_entropy

@@ -1,0 +1,131 @@
+"""Collectives with gradients.  Each names what it does forward and, after the word `grad`, backward.
+
+All of them must be called on every rank of the view, forward and backward, in the same order; where the view has one
+member callers leave them out.  Source of the conjugate pairs: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053,
+and Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198 (along the sequence).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import GroupView, all_gather_shards, all_reduce, reduce_scatter_shards, shard_of
+
+# torch's stubs leave Function.apply untyped; the functions below are the typed way in.
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, view: GroupView) -> Tensor:
+        ctx.view = view
+        return torch.ops.aten._unsafe_view(x, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Autograd may share the gradient with others: reduce a copy.
+        return all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.view), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, view: GroupView) -> Tensor:
+        # Not in place: selective recomputation may hold `x`, and would sum it twice.
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), view)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, view: GroupView, blocks: int) -> Tensor:
+        ctx.view, ctx.blocks = view, blocks
+        width = x.shape[-1] // blocks
+        parts = x.unflatten(-1, (blocks, width))
+        return all_gather_shards(parts, view, x.dim(), width * view.size).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        parts = grads[0].unflatten(-1, (ctx.blocks, grads[0].shape[-1] // ctx.blocks))
+        return shard_of(parts, ctx.view, parts.dim() - 1).flatten(-2), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, view: GroupView, length: int, sum_grad: bool) -> Tensor:
+        ctx.view, ctx.sum_grad = view, sum_grad
+        return all_gather_shards(x, view, 1, length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cut = reduce_scatter_shards if ctx.sum_grad else shard_of
+        return cut(grads[0], ctx.view, 1), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, view: GroupView) -> Tensor:
+        ctx.view, ctx.length = view, x.shape[1]
+        return reduce_scatter_shards(x, view, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather_shards(grads[0], ctx.view, 1, ctx.length), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, view: GroupView) -> Tensor:
+        ctx.view, ctx.length = view, x.shape[1]
+        return shard_of(x, view, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather_shards(grads[0], ctx.view, 1, ctx.length), None
+
+
+def copy_to_group(x: Tensor, view: GroupView) -> Tensor:
+    """Return `x`; grad: sum over the group (each rank used `x` for its own share of what follows)."""
+    return _Copy.apply(x, view)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+
+
+def reduce_from_group(x: Tensor, view: GroupView) -> Tensor:
+    """Return the sum of `x` over the group; grad: unchanged."""
+    return _Reduce.apply(x, view)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+
+
+def no_view(x: Tensor) -> Tensor:
+    """Return `x`, sharing its storage, as a tensor that is no view; grad: unchanged.
+
+    `fully_shard` warns of a module that returns a view (models slice before their head), because who changes it in
+    place loses the gather of the backward.  Nothing here does that.
+    """
+    return x if x._base is None else torch.ops.aten._unsafe_view(x, x.shape)
+
+
+def gather_features(x: Tensor, view: GroupView, blocks: int = 1) -> Tensor:
+    """Return (…, features) from the group's (…, features / members), block by block; grad: this rank's own features."""
+    return _GatherFeatures.apply(x, view, blocks)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+
+
+def gather_sequence(x: Tensor, view: GroupView, length: int, *, sum_grad: bool) -> Tensor:
+    """Return (batch, length, …) from the group's shards along dim 1.
+
+    grad: this rank's shard of the sum over the group (`sum_grad`: each rank used the whole for its own share of what
+    follows), or of its own gradient (all ranks compute the same from the whole).
+    """
+    return _Gather.apply(x, view, length, sum_grad)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+
+
+def reduce_scatter_sequence(x: Tensor, view: GroupView) -> Tensor:
+    """Return this rank's shard along dim 1 of the sum over the group; grad: gathered."""
+    return _ReduceScatter.apply(x, view)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+
+
+def scatter_sequence(x: Tensor, view: GroupView) -> Tensor:
+    """Return this rank's shard along dim 1 of what all ranks hold alike; grad: gathered."""
+    return _Scatter.apply(x, view)  # pyright: ignore[reportReturnType, reportUnknownMemberType]

@@ -1,0 +1,48 @@
+"""What the modules of a model part must know of the microbatch in hand: keys of randomness, and sequence length."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchState:
+    """Frozen, so that recomputation in backward can put back the state its forward saw."""
+
+    seed: int
+    step: int
+    sample_ids: Tensor
+    """int64, (samples,); randomness is keyed by (seed, step, sample, layer), never by rank."""
+    sequence_length: int | None
+    """Whole (unsharded) length of dim 1, for sequence parallelism."""
+
+
+@dataclass(slots=True)
+class StepContext:
+    """Shared by all hooks and keyed modules of one rank; the runner sets `current` around every forward."""
+
+    current: MicrobatchState | None = field(default=None)
+    cut_length: int | None = None
+    """Whole length of the activation last cut along the sequence, for forwards outside a step (generation)."""
+
+    @contextmanager
+    def entered(self, state: MicrobatchState | None) -> Generator[None]:
+        previous, self.current = self.current, state
+        try:
+            yield
+        finally:
+            self.current = previous
+
+    def require(self) -> MicrobatchState:
+        assert self.current is not None, "a keyed module ran outside a step"
+        return self.current
+
+    def whole_length(self) -> int:
+        """Unsharded length of dim 1 of the forward in hand, for sequence parallelism."""
+        length = self.cut_length if self.current is None else self.current.sequence_length
+        assert length is not None, "a sequence-parallel layer ran before the sequence was cut"
+        return length

@@ -1,0 +1,41 @@
+"""The sequence region: the part of a model that works on shards of the sequence under sequence parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+
+from weft.errors import PlanError
+from weft.models import Blueprint
+from weft.parallel._split import SplitTable
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRegion:
+    """Blocks, and the modules right after them that the table marks `sequence` (the final norm)."""
+
+    blocks: tuple[str, ...]
+    tail: tuple[str, ...]
+
+    @property
+    def last(self) -> str:
+        """The module after which the sequence is whole again."""
+        return self.tail[-1] if self.tail else self.blocks[-1]
+
+    def contains(self, name: str) -> bool:
+        return any(name == member or name.startswith(member + ".") for member in (*self.blocks, *self.tail))
+
+
+def sequence_region(blueprint: Blueprint, table: SplitTable) -> SequenceRegion:
+    """Return the region of a model.
+
+    Raises:
+        PlanError: the model has no cut table, which names the blocks.
+    """
+    if blueprint.cut is None:
+        raise PlanError(
+            "plan.tensor_parallel.sequence = true, but nothing says where the blocks of"
+            f" {type(blueprint.module).__name__} begin and end (it has no cut table). Use sequence = false."
+        )
+    tail = takewhile(lambda name: table.kind(name) == "sequence", blueprint.cut.tail)
+    return SequenceRegion(tuple(blueprint.cut.blocks), tuple(tail))

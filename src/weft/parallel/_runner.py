@@ -1,0 +1,180 @@
+"""Forward and backward of a step's microbatches: the contract of all runners, and the one for an uncut model."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Mesh
+from weft.models import Batch, Blueprint
+from weft.parallel._context import MicrobatchState
+from weft.parallel._part import ModelPart
+
+
+@dataclass(slots=True)
+class LossTotals:
+    """Loss sum and count over this data rank's microbatches: 0-d float64 tensors on the device.
+
+    Only ranks of the last stage know them; on the others both are zero.
+    """
+
+    sum: Tensor
+    count: Tensor
+
+    @classmethod
+    def zero(cls, device: torch.device) -> LossTotals:
+        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)))
+
+    def add(self, loss_sum: Tensor, count: Tensor) -> None:
+        self.sum += loss_sum.detach()
+        self.count += count.detach()
+
+
+class StepObserver(Protocol):
+    """What a runner tells the owner of the gradients (`StoreSet`)."""
+
+    def on_microbatch(self, remaining: int) -> None:
+        """The backward of a microbatch comes next, with `remaining` more after it.  Only without a pipeline."""
+        ...
+
+    def on_last_forward(self, part: int) -> None:
+        """The next backward of this part is its last in this step: a gradient whose hook fires in it is final.
+
+        Schedules that split the backward do not call it (weight gradients come in passes of their own), except for
+        `fully_shard` parts, whose last backward is a full one.
+        """
+        ...
+
+    def on_last_backward(self, part: int) -> None:
+        """Every weight gradient of this part is complete.
+
+        Parts are told in falling order on every rank, so that a parameter which several parts of a rank share is
+        complete with the lowest of them.
+        """
+        ...
+
+
+class Runner(Protocol):
+    """Runs the microbatches of this data rank.  Call on every rank alike; the numbers of microbatches of different data
+    ranks may differ."""
+
+    def forward_backward(
+        self, microbatches: Sequence[Batch], *, step: int, seed: int, scale: float | Tensor, observer: StepObserver
+    ) -> LossTotals:
+        """Add the gradients of (sum of losses × `scale`) to the parameters, and return the unscaled totals."""
+        ...
+
+    def evaluate(self, microbatches: Sequence[Batch], *, step: int, seed: int) -> LossTotals:
+        """Return the totals in evaluation mode, without gradients."""
+        ...
+
+
+def microbatch_state(batch: Batch, seed: int, step: int) -> MicrobatchState:
+    """The keys of randomness of one microbatch (on the device already)."""
+    tokens = batch.get("tokens")
+    return MicrobatchState(
+        seed=seed,
+        step=step,
+        sample_ids=batch["sample_ids"],
+        sequence_length=None if tokens is None or tokens.ndim < 2 else tokens.shape[1],
+    )
+
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """Move all fields to the device without waiting for the copies."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def model_inputs(blueprint: Blueprint, batch: Batch, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Keywords of the model's forward; fields that the batch lacks are left out, floating ones are cast to `dtype`."""
+    found = {keyword: batch[name] for keyword, name in blueprint.inputs.items() if name in batch}
+    return {
+        keyword: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for keyword, tensor in found.items()
+    }
+
+
+def compute_dtype_of(module: nn.Module) -> torch.dtype | None:
+    """Dtype of the first floating-point parameter; None when there is none."""
+    return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), None)
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
+    """Evaluation mode without gradients; afterwards every submodule is in the mode it was in before."""
+    training = [inner for module in modules for inner in module.modules() if inner.training]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for inner in training:
+            inner.training = True
+
+
+class SequentialRunner:
+    """Runs an uncut model, one microbatch after another.
+
+    `dtype` is what floating inputs are cast to: by default that of the part's parameters (give it for ZeRO-3, whose
+    parameters are fp32 masters).
+    """
+
+    def __init__(self, part: ModelPart, blueprint: Blueprint, mesh: Mesh, *, dtype: torch.dtype | None = None) -> None:
+        self._part = part
+        self._blueprint = blueprint
+        self._device = mesh.device
+        self._dtype = dtype if dtype is not None else compute_dtype_of(part.module)
+
+    def forward_backward(
+        self, microbatches: Sequence[Batch], *, step: int, seed: int, scale: float | Tensor, observer: StepObserver
+    ) -> LossTotals:
+        """See `Runner`."""
+        totals = LossTotals.zero(self._device)
+        for index, batch in enumerate(microbatches):
+            loss_sum, count = self._loss(batch, seed, step)
+            totals.add(loss_sum, count)
+            remaining = len(microbatches) - 1 - index
+            observer.on_microbatch(remaining)
+            if remaining == 0:
+                observer.on_last_forward(0)
+            (loss_sum * scale).backward()
+        observer.on_last_backward(0)
+        return totals
+
+    def evaluate(self, microbatches: Sequence[Batch], *, step: int, seed: int) -> LossTotals:
+        """See `Runner`."""
+        totals = LossTotals.zero(self._device)
+        with evaluating([self._part.module]):
+            for batch in microbatches:
+                totals.add(*self._loss(batch, seed, step))
+        return totals
+
+    def forward(self, batch: Batch) -> Any:
+        """Return the model's outputs in evaluation mode; `sample_ids` may be missing."""
+        moved = move_batch(batch, self._device)
+        with evaluating([self._part.module]):
+            return self._outputs(moved, microbatch_state(_with_sample_ids(moved), 0, 0))
+
+    def _loss(self, batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        moved = move_batch(batch, self._device)
+        state = microbatch_state(moved, seed, step)
+        outputs = self._outputs(moved, state)
+        with self._part.context.entered(state):
+            return self._blueprint.loss(outputs, moved)
+
+    def _outputs(self, batch: Batch, state: MicrobatchState) -> Any:
+        with self._part.context.entered(state):
+            return self._part.module(**model_inputs(self._blueprint, batch, self._dtype))
+
+
+def _with_sample_ids(batch: Batch) -> Batch:
+    if "sample_ids" in batch:
+        return batch
+    first = next(iter(batch.values()))
+    return {**batch, "sample_ids": torch.arange(first.shape[0], device=first.device)}

@@ -1,0 +1,114 @@
+"""What every gradient store offers, and the set of stores of one rank as one.
+
+A store owns the gradients of some parameters: where they accumulate, when they are reduced, which part this rank
+keeps, and how updated masters come back into the parameters.  The engine, the optimizers and the checkpoints see only
+its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from weft.parallel._shard import Shard
+
+
+class GradientStore(Protocol):
+    """Owner of the gradients of some of this rank's parameters.  Every method is called on every rank, in one order."""
+
+    @property
+    def shards(self) -> Sequence[Shard]: ...
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        ...
+
+    def on_microbatch(self, remaining: int) -> None:
+        """The backward of a microbatch comes next, with `remaining` more after it (without a pipeline only)."""
+        ...
+
+    def on_last_forward(self, part: int) -> None:
+        """The next backward of this model part is its last in this step: reductions may start inside it."""
+        ...
+
+    def on_last_backward(self, part: int) -> None:
+        """Every weight gradient of this model part is complete."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for the reductions and set every shard's `gradient`."""
+        ...
+
+    def publish(self) -> None:
+        """Bring the masters back into the parameters: cast, then gather."""
+        ...
+
+    def release(self) -> None:
+        """Drop weights that were gathered for computing, so that the model holds only what this rank keeps."""
+        ...
+
+    def names(self) -> frozenset[str]:
+        """Names of all parameters held; the same on all data and tensor ranks of a stage."""
+        ...
+
+    def unused(self) -> frozenset[str]:
+        """Names of the parameters that took no part in this rank's step; a tied one, in that of no stage that holds
+        it."""
+        ...
+
+    def model_state_bytes(self) -> dict[str, int]:
+        """Bytes at rest between steps by kind: `parameters`, `gradients`, `masters` (0 where a master is the
+        parameter)."""
+        ...
+
+
+class StoreSet:
+    """All stores of one rank, driven together and always in the same order, so that collectives match across ranks."""
+
+    def __init__(self, stores: Sequence[GradientStore]) -> None:
+        self.stores = tuple(stores)
+
+    @property
+    def shards(self) -> list[Shard]:
+        return [shard for store in self.stores for shard in store.shards]
+
+    def begin_step(self) -> None:
+        for store in self.stores:
+            store.begin_step()
+
+    def on_microbatch(self, remaining: int) -> None:
+        for store in self.stores:
+            store.on_microbatch(remaining)
+
+    def on_last_forward(self, part: int) -> None:
+        for store in self.stores:
+            store.on_last_forward(part)
+
+    def on_last_backward(self, part: int) -> None:
+        for store in self.stores:
+            store.on_last_backward(part)
+
+    def finish(self) -> None:
+        for store in self.stores:
+            store.finish()
+
+    def publish(self) -> None:
+        for store in self.stores:
+            store.publish()
+
+    def release(self) -> None:
+        for store in self.stores:
+            store.release()
+
+    def names(self) -> frozenset[str]:
+        return frozenset().union(*(store.names() for store in self.stores))
+
+    def unused(self) -> frozenset[str]:
+        return frozenset().union(*(store.unused() for store in self.stores))
+
+    def model_state_bytes(self) -> dict[str, int]:
+        total = {"parameters": 0, "gradients": 0, "masters": 0}
+        for store in self.stores:
+            for kind, size in store.model_state_bytes().items():
+                total[kind] += size
+        return total

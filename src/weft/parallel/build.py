@@ -1,0 +1,202 @@
+"""The whole composition on one screen: a blueprint and a plan become this rank's model parts, runner and stores.
+
+The order is fixed.  Stages first, because everything after works on a stage's own modules; cuts over the tensor axis
+while the model has no storage; then storage and initial weights; then what wraps forwards (recomputation,
+compilation); last what owns weights and gradients (ZeRO).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from weft.comm import Mesh
+from weft.models import Blueprint
+from weft.parallel._context import StepContext
+from weft.parallel._part import ModelPart
+from weft.parallel._precision import Dtypes
+from weft.parallel._runner import Runner, SequentialRunner
+from weft.parallel._store import GradientStore, StoreSet
+from weft.parallel.batch_norm import apply_batch_norm
+from weft.parallel.buckets import Member
+from weft.parallel.compile import apply_compile
+from weft.parallel.data import BucketStore
+from weft.parallel.materialise import materialise
+from weft.parallel.pipeline import PipelineRunner, cut_parts, share_parameters
+from weft.parallel.randomness import apply_keyed_dropout
+from weft.parallel.recompute import apply_recompute
+from weft.parallel.sequence import apply_sequence
+from weft.parallel.sparse import SparseStore, sparse_tables
+from weft.parallel.tensor import apply_tensor
+from weft.parallel.vocabulary import apply_fused_loss
+from weft.parallel.zero3 import FullyShardedStore, apply_zero3
+from weft.plan import Plan
+
+GroupParameters = Callable[[Mapping[str, torch.Size]], Mapping[str, int]]
+"""Trainable parameters of this rank (name → whole shape) → index of each one's optimizer group."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ParallelModel:
+    """A model as one rank holds it under a plan."""
+
+    blueprint: Blueprint
+    plan: Plan
+    mesh: Mesh
+    dtypes: Dtypes
+    parts: Sequence[ModelPart]
+    """One, or one per chunk under a pipeline with several stages per rank."""
+    runner: Runner
+    stores: StoreSet
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model; only without a pipeline is it the whole of it."""
+        return self.parts[0].module
+
+
+def parallelize(
+    blueprint: Blueprint,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    seed: int,
+    group_parameters: GroupParameters,
+    cuts: Literal["anywhere", "parameter"] = "anywhere",
+) -> ParallelModel:
+    """Build this rank's share of the model.  Call on every rank with equal arguments; the plan must have been checked.
+
+    `cuts` says where the optimizer lets data parallelism cut its shards.
+    """
+    dtypes = Dtypes.of(plan)
+    context = StepContext()
+    parts = cut_parts(blueprint, plan, mesh, context)
+    for part in parts:
+        apply_tensor(part.module, blueprint, plan, mesh, context, part.layout)
+        apply_sequence(part.module, blueprint, plan, mesh, context, part.layout)
+        apply_batch_norm(part.module, mesh)
+        apply_keyed_dropout(part.module, blueprint, mesh, context, sequence=plan.tensor_parallel.sequence)
+        apply_fused_loss(part.module, blueprint, plan, mesh, part.layout, context)
+        materialise(part.module, blueprint, part.layout, seed, mesh.device, dtypes.master)
+    share_parameters(parts)
+    for part in parts:
+        apply_recompute(part.module, blueprint, plan, context)
+        apply_compile(part.module, blueprint, plan)
+    stores = _create_stores(blueprint, plan, mesh, dtypes, parts, group_parameters, cuts)
+    return ParallelModel(
+        blueprint=blueprint,
+        plan=plan,
+        mesh=mesh,
+        dtypes=dtypes,
+        parts=parts,
+        runner=_create_runner(blueprint, plan, mesh, dtypes, parts),
+        stores=stores,
+    )
+
+
+def _create_runner(blueprint: Blueprint, plan: Plan, mesh: Mesh, dtypes: Dtypes, parts: Sequence[ModelPart]) -> Runner:
+    if plan.mesh.pipeline == 1:
+        return SequentialRunner(parts[0], blueprint, mesh, dtype=dtypes.compute)
+    return PipelineRunner(parts, blueprint, plan, mesh, dtype=dtypes.compute)
+
+
+def _create_stores(
+    blueprint: Blueprint,
+    plan: Plan,
+    mesh: Mesh,
+    dtypes: Dtypes,
+    parts: Sequence[ModelPart],
+    group_parameters: GroupParameters,
+    cuts: Literal["anywhere", "parameter"],
+) -> StoreSet:
+    every = _members(parts, group_parameters)
+    sparse = sparse_tables(blueprint.module)
+    tables = {key: member for key, member in every.items() if member.layout.name in sparse}
+    members = {key: member for key, member in every.items() if key not in tables}
+    zero = plan.data_parallel.zero
+    stores: list[GradientStore] = []
+    if zero == 3 and mesh.size("shard") > 1:
+        kept_out = tables.keys() | {key for key in members if key[1] in parts[key[0]].ties}
+        sharded = {key: member for key, member in members.items() if key not in kept_out}
+        for part in parts:
+            apply_zero3(
+                part,
+                mesh,
+                blocks=blueprint.cut.blocks if blueprint.cut is not None else (),
+                ignored={member.parameter for key, member in every.items() if key in kept_out},  # parts share ties
+                compute_dtype=dtypes.compute,
+                gradient_dtype=dtypes.gradient,
+                hold=_holds_weights(plan),
+            )
+        stores.append(FullyShardedStore(parts, sharded, mesh, hold=_holds_weights(plan)))
+        members = {key: member for key, member in members.items() if key in kept_out}
+    if tables:
+        stores.append(
+            SparseStore(list(tables.values()), mesh, compute_dtype=dtypes.compute, gradient_dtype=dtypes.gradient)
+        )
+    if members or not stores:
+        stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts))
+    if zero != 3 or mesh.size("shard") == 1:
+        _cast_frozen(parts, dtypes)
+    return StoreSet(stores)
+
+
+def _holds_weights(plan: Plan) -> bool:
+    """Whether ZeRO-3 gathers weights once per step, because data ranks would not gather equally often otherwise
+    (unequal shares), or because a pipeline's stages would gather them anew for every microbatch."""
+    return plan.mesh.pipeline > 1 or len(set(plan.microbatch.shares(plan.mesh.data))) > 1
+
+
+def _bucket_store(
+    members: list[Member], plan: Plan, mesh: Mesh, dtypes: Dtypes, cuts: Literal["anywhere", "parameter"]
+) -> BucketStore:
+    """Buckets for everything, or for what ZeRO-3 leaves out; ZeRO-3 over one shard is ZeRO-1 over the replicas."""
+    data = plan.data_parallel
+    per_microbatch = data.zero == 2 and plan.mesh.pipeline == 1
+    return BucketStore(
+        members,
+        mesh,
+        zero=1 if data.zero == 3 else data.zero,
+        compute_dtype=dtypes.compute,
+        gradient_dtype=dtypes.gradient,
+        cuts=cuts,
+        bucket_bytes=data.bucket_bytes,
+        first_bucket_bytes=data.first_bucket_bytes,
+        reduce_rounds=min(plan.microbatch.shares(plan.mesh.data)) if per_microbatch else 1,
+    )
+
+
+def _members(parts: Sequence[ModelPart], group_parameters: GroupParameters) -> dict[tuple[int, str], Member]:
+    """Every trainable parameter of this rank once, by the first part and name under which it is found."""
+    found: dict[tuple[int, str], nn.Parameter] = {}
+    seen: set[int] = set()
+    for index, part in enumerate(parts):
+        for name, parameter in part.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[index, name] = parameter
+    layouts = {key: parts[key[0]].layout[key[1]] for key in found}
+    groups = group_parameters({layout.name: layout.shape for layout in layouts.values()})
+    members: dict[tuple[int, str], Member] = {}
+    for (index, name), parameter in found.items():
+        tie = parts[index].ties.get(name)
+        members[index, name] = Member(
+            parameter=parameter,
+            layout=layouts[index, name],
+            part=index,
+            group=groups[layouts[index, name].name],
+            tie=tie if tie is not None and tie.group is not None else None,
+        )
+    return members
+
+
+def _cast_frozen(parts: Sequence[ModelPart], dtypes: Dtypes) -> None:
+    """Frozen parameters need no master: they are held in the compute dtype."""
+    for part in parts:
+        for parameter in part.module.parameters():
+            if not parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtypes.compute)

@@ -1,0 +1,42 @@
+"""`torch.compile` of each block in place: one graph serves all blocks of a kind, and names stay as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from weft.errors import PlanError
+from weft.models import Blueprint
+from weft.parallel._split import is_own
+from weft.parallel.randomness import KeyedDropout
+from weft.plan import Plan
+
+_SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def apply_compile(part: nn.Module, blueprint: Blueprint, plan: Plan, *, backend: str = "inductor") -> None:
+    """Compile the blocks of `part` when `plan.compute.compile` says so; without a cut table the whole part.
+
+    Compilation happens at the first forward.  Do it last of all that changes a block's forward, and before
+    `fully_shard`.
+
+    Raises:
+        PlanError: a pipeline schedule that splits the backward, which compiled blocks cannot do.
+    """
+    if not plan.compute.compile:
+        return
+    schedule = plan.pipeline_parallel.schedule
+    if plan.mesh.pipeline > 1 and schedule in _SPLIT_BACKWARD:
+        raise PlanError(
+            f'plan.compute.compile = true does not go with schedule = "{schedule}": it takes input and weight gradients'
+            ' in separate passes, and a compiled block has only one. Use "1f1b" or "interleaved_1f1b", or'
+            " compile = false."
+        )
+    names = [] if blueprint.cut is None else [name for name in blueprint.cut.blocks if is_own(part, blueprint, name)]
+    for module in [part.get_submodule(name) for name in names] or [part]:
+        for inner in module.modules():
+            if isinstance(inner, KeyedDropout):
+                # Its keys change with every step, and its wrapping integer arithmetic is none that Inductor folds
+                # rightly.
+                object.__setattr__(inner, "mask", torch.compiler.disable(inner.mask))
+        module.compile(backend=backend)

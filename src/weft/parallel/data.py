@@ -1,0 +1,375 @@
+"""Data parallelism with ZeRO-0, 1 and 2 on Weft's own buckets.
+
+What is at rest per parameter, with Ψ parameters, N data ranks and AdamW (Rajbhandari et al., arXiv 1910.02054, §5):
+
+    stage   weights   gradients   masters and moments
+    0       all       all         all
+    1       all       all         1/N
+    2       all       1/N         1/N
+
+Gradients accumulate straight into flat storages.  A bucket is reduced as soon as backward has completed its last
+member in the step's last microbatch, while backward goes on; buckets start strictly in one order that all data ranks
+share, because a parameter that only some ranks used must not make their collectives cross.  After the first step that
+order is the one in which the first data rank's buckets became ready.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm import (
+    GroupView,
+    Mesh,
+    Wait,
+    nothing_to_wait_for,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from weft.parallel._shard import Shard
+from weft.parallel.buckets import Bucket, Member, compose_buckets, create_shard
+
+_IN_FLIGHT = 2
+"""ZeRO-2: reductions that may run while backward fills the next bucket; older ones are waited for and their storage
+freed."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A bucket with its storages and where it stands in the step."""
+
+    bucket: Bucket
+    weights: Tensor
+    master: Tensor
+    shard: Shard
+    gradients: Tensor | None
+    kept: Tensor | None
+    """ZeRO-2: this rank's region of the summed gradients, all that outlives backward."""
+    pending: set[int] = field(default_factory=set[int])
+    """Members whose last gradient of this round is still to come."""
+    adopted: set[int] = field(default_factory=set[int])
+    """Members whose `.grad` is a view of `gradients`."""
+    wait: Wait = nothing_to_wait_for
+    launched: bool = False
+    settled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    """Tells the store of a gradient.  Weak, because autograd holds hooks where the garbage collector cannot see the
+    cycle: a strong one would keep the store, and through it the process groups, alive for ever."""
+
+    store: weakref.ref[BucketStore]
+    index: int
+    position: int
+
+    def __call__(self, parameter: Tensor) -> None:
+        store = self.store()
+        if store is not None:
+            store.on_gradient(self.index, self.position)
+
+
+class BucketStore:
+    """Gradients, weights and masters of all parameters that live in buckets.  Create on every rank with the same plan.
+
+    `zero`: 0, 1 or 2.  `compute_dtype` is what the model runs in; with bf16 and fp16 the masters are fp32 and the
+    weights are cast from them once per step.  `gradient_dtype` is what gradients accumulate and are summed in. 
+    `reduce_rounds` is how often per step ZeRO-2 reduces (once per microbatch of the data rank that has the fewest), 1
+    otherwise.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        mesh: Mesh,
+        *,
+        zero: Literal[0, 1, 2],
+        compute_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        cuts: Literal["anywhere", "parameter"] = "anywhere",
+        bucket_bytes: int = 26_214_400,
+        first_bucket_bytes: int = 1_048_576,
+        reduce_rounds: int = 1,
+    ) -> None:
+        self._data: GroupView = mesh["data"]
+        self._tensor: GroupView = mesh["tensor"]
+        self._zero = zero
+        self._compute_dtype = compute_dtype
+        self._gradient_dtype = gradient_dtype
+        self._reduce_rounds = reduce_rounds
+        self._round = 0
+        self._armed: set[int] = set()
+        self._used: set[str] = set()
+        buckets = compose_buckets(
+            members,
+            data_ranks=self._data.size,
+            sharded=zero > 0,
+            cuts=cuts,
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=first_bucket_bytes,
+        )
+        self._live = [self._bring_to_life(bucket) for bucket in buckets]
+        self._order = list(range(len(self._live)))
+        self._ready_order: list[int] | None = []
+        self._next = 0
+        self._handles = [
+            member.parameter.register_post_accumulate_grad_hook(_Hook(weakref.ref(self), index, position))
+            for index, live in enumerate(self._live)
+            for position, member in enumerate(live.bucket.members)
+        ]
+        self.publish()
+
+    # ── creation ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _bring_to_life(self, bucket: Bucket) -> _Live:
+        """Move the members' weights into one storage and make them, and their gradients, views of it."""
+        device = bucket.members[0].parameter.device
+        master_dtype = torch.promote_types(self._compute_dtype, torch.float32)
+        whole = torch.zeros(bucket.num_elements, dtype=master_dtype, device=device)
+        for member, view in bucket.views(whole):
+            view.copy_(member.parameter.detach())
+        start, stop = bucket.regions[self._data.index if self._zero else 0]
+        if master_dtype == self._compute_dtype:
+            weights, master = whole, whole[start:stop]
+        else:
+            weights, master = whole.to(self._compute_dtype), whole[start:stop].clone()
+        for member, view in bucket.views(weights):
+            member.parameter.data = view
+            member.parameter.grad_dtype = self._gradient_dtype
+        shard = create_shard(
+            bucket,
+            master,
+            start,
+            stop,
+            counts=self._zero > 0 or self._data.index == 0,
+            cut_group=self._data if self._zero > 0 and self._data.size > 1 else None,
+        )
+        kept = torch.zeros(stop - start, dtype=self._gradient_dtype, device=device) if self._zero == 2 else None
+        live = _Live(bucket, weights, master, shard, None, kept)
+        if self._zero < 2:
+            self._attach_all(live)
+        return live
+
+    def _new_gradients(self, live: _Live) -> Tensor:
+        live.gradients = torch.zeros(live.bucket.num_elements, dtype=self._gradient_dtype, device=live.weights.device)
+        return live.gradients
+
+    def _attach_all(self, live: _Live) -> None:
+        """ZeRO-0 and 1: gradients are views of one storage for good, and autograd adds into it."""
+        for member, view in live.bucket.views(self._new_gradients(live)):
+            member.parameter.grad = view
+        live.adopted = set(range(len(live.bucket.members)))
+
+    def _adopt(self, live: _Live, position: int) -> None:
+        """ZeRO-2: move a gradient that autograd has just made into the bucket's storage, which lives until it is
+        reduced."""
+        parameter = live.bucket.members[position].parameter
+        if position in live.adopted or parameter.grad is None:
+            return
+        flat = live.gradients if live.gradients is not None else self._new_gradients(live)
+        view = live.bucket.view(flat, position)
+        view.copy_(parameter.grad)
+        parameter.grad = view
+        live.adopted.add(position)
+
+    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return [live.shard for live in self._live]
+
+    def begin_step(self) -> None:
+        self._round = 0
+        self._used.clear()
+        self._armed.clear()
+        for live in self._live:
+            live.shard.gradient = None
+            if live.kept is not None:
+                live.kept.zero_()
+                self._forget(live)  # also of a backward outside a step, which must not leak into this one
+            elif live.gradients is not None:
+                live.gradients.zero_()
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._next = 0
+        for live in self._live:
+            live.pending = set(range(len(live.bucket.members)))
+            live.launched = live.settled = False
+
+    def on_last_forward(self, part: int) -> None:
+        self._armed.add(part)
+
+    def on_microbatch(self, remaining: int) -> None:
+        """Before the backward of a microbatch with `remaining` more to come: ZeRO-2 reduces in each of the last
+        rounds."""
+        if self._zero != 2 or remaining >= self._reduce_rounds:
+            return
+        if self._round > 0:
+            self._complete_round()
+            self._begin_round()
+        self._round += 1
+        self._armed.update(live.bucket.key.part for live in self._live)
+
+    def on_gradient(self, index: int, position: int) -> None:
+        """Autograd has added to the gradient of a bucket's member."""
+        live = self._live[index]
+        self._used.add(live.bucket.members[position].layout.name)
+        if self._zero == 2:
+            self._adopt(live, position)
+        if live.bucket.key.part not in self._armed or live.launched:
+            return
+        live.pending.discard(position)
+        if not live.pending:
+            if self._ready_order is not None and index not in self._ready_order:
+                self._ready_order.append(index)
+            self._launch_ready()
+
+    def on_last_backward(self, part: int) -> None:
+        """Count every member of the part as ready: those that had no gradient, and schedules that fire no hooks."""
+        for live in self._live:
+            if live.bucket.key.part == part:
+                live.pending.clear()
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self._order):
+            live = self._live[self._order[self._next]]
+            if live.pending:
+                return
+            self._launch(live)
+            self._next += 1
+            if self._zero == 2 and self._next > _IN_FLIGHT:
+                self._settle(self._live[self._order[self._next - 1 - _IN_FLIGHT]])
+
+    def _launch(self, live: _Live) -> None:
+        for position in range(len(live.bucket.members)):
+            self._adopt(live, position)
+        flat = live.gradients if live.gradients is not None else self._new_gradients(live)
+        live.launched = True
+        if self._zero == 0:
+            live.wait = start_all_reduce(flat, self._data)
+        else:
+            live.wait = start_reduce_scatter(flat, live.bucket.regions, self._data, even=live.bucket.even)
+
+    def _settle(self, live: _Live) -> None:
+        """Wait for a bucket's reduction; under ZeRO-2 add this rank's region to what it keeps and free the rest."""
+        if live.settled:
+            return
+        assert live.launched, "a bucket was never reduced"
+        live.wait()
+        live.wait = nothing_to_wait_for
+        live.settled = True
+        if live.kept is None or live.gradients is None:
+            return
+        start, stop = live.bucket.regions[self._data.index]
+        live.kept.add_(live.gradients[start:stop])
+        self._forget(live)
+
+    def _forget(self, live: _Live) -> None:
+        """ZeRO-2: drop the storage of all gradients of a bucket."""
+        live.gradients = None
+        live.adopted.clear()
+        for member in live.bucket.members:
+            member.parameter.grad = None
+
+    def _complete_round(self) -> None:
+        for live in self._live:
+            live.pending.clear()
+        self._launch_ready()
+        for index in self._order:
+            self._settle(self._live[index])
+
+    def finish(self) -> None:
+        self._complete_round()
+        for live in self._live:
+            if live.kept is not None:
+                live.shard.gradient = live.kept
+            else:
+                assert live.gradients is not None
+                start, stop = live.bucket.regions[self._data.index if self._zero else 0]
+                live.shard.gradient = live.gradients[start:stop]
+        self._sum_over_model()
+        self._agree_on_order()
+
+    def _sum_over_model(self) -> None:
+        """Sum what the other axes hold of the same parameters: partial gradients, and the copies of tied weights.
+
+        In an order that the ranks of those axes share: that of the buckets over the tensor axis, whose ranks hold the
+        same part; that of the names over stages, which hold other buckets and have other orders of readiness.
+        """
+        for live in self._live:
+            if live.bucket.key.tensor_partial:
+                assert live.shard.gradient is not None
+                start_all_reduce(live.shard.gradient, self._tensor)()
+        for live in sorted(self._live, key=lambda live: live.bucket.key.tie):
+            tie = live.bucket.members[0].tie
+            if tie is not None:
+                assert live.shard.gradient is not None
+                start_all_reduce(live.shard.gradient, tie)()
+                self._agree_on_use(live, tie)
+
+    def _agree_on_use(self, live: _Live, tie: GroupView) -> None:
+        """Know of a shared parameter that only another stage used; unused is what no holder used."""
+        names = [member.layout.name for member in live.bucket.members]
+        used = torch.tensor([float(name in self._used) for name in names], device=live.weights.device)
+        start_all_reduce(used, tie)()
+        self._used.update(name for name, users in zip(names, used.tolist(), strict=True) if users)
+
+    def _agree_on_order(self) -> None:
+        """Once, after the first step: take the first data rank's order of readiness for all steps to come."""
+        if self._ready_order is None:
+            return
+        seen = self._ready_order + [index for index in self._order if index not in self._ready_order]
+        self._ready_order = None
+        if self._data.group is None or not seen:
+            self._order = seen
+            return
+        agreed = torch.tensor(seen, dtype=torch.int64, device=self._live[0].weights.device)
+        dist.broadcast(agreed, src=self._data.ranks[0], group=self._data.group)
+        self._order = [int(index) for index in agreed.tolist()]
+
+    # ── after the step ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def publish(self) -> None:
+        waits: list[Wait] = []
+        for live in self._live:
+            start, stop = live.bucket.regions[self._data.index if self._zero else 0]
+            if live.master.dtype != live.weights.dtype:
+                live.weights[start:stop].copy_(live.master)
+            if self._zero > 0:
+                waits.append(start_all_gather(live.weights, live.bucket.regions, self._data, even=live.bucket.even))
+        for wait in waits:
+            wait()
+
+    def release(self) -> None:
+        """Nothing to do: weights are always whole here."""
+
+    def names(self) -> frozenset[str]:
+        return frozenset(member.layout.name for live in self._live for member in live.bucket.members)
+
+    def unused(self) -> frozenset[str]:
+        return self.names() - self._used
+
+    def model_state_bytes(self) -> dict[str, int]:
+        def size(tensor: Tensor | None) -> int:
+            return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+        at_rest = [live.kept if self._zero == 2 else live.gradients for live in self._live]
+        return {
+            "parameters": sum(size(live.weights) for live in self._live),
+            "gradients": sum(size(tensor) for tensor in at_rest),
+            "masters": sum(size(live.master) for live in self._live if live.master.dtype != live.weights.dtype),
+        }
+
+    def close(self) -> None:
+        """Take the hooks out of the model."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,143 @@
+"""Real storage and initial weights for a model part: equal under every plan, one module in memory at a time."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from weft.models import Blueprint
+from weft.parallel._layout import ModelLayout, ParameterLayout
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def materialise(
+    part: nn.Module,
+    blueprint: Blueprint,
+    layout: ModelLayout,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Give every parameter and buffer of `part` real storage of its local shape, filled, on `device` and in `dtype`.
+
+    Values depend on `seed` and the name in the whole model alone: each module's own parameters are drawn whole, in
+    fp32 on the CPU, then cut by the layout, so that tensor ranks, stages and precisions agree.  A tied parameter is
+    drawn under its first name and stays one object.  Where `blueprint.initialise` is None the tensors there are cut,
+    moved and cast.  Buffers missing from the layout are whole.  Non-floating tensors keep their dtype, and so do, in
+    bf16 and fp16, the buffers of `blueprint.keep_dtype`.
+
+    Not collective.  `blueprint.module` must still be whole (parts are cut from copies of it).
+    """
+    fresh = _FreshTensors(part, layout, device, dtype, blueprint.keep_dtype)
+    if blueprint.initialise is None:
+        for name in list(fresh.unplaced):
+            fresh.place(name, fresh.unplaced[name])
+        return
+    for owner, names in _by_owner(fresh, layout).items():
+        drawn = _draw(blueprint, owner, seed)
+        for name, leaf in names:
+            assert drawn[leaf].shape == fresh.layout_of(name).shape, (
+                f"{name}: the blueprint's module is no longer whole"
+            )
+            fresh.place(name, drawn[leaf])
+
+
+class _FreshTensors:
+    """The part's tensors, replaced one after another; a tensor found under several names is replaced under all."""
+
+    def __init__(
+        self, part: nn.Module, layout: ModelLayout, device: torch.device, dtype: torch.dtype, keep: Sequence[str]
+    ) -> None:
+        self.unplaced: dict[str, Tensor] = {}
+        self._part, self._layout, self._device, self._dtype, self._keep = part, layout, device, dtype, keep
+        self._aliases: dict[int, list[str]] = {}
+        for name, tensor in _tensors(part):
+            aliases = self._aliases.setdefault(id(tensor), [])
+            aliases.append(name)
+            if len(aliases) == 1:
+                self.unplaced[name] = tensor
+
+    def layout_of(self, name: str) -> ParameterLayout:
+        tensor = self.unplaced[name]
+        entry = self._layout.entries.get(name)
+        if entry is None:
+            assert not isinstance(tensor, nn.Parameter), f"parameter {name} has no layout"
+            return ParameterLayout(name=name, shape=tensor.shape, is_buffer=True)
+        return entry
+
+    @torch.no_grad()
+    def place(self, name: str, whole: Tensor) -> None:
+        """Install this rank's part of `whole` under `name` and all its aliases."""
+        layout, old = self.layout_of(name), self.unplaced.pop(name)
+        local = whole
+        if layout.split is not None and whole.shape == layout.shape and layout.split.parts > 1:
+            local = layout.split.slice(whole)
+        local = local.detach().to(device=self._device, dtype=self._dtype_of(layout.name, whole)).contiguous()
+        new = nn.Parameter(local, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else local
+        vars(new).update(vars(old))
+        for alias in self._aliases[id(old)]:
+            _install(self._part, alias, new)
+
+    def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        keeps = self._dtype in _NARROW and any(fnmatchcase(name, pattern) for pattern in self._keep)
+        return tensor.dtype if keeps or not tensor.is_floating_point() else self._dtype
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _by_owner(fresh: _FreshTensors, layout: ModelLayout) -> dict[str, list[tuple[str, str]]]:
+    """Module in the whole model → (name in the part, name of the tensor in that module)."""
+    owners: dict[str, list[tuple[str, str]]] = {}
+    for name in fresh.unplaced:
+        owner, _, leaf = fresh.layout_of(name).name.rpartition(".")
+        owners.setdefault(owner, []).append((name, leaf))
+    return owners
+
+
+def _draw(blueprint: Blueprint, owner: str, seed: int) -> dict[str, Tensor]:
+    """Return the initial values of one module's own tensors, whole, on the CPU."""
+    module = shallow_copy(blueprint.module.get_submodule(owner))
+    for leaf, parameter in list(module.named_parameters(recurse=False)):
+        wide = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else parameter.dtype
+        setattr(module, leaf, nn.Parameter(torch.empty_like(parameter, device="cpu", dtype=wide), requires_grad=False))
+    for leaf, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, leaf, torch.empty_like(buffer, device="cpu"))
+    assert blueprint.initialise is not None
+    with _seeded(seed, owner), torch.no_grad():
+        blueprint.initialise(owner, module)
+    return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Return a module that shares children and settings with `module`, but whose own tensors may be replaced."""
+    copied = copy.copy(module)
+    for attribute in ("_parameters", "_buffers", "_modules"):
+        copied.__dict__[attribute] = dict(module.__dict__[attribute])
+    return copied
+
+
+@contextmanager
+def _seeded(seed: int, name: str) -> Generator[None]:
+    """Seed the default CPU generator for one module, and put its state back."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def _install(part: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(part.get_submodule(owner), leaf, tensor)

@@ -1,0 +1,218 @@
+"""ZeRO-3 and hybrid sharding, on torch's `fully_shard`.
+
+Every block is a unit of its own, gathered just before it computes; what is outside the blocks forms the root unit.
+Weights are cut over the shard axis and copied over the replicate axis (hybrid sharding).  Masters are the sharded fp32
+weights; a lower compute precision is a cast at gather time, gradients are reduced in `gradient_dtype`.
+
+Native traps closed here (torch 2.11–2.13):
+- the default averaging raises or misbehaves on Gloo once a divide factor is set: sums are forced and the engine
+  divides;
+- a weight tied between stages is kept out of `fully_shard`: both together under the V-shaped schedules give silently
+  wrong gradients; it goes to the buckets instead;
+- weights that were left gathered (after an evaluation, say) go stale when the masters change: they are dropped then;
+- a parameter that only some data ranks used (a layer for some samples) makes their reduce-scatters differ in size,
+  which kills the process: the others send zeros, and who used what is counted here, because gradients no longer tell;
+- gathers are collectives, so data ranks with unequal numbers of microbatches hang: there, and under a pipeline,
+  weights are gathered once and held until the step's last backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from weft.comm import Mesh, start_all_reduce
+from weft.parallel._layout import ParameterLayout
+from weft.parallel._part import ModelPart
+from weft.parallel._shard import Segment, Shard
+from weft.parallel.buckets import Member
+
+
+def apply_zero3(
+    part: ModelPart,
+    mesh: Mesh,
+    *,
+    blocks: Sequence[str],
+    ignored: set[nn.Parameter],
+    compute_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    hold: bool,
+) -> None:
+    """Shard the part's module in place.  Call on every rank; the module must be materialised in its master dtype.
+
+    With `hold` a block's weights, once gathered, stay until the part's last backward.
+    """
+    axes = ("replicate", "shard") if mesh.size("replicate") > 1 else ("shard",)
+    device_mesh = mesh.device_mesh(*axes)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False)
+    present = dict(part.module.named_modules())
+    units = [present[name] for name in blocks if name in present and any(True for _ in present[name].parameters())]
+    for unit in [*units, part.module]:
+        fully_shard(
+            unit,
+            mesh=device_mesh,
+            mp_policy=policy,
+            reshard_after_forward=not hold and unit is not part.module,
+            ignored_params=ignored,
+        )
+    for module in part.module.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # not in the oldest torch that Weft takes
+                module.set_reduce_scatter_unused_params(True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """Tells the store that backward reached a parameter.  Weak: autograd hides its hooks from the garbage collector."""
+
+    store: weakref.ref[FullyShardedStore]
+    name: str
+
+    def __call__(self, gathered: Tensor) -> None:
+        store = self.store()
+        if store is not None:
+            store.used.add(self.name)
+
+
+class FullyShardedStore:
+    """The gradients that `fully_shard` reduces, as shards.
+
+    `members` are the parameters as they were before sharding, by the name they have in their part.
+    """
+
+    def __init__(
+        self, parts: Sequence[ModelPart], members: Mapping[tuple[int, str], Member], mesh: Mesh, *, hold: bool
+    ) -> None:
+        self._parts = tuple(parts)
+        self._tensor = mesh["tensor"]
+        self._hold = hold
+        self._replicate_index = mesh.index("replicate")
+        self._shard = mesh["shard"]
+        self.used: set[str] = set()
+        """Names of the parameters that this rank's step has reached."""
+        self._watching = False
+        # Layouts, not members: a member's parameter is the whole one from before the cut, and would keep it alive.
+        self._entries: list[tuple[DTensor, ParameterLayout, Shard]] = []
+        for index, part in enumerate(parts):
+            for name, parameter in part.module.named_parameters():
+                member = members.get((index, name))
+                if member is not None:
+                    assert isinstance(parameter, DTensor), f"{name} was not sharded"
+                    self._entries.append((parameter, member.layout, self._create_shard(parameter, member)))
+
+    def _watch_parameters(self) -> None:
+        """Hook the gathered parameters, once: they come to be with the first gather of their unit, and stay."""
+        names = {id(parameter): layout.name for parameter, layout, _ in self._entries}
+        for module in (part.module for part in self._parts):
+            for prefix, unit in module.named_modules():
+                if not isinstance(unit, FSDPModule):
+                    continue
+                inside = module.get_submodule(prefix)
+                sharded = dict(inside.named_parameters())
+                unit.unshard()
+                for local, parameter in inside.named_parameters():
+                    name = names.get(id(sharded[local]))
+                    if name is not None and not isinstance(parameter, DTensor):  # not another unit's
+                        parameter.register_post_accumulate_grad_hook(_Used(weakref.ref(self), name))
+                unit.reshard()
+        self._watching = True
+
+    def _create_shard(self, parameter: DTensor, member: Member) -> Shard:
+        local = _local(parameter)
+        rows = self._shard.index
+        chunk = -(-parameter.shape[0] // self._shard.size) if parameter.ndim else 1
+        row_size = parameter.numel() // max(parameter.shape[0], 1) if parameter.ndim else 1
+        segment = Segment(
+            layout=member.layout,
+            local_shape=parameter.shape,
+            offset=0,
+            start=min(rows * chunk * row_size, parameter.numel()),
+            length=local.numel(),
+        )
+        return Shard(
+            master=local.view(-1),
+            segments=[segment] if local.numel() else [],
+            group=member.group,
+            counts=self._replicate_index == 0 and member.layout.counts,
+            data_cut=self._shard.size > 1,
+            cut_group=self._shard if self._shard.size > 1 else None,
+        )
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return [shard for _, _, shard in self._entries]
+
+    def begin_step(self) -> None:
+        if not self._watching:
+            self._watch_parameters()
+        for parameter, _, shard in self._entries:
+            parameter.grad = None
+            shard.gradient = None
+        self.used.clear()
+        self._set_sync(False)
+
+    def _set_sync(self, sync: bool, part: int | None = None) -> None:
+        for index, held in enumerate(self._parts):
+            module = held.module
+            if part in (None, index) and isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(sync)
+                module.set_is_last_backward(sync)
+                module.set_reshard_after_backward(sync or not self._hold)
+
+    def on_last_forward(self, part: int) -> None:
+        self._set_sync(True, part)
+
+    def on_microbatch(self, remaining: int) -> None:
+        """Nothing to do: reductions start with the last microbatch."""
+
+    def on_last_backward(self, part: int) -> None:
+        """Nothing to do: `fully_shard` reduces from its own backward hooks."""
+
+    def finish(self) -> None:
+        for parameter, layout, shard in self._entries:
+            gradient = parameter.grad
+            if gradient is None:
+                shard.gradient = torch.zeros_like(shard.master)
+                continue
+            assert isinstance(gradient, DTensor)
+            shard.gradient = _local(gradient).reshape(-1)
+            if layout.tensor_partial:
+                start_all_reduce(shard.gradient, self._tensor)()
+
+    def publish(self) -> None:
+        """Nothing to gather: the masters are the sharded parameters, which the next gather reads."""
+        self.release()
+
+    def release(self) -> None:
+        for part in self._parts:
+            for module in part.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def names(self) -> frozenset[str]:
+        return frozenset(layout.name for _, layout, _ in self._entries)
+
+    def unused(self) -> frozenset[str]:
+        return self.names() - self.used
+
+    def model_state_bytes(self) -> dict[str, int]:
+        size = sum(shard.master.numel() * shard.master.element_size() for shard in self.shards)
+        gradients = sum(
+            0 if shard.gradient is None else shard.gradient.numel() * shard.gradient.element_size()
+            for shard in self.shards
+        )
+        return {"parameters": size, "gradients": gradients, "masters": 0}
+
+
+def _local(tensor: DTensor) -> Tensor:
+    """The tensor's storage on this rank, without a tie to autograd, which forbids in-place updates of views."""
+    local = tensor.to_local().detach()
+    return local.contiguous() if not local.is_contiguous() else local

@@ -1,0 +1,46 @@
+"""Weft: plan it, prove it, run it, watch it, walk away with it.
+
+Importing `weft` imports nothing heavy; each name below is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.cluster import Cluster as Cluster
+    from weft.entry import RunResult as RunResult
+    from weft.entry import Session as Session
+    from weft.entry import StepInfo as StepInfo
+    from weft.entry import TrainState as TrainState
+    from weft.entry import generate as generate
+    from weft.entry import session as session
+    from weft.entry import train as train
+    from weft.errors import WeftError as WeftError
+    from weft.plan import Plan as Plan
+    from weft.recipe import Recipe as Recipe
+
+__version__ = "0.1.0"
+
+_ROOMS = {
+    "Cluster": "weft.cluster",
+    "Plan": "weft.plan",
+    "Recipe": "weft.recipe",
+    "RunResult": "weft.entry",
+    "Session": "weft.entry",
+    "StepInfo": "weft.entry",
+    "TrainState": "weft.entry",
+    "WeftError": "weft.errors",
+    "generate": "weft.entry",
+    "session": "weft.entry",
+    "train": "weft.entry",
+}
+
+__all__ = ["__version__", *_ROOMS]  # pyright: ignore[reportUnsupportedDunderAll] - loaded on first use
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    return getattr(importlib.import_module(_ROOMS[name]), name)

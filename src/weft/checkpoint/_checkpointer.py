@@ -1,0 +1,216 @@
+"""Saving and loading by all ranks of a job: all of them succeed, or none does and the previous checkpoint stays."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+
+from weft.checkpoint import _folder
+from weft.checkpoint._files import replace_text, write_text
+from weft.checkpoint._format import MANIFEST, Json, Manifest
+from weft.checkpoint._match import match
+from weft.checkpoint._peers import Peers
+from weft.checkpoint._read import StoredCheckpoint
+from weft.checkpoint._write import check_ranks, write_rank
+from weft.errors import CheckpointError
+from weft.parallel import Piece
+
+logger = logging.getLogger(__name__)
+
+Which = Literal["latest", "best"] | Path
+
+
+class SaveError(CheckpointError):
+    """A save failed on some rank.  Every rank raises it with the same text, and nothing of the save remains."""
+
+    def __init__(self, message: str, *, step: int, training_can_continue: bool) -> None:
+        super().__init__(message)
+        self.step = step
+        self.training_can_continue = training_can_continue
+        """True when only the saving failed (disk full, not writable); False when the state itself is unsound."""
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints in one folder.  `save` and `load` are called on every rank alike.
+
+    A checkpoint says nothing about the plan that wrote it, so any plan loads it; see `Piece`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        peers: Peers | None = None,
+        *,
+        keep: int = 2,
+        file_bytes: int = 1 << 30,
+        provenance: Mapping[str, str] | None = None,
+    ) -> None:
+        """Say where checkpoints lie.  Nothing is touched yet.
+
+        Args:
+            folder: made by the first save.
+            peers: the ranks that save and load together; by default this process alone.
+            keep: newest checkpoints to keep (the best one is kept besides).
+            file_bytes: bytes of tensors in one file, at most.
+            provenance: written into each manifest: run, digests of recipe and plan, versions of the code.
+        """
+        if keep < 1:
+            raise CheckpointError(f"keep = {keep} would remove every checkpoint. Keep at least 1.")
+        self.folder = folder
+        self.peers = peers if peers is not None else Peers()
+        self.keep = keep
+        self.file_bytes = file_bytes
+        self.provenance = {"torch": torch.__version__, **(provenance or {})}
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint with a sound manifest as this rank sees the folder.  No other rank is asked."""
+        complete = _folder.complete_checkpoints(self.folder)
+        return complete[0].path if complete else None
+
+    def save(
+        self, step: int, pieces: Sequence[Piece], state: Mapping[str, Json] | None = None, *, best: bool = False
+    ) -> Path:
+        """Save all ranks' pieces and rank 0's `state`, then remove old checkpoints.  Call on every rank.
+
+        Args:
+            step: finished optimizer steps.
+            pieces: this rank's; each element of each tensor counts on exactly one rank.
+            state: what is no tensor (data cursor, randomness, schedule); must be JSON without NaN and infinity.
+            best: keep this one until a later one is the best.
+
+        Raises:
+            SaveError: on every rank, when any of them could not write; the previous checkpoints are as they were.
+        """
+        token = f"{self.peers.share(secrets.randbits(61))[0]:016x}"
+        partial = _folder.partial_path(self.folder, step, token)
+        first = self.peers.rank == 0
+        try:
+            with self._together(step):
+                if first:
+                    _folder.remove_leftovers(self.folder)
+                    _folder.create_partial(self.folder, step, token)
+            with self._together(step):
+                write_rank(partial, self.peers.rank, pieces, self.file_bytes)
+            with self._together(step):
+                if first:
+                    self._commit(partial, step, token, state or {}, best=best)
+        except SaveError:
+            if first and partial.exists():
+                _folder.remove_partial(partial)
+            raise
+        if first:
+            self._tidy(step, token)
+        return self.folder / _folder.step_name(step)
+
+    def load(self, which: Which, pieces: Sequence[Piece], *, only: Sequence[str] | None = None) -> dict[str, Json]:
+        """Verify a checkpoint, fill the pieces from it and return the state saved with it.  Call on every rank.
+
+        Every file is verified before the first tensor changes, the ranks sharing the work.  A damaged "latest" or
+        "best" is warned about and the next older one is taken; a damaged checkpoint given by path is an error.
+
+        Args:
+            which: "latest", "best", or the same path on every rank (of a checkpoint, or of a run).
+            pieces: everything this rank holds, whether it counts or not.
+            only: prefixes of names to look at; the checkpoint's other tensors are left alone.
+
+        Raises:
+            CheckpointError: on every rank: there is none, it is damaged, or it does not fit the pieces.
+        """
+        stored = self._open_path(which) if isinstance(which, Path) else self._open_newest(which)
+        wanted = match(stored, pieces, self.peers, only)
+        with torch.no_grad():
+            for name, group in wanted.items():
+                stored.fill(name, group)
+        return dict(stored.manifest.state)
+
+    def _commit(self, partial: Path, step: int, token: str, state: Mapping[str, Json], *, best: bool) -> None:
+        complete = _folder.complete_checkpoints(self.folder)
+        manifest = Manifest(
+            step=step,
+            sequence=max((one.manifest.sequence for one in complete), default=0) + 1,
+            token=token,
+            best=best,
+            world=self.peers.world,
+            provenance=self.provenance,
+            state=state,
+            indexes=check_ranks(partial, self.peers.world),
+        )
+        write_text(partial / MANIFEST, manifest.to_text())
+        _folder.commit(self.folder, partial, step, token)
+
+    def _tidy(self, step: int, token: str) -> None:
+        """What may fail without the save being any less good."""
+        name = _folder.step_name(step)
+        try:  # written inside the checkpoint, so that a kill leaves nothing beside it
+            replace_text(self.folder / _folder.LATEST, name + "\n", self.folder / name / f"latest.{token}")
+        except OSError as error:
+            logger.warning("%s could not be written: %s", self.folder / _folder.LATEST, error)
+        _folder.remove_leftovers(self.folder)
+        _folder.remove_old(self.folder, self.keep, token)
+
+    @contextlib.contextmanager
+    def _together(self, step: int) -> Generator[None]:
+        """Let every rank finish its part, then raise on all of them if one failed.  A defect is re-raised as itself."""
+        problem, defect, sound = None, None, True
+        try:
+            yield
+        except OSError as error:
+            problem = self._no_room(error)
+        except CheckpointError as error:
+            problem, sound = str(error), False
+        except Exception as error:
+            problem, defect, sound = f"{type(error).__name__}: {error}", error, False
+        sound = self.peers.minimum([int(sound)])[0] == 1
+        problem = self.peers.first_problem(problem)
+        if problem is not None:
+            text = f"the checkpoint of step {step} was not saved: {problem} Earlier checkpoints are as they were."
+            raise SaveError(text, step=step, training_can_continue=sound) from defect
+
+    def _no_room(self, error: OSError) -> str:
+        where = error.filename or self.folder
+        free = _folder.free_bytes(self.folder)
+        return (
+            f"{error.strerror or error} ({where}; {free / 1e9:.2f} GB free). "
+            f"Make room, give another folder, or keep fewer than {self.keep} checkpoints."
+        )
+
+    def _open_path(self, path: Path) -> StoredCheckpoint:
+        stored, problem = self._open_verified(path)
+        if stored is None:
+            raise CheckpointError(problem)
+        return stored
+
+    def _open_newest(self, which: str) -> StoredCheckpoint:
+        """Open what rank 0 names, from the newest on, until all ranks find their share of it sound."""
+        found = [one for one in _folder.complete_checkpoints(self.folder) if which == "latest" or one.manifest.best]
+        problems = list[str]()
+        for number in range(self.peers.share(len(found))[0]):
+            token = self.peers.share(int(found[number].manifest.token, 16) if self.peers.rank == 0 else 0)[0]
+            path = next((one.path for one in found if int(one.manifest.token, 16) == token), None)
+            stored, problem = self._open_verified(path)
+            if stored is not None:
+                if problems and self.peers.rank == 0:
+                    logger.warning("loading %s instead, because %s", stored.folder, " ".join(problems))
+                return stored
+            problems.append(problem)
+        reason = " ".join(problems) or f'"{which}" was asked for and no save has finished there.'
+        raise CheckpointError(f"{self.folder} holds no checkpoint that can be loaded: {reason}")
+
+    def _open_verified(self, path: Path | None) -> tuple[StoredCheckpoint | None, str]:
+        """Open on every rank, each verifying its share of the files.  Else returns None and the first problem."""
+        stored, problem = None, None
+        try:
+            if path is None:
+                raise CheckpointError(f"{self.folder} looks different from here than on rank 0. Is it a shared folder?")
+            stored = StoredCheckpoint(_folder.find_checkpoint(path))
+            stored.verify(self.peers.rank, self.peers.world)
+        except CheckpointError as error:
+            problem = str(error)
+        problem = self.peers.first_problem(problem)
+        return (None, problem) if problem is not None else (cast(StoredCheckpoint, stored), "")

@@ -1,0 +1,190 @@
+"""From a checkpoint to a folder that `transformers` loads; on one process, without the job that wrote it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint._files import Entry, sync_folder, write_tensors, write_text
+from weft.checkpoint._folder import find_checkpoint
+from weft.checkpoint._read import StoredCheckpoint
+from weft.errors import CheckpointError
+from weft.models import Blueprint
+
+_WEIGHTS = "model.safetensors"
+
+
+def read_tensors(path: Path, prefix: str = "model/") -> Iterator[tuple[str, Tensor]]:
+    """Yield (name without prefix, whole tensor) of a verified checkpoint, one tensor at a time.
+
+    Args:
+        path: of a checkpoint, or of a run: then its newest checkpoint.
+        prefix: `model/`, `average/`, `buffer/` or `optimizer/<state>/`.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; before the first tensor.
+    """
+    yield from open_checkpoint(path).tensors(prefix)
+
+
+def open_checkpoint(path: Path) -> StoredCheckpoint:
+    """Open and verify the checkpoint that `path` means, on one process.  Raises `CheckpointError`."""
+    stored = StoredCheckpoint(find_checkpoint(path))
+    stored.verify()
+    return stored
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """A checkpoint's parameters and buffers under their plain names, each read when it is asked for."""
+
+    def __init__(self, stored: StoredCheckpoint, *, use_average: bool = False) -> None:
+        """Look names up only.
+
+        Args:
+            use_average: take the moving average of each parameter that has one.
+
+        Raises:
+            CheckpointError: an average is asked for and the run kept none.
+        """
+        prefixes = ["buffer/", "model/", "average/"] if use_average else ["buffer/", "model/"]
+        self._stored = stored
+        self._sources = {
+            name.removeprefix(prefix): name for prefix in prefixes for name in stored.runs if name.startswith(prefix)
+        }
+        if use_average and not any(name.startswith("average/") for name in stored.runs):
+            raise CheckpointError(
+                f"{stored.folder} has no moving average: the recipe that saved it sets no optimizer.average_decay. "
+                "Export the weights themselves."
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._stored.whole(self._sources[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._sources))
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._stored.shape(self._sources[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stored.dtype(self._sources[name])
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    blueprint: Blueprint,
+    folder: Path,
+    *,
+    use_average: bool = False,
+    tokenizer: Path | None = None,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = 4 << 30,
+) -> Path:
+    """Write weights, `config.json` and the tokenizer into a new folder; `transformers` loads it.  Call on one process.
+
+    Weights are read one at a time, unless the blueprint renames or joins them: that takes the whole model in memory.
+
+    Args:
+        checkpoint: of a checkpoint, or of a run: then its newest one.
+        folder: must not exist, or be empty; it appears complete or not at all.
+        use_average: export the moving average of the weights.
+        tokenizer: a `tokenizer.json`.
+        dtype: of floating-point weights; by default the one they were trained in.
+        file_bytes: above it, weights are written to several files with an index.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or not this model's, or the folder is not writable or not empty.
+    """
+    weights = StoredWeights(open_checkpoint(checkpoint), use_average=use_average)
+    _check_names(weights, blueprint, checkpoint)
+    if folder.exists() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder} is not empty. Export into a new folder.")
+    partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(8)}")
+    try:
+        partial.mkdir(parents=True)
+        try:
+            mapped = weights if blueprint.export is None else blueprint.export(weights)
+            _write_weights(partial, mapped, dtype, file_bytes)
+            _write_companions(partial, blueprint, tokenizer, dtype)
+            sync_folder(partial)
+            if folder.exists():
+                folder.rmdir()
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror or error} ({error.filename}).") from None
+    return folder
+
+
+def _check_names(weights: StoredWeights, blueprint: Blueprint, checkpoint: Path) -> None:
+    wanted = {name for name, _ in blueprint.module.named_parameters()}
+    missing = sorted(wanted - set(weights))
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint} lacks {len(missing)} of the model's {len(wanted)} parameters ({', '.join(missing[:3])}). "
+            "Export it with the recipe of its run."
+        )
+
+
+def _write_weights(folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None, file_bytes: int) -> None:
+    groups = list(_grouped([_entry(weights, name, dtype) for name in weights], file_bytes))
+    names = [_WEIGHTS] if len(groups) == 1 else [_shard_name(at, len(groups)) for at in range(len(groups))]
+    for name, group in zip(names, groups, strict=True):
+        write_tensors(folder / name, group, {"format": "pt"})
+    if len(groups) > 1:
+        where = {entry.key: name for name, group in zip(names, groups, strict=True) for entry in group}
+        total = sum(entry.size_bytes for group in groups for entry in group)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        write_text(folder / f"{_WEIGHTS}.index.json", json.dumps(index, indent=2))
+
+
+def _entry(weights: Mapping[str, Tensor], name: str, wanted: torch.dtype | None) -> Entry:
+    if isinstance(weights, StoredWeights):
+        shape, dtype = weights.shape(name), weights.dtype(name)
+    else:
+        shape, dtype = weights[name].shape, weights[name].dtype
+    dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
+
+    def fetch() -> Tensor:
+        return weights[name].detach().to(dtype)
+
+    return Entry(name, shape, dtype, fetch)
+
+
+def _grouped(entries: Iterable[Entry], file_bytes: int) -> Iterator[list[Entry]]:
+    group, size = list[Entry](), 0
+    for entry in entries:
+        if group and size + entry.size_bytes > file_bytes:
+            yield group
+            group, size = [], 0
+        group.append(entry)
+        size += entry.size_bytes
+    yield group
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write_companions(folder: Path, blueprint: Blueprint, tokenizer: Path | None, dtype: torch.dtype | None) -> None:
+    if blueprint.export_config is not None:
+        config = dict(blueprint.export_config)
+        if dtype is not None:
+            config["dtype"] = str(dtype).removeprefix("torch.")
+        write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if tokenizer is not None:
+        write_text(folder / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
+        # Without it `AutoTokenizer` goes by the model's type and expects that family's own files.
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")

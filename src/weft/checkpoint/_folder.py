@@ -1,0 +1,192 @@
+"""The folder of a run's checkpoints: which are complete, which may go, and whose unfinished saves lie about.
+
+step-000120/                      complete: it has a manifest
+step-000120.partial-<token>/      a save under way, or one that died
+step-000120.replaced-<token>/     complete, and about to be removed: the same step was saved again
+step-000100.removing-<token>/     on its way out
+latest                            name of the newest; for people and scripts, Weft looks at the manifests
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.checkpoint._files import sync_folder, write_text
+from weft.checkpoint._format import MANIFEST, Manifest, read_manifest
+from weft.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+_OWNER = "owner.json"
+_COMPLETE = re.compile(r"step-\d{6,}(\.replaced-[0-9a-f]+)?", re.ASCII)
+_LEFTOVER = re.compile(r"step-\d{6,}\.(partial|removing|replaced)-[0-9a-f]+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    path: Path
+    manifest: Manifest
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def complete_checkpoints(folder: Path) -> list[Complete]:
+    """Return the folders with a sound manifest, newest first.  Damaged manifests are warned about and left out."""
+    found = list[Complete]()
+    for path in _folders(folder, _COMPLETE):
+        if not (path / MANIFEST).exists():
+            continue
+        try:
+            found.append(Complete(path, read_manifest(path)))
+        except CheckpointError as error:
+            logger.warning("checkpoint %s is passed over: %s", path.name, error)
+    return sorted(found, key=lambda one: (one.manifest.sequence, one.manifest.step), reverse=True)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that `path` means: itself, or the newest complete one in it or in its `checkpoints` folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MANIFEST).exists():
+        return path
+    for folder in (path, path / "checkpoints"):
+        if found := complete_checkpoints(folder):
+            return found[0].path
+    what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
+    raise CheckpointError(f"{path} {what}. Give the folder of a run, or of one checkpoint (step-000120) in it.")
+
+
+def create_partial(folder: Path, step: int, token: str) -> Path:
+    """Make the folder that a save writes into, with a note of whose it is.  Raises `OSError`."""
+    partial = partial_path(folder, step, token)
+    partial.mkdir(parents=True)
+    owner = {"machine": _machine(), "pid": os.getpid(), "started": _started(os.getpid())}
+    write_text(partial / _OWNER, json.dumps(owner))
+    return partial
+
+
+def partial_path(folder: Path, step: int, token: str) -> Path:
+    return folder / f"{step_name(step)}.partial-{token}"
+
+
+def commit(folder: Path, partial: Path, step: int, token: str) -> Path:
+    """Turn a partial folder, manifest and all, into the checkpoint of its step.  Raises `OSError`.
+
+    At every moment at least one complete folder of the step exists if there was one before.
+    """
+    final = folder / step_name(step)
+    sync_folder(partial)
+    if final.exists():
+        final.rename(folder / f"{step_name(step)}.replaced-{token}")
+    partial.rename(final)
+    sync_folder(folder)
+    with contextlib.suppress(OSError):  # not before: a save that dies just short of its name must still have an owner
+        (final / _OWNER).unlink()
+    return final
+
+
+def remove_old(folder: Path, keep: int, token: str) -> None:
+    """Remove complete checkpoints but the newest `keep` and the newest that was saved as best; best effort."""
+    complete = complete_checkpoints(folder)
+    kept = {one.path for one in complete[:keep]}
+    kept.update(one.path for one in [one for one in complete if one.manifest.best][:1])
+    for one in complete:
+        if one.path in kept:
+            continue
+        gone = folder / f"{step_name(one.manifest.step)}.removing-{token}{one.manifest.sequence:x}"
+        with _tolerated(f"old checkpoint {one.path.name} could not be removed"):
+            one.path.rename(gone)
+            shutil.rmtree(gone)
+
+
+def remove_partial(partial: Path) -> None:
+    """Remove an unfinished save; best effort, since a full or lost disk may refuse even that."""
+    with _tolerated(f"unfinished checkpoint {partial.name} could not be removed"):
+        shutil.rmtree(partial)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what dead saves of this machine left, and what was on its way out.
+
+    A partial folder whose process may still live (here, in another container, on another machine) is not touched.
+    """
+    for path in _folders(folder, _LEFTOVER):
+        kind = path.name.split(".")[1].split("-")[0]
+        successor = folder / path.name.split(".")[0] / MANIFEST
+        superseded = kind == "removing" or (kind == "replaced" and successor.exists())
+        if superseded or (kind == "partial" and _is_orphan(path)):
+            with _tolerated(f"{path.name} could not be removed"):
+                shutil.rmtree(path)
+
+
+def _folders(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            yield path
+
+
+def _is_orphan(partial: Path) -> bool:
+    """Whether the process that made a partial folder ran on this machine and is gone."""
+    if not any(partial.iterdir()):
+        return True  # died within the microseconds between making the folder and saying whose it is
+    try:
+        owner = json.loads((partial / _OWNER).read_bytes())
+        pid, machine, started = owner["pid"], owner["machine"], owner["started"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return machine == _machine() and isinstance(pid, int) and _started(pid) != started
+
+
+def _machine() -> str:
+    """Name this boot of this host and the space its process ids are counted in (a container has its own)."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(parts)
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process started, in the kernel's ticks; None when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return "unknown"
+    return "unknown"
+
+
+@contextlib.contextmanager
+def _tolerated(what: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: %s", what, error)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space of the disk that holds a folder, or will."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

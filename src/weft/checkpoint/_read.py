@@ -1,0 +1,113 @@
+"""A checkpoint folder opened for reading: verified first, then read one whole tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint._files import open_tensors, verify_file, verify_header
+from weft.checkpoint._format import Manifest, Run, StoredFile, read_index, read_manifest
+from weft.checkpoint._write import runs_by_name
+from weft.errors import CheckpointError
+from weft.parallel import Piece, TensorSplit
+
+_OPEN_FILES = 32
+
+
+class StoredCheckpoint:
+    """One checkpoint folder.  Opening it reads the JSON only; `verify` reads the tensor files, and nothing else should
+    be read before it.
+
+    Raises:
+        CheckpointError: the manifest or an index is missing or damaged, or the runs do not cover every tensor once.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest: Manifest = read_manifest(folder)
+        indexes = [read_index(folder, stored) for stored in self.manifest.indexes]
+        self.files: list[StoredFile] = [file for index in indexes for file in index.files]
+        self.runs = runs_by_name(run for index in indexes for run in index.runs)
+        self._handles: dict[str, Any] = {}
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Read every `shares`-th tensor file from `share` on, and compare size, digest and header with the index.
+
+        Raises:
+            CheckpointError: a file is missing or differs.
+        """
+        expected: dict[str, dict[str, tuple[torch.dtype, int]]] = {}
+        for run in (run for group in self.runs.values() for run in group):
+            expected.setdefault(run.file, {})[run.key] = (run.dtype, run.length)
+        for file in self.files[share::shares]:
+            verify_file(self.folder, file)
+            verify_header(self.folder, file.name, expected.get(file.name, {}))
+
+    def shape(self, name: str) -> torch.Size:
+        return self.runs[name][0].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.runs[name][0].dtype
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name without prefix, whole tensor) in order of names, one at a time."""
+        for name in sorted(self.runs):
+            if name.startswith(prefix):
+                yield name.removeprefix(prefix), self.whole(name)
+
+    def whole(self, name: str) -> Tensor:
+        """Return a whole tensor on the CPU, with storage of its own."""
+        runs = self.runs[name]
+        shape, split = runs[0].local_shape, runs[0].split
+        if split is None:
+            return self._local(runs, shape)
+        parts = [[run for run in runs if run.split and run.split.index == index] for index in range(split.parts)]
+        return split.join([self._local(part, shape) for part in parts])
+
+    def fill(self, name: str, pieces: list[Piece]) -> None:
+        """Copy into the pieces of one tensor.  A tensor cut otherwise than they are is joined first."""
+        runs = self.runs[name]
+        whole: Tensor | None = None
+        for piece in pieces:
+            if _same_cut(runs[0].split, piece.split):
+                self._copy_overlaps(runs, piece)
+                continue
+            whole = self.whole(name) if whole is None else whole
+            local = whole if piece.split is None else piece.split.slice(whole)
+            piece.tensor.copy_(local.reshape(-1)[piece.start : piece.start + piece.tensor.numel()])
+
+    def _local(self, runs: list[Run], shape: torch.Size) -> Tensor:
+        flat = torch.empty(shape.numel(), dtype=runs[0].dtype)
+        for run in runs:
+            flat[run.start : run.start + run.length].copy_(self._read(run))
+        return flat.view(shape)
+
+    def _copy_overlaps(self, runs: list[Run], piece: Piece) -> None:
+        index = None if piece.split is None else piece.split.index
+        stop = piece.start + piece.tensor.numel()
+        for run in runs:
+            first, last = max(run.start, piece.start), min(run.start + run.length, stop)
+            if (None if run.split is None else run.split.index) == index and first < last:
+                source = self._read(run)[first - run.start : last - run.start]
+                piece.tensor[first - piece.start : last - piece.start].copy_(source)
+
+    def _read(self, run: Run) -> Tensor:
+        """Return a run as a flat view of the mapped file: only what is copied out of it is read."""
+        if run.file not in self._handles:
+            while len(self._handles) >= _OPEN_FILES:
+                self._handles.pop(next(iter(self._handles)))
+            try:
+                self._handles[run.file] = open_tensors(self.folder / run.file)
+            except OSError as error:
+                raise CheckpointError(f"{self.folder / run.file} cannot be read: {error}.") from None
+        return self._handles[run.file].get_tensor(run.key).reshape(-1)
+
+
+def _same_cut(stored: TensorSplit | None, wanted: TensorSplit | None) -> bool:
+    if stored is None or wanted is None:
+        return stored is wanted
+    return (stored.dim, stored.parts, stored.blocks) == (wanted.dim, wanted.parts, wanted.blocks)

@@ -1,0 +1,145 @@
+"""What one rank writes, and what the first rank checks before a save counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from weft.checkpoint._files import Entry, write_tensors, write_text
+from weft.checkpoint._format import DTYPE_NAMES, RankIndex, Run, StoredFile, digest_of, parse_index
+from weft.errors import CheckpointError
+from weft.parallel import Piece
+
+
+def index_name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def write_rank(folder: Path, rank: int, pieces: Sequence[Piece], file_bytes: int) -> None:
+    """Write the runs of this rank that count, in files of at most `file_bytes` of tensors, and their index.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    files: list[StoredFile] = []
+    runs: list[Run] = []
+    for number, group in enumerate(_grouped(_cut(pieces, file_bytes), file_bytes)):
+        name = f"rank-{rank:05d}-{number:04d}.safetensors"
+        entries = list[Entry]()
+        for piece in group:
+            run = _run_of(piece, name, {entry.key for entry in entries})
+            shape = run.local_shape if run.length == run.local_shape.numel() else (run.length,)
+            entries.append(Entry(run.key, shape, run.dtype, partial(_tensor_of, piece)))
+            runs.append(run)
+        files.append(write_tensors(folder / name, entries, {"format": "pt", "written_by": "weft"}))
+    write_text(folder / index_name(rank), RankIndex(files=tuple(files), runs=tuple(runs)).to_text())
+
+
+def check_ranks(folder: Path, world: int) -> tuple[StoredFile, ...]:
+    """Check that all ranks' files are there and hold every element of every tensor once; return the indexes' digests.
+
+    Raises:
+        CheckpointError: a file is missing or short, or the runs overlap or leave a gap.
+    """
+    stored = list[StoredFile]()
+    runs = list[Run]()
+    for rank in range(world):
+        path = folder / index_name(rank)
+        content = path.read_bytes()
+        index = parse_index(path, content)
+        for file in index.files:
+            if (size := (folder / file.name).stat().st_size) != file.size_bytes:
+                raise CheckpointError(f"{folder / file.name} has {size:,} bytes; {file.size_bytes:,} were written.")
+        stored.append(StoredFile(name=path.name, size_bytes=len(content), digest=digest_of(content)))
+        runs.extend(index.runs)
+    runs_by_name(runs)
+    return tuple(stored)
+
+
+def runs_by_name(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Group runs by tensor, checking that they hold every element once.
+
+    Raises:
+        CheckpointError: runs of one tensor disagree, overlap or leave a gap.
+    """
+    by_name: dict[str, list[Run]] = {}
+    for run in runs:
+        by_name.setdefault(run.name, []).append(run)
+    for name, group in by_name.items():
+        _check_cover(name, group)
+    return by_name
+
+
+def _check_cover(name: str, runs: list[Run]) -> None:
+    forms = {(run.shape, run.dtype, run.split and (run.split.dim, run.split.parts, run.split.blocks)) for run in runs}
+    if len(forms) > 1:
+        raise CheckpointError(f"the ranks disagree on shape, dtype or split of {name}: {sorted(map(str, forms))[:3]}.")
+    parts = 1 if runs[0].split is None else runs[0].split.parts
+    runs.sort(key=lambda run: (0 if run.split is None else run.split.index, run.start, run.length))
+    for index in range(parts):
+        reached = 0
+        for run in runs:
+            if (0 if run.split is None else run.split.index) != index:
+                continue
+            if run.start != reached:
+                what = "has a gap" if run.start > reached else "is written twice"
+                where = f"part {index} of {parts}, element {min(run.start, reached):,}"
+                raise CheckpointError(f"{name} {what} ({where}): its pieces do not count every element once.")
+            reached += run.length
+        if reached != math.prod(runs[0].local_shape):
+            missing = math.prod(runs[0].local_shape) - reached
+            raise CheckpointError(f"{name} lacks {missing:,} elements of part {index} of {parts}: they count nowhere.")
+
+
+def _cut(pieces: Iterable[Piece], file_bytes: int) -> Iterator[Piece]:
+    """Yield the pieces that count, cut so that each fits into a file."""
+    for piece in pieces:
+        if not piece.counts or (not piece.tensor.numel() and piece.shape.numel()):
+            continue
+        if piece.tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{piece.name} has dtype {piece.tensor.dtype}, which a checkpoint cannot hold.")
+        longest = max(1, file_bytes // piece.tensor.element_size())
+        if piece.tensor.numel() <= longest:
+            yield piece
+            continue
+        for offset in range(0, piece.tensor.numel(), longest):
+            part = piece.tensor[offset : offset + longest]
+            yield Piece(name=piece.name, shape=piece.shape, tensor=part, split=piece.split, start=piece.start + offset)
+
+
+def _grouped(pieces: Iterable[Piece], file_bytes: int) -> Iterator[list[Piece]]:
+    group, size = list[Piece](), 0
+    for piece in pieces:
+        more = piece.tensor.numel() * piece.tensor.element_size()
+        if group and size + more > file_bytes:
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += more
+    if group:
+        yield group
+
+
+def _tensor_of(piece: Piece) -> Tensor:
+    return piece.tensor
+
+
+def _run_of(piece: Piece, file: str, taken: set[str]) -> Run:
+    key, number = piece.name, 1
+    while key in taken:
+        number += 1
+        key = f"{piece.name}#{number}"
+    return Run(
+        name=piece.name,
+        shape=piece.shape,
+        dtype=piece.tensor.dtype,
+        split=piece.split,
+        start=piece.start,
+        length=piece.tensor.numel(),
+        file=file,
+        key=key,
+    )

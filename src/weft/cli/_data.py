@@ -1,0 +1,54 @@
+"""`weft data prepare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def prepare(
+    sources: tuple[str, ...] = ("stdlib",),
+    /,
+    *,
+    vocabulary_size: int = 8192,
+    tokenizer: Path | None = None,
+    folder: Path | None = None,
+    cache: Path | None = None,
+    text_field: str = "text",
+    workers: Annotated[int | None, Parameter(show_default=False)] = None,
+) -> None:
+    """Turn text into memory-mapped token shards. Stopped halfway, it goes on where it was.
+
+    Parameters
+    ----------
+    sources
+        `stdlib` (the running Python's own source), or text, .jsonl and .parquet files and folders of them.
+    vocabulary_size
+        Tokens of the byte-level BPE to train; with --tokenizer, the most it may have.
+    tokenizer
+        A tokenizer.json to use instead of training one.
+    folder
+        Where to write; by default a folder of its own in the cache.
+    cache
+        By default ~/.cache/weft.
+    text_field
+        Field of .jsonl and .parquet files that holds the text.
+    workers
+        Processes that tokenize; by default one per core.
+    """
+    from weft.data import ConsoleProgress
+    from weft.data import prepare as run
+
+    corpus = run(
+        sources,
+        vocabulary_size=vocabulary_size,
+        tokenizer=tokenizer,
+        folder=folder,
+        cache=cache,
+        text_field=text_field,
+        workers=workers,
+        progress=ConsoleProgress(),
+    )
+    print(f"{corpus.manifest.num_files:,} files, {corpus.num_tokens:,} tokens in {corpus.folder}")

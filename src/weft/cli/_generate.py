@@ -1,0 +1,44 @@
+"""`weft generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def generate(
+    run: Path,
+    /,
+    *,
+    prompt: str = "def ",
+    tokens: int = 100,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Let a trained language model continue a text.
+
+    Parameters
+    ----------
+    run
+        Folder of the run.
+    prompt
+        Text to continue.
+    tokens
+        How many tokens to add.
+    temperature
+        0 takes the likeliest token, 1 samples as the model was trained.
+    top_k
+        Sample among this many likeliest tokens only.
+    top_p
+        Sample among the likeliest tokens that together have this probability.
+    seed
+        The same seed gives the same text.
+    """
+    from weft.entry import generate as continue_text
+
+    print(
+        continue_text(
+            run, prompt, max_new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
+    )

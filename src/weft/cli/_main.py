@@ -1,0 +1,84 @@
+"""`weft`: read the command line, run one command, turn errors into one paragraph and an exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, UnknownOptionError
+
+from weft.cli import _data, _generate, _launch, _plan, _train
+from weft.errors import WeftError, did_you_mean
+
+USAGE_STATUS = 2
+
+
+def build_app() -> App:
+    """Return the application with every command."""
+    app = App(
+        name="weft",
+        help="Train PyTorch models across devices: what to train is a recipe, how to split it a plan.",
+        version=_version,
+        help_format="plaintext",
+        suppress_keyboard_interrupt=False,
+        help_epilogue="`weft COMMAND --help` says more.  First thing to try: weft train examples/demo/recipe.toml",
+    )
+    app.command(_train.train)
+    app.command(_plan.plan)
+    app.command(_generate.generate)
+    app.command(_launch.launch)
+    data = App(name="data", help="Prepare data for training.", help_format="plaintext")
+    data.command(_data.prepare)
+    app.command(data)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 when all went well, 2 for input that a user can mend, 1 when a rank failed,
+    130 after Ctrl-C and 143 after SIGTERM."""
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its exit status."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: a recipe's factory lies beside the recipe, as a rule
+    try:
+        result = build_app()(
+            _launch.mark_script(arguments), exit_on_error=False, print_error=False, result_action="return_value"
+        )
+        sys.stdout.flush()
+    except CycloptsError as error:
+        return _complain(_explain(error), USAGE_STATUS)
+    except WeftError as error:
+        return _complain(str(error), error.status)
+    except KeyboardInterrupt:
+        return _complain("stopped by Ctrl-C; what was saved before is kept.", 128 + signal.SIGINT)
+    except BrokenPipeError:
+        # The reader (`| head`) has left.  Python flushes stdout once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return result if isinstance(result, int) else 0
+
+
+def _complain(text: str, status: int) -> int:
+    print(text, file=sys.stderr)
+    return status
+
+
+def _explain(error: CycloptsError) -> str:
+    """Say what cyclopts found, and the nearest option for an unknown one."""
+    text = str(error).strip()
+    if isinstance(error, UnknownOptionError) and "Did you mean" not in text:
+        names = [name for argument in error.argument_collection or () for name in argument.names]
+        text += did_you_mean(error.token.keyword or "", names)
+    command = " ".join(["weft", *(error.command_chain or ())])
+    return f"{text}\n`{command} --help` lists what there is."
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return f"weft {version('weft')}"

@@ -1,0 +1,78 @@
+"""`weft train`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from weft.cli._read import read_choice
+from weft.errors import RecipeError
+
+
+def train(
+    recipe: Path,
+    /,
+    *,
+    plan: str = "auto",
+    processes: int | None = None,
+    set: Annotated[tuple[str, ...], Parameter(negative=())] = (),  # noqa: A002 - the option is called --set
+    run_folder: Path | None = None,
+    resume: str | None = None,
+) -> int:
+    """Train a recipe.
+
+    Parameters
+    ----------
+    recipe
+        TOML file that says what to train.
+    plan
+        TOML file that says how to split it, or `auto`.
+    processes
+        How many processes; by default as many as the plan needs.
+    set
+        One setting, such as recipe.optimizer.learning_rate=1e-3 or plan.mesh.tensor=2. May be given again.
+    run_folder
+        Where the run is kept; by default a new folder in runs/.
+    resume
+        Folder of an earlier run to go on with, or `latest`.
+    """
+    from weft.plan import check_runnable
+
+    choice = read_choice(recipe, plan, set, processes)
+    check_runnable(choice.plan)  # before torch is imported
+    from weft.entry import run_name
+    from weft.entry import train as run
+
+    result = run(
+        choice.recipe,
+        choice.plan,
+        processes=processes,
+        folder=run_folder,
+        resume=resume,
+        name=run_name(recipe),
+        reasons=choice.reasons,
+    )
+    if result.stopped_early:
+        return 128 + (result.stop_signal or signal.SIGINT)
+    _show_what_it_learnt(result.folder, recipe)
+    return 0
+
+
+def _show_what_it_learnt(folder: Path, recipe: Path) -> None:
+    """A sample of a language model's text, and what to try next."""
+    from weft.entry import generate
+
+    path, sample = os.path.relpath(folder), ""
+    if (folder / "tokenizer.json").is_file():
+        with contextlib.suppress(RecipeError):  # of all models, only causal language models continue text
+            sample = generate(folder, "def ", max_new_tokens=60)
+    if sample:
+        print(f"sample    {sample!r}")
+        print(f"next      weft generate {path} --prompt 'class '     more of it")
+    print(f"{'          ' if sample else 'next      '}weft plan {recipe} --cluster 4x8xh100")
+    print(f"          weft train {recipe} --plan auto")

@@ -1,0 +1,17 @@
+"""The training step, the loop, evaluation, precision, optimizers and schedules."""
+
+from weft.engine._learning_rate import learning_rate as learning_rate
+from weft.engine._learning_rate import peak_learning_rate as peak_learning_rate
+from weft.engine._loss_scale import LossScale as LossScale
+from weft.engine._progress import format_duration as format_duration
+from weft.engine._progress import format_loss as format_loss
+from weft.engine._setup import TrainingState as TrainingState
+from weft.engine._setup import create_stepper as create_stepper
+from weft.engine._setup import create_training as create_training
+from weft.engine._setup import model_pieces as model_pieces
+from weft.engine._signals import StopRequest as StopRequest
+from weft.engine._step import Stepper as Stepper
+from weft.engine._step import StepResult as StepResult
+from weft.engine._trainer import Outcome as Outcome
+from weft.engine._trainer import Trainer as Trainer
+from weft.engine._trainer import TrainingData as TrainingData

@@ -1,0 +1,148 @@
+"""From a blueprint to everything one rank needs to step: model, optimizer, average, loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint import Json, module_pieces
+from weft.comm import Mesh
+from weft.engine._average import WeightAverage
+from weft.engine._loss_scale import LossScale
+from weft.engine._step import Stepper
+from weft.engine.optimizers import (
+    OptimizerGroup,
+    ShardOptimizer,
+    check_group_globs,
+    check_sparse_tables,
+    create_optimizer,
+    group_parameters,
+    optimizer_class,
+)
+from weft.models import Blueprint
+from weft.parallel import ParallelModel, Piece, parallelize, shard_pieces, sparse_tables
+from weft.plan import Plan
+from weft.recipe import Recipe
+from weft.record import Recorder
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingState:
+    """What changes while a recipe trains, on one rank; `pieces` and `state` are all of it."""
+
+    model: ParallelModel
+    optimizer: ShardOptimizer
+    average: WeightAverage | None
+    loss_scale: LossScale | None
+    stepper: Stepper
+
+    def pieces(self) -> list[Piece]:
+        """Every tensor that a checkpoint holds: masters, frozen parameters and buffers, optimizer states, averages."""
+        pieces = model_pieces(self.model)
+        pieces += self.optimizer.pieces()
+        if self.average is not None:
+            pieces += self.average.pieces()
+        return pieces
+
+    def state(self) -> dict[str, Json]:
+        """What is no tensor.  Randomness needs no state: it is keyed by seed, step and sample."""
+        return {"loss_scale": None if self.loss_scale is None else dict[str, Json](self.loss_scale.state())}
+
+    def restored(self, state: Mapping[str, Json]) -> None:
+        """Take over a loaded checkpoint after its pieces have been filled.  Call on every rank."""
+        saved = state.get("loss_scale")
+        if self.loss_scale is not None and isinstance(saved, Mapping):
+            self.loss_scale.load_state(saved)  # pyright: ignore[reportArgumentType]
+        self.model.stores.publish()
+
+
+def model_pieces(model: ParallelModel) -> list[Piece]:
+    """Return this rank's masters, frozen parameters and buffers, for saving and loading.  Call on every rank."""
+    model.stores.release()
+    shards = model.stores.shards
+    pieces = list(shard_pieces("model", shards, [shard.master for shard in shards]))
+    for part in model.parts:
+        pieces += module_pieces(part.module, part.layout, model.mesh)
+    return pieces
+
+
+def create_stepper(
+    model: ParallelModel,
+    optimizer: ShardOptimizer,
+    *,
+    seed: int,
+    batch: int,
+    max_gradient_norm: float | None,
+    average: WeightAverage | None,
+    recorder: Recorder,
+) -> tuple[Stepper, LossScale | None]:
+    """Return the stepper of a model, whoever owns the loop, and the loss scale that fp16 needs.  Call on every rank.
+
+    `batch` is the global batch size in samples.
+    """
+    loss_scale = LossScale() if model.plan.compute.precision == "fp16" else None
+    stepper = Stepper(
+        runner=model.runner,
+        stores=model.stores,
+        optimizer=optimizer,
+        mesh=model.mesh,
+        seed=seed,
+        nominal_count=float(batch * (model.blueprint.sequence_length or 1)),
+        max_gradient_norm=max_gradient_norm,
+        loss_scale=loss_scale,
+        average=average,
+        recorder=recorder,
+        buffers=changing_buffers(model),
+    )
+    return stepper, loss_scale
+
+
+def changing_buffers(model: ParallelModel) -> list[Tensor]:
+    """Return the buffers that are part of the model's state, which a forward in training may change."""
+    found: list[Tensor] = []
+    for part in model.parts:
+        saved = part.module.state_dict(keep_vars=True)
+        found += [buffer for name, buffer in part.module.named_buffers() if name in saved]
+    return found
+
+
+def create_training(recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh, recorder: Recorder) -> TrainingState:
+    """Build one rank's share of a training.  Call on every rank with equal arguments; the plan must have been checked.
+
+    Raises:
+        RecipeError: an optimizer setting that nothing reads, a group that matches no parameter.
+        PlanError: techniques that do not fit this model.
+    """
+    check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
+    check_sparse_tables(recipe.optimizer, sparse_tables(blueprint.module))
+    groups: list[OptimizerGroup] = []
+
+    def group(shapes: Mapping[str, torch.Size]) -> dict[str, int]:
+        groups.extend(group_parameters(recipe.optimizer, shapes))
+        return {name: index for index, held in enumerate(groups) for name in held.names}
+
+    model = parallelize(
+        blueprint,
+        plan,
+        mesh,
+        seed=recipe.run.seed,
+        group_parameters=group,
+        cuts=optimizer_class(recipe.optimizer).cuts,
+    )
+    shards = model.stores.shards
+    optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups)
+    decay = recipe.optimizer.average_decay
+    average = WeightAverage(shards, decay) if decay is not None else None
+    stepper, loss_scale = create_stepper(
+        model,
+        optimizer,
+        seed=recipe.run.seed,
+        batch=recipe.batch.global_batch_size,
+        max_gradient_norm=recipe.optimizer.max_grad_norm,
+        average=average,
+        recorder=recorder,
+    )
+    return TrainingState(model=model, optimizer=optimizer, average=average, loss_scale=loss_scale, stepper=stepper)

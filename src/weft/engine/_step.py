@@ -1,0 +1,194 @@
+"""One optimizer step: forward and backward of all microbatches, one agreement of all ranks, one update.
+
+The backward runs on `loss sum × scale` with a `scale` that every rank knows beforehand; the true global count of
+tokens (or samples) arrives with the step's single world-wide all-reduce, and the remaining factor is folded into the
+optimizer. So the mean is exact under padding, accumulation and unequal shares, and no rank waits for a count before it
+can start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm import GroupView, Mesh, peak_memory_bytes
+from weft.engine._average import WeightAverage
+from weft.engine._loss_scale import LossScale
+from weft.engine.optimizers import ShardOptimizer, squared_sum
+from weft.models import Batch
+from weft.parallel import LossTotals, Runner, Shard, StoreSet
+from weft.record import Recorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What all ranks agreed on in a step."""
+
+    step: int
+    loss: float
+    """Global loss sum over global count; nan when nothing counted."""
+    count: float
+    """Global count: tokens with a label, or samples."""
+    gradient_norm: float
+    """Of the whole gradient, before clipping."""
+    learning_rate: float
+    skipped: bool
+    """Whether the update was left out because a gradient was not finite."""
+    loss_scale: float
+    stop: bool
+    """Whether some rank was asked to stop; all ranks see it at the same step."""
+    memory_bytes: int
+    """Peak of the rank that holds most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """Sums over the world."""
+
+    loss_sum: float
+    count: float
+    squares: float
+    """Of all gradient elements, before the correction of the scale."""
+    unused: float
+    """Parameters that took no part, counted on every rank that holds them."""
+    stop: float
+    memory_bytes: int
+
+
+class Stepper:
+    """Runs training steps on one rank.  Create and call on every rank alike."""
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        stores: StoreSet,
+        optimizer: ShardOptimizer,
+        mesh: Mesh,
+        seed: int,
+        nominal_count: float,
+        max_gradient_norm: float | None,
+        loss_scale: LossScale | None,
+        average: WeightAverage | None,
+        recorder: Recorder,
+        buffers: Sequence[Tensor] = (),
+    ) -> None:
+        """Join the parts.  `buffers` are those that a forward changes (running statistics): a step that is skipped puts
+        them back, so that a single NaN does not stay in them for good."""
+        self._runner = runner
+        self._stores = stores
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._world: GroupView = mesh["world"]
+        self._seed = seed
+        self._nominal_count = nominal_count
+        self._max_gradient_norm = max_gradient_norm
+        self._loss_scale = loss_scale
+        self._average = average
+        self._recorder = recorder
+        self._buffers = tuple(buffers)
+
+    def __call__(
+        self,
+        microbatches: Sequence[Batch],
+        *,
+        step: int,
+        learning_rate: float,
+        stop_requested: Callable[[], float] = lambda: 0.0,
+    ) -> StepResult:
+        """Train on this data rank's microbatches of `step`.  Call on every rank."""
+        scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
+        seed_step(self._seed, step, self._mesh.index("data"))
+        before = [buffer.clone() for buffer in self._buffers]
+        with self._recorder.span("forward_backward"):
+            self._stores.begin_step()
+            totals = self._runner.forward_backward(
+                microbatches, step=step, seed=self._seed, scale=scale / self._nominal_count, observer=self._stores
+            )
+        with self._recorder.span("reduce_wait"):
+            self._stores.finish()
+            agreed = self._agree(totals, stop_requested())
+        factor = self._nominal_count / ((agreed.count or 1.0) * scale)
+        norm = math.sqrt(agreed.squares) * factor if agreed.squares >= 0 else math.nan
+        finite = math.isfinite(norm) and math.isfinite(agreed.loss_sum)
+        with self._recorder.span("optimizer"):
+            if finite and agreed.count > 0:
+                self._update(learning_rate, factor * self._clip(norm), agreed.unused > 0)
+            else:
+                for buffer, kept in zip(self._buffers, before, strict=True):
+                    buffer.copy_(kept)
+            if self._loss_scale is not None:
+                self._loss_scale.update(finite)
+        return StepResult(
+            step=step,
+            loss=agreed.loss_sum / agreed.count if agreed.count else math.nan,
+            count=agreed.count,
+            gradient_norm=norm,
+            learning_rate=learning_rate,
+            skipped=not finite or agreed.count == 0,
+            loss_scale=scale,
+            stop=agreed.stop > 0,
+            memory_bytes=agreed.memory_bytes,
+        )
+
+    def _clip(self, norm: float) -> float:
+        """The factor of `torch.nn.utils.clip_grad_norm_`."""
+        if self._max_gradient_norm is None:
+            return 1.0
+        return min(1.0, self._max_gradient_norm / (norm + 1e-6))
+
+    def _agree(self, totals: LossTotals, stop: float) -> _Agreed:
+        """The step's one world-wide all-reduce.  Memory goes in one slot per rank, so that a sum can give its
+        maximum."""
+        mine = torch.zeros(5 + self._world.size, dtype=torch.float64, device=self._mesh.device)
+        if self._mesh.index("tensor") == 0:  # the tensor ranks of the last stage all know the same totals
+            mine[0] += totals.sum
+            mine[1] += totals.count
+        mine[2] = squared_norm(self._stores.shards)
+        mine[3] = float(len(self._stores.unused()))
+        mine[4] = stop
+        mine[5 + self._world.index] = float(peak_memory_bytes(self._mesh.device))
+        if self._world.group is not None:
+            dist.all_reduce(mine, group=self._world.group)
+        loss_sum, count, squares, unused, stop, *memory = mine.tolist()
+        return _Agreed(loss_sum, count, squares, unused, stop, int(max(memory)))
+
+    def _update(self, learning_rate: float, gradient_scale: float, some_unused: bool) -> None:
+        skipped = self._unused_everywhere() if some_unused else frozenset[str]()
+        self._optimizer.step(learning_rate, gradient_scale, skipped)
+        self._stores.publish()
+        if self._average is not None:
+            self._average.update()
+
+    def _unused_everywhere(self) -> frozenset[str]:
+        """Names that no rank used in this step, which plain torch would leave untouched (their gradient is None)."""
+        names = sorted(self._stores.names())
+        mine = self._stores.unused()
+        flags = torch.tensor([float(name in mine) for name in names], device=self._mesh.device)
+        views = (self._mesh["data"], self._mesh["tensor"])
+        for view in views:
+            if view.group is not None:
+                dist.all_reduce(flags, group=view.group)
+        everyone = float(views[0].size * views[1].size)
+        return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if flag == everyone)
+
+
+def squared_norm(shards: Sequence[Shard]) -> Tensor:
+    """Sum of squares of the gradient elements that count on this rank, as a 0-d float64 tensor."""
+    squares = [
+        squared_sum(values)
+        for shard in shards
+        if shard.counts and (values := shard.gradient_values()) is not None and values.numel()
+    ]
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+
+def seed_step(seed: int, step: int, data_index: int) -> None:
+    """Seed torch's own generator from the step, so that even unkeyed randomness in a user's code repeats after a
+    resume."""
+    torch.manual_seed(((seed * 1_000_003 + step) * 4_099 + data_index) % 2**63)

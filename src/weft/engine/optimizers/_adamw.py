@@ -1,0 +1,63 @@
+"""AdamW (Loshchilov and Hutter, 2019) with the numerics of `torch.optim.AdamW`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import final
+
+import torch
+
+from weft.engine.optimizers._base import ShardOptimizer
+from weft.engine.optimizers._fused import Kind, fold_scale, gather_runs
+from weft.engine.optimizers._groups import OptimizerGroup
+from weft.engine.optimizers._runs import Run
+from weft.parallel import Shard
+
+
+@final
+class AdamW(ShardOptimizer):
+    """Decoupled decay, bias correction, epsilon outside the root.
+
+    One call of torch's fused kernel per parameter group.  8 M fp32 parameters on one CPU thread (2026-11): fused 3.5
+    ms, foreach 12.7 ms, one tensor after the other 12.9 ms.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        groups: Sequence[OptimizerGroup],
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        epsilon: float = 1e-8,
+    ) -> None:
+        super().__init__(shards, groups)
+        self._betas = betas
+        self._epsilon = epsilon
+        self._exp_avg = self._add_state("exp_avg")
+        self._exp_avg_sq = self._add_state("exp_avg_sq")
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, gradient_scale: float = 1.0, skipped: Collection[str] = ()) -> None:
+        for kind, runs in gather_runs(self._counts.advance(skipped), self._shards).items():
+            self._call(kind, runs, learning_rate, gradient_scale)
+
+    def _call(self, kind: Kind, runs: list[Run], learning_rate: float, gradient_scale: float) -> None:
+        settings = self._groups[kind.group].settings
+        gradients = [self._gradient(run.shard)[run.start : run.stop] for run in runs]
+        steps = {run.step: torch.full((), run.step, dtype=torch.float32, device=kind.device) for run in runs}
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]  no public name takes flats
+            [self._shards[run.shard].master[run.start : run.stop] for run in runs],
+            gradients,
+            [self._exp_avg[run.shard][run.start : run.stop] for run in runs],
+            [self._exp_avg_sq[run.shard][run.start : run.stop] for run in runs],
+            [],
+            [steps[run.step] for run in runs],
+            lr=learning_rate * settings.learning_rate_scale,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            weight_decay=settings.weight_decay,
+            eps=self._epsilon,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=fold_scale(gradients, gradient_scale, kind),
+        )

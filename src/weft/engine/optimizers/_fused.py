@@ -1,0 +1,44 @@
+"""Runs gathered for torch's fused kernels, which take lists of flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.engine.optimizers._runs import Run
+from weft.parallel import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the runs of one call have in common."""
+
+    group: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+def gather_runs(runs: Iterable[Run], shards: tuple[Shard, ...]) -> dict[Kind, list[Run]]:
+    """Sort runs into as few kernel calls as can be."""
+    calls: dict[Kind, list[Run]] = {}
+    for run in runs:
+        shard = shards[run.shard]
+        calls.setdefault(Kind(shard.group, shard.master.device, shard.master.dtype), []).append(run)
+    return calls
+
+
+def fold_scale(gradients: list[Tensor], gradient_scale: float, kind: Kind) -> Tensor | None:
+    """Return the divisor by which a fused kernel applies `gradient_scale`, so that it costs no pass of its own.
+
+    The kernels read the divisor in fp32 only, so other gradients, and scales without a finite inverse, are scaled here.
+    """
+    if gradient_scale == 1.0:
+        return None
+    if kind.dtype == torch.float32 and 1e-30 < abs(gradient_scale) < 1e30:
+        return torch.full((), 1.0 / gradient_scale, dtype=torch.float32, device=kind.device)
+    for gradient in gradients:
+        gradient.mul_(gradient_scale)
+    return None

@@ -1,0 +1,173 @@
+"""Parameters as (stacks of) matrices, of which a rank may hold some of the rows or columns; sums across those cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm import GroupView, Mesh, all_reduce
+from weft.engine.optimizers._sums import cutting_groups, is_cut_over
+from weft.errors import PlanError
+from weft.parallel import Piece, Segment, Shard, TensorSplit
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRun:
+    """A segment of a parameter (..., R, C) with two or more dimensions, cut at most between indices of its first
+    one."""
+
+    position: int
+    """Of the segment among all of the rank."""
+    shard: int
+    segment: Segment
+    shape: torch.Size
+    """Of what this rank holds."""
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def split_dim(self) -> int | None:
+        """The dimension cut over the tensor axis."""
+        split = self.segment.layout.split
+        return None if split is None else split.dim
+
+    @property
+    def rows_split(self) -> bool:
+        """Whether tensor ranks hold other rows of the same matrices."""
+        return self.split_dim == self.ndim - 2
+
+    @property
+    def columns_split(self) -> bool:
+        return self.split_dim == self.ndim - 1
+
+    @property
+    def rows_cut(self) -> bool:
+        """Whether data ranks hold other rows of the same matrix (of a stack, they hold other matrices)."""
+        return self.ndim == 2 and not self.segment.is_whole
+
+    def elements(self, flat: Tensor) -> Tensor:
+        """View this run of a flat shard in its shape."""
+        return flat[self.segment.offset : self.segment.offset + self.segment.length].view(self.shape)
+
+    def row_piece(self, state: Tensor, shard_counts: bool) -> Piece:
+        """The piece of a state (..., R): one number for each row."""
+        layout = self.segment.layout
+        split = None if self.columns_split else layout.split
+        return Piece(
+            name=f"optimizer/row/{layout.name}",
+            shape=layout.shape[:-1],
+            tensor=state.view(-1),
+            split=split,
+            start=self.segment.start // self.segment.local_shape[-1],
+            counts=shard_counts and layout.counts and self._writes(split),
+        )
+
+    def column_piece(self, state: Tensor, shard_counts: bool) -> Piece:
+        """The piece of a state (..., C): one number for each column."""
+        layout = self.segment.layout
+        split = None if self.rows_split else layout.split
+        if split is not None and self.columns_split:
+            split = TensorSplit(dim=self.ndim - 2, parts=split.parts, index=split.index, blocks=split.blocks)
+        first = self.ndim > 2 or self.segment.start == 0
+        return Piece(
+            name=f"optimizer/column/{layout.name}",
+            shape=layout.shape[:-2] + layout.shape[-1:],
+            tensor=state.view(-1),
+            split=split,
+            start=self.segment.start // self.segment.local_shape[-2] if self.ndim > 2 else 0,
+            counts=shard_counts and layout.counts and first and self._writes(split),
+        )
+
+    def _writes(self, split: TensorSplit | None) -> bool:
+        """A state that is the same on all tensor ranks, of a parameter that is not, is written by the first of them."""
+        held = self.segment.layout.split
+        return split is not None or held is None or held.index == 0
+
+
+def matrix_run(position: int, shard: int, segment: Segment) -> MatrixRun:
+    """Describe a segment of a parameter with two or more dimensions.
+
+    Raises:
+        PlanError: The segment begins or ends inside a row.
+    """
+    shape = segment.local_shape
+    step = max(shape[1:].numel(), 1)
+    if segment.start % step or segment.length % step:
+        raise PlanError(
+            f"{segment.layout.name} is cut at elements {segment.start} to {segment.start + segment.length} of its "
+            f"{tuple(shape)} on this rank, inside a row of {step}. Adafactor keeps statistics by row and column and "
+            f"needs whole rows. Cut the buckets at parameter borders, as its `cuts` asks, or set data_parallel.zero = 0"
+        )
+    return MatrixRun(position, shard, segment, torch.Size((segment.length // step, *shape[1:])))
+
+
+class MatrixSums:
+    """Adds up row, column and total sums over the ranks that share matrices.  Constructing and calling it is
+    collective."""
+
+    def __init__(self, shards: Sequence[Shard], runs: Sequence[MatrixRun], names: Sequence[str], mesh: Mesh) -> None:
+        self._device = mesh.device
+        self._tensor = mesh["tensor"]
+        self._shards = shards
+        self._cuts = [(view, self._agree_on_widths(runs, names, view)) for view in cutting_groups(shards)]
+
+    def _agree_on_widths(self, runs: Sequence[MatrixRun], names: Sequence[str], view: GroupView) -> dict[str, int]:
+        """Columns of every matrix whose rows are cut over `view`, also of those of which this rank holds no row."""
+        mine = {run.segment.layout.name: run.shape[-1] for run in self._cut_over(runs, view)}
+        widths = torch.tensor([mine.get(name, 0) for name in names], dtype=torch.int64, device=self._device)
+        all_reduce(widths, view, dist.ReduceOp.MAX)
+        return {name: width for name, width in zip(names, widths.tolist(), strict=True) if width}
+
+    def _cut_over(self, runs: Iterable[MatrixRun], view: GroupView) -> list[MatrixRun]:
+        return [run for run in runs if run.rows_cut and is_cut_over(self._shards[run.shard], view)]
+
+    def over_tensor(self, sums: Sequence[Tensor]) -> None:
+        """Add up in place over the tensor axis.  All tensor ranks bring the same shapes in the same order."""
+        if self._tensor.group is None or not sums:
+            return
+        flat = torch.cat([part.reshape(-1).to(self._device) for part in sums])
+        all_reduce(flat, self._tensor)
+        _spread(flat, sums)
+
+    def columns_over_cut(self, runs: Sequence[MatrixRun], sums: Mapping[int, Tensor], dtype: torch.dtype) -> None:
+        """Add up one number per column (`sums`, by position) of every matrix whose rows are cut over data ranks."""
+        for view, widths in self._cuts:
+            self._over_cut(self._cut_over(runs, view), sums, view, widths, dtype)
+
+    def scalars_over_cut(self, runs: Sequence[MatrixRun], sums: Mapping[int, Tensor], dtype: torch.dtype) -> None:
+        """Add up one number (`sums`, by position) per matrix cut between rows over data ranks."""
+        for view, widths in self._cuts:
+            self._over_cut(self._cut_over(runs, view), sums, view, dict.fromkeys(widths, 1), dtype)
+
+    def _over_cut(
+        self,
+        runs: Sequence[MatrixRun],
+        sums: Mapping[int, Tensor],
+        view: GroupView,
+        widths: Mapping[str, int],
+        dtype: torch.dtype,
+    ) -> None:
+        if not widths:
+            return
+        # Two parts of this rank may hold the same rows of a tied parameter: they count once, and both learn the sum.
+        held: dict[str, list[Tensor]] = {}
+        for run in runs:
+            held.setdefault(run.segment.layout.name, []).append(sums[run.position])
+        zeros = {name: torch.zeros(width, dtype=dtype, device=self._device) for name, width in widths.items()}
+        parts = [held[name][0].reshape(-1).to(self._device) if name in held else zeros[name] for name in widths]
+        flat = all_reduce(torch.cat(parts), view)
+        for name, total in zip(widths, flat.split(list(widths.values())), strict=True):
+            for part in held.get(name, ()):
+                part.copy_(total.view_as(part))
+
+
+def _spread(flat: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copy consecutive runs of `flat` into `targets`."""
+    for target, values in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
+        target.copy_(values.view_as(target))

@@ -1,0 +1,11 @@
+"""The ways in: `train`, `session` for a loop of one's own, `generate`."""
+
+from weft.entry._generate import generate as generate
+from weft.entry._generate import load_module as load_module
+from weft.entry._session import Session as Session
+from weft.entry._session import session as session
+from weft.entry._state import StepInfo as StepInfo
+from weft.entry._state import TrainState as TrainState
+from weft.entry._train import RunResult as RunResult
+from weft.entry._train import run_name as run_name
+from weft.entry._train import train as train

@@ -1,0 +1,268 @@
+"""A training loop of one's own, under any plan."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from weft.cluster import Cluster
+from weft.comm import Mesh
+from weft.entry._agreement import check_same_on_all_ranks
+from weft.entry._facts import facts_of_blueprint
+from weft.entry._state import TrainState
+from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
+from weft.entry._user_optimizer import group_indices
+from weft.errors import DataError, RecipeError
+from weft.launch import Distributed, initialise_distributed
+from weft.models import Blueprint, CutTable, SplitRule, tables_of
+from weft.plan import MeshPlan, Plan, auto_plan, check_plan, check_runnable, describe_plan, load_plan
+from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Precision, Recipe, RunRecipe
+
+logger = logging.getLogger(__name__)
+
+UserLoss = Callable[[Any, Any], Any]
+"""`loss(outputs, batch)`: a (sum, count) pair, or a scalar that is a mean over the batch's samples."""
+
+
+@contextmanager
+def session(
+    plan: Plan | str | Path = "auto",
+    *,
+    seed: int = 1234,
+    permit: Sequence[Precision] = ("fp32",),
+    folder: str | Path | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    quiet: bool = False,
+) -> Generator[Session]:
+    """Join this process to its job (torchrun, `weft launch`, or alone in plain Python) and leave it at the end.
+
+    Args:
+        plan: how to split; `auto` is the largest data-parallel split over the job's ranks.
+        seed: of data order and of dropout.
+        permit: precisions that a plan may choose from.
+        folder: where `save` writes; by default `runs/session`.
+        device: of this job's ranks.
+        quiet: do not print the plan.
+
+    Raises:
+        WeftError: the plan cannot be read, or the ranks cannot be joined.
+
+    Example::
+
+        with weft.session(plan="auto") as session:
+            state = session.prepare(model, optimizer, loader, loss=loss_fn)
+            for batch in state.batches():
+                step = state.step(batch)
+    """
+    with ExitStack() as stack:
+        wanted = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
+        if isinstance(wanted, Plan) and wanted.compute.device != "auto":
+            device = wanted.compute.device
+        distributed = stack.enter_context(initialise_distributed(device))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        yield Session(
+            distributed,
+            wanted if isinstance(wanted, Plan) else None,
+            seed=seed,
+            permit=tuple(permit),
+            folder=Path(folder) if folder is not None else Path("runs") / "session",
+            quiet=quiet,
+        )
+
+
+class Session:
+    """This process's place in a job.  Made by `weft.session`."""
+
+    def __init__(
+        self,
+        distributed: Distributed,
+        plan: Plan | None,
+        *,
+        seed: int,
+        permit: tuple[Precision, ...],
+        folder: Path,
+        quiet: bool,
+    ) -> None:
+        self.rank = distributed.rank
+        self.world_size = distributed.world_size
+        self.device = distributed.device
+        self._plan = plan
+        self._seed = seed
+        self._permit = permit
+        self._folder = folder
+        self._quiet = quiet
+        self._meshes: dict[MeshPlan, Mesh] = {}
+        self._prepared = 0
+        self._owned: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Iterable[UserBatch],
+        *,
+        loss: UserLoss,
+        inputs: Mapping[str, str] | None = None,
+        split: Sequence[SplitRule] | Mapping[str, Any] = (),
+        cut: CutTable | None = None,
+        vocabulary_head: str | None = None,
+        max_grad_norm: float | None = None,
+        batch_size: int | None = None,
+    ) -> TrainState:
+        """Bring a model and its optimizer under the session's plan.  Call on every rank with equal arguments.
+
+        The model stays the same object of the same class with the same parameter names; its weights, which must be
+        equal on all ranks (rank 0's are taken), become this rank's share.  The optimizer stays yours and so do its
+        schedulers.
+
+        Args:
+            model: constructed on the CPU or the session's device.
+            optimizer: over the model's parameters, before its first step.
+            loader: its batch size is the global batch, whatever the number of ranks.
+            loss: `loss(outputs, batch)`; the batch is a microbatch in the shape that the loader gives.
+            inputs: argument of the model's forward → field of the batch (by position for tuples: "0"); found by name.
+            split: how modules split over the tensor axis; found for Hugging Face models.
+            cut: where the model may be cut into stages; likewise.
+            vocabulary_head: name of a head that only a vocabulary loss reads, which then may never hold full logits.
+            max_grad_norm: clip the global gradient norm.
+            batch_size: the global batch, where the loader does not say it.
+
+        Raises:
+            WeftError: of the class of what does not fit: model, optimizer, batches or plan.
+        """
+        batch = batch_size if batch_size is not None else Stream(loader, self._seed, lambda fields: None).batch_size
+        recipe = self._recipe(model, batch, max_grad_norm)
+        example = self._example(loader)
+        blueprint = self._blueprint(
+            model, loss, inputs or infer_inputs(model, example), split, cut, vocabulary_head, example
+        )
+        plan = self._choose(recipe, blueprint)
+        groups = group_indices(optimizer, model)
+        self._claim(model)
+        mesh = self._mesh(plan)
+        self._prepared += 1
+        state = TrainState(
+            recipe=recipe,
+            plan=plan,
+            blueprint=blueprint,
+            mesh=mesh,
+            optimizer=optimizer,
+            groups=groups,
+            stream=loader,
+            loss=loss,
+            folder=self._folder / (f"model-{self._prepared}" if self._prepared > 1 else "model"),
+        )
+        self._own(state.model)
+        return state
+
+    def _claim(self, model: nn.Module) -> None:
+        """A parameter has one owner: prepared twice, the first would go on training storage that the model has left."""
+        taken = [name for name, parameter in model.named_parameters() if id(parameter) in self._owned]
+        if taken:
+            raise RecipeError(
+                f"{len(taken)} parameters of the {type(model).__name__} ({', '.join(taken[:3])}) are in a model that"
+                " this session has prepared already. Prepare a model once, or construct it anew."
+            )
+        self._own(model)
+
+    def _own(self, model: nn.Module) -> None:
+        self._owned.update({id(parameter): parameter for parameter in model.parameters()})
+
+    def _mesh(self, plan: Plan) -> Mesh:
+        if plan.mesh not in self._meshes:
+            self._meshes[plan.mesh] = Mesh(plan.mesh, self.device)
+        return self._meshes[plan.mesh]
+
+    def _recipe(self, model: nn.Module, batch: int, max_grad_norm: float | None) -> Recipe:
+        """What the session knows, as a recipe: the checks of plans read it."""
+        kind = type(model)
+        base = Recipe(
+            model=ModelRecipe(factory=f"{kind.__module__}:{kind.__qualname__.replace('<locals>', 'locals')}"),
+            batch=BatchRecipe(global_batch_size=batch),
+            run=RunRecipe(steps=1, seed=self._seed),
+            permit=PermitRecipe(precision=self._permit),
+        )
+        return replace(base, optimizer=replace(base.optimizer, max_grad_norm=max_grad_norm))
+
+    def _example(self, loader: Iterable[UserBatch]) -> dict[str, torch.Tensor]:
+        if iter(loader) is loader:
+            raise DataError(
+                f"the loader is an iterator ({type(loader).__name__}), which can be gone through only once. Give an"
+                " iterable: a DataLoader, a list of batches, or an object whose __iter__ starts anew."
+            )
+        first = next(iter(loader), None)
+        if first is None:
+            raise DataError("the loader yields no batch. Give it data, or a smaller batch size.")
+        return fields_of(first)
+
+    def _blueprint(
+        self,
+        model: nn.Module,
+        loss: UserLoss,
+        inputs: Mapping[str, str],
+        split: Sequence[SplitRule] | Mapping[str, Any],
+        cut: CutTable | None,
+        vocabulary_head: str | None,
+        example: Mapping[str, torch.Tensor],
+    ) -> Blueprint:
+        own = (
+            [SplitRule(match=match, kind=kind) for match, kind in split.items()]
+            if isinstance(split, Mapping)
+            else split
+        )
+        tables = tables_of(model)
+        # The family's head is split for a fused vocabulary loss; a loss of the user's own reads whole logits.
+        known = [
+            replace(rule, gather_output=True)
+            if rule.match == tables.vocabulary_head and vocabulary_head is None
+            else rule
+            for rule in tables.split
+        ]
+        for name in inputs:
+            if not name.isidentifier():
+                raise RecipeError(
+                    f"inputs names {name!r}, which cannot be an argument of {type(model).__name__}.forward."
+                )
+        return Blueprint(
+            module=model,
+            inputs=inputs,
+            loss=_unset_loss,  # TrainState puts the user's own in its place
+            initialise=None,
+            split=(*own, *known),
+            localise=tables.localise,
+            divisible=tables.divisible,
+            cut=cut if cut is not None else tables.cut,
+            vocabulary_head=vocabulary_head,
+            notes=tables.notes,
+            example=lambda number: {
+                name: torch.empty((number, *value.shape[1:]), dtype=value.dtype, device="meta")
+                for name, value in example.items()
+            },
+        )
+
+    def _choose(self, recipe: Recipe, blueprint: Blueprint) -> Plan:
+        facts = facts_of_blueprint(blueprint, recipe)
+        cluster = Cluster.detect()
+        reasons: Mapping[str, str] = {}
+        plan = self._plan
+        if plan is None:
+            plan, reasons = auto_plan(recipe, cluster, facts, self.world_size)
+        check_plan(plan, recipe, facts, self.world_size)
+        check_runnable(plan)
+        check_same_on_all_ranks(recipe, plan)
+        torch.set_num_threads(plan.compute.threads_per_rank)
+        if self.rank == 0 and not self._quiet:
+            print("\n".join(describe_plan(plan, reasons, facts, cluster)), flush=True)
+        return plan
+
+
+def _unset_loss(outputs: Any, batch: Any) -> Any:
+    raise AssertionError("the loss is set by TrainState")

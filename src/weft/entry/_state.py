@@ -1,0 +1,316 @@
+"""What `session.prepare` returns: a model in training, driven by the user's own loop."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.checkpoint import Checkpointer, Json, Peers
+from weft.comm import Mesh
+from weft.data import rank_range
+from weft.engine import create_stepper, model_pieces
+from weft.entry._user_batches import Stream, UserBatch, fields_of, restored
+from weft.entry._user_optimizer import UserOptimizer, cuts_of
+from weft.errors import CheckpointError, DataError, PlanError
+from weft.models import Batch, Blueprint
+from weft.parallel import ParallelModel, Piece, parallelize
+from weft.plan import Plan
+from weft.recipe import Recipe
+from weft.record import Recorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """What all ranks agree on after a step."""
+
+    number: int
+    """Finished steps, this one included."""
+    loss: float
+    """Global mean."""
+    gradient_norm: float
+    """Of the whole gradient, before clipping."""
+    skipped: bool
+    """Whether the update was left out because a gradient was not finite."""
+
+
+class TrainState:
+    """A model, its optimizer and its data under a plan.  Every method is called on every rank."""
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        plan: Plan,
+        blueprint: Blueprint,
+        mesh: Mesh,
+        optimizer: torch.optim.Optimizer,
+        groups: Mapping[str, int],
+        stream: Iterable[UserBatch],
+        loss: Callable[[Any, Any], Any],
+        folder: Path,
+    ) -> None:
+        self.plan = plan
+        self.optimizer = optimizer
+        self._mesh = mesh
+        self._recipe = recipe
+        self._batch_size = recipe.batch.global_batch_size
+        self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.index("data"))
+        self._stream = Stream(stream, recipe.run.seed, self._check_equal)
+        self._loss = _LossOfUser(loss)
+        blueprint = replace(blueprint, loss=self._loss)
+        _take_weights_of_rank_0(blueprint.module, mesh)
+        cuts = cuts_of(optimizer)
+        self._parallel: ParallelModel = parallelize(
+            blueprint,
+            plan,
+            mesh,
+            seed=recipe.run.seed,
+            group_parameters=lambda shapes: {name: groups[name] for name in shapes},
+            cuts="anywhere" if cuts == "anywhere" else "parameter",
+        )
+        self._optimizer = UserOptimizer(optimizer, self._parallel.stores.shards, whole=cuts != "anywhere")
+        self._stepper, self._loss_scale = create_stepper(
+            self._parallel,
+            self._optimizer,
+            seed=recipe.run.seed,
+            batch=self._batch_size,
+            max_gradient_norm=recipe.optimizer.max_grad_norm,
+            average=None,
+            recorder=Recorder(),
+        )
+        self._steps = 0
+        self._in_pass = 0
+        """Batches taken of the present pass through a loader that only iterates."""
+        self._checkpointer = Checkpointer(folder, Peers.of_group(mesh["world"]))
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model; under a pipeline, this rank's stage of it."""
+        return self._parallel.module
+
+    @property
+    def steps(self) -> int:
+        """Finished steps."""
+        return self._steps
+
+    def batches(self, steps: int | None = None) -> Iterator[Any]:
+        """Yield this rank's share of the coming global batches, in the shape that the loader gives.
+
+        Without `steps`: until the epoch that the next step lies in is through.  After `load` it goes on where the run
+        was.
+        """
+        if self._stream.num_samples is None:
+            skipped = self._in_pass
+            for number, batch in enumerate(self._stream.iterate(self._start, self._stop)):
+                if number < skipped:
+                    continue
+                if steps is not None and number >= skipped + steps:
+                    return
+                self._in_pass = number + 1
+                yield batch
+            self._in_pass = 0
+            return
+        first, epoch = self._steps, self._stream.epoch_of(self._steps)
+        step = first
+        while (steps is None and self._stream.epoch_of(step) == epoch) or (steps is not None and step < first + steps):
+            yield self._stream.read(step, self._start, self._stop)
+            step += 1
+
+    def step(self, batch: UserBatch) -> StepInfo:
+        """Train on this rank's share of a global batch: forward, backward, reductions, clipping, the optimizer's step.
+
+        Raises:
+            DataError: the share has another number of samples than the plan gives this rank.
+        """
+        microbatches = self._microbatches(batch)
+        result = self._stepper(microbatches, step=self._steps, learning_rate=0.0)
+        self._steps += 1
+        return StepInfo(
+            number=self._steps, loss=result.loss, gradient_norm=result.gradient_norm, skipped=result.skipped
+        )
+
+    def evaluate(self, loader: Iterable[UserBatch]) -> float:
+        """Return the mean loss over a loader, each sample counted once; `loader` must yield the same on all ranks.
+
+        Every rank takes its share of each batch, also of a short last one.
+        """
+        totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        for batch in loader:
+            fields = fields_of(batch)
+            size = next(iter(fields.values())).shape[0]
+            for at in range(0, size, self._batch_size):
+                totals += self._evaluate_once(
+                    {name: value[at : at + self._batch_size] for name, value in fields.items()}, type(batch)
+                )
+        world = self._mesh["world"]
+        if world.group is not None:
+            dist.all_reduce(totals, group=world.group)
+        return float(totals[0] / totals[1]) if totals[1] else math.nan
+
+    def save(self) -> Path:
+        """Save model, optimizer and place in the data; any later plan can load it.
+
+        What a scheduler has made of the optimizer's settings is saved with them; the scheduler's own state is yours.
+        """
+        state: dict[str, Json] = {
+            "steps": self._steps,
+            "in_pass": self._in_pass,
+            "optimizer": cast(Json, self._optimizer.settings()),
+            "loss_scale": None if self._loss_scale is None else dict[str, Json](self._loss_scale.state()),
+        }
+        self._optimizer.create_states()
+        return self._checkpointer.save(self._steps, self._pieces(), state)
+
+    def load(self, path: str | Path | None = None) -> int:
+        """Load the newest save of this session's folder, or the one given, and return its number of steps.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is another model's.
+        """
+        self._optimizer.create_states()
+        state = self._checkpointer.load("latest" if path is None else Path(path), self._pieces())
+        self._parallel.stores.publish()
+        steps, settings = state.get("steps"), state.get("optimizer")
+        if not isinstance(steps, int) or not isinstance(settings, list):
+            raise CheckpointError("the checkpoint was not saved by a session. Load it with the recipe that trained it.")
+        self._optimizer.load_settings(cast(Any, settings))
+        scale = state.get("loss_scale")
+        if self._loss_scale is not None and isinstance(scale, Mapping):
+            self._loss_scale.load_state(cast(Any, scale))
+        in_pass = state.get("in_pass")
+        self._steps, self._in_pass = steps, in_pass if isinstance(in_pass, int) else 0
+        return steps
+
+    @contextmanager
+    def frozen(self) -> Generator[nn.Module]:
+        """The model without gradients for its parameters, as the fixed side of another model's loss.
+
+        Gradients still flow through it to its inputs: an adversary, a teacher, a critic.
+
+        Raises:
+            PlanError: under a pipeline, where no rank has the whole model.
+        """
+        if self.plan.mesh.pipeline > 1:
+            raise PlanError(
+                f"the plan cuts the model into {self.plan.num_stages} stages, so that no rank can run it inside another"
+                " model's loss. Use mesh.pipeline = 1."
+            )
+        trained = [p for part in self._parallel.parts for p in part.module.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            yield self.model
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+    # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _microbatches(self, batch: UserBatch) -> list[Batch]:
+        fields = fields_of(batch)
+        size, expected = next(iter(fields.values())).shape[0], self._stop - self._start
+        if size != expected:
+            raise DataError(
+                f"this rank's share of a step is {expected} of {self._batch_size} samples, and the batch has {size}."
+                " Take batches from state.batches(), which cuts the loader's global batches into shares."
+            )
+        ids = torch.arange(self._start, self._stop) + self._steps * self._batch_size
+        self._loss.like = type(batch)
+        micro = self.plan.microbatch.size
+        whole = {**fields, "sample_ids": ids}
+        return [{name: value[at : at + micro] for name, value in whole.items()} for at in range(0, size, micro)]
+
+    def _evaluate_once(self, fields: Mapping[str, Tensor], like: type[Any]) -> Tensor:
+        """Totals of at most one global batch.
+
+        Every rank runs as many microbatches as the largest share has, because gathers are collectives; where a rank
+        has no samples left, it runs the batch's first one, which does not count.
+        """
+        self._loss.like = like
+        micro, most = self.plan.microbatch.size, max(self.plan.microbatch.shares(self.plan.mesh.data))
+        size = next(iter(fields.values())).shape[0]
+        own = range(min(self._start, size), min(self._stop, size), micro)
+        cut = [{name: value[at : min(at + micro, self._stop)] for name, value in fields.items()} for at in own]
+        fill = [{name: value[:1] for name, value in fields.items()}] * (most - len(cut))
+        totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        for group, counts in ((cut, self._mesh.index("tensor") == 0), (fill, False)):
+            if group:
+                found = self._parallel.runner.evaluate(
+                    [{**one, "sample_ids": torch.arange(next(iter(one.values())).shape[0])} for one in group],
+                    step=0,
+                    seed=self._recipe.run.seed,
+                )
+                totals += torch.stack([found.sum, found.count]) * float(counts)
+        return totals
+
+    def _pieces(self) -> list[Piece]:
+        return model_pieces(self._parallel) + self._optimizer.pieces()
+
+    def _check_equal(self, fields: Mapping[str, Tensor]) -> None:
+        """Compare a batch over the ranks by a digest of all its fields."""
+        world = self._mesh["world"]
+        if world.group is None:
+            return
+        digests: list[Tensor] = []
+        for field in fields.values():
+            values = field.double().flatten()
+            places = torch.arange(values.numel(), device=values.device)
+            digests += [values.sum(), values.square().sum(), (values * places).sum()]
+        digest = torch.stack(digests)
+        low, high = digest.clone(), digest.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=world.group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=world.group)
+        if not torch.equal(low, high):
+            raise DataError(
+                "the loader yields other batches on other ranks, so the global batch is not what it says. Seed its"
+                " order equally on all ranks, or use a torch DataLoader over a map-style dataset, which Weft"
+                " shuffles itself."
+            )
+
+
+class _LossOfUser:
+    """The user's loss by Weft's contract; a plain scalar is taken as a mean over samples, which is said once."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
+        self._loss = loss
+        self._told = False
+        self.per_sample: bool = getattr(loss, "per_sample", True)
+        self.like: type[Any] = dict
+
+    def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        found = self._loss(outputs, restored(batch, self.like))
+        if isinstance(found, tuple):
+            loss_sum, count = cast(tuple[Tensor, Any], found)
+            return loss_sum, torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
+        samples = next(iter(batch.values())).shape[0]
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                "the loss returned one number, which is taken as the mean over the batch's samples. If it is a mean"
+                " over"
+                " something else (tokens, pixels), return (sum, count), so that microbatches and ranks are weighted"
+                " right.",
+                stacklevel=2,
+            )
+        return found * samples, found.new_full((), float(samples), dtype=torch.float64)
+
+
+def _take_weights_of_rank_0(module: nn.Module, mesh: Mesh) -> None:
+    """Constructed models differ between ranks unless every rank was seeded alike; so one rank's weights go to all."""
+    world = mesh["world"]
+    if world.group is None:
+        return
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            moved = tensor.detach().to(mesh.device).contiguous()
+            dist.broadcast(moved, src=0, group=world.group)
+            tensor.copy_(moved)

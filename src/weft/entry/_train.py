@@ -1,0 +1,326 @@
+"""`weft.train`: from a recipe to a trained, exported model, in fresh processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.checkpoint import export_checkpoint
+from weft.cluster import Cluster
+from weft.comm import device_for_rank
+from weft.data import ConsoleProgress, PreparedData, data_shape, prepare_data, silent
+from weft.engine import format_duration, format_loss
+from weft.engine.optimizers import check_group_globs
+from weft.entry._agreement import check_same_on_all_ranks
+from weft.entry._facts import facts_of_blueprint
+from weft.entry._worker import train_rank
+from weft.errors import CheckpointError, LaunchError, WeftError
+from weft.launch import initialise_distributed, launch_function, place_from_environment
+from weft.models import Blueprint, build_model
+from weft.plan import Plan, auto_plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
+from weft.recipe import Recipe, dump_recipe, load_recipe
+from weft.record import RunFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a training returned."""
+
+    folder: Path
+    """Everything the run left behind: recipe, plan, metrics, logs, checkpoints, export."""
+    steps: int
+    """Finished optimizer steps, those before a resume included."""
+    losses: tuple[float, ...]
+    """Global mean loss of each step of this call."""
+    validation_loss: float | None
+    seconds: float
+    stopped_early: bool
+    """A signal stopped it; everything is saved, and `resume` goes on."""
+    stop_signal: int
+    """Number of that signal; 0 when the run was not stopped."""
+    checkpoint: Path | None
+    export: Path | None
+    """Weights as safetensors with their config; None when the run stopped early."""
+
+
+def train(
+    recipe: Recipe | str | Path,
+    plan: Plan | str | Path = "auto",
+    *,
+    processes: int | None = None,
+    folder: str | Path | None = None,
+    resume: str | Path | None = None,
+    name: str | None = None,
+    reasons: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> RunResult:
+    """Train a recipe under a plan and return what came of it.
+
+    Started by plain Python, in a notebook or from the command line, the ranks are fresh processes on this machine that
+    end with this call.  Under torchrun or `weft launch` this process is one of the ranks: call it on all of them.
+
+    Args:
+        recipe: a recipe, or the path of one.
+        plan: a plan, the path of one, or `auto`.
+        processes: how many ranks; by default what the plan says, or what `auto` chooses.
+        folder: the run's folder, which must be new; by default `runs/<name>-<date>-<n>`.
+        resume: a run's folder to go on with (in that folder), or `latest` for the newest one in `runs/`.
+        name: of the run; by default that of the recipe's file.
+        reasons: why settings of the plan have their values, to be printed.
+        quiet: print nothing.
+
+    Raises:
+        WeftError: what was wrong, of its own class; a rank's error is raised here as itself.
+
+    Example::
+
+        result = weft.train("recipe.toml", processes=2)
+        print(result.losses[-1], result.export)
+    """
+    if name is None:
+        name = run_name(Path(recipe)) if isinstance(recipe, str | Path) else "run"
+    recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
+    place = place_from_environment()
+    world = place.world_size if place is not None else processes
+    blueprint = build_model(recipe)
+    facts = facts_of_blueprint(blueprint, recipe)
+    cluster = Cluster.detect()
+    if plan == "auto":
+        plan, reasons = auto_plan(recipe, cluster, facts, world)
+    elif not isinstance(plan, Plan):
+        plan = load_plan(plan)
+    check_plan(plan, recipe, facts, world)
+    check_runnable(plan)
+    # What a rank would refuse is refused before anything is prepared or written.
+    device_for_rank(plan.compute.device, place.local_rank if place is not None else 0)
+    check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
+    lines = describe_plan(plan, reasons or {}, facts, cluster)
+    job = _Job(recipe, plan, blueprint, lines, cluster.summary, quiet)
+    if place is not None:
+        return job.run_as_rank(name, folder, resume)
+    return job.run_as_parent(name, folder, resume)
+
+
+def run_name(recipe: Path) -> str:
+    """The name of a run of this recipe: the file's, or its folder's when the file is just called recipe.toml."""
+    stem = recipe.resolve().parent.name if recipe.stem == "recipe" else recipe.stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
+
+
+@dataclass(slots=True)
+class _Job:
+    """A training that has been checked and may begin."""
+
+    recipe: Recipe
+    plan: Plan
+    blueprint: Blueprint
+    plan_lines: list[str]
+    machine: str
+    quiet: bool
+
+    def run_as_parent(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
+        """Prepare, launch the ranks, and export what they trained."""
+        earlier = _check_folder(folder, resume)
+        prepared = self._prepare()
+        run = earlier or _create(name, folder)
+        with self._kept_with_run(run, prepared):
+            self._announce(run, prepared)
+            outcomes = launch_function(
+                "weft.entry._worker:run_rank",
+                {
+                    "folder": str(run.path),
+                    "prepared": prepared.to_json(),
+                    "resume": None if resume is None else "latest",
+                    "quiet": self.quiet,
+                },
+                self.plan.mesh.world_size,
+                threads_per_rank=self.plan.compute.threads_per_rank,
+            )
+        return self._finish(run, outcomes[0])
+
+    def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
+        """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""
+        with initialise_distributed(self.plan.compute.device) as distributed:
+            check_same_on_all_ranks(self.recipe, self.plan)
+            first = distributed.rank == 0
+            earlier = _check_folder(folder, resume) if first else None
+            self.quiet = self.quiet or not first
+            prepared = self._prepare()
+            run = RunFolder(_broadcast_path((earlier or _create(name, folder)).path if first else None))
+            with self._kept_with_run(run, prepared) if first else nullcontext():
+                if first:
+                    self._announce(run, prepared)
+                outcome = train_rank(
+                    self.recipe,
+                    self.plan,
+                    run,
+                    distributed.place,
+                    prepared,
+                    resume=None if resume is None else "latest",
+                    quiet=self.quiet,
+                )
+            values = {field: getattr(outcome, field) for field in outcome.__dataclass_fields__}
+            result = self._finish(run, values, export=first)
+            if dist.is_initialized():
+                dist.barrier()
+            return result
+
+    def _prepare(self) -> PreparedData:
+        progress = silent if self.quiet else ConsoleProgress(sys.stderr)
+        return prepare_data(self.recipe, data_shape(self.blueprint, self.recipe), progress=progress)
+
+    @contextmanager
+    def _kept_with_run(self, run: RunFolder, prepared: PreparedData) -> Generator[None]:
+        """Write recipe, plan and tokenizer into the run's folder.  A resumed run that saves nothing keeps its own."""
+        texts = {run.recipe: dump_recipe(self.recipe).encode(), run.plan: dump_plan(self.plan).encode()}
+        tokenizer = run.path / "tokenizer.json"
+        if prepared.tokenizer is not None and not tokenizer.exists():
+            texts[tokenizer] = Path(prepared.tokenizer).read_bytes()
+        before = {path: path.read_bytes() for path in texts if path.is_file()}
+        saved = _saves(run)
+        for path, text in texts.items():
+            path.write_bytes(text)
+        try:
+            yield
+        except WeftError:
+            if _saves(run) == saved:
+                for path, text in before.items():
+                    path.write_bytes(text)
+            raise
+
+    def _announce(self, run: RunFolder, prepared: PreparedData) -> None:
+        if self.quiet:
+            return
+        parameters = sum(parameter.numel() for parameter in self.blueprint.module.parameters())
+        batch = self.recipe.batch.global_batch_size
+        length = self.blueprint.sequence_length
+        size = f"{batch * length:,} tokens" if length is not None else f"{batch:,} samples"
+        model = self.recipe.model.reference or type(self.blueprint.module).__name__
+        print(f"weft {weft.__version__}  ·  {self.machine}")
+        print(f"recipe    {model}, {parameters / 1e6:.1f} M parameters, batches of {size}")
+        for line in prepared.description:
+            print(f"data      {line}")
+        for line in self.plan_lines:
+            print(line)
+        for note in self.blueprint.notes:
+            print(f"note      {note}")
+        print(f"run       {run.path}/", flush=True)
+
+    def _finish(self, run: RunFolder, outcome: Mapping[str, Any], *, export: bool = True) -> RunResult:
+        """Export, say how it went, and return the result."""
+        exported: Path | None = run.export
+        checkpoint = None if outcome["checkpoint"] is None else Path(outcome["checkpoint"])
+        if outcome["stopped_early"] or checkpoint is None:
+            exported = None
+        elif export:
+            self._export(run, checkpoint)
+        result = RunResult(
+            folder=run.path,
+            steps=outcome["steps"],
+            losses=tuple(outcome["losses"]),
+            validation_loss=outcome["validation_loss"],
+            seconds=outcome["seconds"],
+            stopped_early=outcome["stopped_early"],
+            stop_signal=outcome["stop_signal"],
+            checkpoint=checkpoint,
+            export=exported,
+        )
+        if not self.quiet:
+            print(_last_line(result), flush=True)
+        return result
+
+    def _export(self, run: RunFolder, checkpoint: Path) -> None:
+        if run.export.exists():
+            shutil.rmtree(run.export)
+        tokenizer = run.path / "tokenizer.json"
+        export_checkpoint(
+            checkpoint,
+            self.blueprint,
+            run.export,
+            use_average=self.recipe.optimizer.average_decay is not None,
+            tokenizer=tokenizer if tokenizer.exists() else None,
+        )
+
+
+def _last_line(result: RunResult) -> str:
+    path = os.path.relpath(result.folder)
+    if result.stopped_early:
+        command = f"weft train {path}/recipe.toml --plan {path}/plan.toml --resume {path}"
+        return f"stopped   at step {result.steps}, saved. Go on with: {command}"
+    losses = f"loss {format_loss(result.losses[0])} → {format_loss(result.losses[-1])} " if result.losses else ""
+    return f"done      {losses}in {format_duration(result.seconds)}   {path}/"
+
+
+def _check_folder(folder: str | Path | None, resume: str | Path | None) -> RunFolder | None:
+    """Return the run to go on with, None for a new one.  Writes nothing.
+
+    Raises:
+        LaunchError: the folder cannot be used, or holds no run.
+        CheckpointError: the run has saved nothing.
+    """
+    if resume is not None and folder is not None:
+        raise LaunchError(
+            f"resume = {resume} goes on in its own folder, so folder = {folder} cannot be used. Leave one out."
+        )
+    if resume is not None:
+        run = RunFolder.open(_newest_run(Path("runs")) if str(resume) == "latest" else Path(resume))
+        if not _saves(run):
+            raise CheckpointError(
+                f"{run.path} has nothing to go on with: no save has finished in {run.checkpoints}."
+                " Give the folder of a run that saved, or leave resume out to begin anew."
+            )
+        return run
+    path = Path(folder) if folder is not None else None
+    if path is not None and path.is_dir() and any(path.iterdir()):
+        raise LaunchError(
+            f"{path} is there already and not empty. Give a new folder, or go on with it by resume = {path}."
+        )
+    if path is not None and path.exists() and not path.is_dir():
+        raise LaunchError(f"{path} is a file, and a run needs a folder. Give a new folder.")
+    return None
+
+
+def _saves(run: RunFolder) -> set[str]:
+    return {path.name for path in run.checkpoints.glob("step-*")}
+
+
+def _create(name: str, folder: str | Path | None) -> RunFolder:
+    if folder is None:
+        return RunFolder.create(Path("runs"), name)
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"the run folder {path} cannot be made: {error.strerror}. Give a folder that is writable."
+        ) from None
+    return RunFolder(path)
+
+
+def _newest_run(root: Path) -> Path:
+    found = [path for path in root.glob("*") if (path / "checkpoints").is_dir()] if root.is_dir() else []
+    if not found:
+        raise LaunchError(f"no run in {root.resolve()}/ has saved anything yet. Name the run's folder.")
+    return max(found, key=lambda path: (path / "checkpoints").stat().st_mtime_ns)
+
+
+def _broadcast_path(path: Path | None) -> Path:
+    """Rank 0's path on every rank, as bytes."""
+    buffer = torch.zeros(4096, dtype=torch.uint8)
+    if path is not None:
+        text = str(path.resolve()).encode()
+        buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(buffer, src=0)
+    return Path(bytes(buffer.tolist()).rstrip(b"\0").decode())

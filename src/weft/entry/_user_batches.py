@@ -1,0 +1,185 @@
+"""A user's own batches: drawn so that every rank agrees, cut into shares and microbatches, and handed to a loss as
+they came."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from weft.data import Permutation
+from weft.errors import DataError, RecipeError
+
+UserBatch = Tensor | Mapping[str, Any] | Sequence[Any]
+
+
+def fields_of(batch: UserBatch) -> dict[str, Tensor]:
+    """Return the tensors of a batch by name: mappings by key, sequences by position ("0", "1", …), a tensor as "0".
+
+    Raises:
+        DataError: an entry is no tensor, or the entries disagree about the number of samples.
+    """
+    if isinstance(batch, Tensor):
+        fields: dict[str, Any] = {"0": batch}
+    elif isinstance(batch, Mapping):
+        fields = dict(batch)
+    else:
+        fields = {str(position): value for position, value in enumerate(batch)}
+    for name, value in fields.items():
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            raise DataError(
+                f"entry {name} of the batch is a {type(value).__name__}, and only tensors with samples along dim 0"
+                " can be shared out over ranks. Give the loader a collate_fn that stacks it, or leave it out."
+            )
+    sizes = {name: value.shape[0] for name, value in fields.items()}
+    if len(set(sizes.values())) != 1:
+        raise DataError(
+            f"the batch's entries hold different numbers of samples: {sizes}. Samples must lie along dim 0 of all."
+        )
+    return cast(dict[str, Tensor], fields)
+
+
+def restored(fields: Mapping[str, Tensor], like: type[Any]) -> Any:
+    """Return the fields in the shape the user knows: a mapping, a sequence or a tensor."""
+    own = {name: value for name, value in fields.items() if name != "sample_ids"}
+    if issubclass(like, Tensor):
+        return own["0"]
+    if issubclass(like, Mapping):
+        return own
+    return [own[str(position)] for position in range(len(own))]
+
+
+def infer_inputs(model: nn.Module, example: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return keyword of the model's forward → field of the batch.
+
+    Fields that bear the names of arguments go to these; of a tuple the first entry goes to the first argument.
+
+    Raises:
+        RecipeError: no field fits the forward.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if "0" in example:
+        return {named[0]: "0"}
+    matching = {name: name for name in named if name in example and name != "labels"}
+    if not matching:
+        raise RecipeError(
+            f"none of the batch's fields ({', '.join(example)}) is an argument of"
+            f" {type(model).__name__}.forward({', '.join(named)}). Say which goes where:"
+            f' session.prepare(…, inputs={{"{named[0] if named else "x"}": "{next(iter(example))}"}}).'
+        )
+    return matching
+
+
+class Stream:
+    """The loader's samples as one endless stream of global batches, the same on every rank; each rank reads its share.
+
+    A map-style dataset is read sample by sample: shuffled loaders by a permutation of (seed, epoch), others in order.
+    Batches run on over the end of an epoch, so that none is short and no sample is lost or seen twice.  Any other
+    loader is iterated whole on every rank and must yield the same batches everywhere, which `check` compares.
+    """
+
+    def __init__(self, loader: Iterable[UserBatch], seed: int, check: Callable[[Mapping[str, Tensor]], None]) -> None:
+        self._loader = loader
+        self._seed = seed
+        self._check = check
+        self._dataset = _map_style(loader)
+        self.batch_size = _batch_size(loader)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples per epoch; None for a loader that only iterates."""
+        return len(self._dataset) if self._dataset is not None else None
+
+    def epoch_of(self, step: int) -> int | None:
+        """The epoch in which a step's first sample lies."""
+        return step * self.batch_size // self.num_samples if self.num_samples else None
+
+    def read(self, step: int, start: int, stop: int) -> UserBatch:
+        """Samples [start, stop) of a step's global batch, collated by the loader's own function."""
+        assert self._dataset is not None, "an iterated loader is not read by index"
+        first = step * self.batch_size
+        positions = range(first + start, first + stop)
+        loader = cast(DataLoader[Any], self._loader)
+        shuffled = isinstance(_sampler(loader), RandomSampler)
+        samples: list[Any] = []
+        for position in positions:
+            with _seeded(self._seed, position):
+                samples.append(self._dataset[self._index(position, shuffled)])
+        return loader.collate_fn(samples)
+
+    def _index(self, position: int, shuffled: bool) -> int:
+        assert self.num_samples is not None
+        epoch, index = divmod(position, self.num_samples)
+        if not shuffled:
+            return index
+        order = Permutation(self.num_samples, self._seed, epoch)
+        return int(order(np.array([index], dtype=np.int64))[0])
+
+    def iterate(self, start: int, stop: int) -> Iterator[UserBatch]:
+        """This rank's share of every batch of a loader that only iterates."""
+        for number, batch in enumerate(self._loader):
+            fields = fields_of(batch)
+            if number < 3:
+                self._check(fields)
+            size = next(iter(fields.values())).shape[0]
+            if size != self.batch_size:
+                raise DataError(
+                    f"batch {number} has {size} samples where the others have {self.batch_size}, so it cannot be"
+                    " shared out as"
+                    " they are. Use drop_last=True, or a map-style dataset, whose batches run on over the epoch."
+                )
+            yield restored({name: value[start:stop] for name, value in fields.items()}, type(batch))
+
+
+@contextmanager
+def _seeded(seed: int, position: int) -> Generator[None]:
+    """Seed the generators that augmentation draws from by the sample's place in the stream, and put them back: so a
+    sample looks the same on every rank and after every resume."""
+    key = (seed * 1_000_003 + position) % 2**63
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    sampler = loader.batch_sampler
+    return sampler.sampler if type(sampler) is BatchSampler else None
+
+
+def _map_style(loader: Iterable[Any]) -> Any | None:
+    """The dataset of a loader that Weft may read by index; None for anything with an order of its own."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler = _sampler(loader)
+    if type(sampler) is RandomSampler:
+        plain = not sampler.replacement and sampler.num_samples == len(cast(Any, loader.dataset))
+        return loader.dataset if plain else None
+    return loader.dataset if type(sampler) is SequentialSampler else None
+
+
+def _batch_size(loader: Iterable[Any]) -> int:
+    size = getattr(loader, "batch_size", None)
+    if isinstance(size, int) and size > 0:
+        return size
+    sampled = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if isinstance(sampled, int):
+        return sampled
+    raise DataError(
+        f"{type(loader).__name__} does not say its batch_size, which is the global batch that all ranks share."
+        " Use a torch DataLoader, or give your loader an attribute batch_size."
+    )

@@ -1,0 +1,82 @@
+"""What each rank of `weft train` does.  Everything it needs lies in the run's folder: recipe, plan, prepared data."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.checkpoint import Checkpointer, Peers
+from weft.comm import Mesh
+from weft.data import PreparedData, data_shape, open_data
+from weft.engine import Outcome, Trainer, create_training
+from weft.entry._facts import facts_of_blueprint
+from weft.launch import Place, initialise_distributed
+from weft.models import build_model
+from weft.plan import Plan, check_plan, load_plan
+from weft.recipe import Recipe, load_recipe
+from weft.record import MetricsWriter, Recorder, RunFolder, rank_logging
+
+
+def run_rank(place: Place, *, folder: str, prepared: str, resume: str | None, quiet: bool) -> dict[str, Any] | None:
+    """Train on one rank and return rank 0's outcome.  `prepared` is `PreparedData` as JSON; `resume` names a
+    checkpoint or a run, or is `latest` for this run's own newest."""
+    run = RunFolder.open(Path(folder))
+    recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
+    outcome = train_rank(recipe, plan, run, place, PreparedData.from_json(prepared), resume=resume, quiet=quiet)
+    if place.rank != 0:
+        return None
+    return {**asdict(outcome), "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint)}
+
+
+def train_rank(
+    recipe: Recipe,
+    plan: Plan,
+    run: RunFolder,
+    place: Place | None,
+    prepared: PreparedData,
+    *,
+    resume: str | None,
+    quiet: bool,
+) -> Outcome:
+    """Train on this rank.  Call on every rank of the plan's world."""
+    torch.set_num_threads(plan.compute.threads_per_rank)
+    with ExitStack() as stack:
+        distributed = stack.enter_context(initialise_distributed(plan.compute.device, place))
+        stack.enter_context(rank_logging(run.log(distributed.rank), distributed.rank))
+        mesh = Mesh(plan.mesh, distributed.device)
+        blueprint = build_model(recipe)
+        check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
+        recorder = Recorder()
+        training = create_training(recipe, plan, blueprint, mesh, recorder)
+        data = open_data(
+            recipe,
+            data_shape(blueprint, recipe),
+            microbatch=plan.microbatch,
+            data_ranks=plan.mesh.data,
+            data_index=mesh.index("data"),
+            prepared=prepared,
+        )
+        stack.callback(data.close)
+        first = distributed.rank == 0
+        trainer = Trainer(
+            recipe,
+            training,
+            data.batches,
+            mesh,
+            recorder,
+            checkpointer=Checkpointer(
+                run.checkpoints,
+                Peers.of_group(mesh["world"]),
+                provenance={"recipe": recipe.digest, "plan": plan.digest, "run": run.path.name},
+            ),
+            metrics=stack.enter_context(MetricsWriter(run.metrics)) if first else None,
+            stream=sys.stdout if first and not quiet else None,
+        )
+        if resume is not None:
+            trainer.resume(None if resume == "latest" else Path(resume))
+        return trainer.run()

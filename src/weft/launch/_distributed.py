@@ -1,0 +1,110 @@
+"""The default process group of a rank, from its first moment to its last."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from weft.errors import LaunchError
+from weft.launch._place import Place, place_from_environment
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from weft.comm import DeviceKind
+
+
+@dataclass(frozen=True, slots=True)
+class Distributed:
+    """What a rank knows about itself while its process group lives."""
+
+    place: Place
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.place.world_size
+
+
+@contextmanager
+def initialise_distributed(
+    device: DeviceKind = "auto", place: Place | None = None, *, timeout_seconds: float = 600.0
+) -> Generator[Distributed]:
+    """Join the default process group, and leave it at the end.  Call on every rank.
+
+    Without `place` the rank is the one that torchrun or `weft launch` names in the environment, else the only one of a
+    world of one.  A default group that exists already (the user's own) is used as it is and left alone.
+
+    Raises:
+        LaunchError: the environment names a place only in part, or the user's own group cannot carry what Weft sends.
+        ClusterError: `device` asks for an accelerator that is not there.
+    """
+    import torch.distributed as dist
+
+    from weft.comm import device_for_rank
+
+    if dist.is_initialized():
+        found = place or place_from_environment() or Place(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 1)
+        mine = device_for_rank(device, found.local_rank)
+        _check_backends(mine)
+        yield Distributed(found, mine)
+        return
+    place = place or place_from_environment() or Place(0, 1, 0, 1)
+    mine = device_for_rank(device, place.local_rank)
+    _join(place, mine, timedelta(seconds=timeout_seconds))
+    try:
+        yield Distributed(place, mine)
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves while another still waits for its last message
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # Gloo keeps threads and sockets until the last reference to a group is gone
+
+
+def _join(place: Place, device: torch.device, timeout: timedelta) -> None:
+    import torch.distributed as dist
+
+    from weft.comm import backend_for, ranks_share_device
+
+    backend = backend_for(device, shared=ranks_share_device(device, place.local_world_size))
+    store = _store(place)
+    if store is None:
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    if place.world_size > 1:
+        dist.barrier()  # a rank that fails at once must not do so while others still connect to it
+
+
+def _check_backends(device: torch.device) -> None:
+    """Refuse a default group that does not carry the device's tensors and the CPU's, which checkpoints agree by."""
+    import torch.distributed as dist
+
+    from weft.comm import backend_for
+
+    carried = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    missing = [kind for kind in dict.fromkeys(("cpu", device.type)) if kind not in carried]
+    if missing:
+        raise LaunchError(
+            f"the default process group carries tensors of {' and '.join(carried)} only, and Weft also sends tensors"
+            f" of {' and '.join(missing)}. Make it by init_process_group({backend_for(device)!r}), or leave it to Weft."
+        )
+
+
+def _store(place: Place) -> Store | None:
+    """The store at which the ranks meet; None: the one that the environment names."""
+    import torch.distributed as dist
+
+    if place.store is not None:
+        return dist.FileStore(place.store, place.world_size)
+    return dist.HashStore() if place.world_size == 1 and place_from_environment() is None else None

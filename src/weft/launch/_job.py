@@ -1,0 +1,71 @@
+"""What the launcher asks its nursery to start, and what the ranks leave for it: JSON files in a private folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One launch."""
+
+    kind: Literal["function", "script", "module"]
+    target: str
+    """`package.module:function`, the path of a script, or the name of a module."""
+    arguments: dict[str, Any] | list[str]
+    """Keyword arguments of the function, or the script's command line."""
+    num_processes: int
+    threads_per_rank: int
+    import_path: list[str]
+    logs: str | None
+    """Folder of `rank<r>.out`, with what each rank prints; None: ranks print where their parent prints."""
+
+    def write(self, folder: Path) -> None:
+        (folder / "job.json").write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        return cls(**json.loads((folder / "job.json").read_text()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a rank ended, as it says itself."""
+
+    rank: int
+    host: str
+    when: float
+    """Monotonic seconds of this host."""
+    value: Any = None
+    error: str | None = None
+    """Type of the exception that ended it."""
+    message: str = ""
+    trace: list[str] = dataclasses.field(default_factory=list[str])
+    """Where it was raised: the innermost calls, outermost first."""
+    family: bool = False
+    """Whether the error is one of `weft.errors`, whose message says everything."""
+    status: int = 0
+    """Exit status."""
+
+    def write(self, folder: Path) -> None:
+        """Write aside, then rename: a file that is there is whole."""
+        aside = folder / f"rank{self.rank}.tmp"
+        aside.write_text(json.dumps(dataclasses.asdict(self)))
+        os.replace(aside, outcome_path(folder, self.rank))
+
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> Outcome | None:
+        """Return what a rank left, or None when it ended without a word."""
+        try:
+            return cls(**json.loads(outcome_path(folder, rank).read_text()))
+        except FileNotFoundError:
+            return None
+
+
+def outcome_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.json"

@@ -1,0 +1,264 @@
+"""Start ranks on this machine from a warm parent, pass signals on, and report how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import weft.errors
+from weft.errors import LaunchError, WeftError
+from weft.launch._job import Job, Outcome
+from weft.launch._nursery import END
+from weft.launch._report import first_cause, report
+
+_ECHO_SECONDS = 1.0
+"""How long the others may take to notice by themselves that one has failed, before they are told to end."""
+
+
+class RankError(LaunchError):
+    """A rank stopped with an error that is none of Weft's; its text is the whole report."""
+
+    def __init__(self, text: str, *, rank: int, host: str, kind: str, status: int = 1) -> None:
+        super().__init__(text, status=status)
+        self.rank = rank
+        self.host = host
+        self.kind = kind
+        """Type of the rank's exception, or how it died."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What the launcher knows of a running job."""
+
+    commands: int
+    num_processes: int
+    codes: dict[int, int] = field(default_factory=dict[int, int])
+    """Rank → exit code; negative: the signal that killed it."""
+    ended_at: dict[int, float] = field(default_factory=dict[int, float])
+    signals: list[signal.Signals] = field(default_factory=list[signal.Signals])
+
+    def pass_on(self, number: int, _frame: object = None) -> None:
+        """Pass a signal to every rank; the second one kills."""
+        self.signals.append(signal.Signals(number))
+        self.order(number if len(self.signals) == 1 else signal.SIGKILL)
+
+    def order(self, number: int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the nursery has just ended: nobody is left to be told
+            os.write(self.commands, bytes([number]))
+
+
+def launch_function(
+    function: str,
+    arguments: Mapping[str, Any],
+    num_processes: int,
+    *,
+    threads_per_rank: int | None = None,
+    logs: Path | None = None,
+    import_path: Sequence[str] | None = None,
+) -> list[Any]:
+    """Call `function(place, **arguments)` in fresh processes on this machine and return what each returned, by rank.
+
+    `arguments` and results are what JSON can hold: nothing is pickled.  SIGINT and SIGTERM are passed to the ranks
+    once; a second one kills them.  Ranks never outlive this process.
+
+    Args:
+        function: `package.module:function`, importable by the ranks.  Its first argument is its `Place`.
+        num_processes: how many ranks.
+        threads_per_rank: OpenMP threads of each; by default the cores are shared out.
+        logs: folder that gets `rank<r>.out` with what each rank prints; rank 0 prints to the terminal all the same.
+        import_path: where ranks find modules; by default where this process does.
+
+    Raises:
+        WeftError: the one that a rank raised, of its own class.
+        RankError: a rank died, or raised an error of another kind.
+        KeyboardInterrupt: Ctrl-C ended the ranks.
+    """
+    job = _job("function", function, dict(arguments), num_processes, threads_per_rank, logs, import_path)
+    with _private_folder() as folder:
+        watch = _run(job, folder)
+        outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
+    _raise_first(watch, outcomes)
+    return [outcome.value for rank in range(num_processes) if (outcome := outcomes[rank]) is not None]
+
+
+def launch_script(
+    script: str,
+    arguments: Sequence[str],
+    num_processes: int,
+    *,
+    module: bool = False,
+    threads_per_rank: int | None = None,
+    logs: Path | None = None,
+) -> int:
+    """Run a script on `num_processes` ranks of this machine and return the exit status for the caller's own exit.
+
+    The script reads its place from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as under torchrun, so
+    `torch.distributed.init_process_group()` and `weft.session()` both work.  The first cause of a failure is printed
+    once on stderr.  With `module`, `script` is the name of a module.
+
+    Raises:
+        LaunchError: there is no such script.
+    """
+    if not module and not Path(script).is_file():
+        raise LaunchError(f"there is no script {script} (in {os.getcwd()}). Give the path of a Python file.")
+    kind = "module" if module else "script"
+    job = _job(kind, script, list(arguments), num_processes, threads_per_rank, logs, None)
+    with _private_folder() as folder:
+        watch = _run(job, folder)
+        outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
+    if watch.signals and any(watch.codes.values()):
+        return 128 + watch.signals[0]
+    cause = first_cause(watch.codes, watch.ended_at, outcomes)
+    if cause is None:
+        return 0
+    print(report(cause, num_processes, logs), file=sys.stderr)
+    return cause.status
+
+
+def _job(
+    kind: Any,
+    target: str,
+    arguments: dict[str, Any] | list[str],
+    num_processes: int,
+    threads: int | None,
+    logs: Path | None,
+    import_path: Sequence[str] | None,
+) -> Job:
+    if num_processes < 1:
+        raise LaunchError(f"num_processes = {num_processes}: a job has at least 1 process.")
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    path = [entry or os.getcwd() for entry in (sys.path if import_path is None else import_path)]
+    return Job(
+        kind=kind,
+        target=target,
+        arguments=arguments,
+        num_processes=num_processes,
+        threads_per_rank=threads or max(1, (os.cpu_count() or 1) // num_processes),
+        import_path=path,
+        logs=None if logs is None else str(logs.resolve()),
+    )
+
+
+@contextlib.contextmanager
+def _private_folder() -> Generator[Path]:
+    """A temporary folder that only this user can enter."""
+    folder = Path(tempfile.mkdtemp(prefix="weft-launch-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(job: Job, folder: Path) -> _Watch:
+    """Run the job to the end of its last rank."""
+    job.write(folder)
+    command_read, command_write = os.pipe()
+    event_read, event_write = os.pipe()
+    watch = _Watch(command_write, job.num_processes)
+    try:
+        with _signals_passed_on(watch):
+            nursery = _start_nursery(job, folder, command_read, event_write)
+            os.close(command_read)
+            os.close(event_write)
+            try:
+                _follow(watch, event_read)
+            finally:
+                os.close(command_write)  # whatever happened here: the nursery kills what is left, and ends
+                status = nursery.wait()
+    finally:
+        os.close(event_read)
+    if len(watch.codes) < job.num_processes:
+        raise LaunchError(
+            f"the process that started the ranks ended with status {status} before they did; they ended with it. "
+            f"When nobody killed it, the machine was short of memory: start fewer than {job.num_processes} processes."
+        )
+    return watch
+
+
+def _start_nursery(job: Job, folder: Path, commands: int, events: int) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(job.threads_per_rank))
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        environment.setdefault(name, "lo" if sys.platform == "linux" else "lo0")  # one host: nobody outside may connect
+    script = str(Path(__file__).with_name("_nursery.py"))
+    return subprocess.Popen(
+        [sys.executable, "-P", script, str(folder), str(commands), str(events)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(commands, events),
+        env=environment,
+        start_new_session=True,  # a terminal's Ctrl-C reaches the ranks once, through this process
+    )
+
+
+@contextlib.contextmanager
+def _signals_passed_on(watch: _Watch) -> Generator[None]:
+    """Pass SIGINT and SIGTERM on while ranks run; outside the main thread Python allows no handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, watch.pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _follow(watch: _Watch, events: int) -> None:
+    """Read which rank ended how, until all have or the nursery is gone; after a failure, end the others."""
+    deadline: float | None = None
+    told_to_end = False
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(events, selectors.EVENT_READ)
+        while len(watch.codes) < watch.num_processes:
+            if selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                data = os.read(events, 65536)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    rank, code, when = line.split()
+                    watch.codes[int(rank)], watch.ended_at[int(rank)] = int(code), float(when)
+            elif deadline is not None:
+                watch.order(END)
+                deadline, told_to_end = None, True
+            if deadline is None and not told_to_end and any(watch.codes.values()):
+                deadline = time.monotonic() + _ECHO_SECONDS
+
+
+def _raise_first(watch: _Watch, outcomes: Mapping[int, Outcome | None]) -> None:
+    if signal.SIGINT in watch.signals and any(watch.codes.values()):
+        raise KeyboardInterrupt
+    cause = first_cause(watch.codes, watch.ended_at, outcomes)
+    if cause is None:
+        return
+    if watch.signals:
+        raise RankError(
+            f"stopped by {watch.signals[0].name} before a step could be finished and saved.",
+            rank=cause.rank,
+            host=cause.host,
+            kind=watch.signals[0].name,
+            status=128 + watch.signals[0],
+        )
+    if not cause.family:
+        raise RankError(
+            report(cause, watch.num_processes, None), rank=cause.rank, host=cause.host, kind=cause.error or "died"
+        )
+    kind = getattr(weft.errors, cause.error or "", WeftError)
+    everywhere = all(outcome is not None and outcome.message == cause.message for outcome in outcomes.values())
+    raise kind(cause.message if everywhere else f"rank {cause.rank} on host {cause.host}: {cause.message}")
+

@@ -1,0 +1,151 @@
+"""The warm parent of the ranks: a process that imports torch, computes nothing, and forks.
+
+A rank forked from it is at work within a tenth of a second, where a fresh interpreter needs seconds to import torch.
+It runs as a script, so that its children's children (data workers) can import it again cheaply.  It obeys one pipe and
+reports on another; when the first closes, because the launcher ended in whatever way, it kills every rank and ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.launch._job import Job
+
+END = 0
+"""An order: SIGTERM to all, then SIGKILL to those left after `END_SECONDS`.  Other orders are signal numbers."""
+END_SECONDS = 5.0
+
+
+def main(folder: Path, commands: int, events: int) -> int:
+    """Start the ranks of the job in `folder`, and end when all have ended.  In a rank: run it and return its status."""
+    from weft.launch._job import Job
+
+    job = Job.read(folder)
+    _preload(job)
+    wake_read, wake_write = os.pipe()
+    for descriptor in (wake_read, wake_write):
+        os.set_blocking(descriptor, False)
+    listener = _loopback_listener() if job.kind != "function" else None
+    port = listener.getsockname()[1] if listener is not None else None
+    nursery = os.getpid()
+    ranks: dict[int, int] = {}
+    sys.stdout.flush()
+    for rank in range(job.num_processes):
+        pid = os.fork()
+        if pid == 0:
+            _become_rank(nursery, [commands, events, wake_read, wake_write], listener)
+            from weft.launch._rank import run_rank
+
+            return run_rank(job, rank, folder, port)
+        ranks[pid] = rank
+    store = _serve_store(listener, job.num_processes)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, _wake)
+    _watch(ranks, commands, events, wake_read)
+    del store
+    os._exit(0)  # everything is closed; taking torch apart would keep the launcher waiting
+
+
+def _preload(job: Job) -> None:
+    """Import what every rank needs, so that ranks get it by fork."""
+    for name in ("torch", "torch.distributed"):
+        importlib.import_module(name)
+    if job.kind == "function":
+        try:
+            importlib.import_module(job.target.partition(":")[0])
+        except Exception:  # the ranks meet the same error, and report it
+            return
+    gc.freeze()  # no rank needs to look through these modules for garbage, nor to copy their pages
+
+
+def _become_rank(nursery: int, descriptors: list[int], listener: socket.socket | None) -> None:
+    """Cut the ties with the nursery, but die with it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != nursery:  # it died before the line above
+        os._exit(1)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if listener is not None:
+        listener.close()
+
+
+def _loopback_listener() -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    return listener
+
+
+def _serve_store(listener: socket.socket | None, num_processes: int) -> object:
+    """Serve the store at which a script's ranks meet on the given socket: torch's own listens on all interfaces."""
+    if listener is None:
+        return None
+    from torch.distributed import TCPStore
+
+    host, port = listener.getsockname()
+    return TCPStore(
+        host, port, num_processes, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _watch(ranks: dict[int, int], commands: int, events: int, wake: int) -> None:
+    """Report every rank that ends; obey until none is left."""
+    living = dict(ranks)
+    kill_at: float | None = None
+    _reap(living, events)
+    while living:
+        timeout = None if kill_at is None else max(0.0, kill_at - time.monotonic())
+        ready, _, _ = select.select([commands, wake], [], [], timeout)
+        if wake in ready:
+            os.read(wake, 4096)
+        if kill_at is not None and time.monotonic() >= kill_at:
+            _signal_all(living, signal.SIGKILL)
+            kill_at = None
+        if commands in ready:
+            for order in os.read(commands, 4096) or [signal.SIGKILL]:  # nothing to read: the launcher is gone
+                _signal_all(living, signal.SIGTERM if order == END else signal.Signals(order))
+                kill_at = time.monotonic() + END_SECONDS if order == END else kill_at
+        _reap(living, events)
+
+
+def _wake(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing: that there is a handler makes Python write to the wake-up pipe."""
+
+
+def _reap(living: dict[int, int], events: int) -> None:
+    for pid in list(living):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            line = f"{living.pop(pid)} {code} {time.monotonic()}\n".encode()
+            try:
+                os.write(events, line)
+            except BrokenPipeError:  # the launcher is gone; its pipe of commands says so, too
+                continue
+
+
+def _signal_all(living: dict[int, int], number: signal.Signals) -> None:
+    for pid in living:
+        os.kill(pid, number)  # not reaped yet, so the number is still theirs
+
+
+if __name__ == "__main__":
+    import json
+
+    FOLDER = Path(sys.argv[1])
+    sys.path[:] = json.loads((FOLDER / "job.json").read_text())["import_path"]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(main(FOLDER, int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,54 @@
+"""Where a rank stands among the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.errors import LaunchError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's place, given to it by whoever started it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    """Ranks on this host."""
+    store: str | None = None
+    """File at which the ranks of this host meet; None: at MASTER_ADDR and MASTER_PORT, as torchrun arranges it."""
+
+
+def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Read the place that torchrun, or `weft launch`, gave to a script; None under plain Python.
+
+    Raises:
+        LaunchError: only some of the variables are set, or one of them is no number.
+    """
+    given = [name for name in _VARIABLES if environment.get(name)]
+    if "RANK" not in given and "WORLD_SIZE" not in given:
+        return None
+    missing = [name for name in _VARIABLES if name not in given and name != "LOCAL_RANK"]
+    if missing:
+        raise LaunchError(
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, but {' and '.join(missing)} not, so the "
+            f"ranks cannot find each other. Start the script with `weft launch -n N` or torchrun, or unset them all."
+        )
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise LaunchError(f"RANK = {rank} is not below WORLD_SIZE = {world_size}. Ranks count from 0.")
+    local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in given else rank
+    local_size = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else world_size
+    return Place(rank, world_size, local_rank, local_size)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment[name]
+    if not value.isdecimal():
+        raise LaunchError(f"{name} = {value!r} in the environment is no number. Give a whole number from 0.")
+    return int(value)

@@ -1,0 +1,132 @@
+"""What a freshly forked rank does: take its place, run its function or script, and say how that ended."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weft.errors import WeftError
+from weft.launch._job import Job, Outcome
+from weft.launch._place import Place
+
+_TRACE_FRAMES = 4
+_OWN_FILES = ("<frozen runpy>", "<frozen importlib._bootstrap>", __file__)
+_CALL_FRAMES = ("_wrapped_call_impl", "_call_impl")
+"""Frames that torch puts between any two modules; they would push the user's line out."""
+
+
+def run_rank(job: Job, rank: int, folder: Path, port: int | None) -> int:
+    """Run one rank of `job` to its end and return its exit status.  `port` is where scripts meet."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _redirect(job, rank)
+    status, value, error = 0, None, None
+    try:
+        if job.kind == "function":
+            value = _call(job, rank, folder)
+        else:
+            _run_script(job, rank, port)
+    except SystemExit as leave:
+        status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        error = leave if status else None
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        status, error = 130, interrupt
+    except BaseException as failure:  # whatever ends the rank is reported, and printed once by the launcher
+        status, error = 1, failure
+    try:
+        _outcome(rank, value, error, status).write(folder)
+    except (TypeError, ValueError) as failure:  # the function returned what JSON cannot hold
+        status, error = 1, failure
+        _outcome(rank, None, error, status).write(folder)
+    if error is not None and job.logs is not None:
+        traceback.print_exception(error)
+    _flush()
+    return status
+
+
+def _redirect(job: Job, rank: int) -> None:
+    """Send what this rank prints to its own file; rank 0 of a function speaks to the person at the terminal."""
+    if job.logs is None or (job.kind == "function" and rank == 0):
+        return
+    path = Path(job.logs) / f"rank{rank}.out"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _call(job: Job, rank: int, folder: Path) -> Any:
+    place = Place(rank, job.num_processes, rank, job.num_processes, str(folder / "store"))
+    module, _, name = job.target.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    assert isinstance(job.arguments, dict)
+    return function(place, **job.arguments)
+
+
+def _run_script(job: Job, rank: int, port: int | None) -> None:
+    """Run a script that reads its place from the standard variables, as under torchrun."""
+    size = str(job.num_processes)
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        # The store is the launcher's and listens on loopback only; rank 0's own would listen on every interface.
+        | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    )
+    sys.argv = [job.target, *job.arguments]
+    if job.kind == "module":
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(job.target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(job.target).resolve().parent))
+        runpy.run_path(job.target, run_name="__main__")
+
+
+def _outcome(rank: int, value: Any, error: BaseException | None, status: int) -> Outcome:
+    if error is None:
+        return Outcome(rank=rank, host=socket.gethostname(), when=time.monotonic(), value=value, status=status)
+    message = f"exit status {status}" if isinstance(error, SystemExit) else str(error)
+    family = isinstance(error, WeftError)
+    return Outcome(
+        rank=rank,
+        host=socket.gethostname(),
+        when=time.monotonic(),
+        error=type(error).__name__,
+        message=message,
+        trace=[] if family else _innermost(error.__traceback__),
+        family=family,
+        status=status,
+    )
+
+
+def _innermost(trace: TracebackType | None) -> list[str]:
+    """The last calls of a traceback: the user's own line is nearly always among them."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if frame.filename not in _OWN_FILES and frame.name not in _CALL_FRAMES
+    ]
+    lines: list[str] = []
+    for frame in frames[-_TRACE_FRAMES:]:
+        lines.append(f"  {frame.filename}, line {frame.lineno}, in {frame.name}")
+        if frame.line:
+            lines.append(f"    {frame.line}")
+    return lines
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed, or nobody reads it any more
+            continue

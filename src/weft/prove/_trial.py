@@ -1,0 +1,95 @@
+"""Run a few steps under a plan and keep what must not depend on the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft.comm import Mesh
+from weft.engine import TrainingState, create_training, learning_rate
+from weft.models import Blueprint
+from weft.parallel import Piece, shard_pieces
+from weft.plan import ComputePlan, MemoryPlan, MicrobatchPlan, Plan
+from weft.prove._trial_data import TrialData
+from weft.recipe import Recipe
+from weft.record import Recorder
+
+
+@dataclass(slots=True, kw_only=True)
+class Trial:
+    """What one rank saw.  Pieces are copies, named `gradient/<parameter>` and as in a checkpoint."""
+
+    gradients: list[Piece]
+    """Of the first step: of loss sum × scale, before clipping."""
+    losses: list[float]
+    """Global mean loss of every step."""
+    gradient_norms: list[float]
+    validation: float
+    """Loss sum over the first batch in evaluation mode, after the steps; the same on all ranks of the last stage."""
+    state: list[Piece]
+    """Masters, frozen parameters and buffers after the last step."""
+
+
+def one_process(plan: Plan) -> Plan:
+    """The plan of one process for the same batch: no axis, no technique, everything in one microbatch."""
+    return Plan(
+        microbatch=MicrobatchPlan(size=plan.global_batch_size, per_step=1),
+        memory=MemoryPlan(fused_loss=False),
+        compute=ComputePlan(
+            precision=plan.compute.precision,
+            device=plan.compute.device,
+            threads_per_rank=plan.compute.threads_per_rank,
+        ),
+        data_parallel=replace(Plan().data_parallel, zero=0),
+    )
+
+
+def run_trial(
+    recipe: Recipe,
+    plan: Plan,
+    build: Callable[[], Blueprint],
+    *,
+    steps: int,
+    device: torch.device | None = None,
+    label_range: int | None = None,
+) -> Trial:
+    """Train `steps` steps on trial data and return what this rank saw.  Call on every rank of the plan's world."""
+    mesh = Mesh(plan.mesh, device if device is not None else torch.device("cpu"))
+    blueprint = build()
+    training = create_training(recipe, plan, blueprint, mesh, Recorder())
+    data = TrialData(blueprint, plan, data_index=mesh.index("data"), seed=recipe.run.seed, label_range=label_range)
+    gradients = _first_gradients(training, recipe, data)
+    results = [
+        training.stepper(data.microbatches(step), step=step, learning_rate=learning_rate(recipe, step))
+        for step in range(steps)
+    ]
+    totals = training.model.runner.evaluate(data.microbatches(0), step=0, seed=recipe.run.seed)
+    return Trial(
+        gradients=gradients,
+        losses=[result.loss for result in results],
+        gradient_norms=[result.gradient_norm for result in results],
+        validation=float(totals.sum),
+        state=[_copy(piece) for piece in training.pieces() if piece.name.startswith(("model/", "buffer/"))],
+    )
+
+
+def _first_gradients(training: TrainingState, recipe: Recipe, data: TrialData) -> list[Piece]:
+    """Gradients of the first step's loss, with buffers (running statistics) put back as they were."""
+    buffers = [(buffer, buffer.clone()) for part in training.model.parts for buffer in part.module.buffers()]
+    stores = training.model.stores
+    stores.begin_step()
+    training.model.runner.forward_backward(
+        data.microbatches(0), step=0, seed=recipe.run.seed, scale=1.0 / recipe.batch.global_batch_size, observer=stores
+    )
+    stores.finish()
+    shards = stores.shards
+    pieces = [_copy(piece) for piece in shard_pieces("gradient", shards, [shard.dense_gradient() for shard in shards])]
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    return pieces
+
+
+def _copy(piece: Piece) -> Piece:
+    return replace(piece, tensor=piece.tensor.detach().clone())

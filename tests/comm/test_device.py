@@ -1,0 +1,86 @@
+"""The one file that knows devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pool import RankPool
+from weft.comm import (
+    all_gather_single,
+    backend_for,
+    carried_by_gloo,
+    device_for_rank,
+    memory_bytes,
+    peak_memory_bytes,
+    ranks_share_device,
+    reduce_scatter_single,
+    seeded_generator,
+    total_memory_bytes,
+)
+from weft.errors import ClusterError
+
+CPU = torch.device("cpu")
+HAS_CUDA = torch.cuda.is_available()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_without_an_accelerator_the_cpu_is_taken_and_asking_for_one_is_an_error() -> None:
+    assert device_for_rank("auto", 5) == CPU
+    with pytest.raises(
+        ClusterError, match=r'device = "cuda", but this machine has no accelerator .* Use device = "auto"'
+    ):
+        device_for_rank("cuda", 0)
+
+
+def test_the_cpu_is_served_by_gloo() -> None:
+    assert device_for_rank("cpu", 0) == CPU
+    assert backend_for(CPU) == "gloo"
+    assert not ranks_share_device(CPU, 8)
+
+
+def test_several_ranks_on_one_gpu_are_served_by_gloo() -> None:
+    assert backend_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    assert backend_for(torch.device("cuda", 0), shared=True) == "gloo"
+
+
+def _carried() -> tuple[bool, bool, bool]:
+    group = dist.group.WORLD
+    assert group is not None
+    return tuple(carried_by_gloo(torch.device(kind), group) for kind in ("cpu", "cuda", "meta"))
+
+
+def test_gloo_carries_the_tensors_of_both_kinds_of_device_and_no_others(ranks: RankPool) -> None:
+    assert ranks.run(2, _carried) == [(True, True, False)] * 2
+
+
+def test_memory_grows_with_what_is_held() -> None:
+    before = memory_bytes(CPU)
+    held = torch.ones(8 << 20)
+    assert memory_bytes(CPU) - before > 24 << 20
+    assert peak_memory_bytes(CPU) >= memory_bytes(CPU)
+    assert memory_bytes(CPU) < total_memory_bytes(CPU)
+    assert held.numel() == 8 << 20
+
+
+def test_a_generator_is_its_own() -> None:
+    state = torch.get_rng_state()
+    first = torch.rand(3, generator=seeded_generator(CPU, 7))
+    assert torch.equal(first, torch.rand(3, generator=seeded_generator(CPU, 7)))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def gather_and_scatter() -> tuple[list[float], list[float]]:
+    import torch.distributed as dist
+
+    rank = float(dist.get_rank())
+    gathered = torch.empty(4)
+    all_gather_single(gathered, torch.full((2,), rank))
+    part = torch.empty(2)
+    reduce_scatter_single(part, torch.arange(4.0) + rank)
+    return gathered.tolist(), part.tolist()
+
+
+def test_renamed_collectives_work_without_a_warning(ranks: RankPool) -> None:
+    assert ranks.run(2, gather_and_scatter) == [([0, 0, 1, 1], [1, 3]), ([0, 0, 1, 1], [5, 7])]

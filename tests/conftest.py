@@ -1,0 +1,119 @@
+"""Fixtures of the whole suite: the pool of ranks, and the checks that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+import pool
+
+T = TypeVar("T")
+
+LEAK_GRACE_SECONDS = 3.0
+CHANGED_BY_TORCH = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+"""Environment variables that pytest and torch set on their own, torch with the first of its optimizers."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--parity-report", metavar="PATH", help="write the table of `make parity` as Markdown")
+
+
+@pytest.fixture(scope="session")
+def ranks(pytestconfig: pytest.Config) -> Iterator[pool.RankPool]:
+    """Eight rank processes, started when first used; see `pool.RankPool.run`."""
+    made = pool.RankPool(8, pytestconfig.getini("filterwarnings"))
+    pytestconfig.stash[_POOL] = made
+    yield made
+    made.close()
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that a marked test needs and not every machine has."""
+
+    is_met: Callable[[], bool]
+    reason: str
+    may_lack_in_ci: bool = False
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _has_browser() -> bool:
+    return any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome", "firefox"))
+
+
+NEEDS = {
+    "gpu": Need(_has_gpu, "needs a CUDA device; run it there with `make gpu`", may_lack_in_ci=True),
+    "needs_root": Need(lambda: os.geteuid() == 0, "needs root, to make network namespaces"),
+    "needs_browser": Need(_has_browser, "needs Chromium or Firefox"),
+}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs what is not here, and say why; where CI=true that is a failure."""
+    for name, need in NEEDS.items():
+        if item.get_closest_marker(name) is None or need.is_met():
+            continue
+        if os.environ.get("CI") and not need.may_lack_in_ci:
+            pytest.fail(f"{need.reason}; under CI it must be there", pytrace=False)
+        pytest.skip(need.reason)
+
+
+_POOL = pytest.StashKey[pool.RankPool]()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process, a listening port, shared memory, a thread or a changed environment."""
+
+    def alive() -> set[int]:
+        made = request.config.stash.get(_POOL, None)
+        known = pool.helper_pids() | (made.pids() if made is not None else set[int]())
+        return set(pool.descendants(os.getpid())) - known
+
+    environment = {name: value for name, value in os.environ.items() if name not in CHANGED_BY_TORCH}
+    processes, ports = alive(), _ports()
+    shared, threads = _shared_memory(), pool.living_threads()
+    yield
+    after = {name: value for name, value in os.environ.items() if name not in CHANGED_BY_TORCH}
+    changed = {name for name in environment.keys() | after.keys() if environment.get(name) != after.get(name)}
+    assert not changed, f"changed environment variables: {sorted(changed)}"
+    names = pool.descendants(os.getpid())
+    left = _settled(lambda: alive() - processes)
+    assert not left, f"processes left behind: { {pid: names.get(pid, '?') for pid in left} }"
+    assert not (left_ports := _settled(lambda: _ports() - ports)), f"listening ports left behind: {left_ports}"
+    assert not (left_files := _settled(lambda: _shared_memory() - shared)), f"shared memory left behind: {left_files}"
+    left_threads = _settled(lambda: pool.living_threads() - threads)
+    assert not left_threads, f"threads left behind: {left_threads}"
+
+
+def _settled(left: Callable[[], set[T]]) -> set[T]:
+    """What is still left after a grace in which processes may finish dying."""
+    deadline = time.monotonic() + LEAK_GRACE_SECONDS
+    while (now := left()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return now
+
+
+def _ports() -> set[str]:
+    return pool.listening_ports({os.getpid(), *pool.descendants(os.getpid())})
+
+
+def _shared_memory() -> set[str]:
+    """Files in shared memory that no process outside this session has open: those are somebody else's."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return set()
+    found = {entry.name for entry in folder.iterdir() if entry.stat().st_uid == os.getuid()}
+    return found - pool.mapped_elsewhere(found) if found else found

@@ -1,0 +1,51 @@
+"""What stands between code fences in the documentation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+_COMMENT = re.compile(r"<!--\s*(.*?)\s*-->")
+
+
+@dataclass(frozen=True)
+class Fence:
+    page: Path
+    line: int
+    language: str
+    text: str
+    note: str
+    """The HTML comment on the line before the fence: `run`, `not run: why`, or nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def fences(*languages: str) -> list[Fence]:
+    return [fence for page in PAGES for fence in _read(page) if fence.language in languages]
+
+
+def _read(page: Path) -> Iterator[Fence]:
+    lines = page.read_text().split("\n")
+    start: int | None = None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        before = _COMMENT.fullmatch(lines[start - 1].strip()) if start else None
+        text = "\n".join(lines[start + 1 : number])
+        yield Fence(page, start + 1, lines[start][3:].strip(), text, before[1] if before else "")
+        start = None
+    assert start is None, f"{page}: the fence of line {start} is not closed"
+
+
+def commands(fence: Fence) -> list[str]:
+    """The lines after a dollar sign, those that end with a backslash joined, without comments."""
+    joined = fence.text.replace("\\\n", " ")
+    return [re.split(r"\s#\s", line[2:])[0].strip() for line in joined.split("\n") if line.startswith("$ ")]

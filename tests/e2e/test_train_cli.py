@@ -1,0 +1,280 @@
+"""`weft train` from the first line to the export; stopped, killed and resumed; and the other ways in."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from e2e_kit import RECIPE, WEFT, Act, Done, watch, write_corpus
+
+TRAIN = (WEFT, "train", "recipe.toml", "--processes", "2")
+LONG = ("--set", "recipe.run.steps=3000", "--set", "recipe.run.evaluate_every=3000")
+THREE_D = "[mesh]\ntensor = 2\npipeline = 2\n[microbatch]\nsize = 2\nper_step = 4\n"
+STEP_LINE = r"step +\d+  loss \d+\.\d{3}  tok/s +[\d,.]+ +\d+ % of peak  \d+\.\d\d GB/rank  ETA +(\d+h)?(\d+m)?(\d+s)?"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "plan.toml").write_text(THREE_D)
+    write_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> Done:
+    """The whole run, on two data ranks, in runs/whole."""
+    return watch((*TRAIN, "--run-folder", "runs/whole"), home)
+
+
+def metrics(run: Path, kind: str = "step") -> dict[int, dict[str, float]]:
+    """Lines of metrics.jsonl by step; of two lines of one step the later counts."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["kind"] == kind}
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {step: line["loss"] for step, line in metrics(run).items()}
+
+
+def test_a_run_tells_what_it_does(trained: Done) -> None:
+    assert trained.status == 0, trained.text
+    steps = [line for line in trained.lines if re.match(r"step +\d+  loss", line)]
+    assert len(steps) == 60
+    assert all(re.fullmatch(STEP_LINE, line) for line in steps), steps[0]
+    for start in ("weft 0.", "recipe    decoder, 0.1 M parameters, batches of 256 tokens", "data      corpus: "):
+        assert any(line.startswith(start) for line in trained.lines), start
+    for start in (
+        "plan      data 2 = 2 processes",
+        "run       runs/whole/",
+        "done      loss 5.",
+        "next      weft generate",
+    ):
+        assert any(line.startswith(start) for line in trained.lines), start
+    assert sum("validation loss" in line for line in trained.lines) == 2  # at step 40, and at the end
+
+
+def test_the_folder_holds_everything(home: Path, trained: Done) -> None:
+    assert trained.status == 0, trained.text
+    run = home / "runs" / "whole"
+    names = {path.name for path in run.iterdir()}
+    assert names == {
+        *("recipe.toml", "plan.toml", "tokenizer.json", "metrics.jsonl", "checkpoints", "export"),
+        *("rank-0.log", "rank-1.log"),
+    }
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"latest", "step-000040", "step-000060"}
+    assert list(metrics(run)) == list(range(1, 61))
+    first = metrics(run)[1]
+    assert first["count"] == 256
+    units = ("_per_second", "_seconds", "_bytes", "_norm", "_rate", "_share", "_scale")
+    plain = {"kind", "step", "loss", "count", "skipped"}
+    assert all(name in plain or name.endswith(units) for name in first), first.keys()
+    assert list(metrics(run, "evaluation")) == [40, 60]
+    assert losses(run)[60] < 0.8 * losses(run)[1]
+    assert "saved" in (run / "rank-1.log").read_text()
+    assert run.stat().st_mode & 0o077 == 0, "only its owner may read a run"
+
+
+def test_the_export_loads_in_transformers_with_equal_logits(home: Path, trained: Done) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from weft.entry._generate import load_module
+    from weft.models import build_model
+    from weft.recipe import load_recipe
+
+    assert trained.status == 0, trained.text
+    run = home / "runs" / "whole"
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    tokens = tokenizer("text 3 says 7 and", return_tensors="pt").input_ids
+    theirs = AutoModelForCausalLM.from_pretrained(run / "export").eval()
+    blueprint = build_model(load_recipe(run / "recipe.toml"))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, load_module(run, blueprint)(tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_generate(home: Path, trained: Done) -> None:
+    assert trained.status == 0, trained.text
+    command = (WEFT, "generate", "runs/whole", "--prompt", "text 3", "--tokens", "20", "--temperature", "0")
+    done = watch(command, home)
+    assert done.status == 0
+    assert done.text.startswith("text 3")
+    assert len(done.text) > 10
+
+
+def test_three_dimensions_give_the_same_curve(home: Path, trained: Done) -> None:
+    assert trained.status == 0, trained.text
+    command = (WEFT, "train", "recipe.toml", "--plan", "plan.toml", "--set", "recipe.run.steps=10")
+    done = watch((*command, "--run-folder", "runs/3d"), home)
+    assert done.status == 0, done.text
+    assert "tensor 2 × pipeline 2 = 4 processes" in done.text
+    whole, split = losses(home / "runs" / "whole"), losses(home / "runs" / "3d")
+    assert [split[step] for step in range(1, 11)] == pytest.approx([whole[step] for step in range(1, 11)], rel=2e-5)
+    assert {path.name for path in (home / "runs" / "3d").glob("rank-*.log")} == {
+        f"rank-{rank}.log" for rank in range(4)
+    }
+
+
+def test_ctrl_c_saves_and_the_printed_command_goes_on_bit_for_bit(home: Path, trained: Done) -> None:
+    assert trained.status == 0, trained.text
+    stopped = watch(
+        (*TRAIN, "--run-folder", "runs/cut"), home, until="step    3 ", act=lambda act: act.send(signal.SIGINT)
+    )
+    assert stopped.status == 130, stopped.text
+    assert stopped.text.count("SIGINT: stopping after this step and saving; once more stops at once") == 1
+    found = re.search(r"^stopped   at step (\d+), saved\. Go on with: weft (.+)$", stopped.text, re.MULTILINE)
+    assert found is not None, stopped.text
+    assert 3 <= int(found[1]) < 60
+    assert not (home / "runs" / "cut" / "export").exists()
+    resumed = watch((WEFT, *shlex.split(found[2])), home)
+    assert resumed.status == 0, resumed.text
+    whole, cut = losses(home / "runs" / "whole"), losses(home / "runs" / "cut")
+    assert cut == whole, "the same plan, stopped and resumed, gives the curve bit for bit"
+    assert (home / "runs" / "cut" / "export" / "model.safetensors").is_file()
+
+
+def test_sigterm_saves_too(home: Path) -> None:
+    done = watch((*TRAIN, *LONG), home, until="step    3 ", act=lambda act: act.send(signal.SIGTERM))
+    assert done.status == 143, done.text
+    assert "SIGTERM: stopping after this step" in done.text
+    assert "Go on with: weft train" in done.text
+
+
+SLOW = """
+import time
+from torch import Tensor, nn
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(300, 8), nn.Linear(8, 300)
+    def forward(self, tokens: Tensor) -> Tensor:
+        time.sleep(1.0)
+        return self.head(self.embedding(tokens))
+"""
+SLOW_RECIPE = """
+[model]
+factory = "slow:Slow"
+sequence_length = 8
+[data]
+train = [{ source = "synthetic" }]
+validation_fraction = 0.0
+[batch]
+global_batch_size = 2
+[run]
+steps = 100
+"""
+
+
+def test_second_ctrl_c_stops_at_once(home: Path) -> None:
+    (home / "slow.py").write_text(SLOW)
+    (home / "slow.toml").write_text(SLOW_RECIPE)
+
+    def twice(act: Act) -> None:
+        act.send(signal.SIGINT)
+        time.sleep(0.2)
+        act.send(signal.SIGINT)
+
+    done = watch((WEFT, "train", "slow.toml", "--processes", "2"), home, until="step    1 ", act=twice)
+    assert done.status == 130, done.text
+    assert done.lines[-1] == "stopped by Ctrl-C; what was saved before is kept."
+    assert "stopped   at step" not in done.text, "it must not wait for the step, which takes seconds"
+
+
+def test_killed_rank_is_named_and_nothing_stays(home: Path) -> None:
+    done = watch((*TRAIN, *LONG), home, until="step    3 ", act=lambda act: act.kill_a_rank())
+    assert done.status == 1, done.text
+    assert re.search(r"rank \d of 2 on host \S+ stopped: killed by SIGKILL", done.text), done.text
+    assert "Traceback" not in done.text
+    assert done.seconds_after < 30, "the other rank must not wait for its timeout"
+
+
+# ── other ways in ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SCRIPT = """
+import sys
+import weft
+
+found = weft.train("recipe.toml", processes=2 if len(sys.argv) > 2 else None, folder=sys.argv[1])
+print("result", found.steps, found.stopped_early, found.losses[:3])
+"""
+
+
+@pytest.fixture(scope="module")
+def script(home: Path) -> Path:
+    """No `if __name__ == "__main__"`: ranks are not started from this file."""
+    path = home / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_plain_python(home: Path, script: Path, trained: Done) -> None:
+    done = watch((sys.executable, str(script), "runs/python", "here"), home)
+    assert done.status == 0, done.text
+    assert losses(home / "runs" / "python") == losses(home / "runs" / "whole")
+    assert sum(line.startswith("result 60 False (5.") for line in done.lines) == 1
+
+
+def test_torchrun_stops_and_saves(home: Path, script: Path, trained: Done) -> None:
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), "runs/torchrun")
+    done = watch(command, home, until="step    3 ", act=lambda act: act.send(signal.SIGTERM))
+    assert done.status != 0
+    assert "stopped   at step" in done.text, done.text
+    found, whole = losses(home / "runs" / "torchrun"), losses(home / "runs" / "whole")
+    assert found == {step: whole[step] for step in found}
+    assert list((home / "runs" / "torchrun" / "checkpoints").glob("step-*"))
+
+
+def test_weft_launch_stops_and_saves(home: Path, script: Path, trained: Done) -> None:
+    command = (WEFT, "launch", "-n", "2", str(script), "runs/launch")
+    done = watch(command, home, until="step    3 ", act=lambda act: act.send(signal.SIGINT))
+    assert done.status == 0, done.text  # the script ended by itself, and well
+    assert sum("True (5." in line for line in done.lines) == 2, done.text
+    found, whole = losses(home / "runs" / "launch"), losses(home / "runs" / "whole")
+    assert found == {step: whole[step] for step in found}
+
+
+LOOP = """
+import sys
+import torch
+import weft
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+inputs, labels = torch.randn(44, 6), torch.randint(0, 3, (44,))
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, labels), batch_size=8)
+
+def loss(outputs, batch):
+    return nn.functional.cross_entropy(outputs, batch[1], reduction="sum"), float(len(batch[1]))
+
+with weft.session(folder=sys.argv[1], quiet=True) as session:
+    state = session.prepare(model, optimizer, loader, loss=loss)
+    losses = [state.step(batch).loss for batch in state.batches(7)]
+    losses.append(state.evaluate(loader))  # 44 samples: the last batch is half full
+    state.save()
+    if session.rank == 0:
+        print("losses", *losses)
+"""
+
+
+def test_a_loop_of_ones_own_is_the_same_on_one_rank_and_on_two(home: Path) -> None:
+    (home / "loop.py").write_text(LOOP)
+    alone = watch((sys.executable, "loop.py", "runs/alone"), home)
+    two = watch((WEFT, "launch", "-n", "2", "loop.py", "runs/two"), home)
+
+    def shown(done: Done) -> list[float]:
+        assert done.status == 0, done.text
+        (line,) = [line for line in done.lines if line.startswith("losses")]
+        return [float(word) for word in line.split()[1:]]
+
+    assert len(shown(alone)) == 8
+    assert shown(two) == pytest.approx(shown(alone), rel=1e-5)

@@ -1,0 +1,152 @@
+"""`launch_function`: results and errors of real ranks, and what is left when something dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weft.errors import LaunchError, PlanError
+from weft.launch import RankError, launch_function
+
+
+def job(name: str) -> str:
+    return f"launch_jobs:{name}"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_results_come_by_rank() -> None:
+    results = launch_function(job("add_up"), {"offset": 2}, 3, threads_per_rank=1)
+    assert results == [{"rank": rank, "sum": 9.0, "threads": 1} for rank in range(3)]
+
+
+def test_ranks_listen_on_loopback_only() -> None:
+    listening = [address for rank in launch_function(job("addresses"), {}, 2) for address in rank]
+    assert listening
+    assert {address.partition(":")[0] for address in listening} == {"0100007F"}
+
+
+def test_error_of_all_ranks_keeps_class_and_message() -> None:
+    with pytest.raises(PlanError, match=r"^tensor = 3 does not divide num_heads = 8. Use 1, 2, 4 or 8.$"):
+        launch_function(job("fail_with_plan_error"), {}, 2)
+
+
+def test_error_of_one_rank_names_it() -> None:
+    with pytest.raises(PlanError, match=r"^rank 1 on host .*: only here$"):
+        launch_function(job("fail_on_rank_one"), {"kind": "plan"}, 2)
+
+
+def test_other_errors_are_told_in_15_lines() -> None:
+    with pytest.raises(RankError, match="rank 1 of 3 on host .* stopped: ValueError: a long story") as caught:
+        launch_function(job("fail_on_rank_one"), {"kind": "error"}, 3)
+    lines = str(caught.value).splitlines()
+    assert len(lines) <= 15
+    assert any("fail_on_rank_one" in line for line in lines)
+    assert (caught.value.rank, caught.value.kind) == (1, "ValueError")
+
+
+def test_killed_rank_is_the_cause_though_others_complain_first() -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 on host .* stopped: killed by SIGKILL. When nobody did that"):
+        launch_function(job("fail_on_rank_one"), {"kind": "kill"}, 2)
+
+
+def test_rank_that_leaves_without_a_word() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 on host .* stopped: exit code 9 without an error"):
+        launch_function(job("fail_on_rank_one"), {"kind": "exit"}, 2)
+
+
+def test_stubborn_rank_is_killed_after_a_failure() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 .* ValueError: first"):
+        launch_function(job("hang_after_failure"), {}, 2)
+
+
+def test_result_that_json_cannot_hold() -> None:
+    with pytest.raises(RankError, match="not JSON serializable"):
+        launch_function(job("no_json"), {}, 1)
+
+
+def test_unknown_function() -> None:
+    with pytest.raises(RankError, match="has no attribute 'missing'"):
+        launch_function(job("missing"), {}, 1)
+
+
+def test_logs_hold_what_ranks_print(tmp_path: Path) -> None:
+    launch_function(job("print_rank"), {}, 2, logs=tmp_path / "logs")
+    assert (tmp_path / "logs" / "rank1.out").read_text().splitlines() == ["hello from 1", "trouble on 1"]
+    assert not (tmp_path / "logs" / "rank0.out").exists()
+
+
+def test_no_processes() -> None:
+    with pytest.raises(LaunchError, match="num_processes = 0: a job has at least 1 process"):
+        launch_function(job("add_up"), {"offset": 0}, 0)
+
+
+PARENT = """
+import sys
+sys.path[:0] = {path!r}
+from weft.launch import launch_function
+print(launch_function("launch_jobs:write_pid_and_wait", {arguments!r}, 2))
+"""
+
+
+def start_parent(folder: Path, *, stubborn: bool = False) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a process that launches two waiting ranks, and return it with the ranks' process ids."""
+    arguments = {"folder": str(folder), "stubborn": stubborn}
+    code = PARENT.format(path=sys.path, arguments=arguments)
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    files = [folder / "pid0", folder / "pid1"]
+    assert wait_for(lambda: all(file.is_file() and file.read_text() for file in files))
+    return parent, [int(file.read_text()) for file in files]
+
+
+def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
+    parent, pids = start_parent(tmp_path)
+    parent.kill()
+    parent.communicate()
+    assert wait_for(lambda: not any(is_alive(pid) for pid in pids), 2.0)
+
+
+def test_ranks_die_with_a_killed_nursery(tmp_path: Path) -> None:
+    parent, pids = start_parent(tmp_path)
+    nursery = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(nursery, signal.SIGKILL)
+    _, complaint = parent.communicate(timeout=20)
+    assert "LaunchError: the process that started the ranks ended with status -9" in complaint
+    assert wait_for(lambda: not any(is_alive(pid) for pid in pids), 2.0)
+
+
+def test_interrupt_reaches_every_rank_once(tmp_path: Path) -> None:
+    parent, _ = start_parent(tmp_path)
+    parent.send_signal(signal.SIGINT)
+    output, complaint = parent.communicate(timeout=20)
+    assert (output.strip(), complaint) == ("['2', '2']", "")
+
+
+def test_second_interrupt_kills(tmp_path: Path) -> None:
+    parent, pids = start_parent(tmp_path, stubborn=True)
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert all(is_alive(pid) for pid in pids)
+    parent.send_signal(signal.SIGINT)
+    _, complaint = parent.communicate(timeout=20)
+    assert complaint.strip().endswith("KeyboardInterrupt")
+    assert not any(is_alive(pid) for pid in pids)

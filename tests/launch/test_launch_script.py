@@ -1,0 +1,161 @@
+"""`launch_script` and `initialise_distributed`: the same script under Weft, torchrun and plain Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pool
+from weft.errors import LaunchError
+from weft.launch import launch_script, place_from_environment
+from weft.launch._job import Outcome
+from weft.launch._report import MAX_LINES, first_cause, report
+
+FOREIGN = """
+import sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+print("sum", int(value), "arguments", sys.argv[1:])
+if "fail" in sys.argv and dist.get_rank() == 1:
+    raise ValueError("bad luck")
+if "leave" in sys.argv:
+    sys.exit(7 if dist.get_rank() == 0 else 0)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+OWN = """
+import sys
+import torch, torch.distributed as dist
+from weft.launch import initialise_distributed
+with initialise_distributed("cpu") as distributed:
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    # One write: under PYTHONUNBUFFERED print() writes word by word, and torchrun's ranks share one pipe.
+    sys.stdout.write(f"rank {distributed.rank} of {distributed.world_size} sum {int(value)}\\n")
+assert not dist.is_initialized()
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> str:
+    path = tmp_path / "foreign.py"
+    path.write_text(FOREIGN)
+    return str(path)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return str(path)
+
+
+def outputs(folder: Path, world: int) -> list[str]:
+    return [(folder / f"rank{rank}.out").read_text() for rank in range(world)]
+
+
+def test_script_that_knows_nothing_of_weft(foreign: str, tmp_path: Path) -> None:
+    assert launch_script(foreign, ["--lr", "3"], 2, logs=tmp_path) == 0
+    assert outputs(tmp_path, 2) == ["sum 2 arguments ['--lr', '3']\n"] * 2
+
+
+def test_failure_is_printed_once(foreign: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch_script(foreign, ["fail"], 3, logs=tmp_path) == 1
+    complaint = capfd.readouterr().err
+    assert complaint.startswith("rank 1 of 3 on host ")
+    assert "ValueError: bad luck" in complaint
+    assert complaint.count("stopped") == 1
+    assert len(complaint.splitlines()) <= MAX_LINES
+    assert "Traceback" in outputs(tmp_path, 3)[1]
+
+
+def test_exit_status_is_the_scripts(foreign: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch_script(foreign, ["leave"], 2, logs=tmp_path) == 7
+    assert "rank 0 of 2" in capfd.readouterr().err
+
+
+def test_missing_script() -> None:
+    with pytest.raises(LaunchError, match=r"there is no script absent.py"):
+        launch_script("absent.py", [], 2)
+
+
+def test_weft_under_weft_launch(own: str, tmp_path: Path) -> None:
+    assert launch_script(own, [], 2, logs=tmp_path) == 0
+    assert outputs(tmp_path, 2) == ["rank 0 of 2 sum 2\n", "rank 1 of 2 sum 2\n"]
+
+
+def test_weft_under_plain_python(own: str) -> None:
+    done = subprocess.run([sys.executable, own], capture_output=True, text=True, check=True)
+    assert done.stdout == "rank 0 of 1 sum 1\n"
+
+
+def test_weft_under_torchrun(own: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", own]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 sum 2", "rank 1 of 2 sum 2"]
+
+
+def test_module_instead_of_script(tmp_path: Path) -> None:
+    assert launch_script("this", [], 1, module=True, logs=tmp_path) == 0
+    assert "Beautiful is better than ugly." in outputs(tmp_path, 1)[0]
+
+
+def _use_existing_group() -> tuple[int, bool]:
+    import torch.distributed as dist
+
+    from weft.launch import initialise_distributed
+
+    with initialise_distributed("cpu") as distributed:
+        rank = distributed.rank
+    return rank, dist.is_initialized()
+
+
+def test_existing_group_is_left_alone(ranks: pool.RankPool) -> None:
+    assert ranks.run(2, _use_existing_group) == [(0, True), (1, True)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "RANK is set, but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
+            "RANK = 2 is not below WORLD_SIZE = 2",
+        ),
+        (
+            {"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
+            "RANK = 'one' in the environment is no number",
+        ),
+    ],
+)
+def test_half_an_environment(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        place_from_environment(environment)
+
+
+def test_no_environment_is_no_place() -> None:
+    assert place_from_environment({"LOCAL_RANK": "0"}) is None
+
+
+def test_echoes_are_never_the_cause() -> None:
+    echo = Outcome(rank=0, host="a", when=1.0, error="RuntimeError", message="Connection closed by peer", status=1)
+    cause = Outcome(rank=1, host="a", when=2.0, error="ValueError", message="bad", status=1)
+    assert first_cause({0: 1, 1: 1, 2: 0}, {0: 1.0, 1: 2.0, 2: 3.0}, {0: echo, 1: cause, 2: None}) == cause
+
+
+def test_report_fits_15_lines() -> None:
+    cause = Outcome(
+        rank=1, host="a", when=0, error="E", message="m\n" * 50, trace=[f"  t{i}" for i in range(40)], status=1
+    )
+    lines = report(cause, 4, Path("logs")).splitlines()
+    assert len(lines) == MAX_LINES
+    assert lines[0] == "rank 1 of 4 on host a stopped: E: m"
+    assert lines[-1].endswith("rank1.out")

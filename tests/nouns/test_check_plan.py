@@ -1,0 +1,298 @@
+"""Which plans fit a recipe, and what is said of those that do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from noun_examples import PLAN, SMALL, case, recipe_of
+
+from weft.errors import PlanError
+from weft.plan import (
+    ComputePlan,
+    DataParallelPlan,
+    MemoryPlan,
+    MeshPlan,
+    MicrobatchPlan,
+    ModelFacts,
+    PipelineParallelPlan,
+    Plan,
+    TensorParallelPlan,
+    check_plan,
+    check_runnable,
+    facts_of,
+    parse_plan,
+    runnability,
+)
+from weft.recipe import ConvNetShape, MlpShape, PermitRecipe
+
+
+def plan_of(mesh: dict[str, Any], size: int = 1, per_step: int | tuple[int, ...] = 1, **more: Any) -> Plan:
+    return Plan(mesh=MeshPlan(**mesh), microbatch=MicrobatchPlan(size=size, per_step=per_step), **more)
+
+
+def pipelined(
+    schedule: Any, pipeline: int = 2, chunks: int = 1, cuts: tuple[int, ...] | None = None, **more: Any
+) -> Plan:
+    chosen = PipelineParallelPlan(schedule=schedule, chunks_per_rank=chunks, cuts=cuts)
+    return plan_of({"pipeline": pipeline}, size=4, per_step=16, pipeline_parallel=chosen, **more)
+
+
+GOOD: list[tuple[Plan, int]] = [
+    (plan_of({}, size=64), 1),
+    (plan_of({"replicate": 2}, size=4, per_step=8), 2),
+    (plan_of({"replicate": 3}, size=2, per_step=(11, 11, 10)), 3),
+    (plan_of({"shard": 2, "replicate": 2}, per_step=16, data_parallel=DataParallelPlan(zero=3)), 4),
+    (plan_of({"tensor": 4}, per_step=64, tensor_parallel=TensorParallelPlan(sequence=True)), 4),
+    (plan_of({"pipeline": 2, "tensor": 2, "replicate": 2}, size=4, per_step=8), 8),
+    (pipelined("gpipe", 12), 12),
+    (pipelined("1f1b", 2, cuts=(7,), compute=ComputePlan(compile=True)), 2),
+    (pipelined("interleaved_1f1b", 2, 3), 2),
+    (pipelined("interleaved_zero_bubble", 2, 1), 2),
+    (pipelined("zbv", 2, 2, cuts=(2, 5, 8)), 2),
+    (pipelined("dualpipev", 3, 2), 3),
+    (plan_of({}, size=64, memory=MemoryPlan(recompute=("full",) * 12)), 1),
+]
+
+
+@pytest.mark.parametrize(("plan", "world"), GOOD)
+def test_good_plans_pass(plan: Plan, world: int) -> None:
+    check_plan(*case(plan), world)
+    check_runnable(plan)
+    assert plan.is_runnable
+    assert plan.is_predictable
+
+
+BAD: list[tuple[Plan, int | None, str]] = [
+    (
+        plan_of({"replicate": 2}, size=4, per_step=8),
+        8,
+        (
+            "plan.mesh makes 2 processes (data 2), but there are 8.\nUse replicate "
+            "= 8, or tensor = 4, or pipeline = 4, or 2 processes."
+        ),
+    ),
+    (
+        plan_of({"shard": 4, "tensor": 2}, per_step=16),
+        6,
+        "plan.mesh makes 8 processes (data 4 × tensor 2), but there are 6.\nUse shard = 3, or 8 processes.",
+    ),
+    (
+        plan_of({"tensor": 3}, size=64),
+        3,
+        (
+            "plan.mesh.tensor = 3 does not divide num_heads = 8, num_kv_heads = 4, "
+            "ffn_size = 1408, vocabulary_size = 8192.\nUse 1, 2 or 4."
+        ),
+    ),
+    (plan_of({"tensor": 8}, size=64), 8, "plan.mesh.tensor = 8 does not divide num_kv_heads = 4.\nUse 1, 2 or 4."),
+    (
+        plan_of({}, size=64, tensor_parallel=TensorParallelPlan(sequence=True)),
+        1,
+        "plan.tensor_parallel.sequence = true has no effect with mesh.tensor = 1",
+    ),
+    (
+        plan_of({"replicate": 4}, size=3, per_step=4),
+        4,
+        "plan.microbatch.per_step = 4 makes a global batch of 3 × 4 × 4 data "
+        "ranks = 48, but the recipe's global_batch_size is 64.\n"
+        "Use size = 2 and per_step = 8.",
+    ),
+    (plan_of({"replicate": 4}, size=4, per_step=3), 4, "Use per_step = 4."),
+    (plan_of({"replicate": 3}, size=4, per_step=5), 3, "Use per_step = [6, 5, 5]."),
+    (
+        plan_of({"replicate": 2}, size=4, per_step=(8, 7)),
+        2,
+        "plan.microbatch.per_step = [8, 7] makes a global batch of 4 × (8 + 7) = 60",
+    ),
+    (
+        plan_of({"replicate": 2}, size=4, per_step=(6, 5, 5)),
+        2,
+        "plan.microbatch.per_step = [6, 5, 5] has 3 shares for 2 data ranks (replicate × shard).\nUse per_step = 8.",
+    ),
+    (
+        plan_of({"replicate": 65}),
+        65,
+        (
+            "plan.mesh makes 65 data ranks, and the recipe's global_batch_size = "
+            "64 has no sample for some.\nUse 64 data ranks or fewer."
+        ),
+    ),
+    (
+        plan_of({"pipeline": 13}, size=64),
+        13,
+        "plan.mesh.pipeline = 13 makes 13 stages of 12 blocks: some would be empty.\nUse 12 or less.",
+    ),
+    (
+        pipelined("zbv", 7, 2),
+        7,
+        "plan.mesh.pipeline = 7 makes 7 × 2 chunks stages of 12 blocks: some would be empty.\nUse 6 or less.",
+    ),
+    (
+        pipelined("1f1b", 1, cuts=(3,)),
+        1,
+        "plan.pipeline_parallel.cuts = [3] has no effect with mesh.pipeline = 1.\nRemove it.",
+    ),
+    (
+        pipelined("zbv", 1),
+        1,
+        'plan.pipeline_parallel.schedule = "zbv" has no effect with mesh.pipeline = 1.\nUse "1f1b", or more',
+    ),
+    (
+        pipelined("1f1b", 1, 2),
+        1,
+        "plan.pipeline_parallel.chunks_per_rank = 2 has no effect with mesh.pipeline = 1.\nUse 1, or",
+    ),
+    (
+        pipelined("1f1b", 2, 2),
+        2,
+        'plan.pipeline_parallel.chunks_per_rank = 2 does not fit schedule = "1f1b", which has exactly 1.\nUse 1.',
+    ),
+    (
+        pipelined("interleaved_1f1b", 2, 1),
+        2,
+        'does not fit schedule = "interleaved_1f1b", which has 2 or more.\nUse 2.',
+    ),
+    (pipelined("dualpipev", 2, 3), 2, 'does not fit schedule = "dualpipev", which has exactly 2.\nUse 2.'),
+    (
+        pipelined("1f1b", 4, cuts=(3, 6)),
+        4,
+        (
+            "plan.pipeline_parallel.cuts = [3, 6] has 2 places to cut, and 4 "
+            "stages have 3.\nUse [3, 6, 9], or leave cuts out"
+        ),
+    ),
+    (pipelined("1f1b", 2, cuts=(12,)), 2, "plan.pipeline_parallel.cuts = [12] goes past the last block, 11.\nUse [6]"),
+    (
+        pipelined("zbv", 2, 2, compute=ComputePlan(compile=True)),
+        2,
+        'plan.compute.compile = true cannot join schedule = "zbv", whose backward comes in two passes',
+    ),
+    (
+        plan_of({"shard": 2}, size=32, data_parallel=DataParallelPlan(zero=0)),
+        2,
+        (
+            "plan.mesh.shard = 2 has nothing to shard with data_parallel.zero = "
+            "0.\nUse replicate = 2 and shard = 1, or zero = 1, 2 or 3."
+        ),
+    ),
+    (
+        plan_of({"replicate": 2}, size=32, data_parallel=DataParallelPlan(zero=3)),
+        2,
+        "plan.data_parallel.zero = 3 shards the weights over mesh.shard only, "
+        "which is 1: every rank would hold all of them.\n"
+        "Use replicate = 1 and shard = 2, or zero = 1 or 2",
+    ),
+    (
+        plan_of({}, size=64, compute=ComputePlan(precision="bf16")),
+        1,
+        'plan.compute.precision = "bf16" is not permitted by the recipe, whose permit.precision = ["fp32"].\n'
+        'Use "fp32", or permit.precision = ["fp32", "bf16"].',
+    ),
+    (
+        plan_of({}, size=64, data_parallel=DataParallelPlan(compression="int8")),
+        1,
+        (
+            'plan.data_parallel.compression = "int8" is not permitted by the '
+            'recipe.\nUse "none", or permit.compression = ["int8"].'
+        ),
+    ),
+    (
+        plan_of({}, size=64, memory=MemoryPlan(recompute=("full", "none"))),
+        1,
+        'plan.memory.recompute = ["full", "none"] has 2 words for 12 blocks.\nGive one word for all, or 12.',
+    ),
+    (
+        plan_of({"expert": 3, "shard": 2}, size=32),
+        2,
+        "plan.mesh.expert = 3 does not divide shard × context = 2, from which experts borrow their ranks.\nUse 1 or 2.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "world", "message"), BAD, ids=[message[:60] for _, _, message in BAD])
+def test_bad_plans_are_refused_with_the_change_to_make(plan: Plan, world: int | None, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check_plan(*case(plan), world)
+
+
+def test_the_changes_that_are_advised_work() -> None:
+    plan, recipe, facts = case(plan_of({"replicate": 4}, size=2, per_step=8))
+    check_plan(plan, recipe, facts, 4)
+    for shares in ((11, 11, 10), (22, 21, 21)):
+        size = 64 // sum(shares)
+        check_plan(*case(plan_of({"replicate": 3}, size=size, per_step=shares)), 3)
+
+
+def test_a_file_is_named_where_the_setting_stands() -> None:
+    plan = parse_plan(PLAN.replace("size = 4", "size = 3"), name="mine.toml")
+    message = "mine.toml, line 13: microbatch.per_step = 16 makes a global batch of 3 × 16 × 1 data ranks = 48"
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check_plan(*case(plan), 4)
+
+
+def test_batch_statistics_need_the_whole_batch_at_once() -> None:
+    net = ConvNetShape(num_layers=4, channels=8)
+    check_plan(*case(plan_of({"replicate": 2}, size=32), net), 2)
+    with pytest.raises(PlanError, match=re.escape("Use microbatch.size = 32 and per_step = 1.")):
+        check_plan(*case(plan_of({"replicate": 2}, size=8, per_step=4), net), 2)
+    message = "Use 2 data ranks with microbatch.size = 32 and per_step = 1, or a global batch that 3 divides."
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check_plan(*case(plan_of({"replicate": 3}, size=2, per_step=(11, 11, 10)), net), 3)
+    check_plan(*case(plan_of({"replicate": 2}, size=8, per_step=4), dataclasses.replace(net, norm="group")), 2)
+
+
+def test_models_without_heads_or_sequences() -> None:
+    with pytest.raises(
+        PlanError, match="plan.mesh.tensor = 2 has nothing to split: a convnet has no layers for the tensor"
+    ):
+        check_plan(*case(plan_of({"tensor": 2}, size=64), ConvNetShape(num_layers=4, channels=8)), 2)
+    mlp = MlpShape(num_layers=2, input_size=4, hidden_size=4, num_classes=2)
+    check_plan(*case(plan_of({"tensor": 2}, size=64), mlp), 2)
+    with pytest.raises(
+        PlanError, match="plan.tensor_parallel.sequence = true has no sequence to split: samples of a mlp"
+    ):
+        check_plan(*case(plan_of({"tensor": 2}, size=64, tensor_parallel=TensorParallelPlan(sequence=True)), mlp), 2)
+
+
+def test_a_loss_that_is_no_sum_over_samples_sees_them_all_at_once() -> None:
+    recipe, facts = recipe_of(), ModelFacts(per_sample_loss=False)
+    check_plan(plan_of({"tensor": 2}, size=64), recipe, facts, 2)
+    for plan in (plan_of({"replicate": 2}, size=32), plan_of({}, size=32, per_step=2)):
+        with pytest.raises(PlanError, match=r"no sum over samples(.|\n)*microbatch.size = 64 and per_step = 1."):
+            check_plan(plan, recipe, facts)
+
+
+def test_what_is_not_known_is_not_checked() -> None:
+    check_plan(plan_of({"tensor": 3, "pipeline": 20}, size=64), recipe_of(), ModelFacts(), 60)
+
+
+def test_permits_open_what_they_name() -> None:
+    recipe = recipe_of(permit=PermitRecipe(precision=("fp32", "bf16"), compression=("int8",)))
+    plan = plan_of(
+        {}, size=64, compute=ComputePlan(precision="bf16"), data_parallel=DataParallelPlan(compression="int8")
+    )
+    check_plan(plan, recipe, facts_of(recipe), 1)
+
+
+def test_plans_that_are_only_predictable_say_so() -> None:
+    plan = plan_of(
+        {"context": 2, "expert": 2},
+        tensor_parallel=TensorParallelPlan(scheme="2.5d"),
+        memory=MemoryPlan(offload="optimizer"),
+        data_parallel=DataParallelPlan(compression="int8", algorithm="tree:0-32K;direct:32K-8M;ring:8M-max"),
+    )
+    assert len(runnability(plan)) == 6
+    assert plan.is_predictable
+    assert not plan.is_runnable
+    message = (
+        "plan.mesh.context = 2 can be predicted but not run yet: the engine has not got context parallelism. Use 1."
+    )
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check_runnable(plan)
+
+
+def test_an_example_plan_of_the_documents_fits() -> None:
+    check_plan(*case(parse_plan(PLAN), SMALL), 4)

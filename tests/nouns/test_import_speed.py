@@ -1,0 +1,40 @@
+"""The nouns are quick to import and never bring torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import sys, time
+started = time.process_time()
+import weft.recipe, weft.cluster, weft.plan
+seconds = time.process_time() - started
+recipe = weft.recipe.parse_recipe('''[model]
+reference = "decoder"
+num_layers = 2
+hidden_size = 64
+num_heads = 4
+[batch]
+global_batch_size = 8
+[run]
+steps = 1
+''')
+plan, reasons = weft.plan.auto_plan(recipe, weft.cluster.Cluster.detect(), weft.plan.facts_of(recipe))
+weft.plan.dump_plan(plan, reasons)
+heavy = {"torch", "numpy", "transformers", "rich", "cyclopts"} & set(sys.modules)
+print(seconds, ",".join(sorted(heavy)) or "none")
+"""
+
+
+def test_the_nouns_are_light() -> None:
+    best = min(_measure() for _ in range(3))
+    assert best < 0.1
+
+
+def _measure() -> float:
+    """Seconds of processor time, which other work on the machine does not stretch much."""
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    seconds, heavy = done.stdout.split()
+    assert heavy == "none"
+    return float(seconds)

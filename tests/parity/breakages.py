@@ -1,0 +1,173 @@
+"""Pieces of Weft deliberately broken inside a rank, each the mistake that is easily made in its place.
+
+`entered(name)` patches attributes of Weft's own modules for one run and gives `build(recipe)`, by which the run builds
+its model.  The parity comparison must fail under every one of them (`test_breakages`); nothing of torch is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.comm import nothing_to_wait_for
+from weft.engine import _step
+from weft.models import Batch, Blueprint, build_model
+from weft.parallel import build, data, randomness, zero3
+from weft.parallel.pipeline import WeightPass, deferring
+from weft.recipe import Recipe
+
+Build = Callable[[Recipe], Blueprint]
+Patch = tuple[Any, str, Any]
+"""Owner, attribute, what stands there instead."""
+
+
+def _dropped_all_reduce() -> list[Patch]:
+    """Data ranks keep their own gradients."""
+    return [(data, "start_all_reduce", lambda flat, view: nothing_to_wait_for)]
+
+
+def _last_bucket_not_reduced() -> list[Patch]:
+    """As a bucket that was filled after its reduction had started."""
+    launch = data.BucketStore._launch
+
+    def skip_last(store: Any, live: Any) -> None:
+        if live is store._live[-1]:
+            live.launched = True
+            return
+        launch(store, live)
+
+    return [(data.BucketStore, "_launch", skip_last)]
+
+
+def _no_sum_over_model_axes() -> list[Patch]:
+    """Partial gradients of norms under sequence parallelism, and the copies of a tie on two stages, are not summed."""
+    return [(data.BucketStore, "_sum_over_model", lambda store: None)]
+
+
+def _untied_on_one_rank() -> list[Patch]:
+    """The first and the last stage stand on one rank and do not share the tied Parameter."""
+    return [(build, "share_parameters", lambda parts: None)]
+
+
+def _dropout_by_rank() -> list[Patch]:
+    words = randomness._sample_words
+
+    def by_rank(key: str, state: Any) -> Tensor:
+        return words(f"{key} of rank {dist.get_rank()}", state)
+
+    return [(randomness, "_sample_words", by_rank)]
+
+
+def _norm_counts_copies() -> list[Patch]:
+    """The clip norm takes every copy of a replicated parameter for another parameter."""
+    squares = _step.squared_norm
+    return [(_step, "squared_norm", lambda shards: squares([replace(shard, counts=True) for shard in shards]))]
+
+
+def _stale_weights() -> list[Patch]:
+    """Gathered weights stay after the masters have changed."""
+    return [
+        (zero3.FullyShardedStore, "publish", lambda store: None),
+        (zero3.FullyShardedStore, "release", lambda store: None),
+    ]
+
+
+def _tie_inside_fully_shard() -> list[Patch]:
+    """The native trap: a weight that two stages of one rank share is sharded with each of them."""
+    share = build.share_parameters
+
+    def share_and_forget(parts: Any) -> None:
+        share(parts)
+        for part in parts:
+            part.ties.clear()
+
+    return [(build, "share_parameters", share_and_forget)]
+
+
+def _sizes_differ() -> list[Patch]:
+    """The native trap: a data rank that did not use a parameter sends a smaller reduce-scatter than the others."""
+    apply = zero3.apply_zero3
+
+    def apply_without(part: Any, *args: Any, **settings: Any) -> None:
+        apply(part, *args, **settings)
+        part.module.set_reduce_scatter_unused_params(False)
+
+    return [(build, "apply_zero3", apply_without)]
+
+
+def _mean_of_means(blueprint: Blueprint) -> Blueprint:
+    """Each microbatch is divided by its own count of tokens, and then the means are averaged."""
+    loss = blueprint.loss
+
+    def mean(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        total, count = loss(outputs, batch)
+        return total / count, count / count
+
+    return replace(blueprint, loss=mean)
+
+
+def _without_localised_heads(blueprint: Blueprint) -> Blueprint:
+    """The native trap: projections are split, and attention still counts the heads of the whole model."""
+    return replace(blueprint, localise=())
+
+
+PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
+    "dropped all-reduce": _dropped_all_reduce,
+    "last bucket not reduced": _last_bucket_not_reduced,
+    "no sum over model axes": _no_sum_over_model_axes,
+    "untied on one rank": _untied_on_one_rank,
+    "dropout by rank": _dropout_by_rank,
+    "norm counts copies": _norm_counts_copies,
+    "stale weights": _stale_weights,
+    "tie inside fully_shard": _tie_inside_fully_shard,
+    "sizes differ": _sizes_differ,
+}
+BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
+    "mean of means": _mean_of_means,
+    "heads not localised": _without_localised_heads,
+}
+
+
+@contextmanager
+def entered(name: str) -> Iterator[Build]:
+    """Break the named piece of this process, and mend it afterwards: the pool's ranks live on."""
+    if name in BLUEPRINTS:
+        yield lambda recipe: BLUEPRINTS[name](build_model(recipe))
+        return
+    patches = PATCHES[name]()
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
+    for owner, attribute, instead in patches:
+        setattr(owner, attribute, instead)
+    try:
+        yield build_model
+    finally:
+        for owner, attribute, original in before:
+            setattr(owner, attribute, original)
+
+
+def split_backward_under_ddp() -> dict[str, Tensor]:
+    """Weight gradients of a linear layer under DDP on this rank, the backward split natively and by Weft."""
+    found: dict[str, Tensor] = {}
+    for kind in ("native", "weft"):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2, bias=False)
+        model = nn.parallel.DistributedDataParallel(layer)
+        samples = torch.randn(5, 3, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
+        if kind == "native":
+            loss = model(samples).square().sum()
+            torch.autograd.grad(loss, samples, retain_graph=True)
+            (layer.weight.grad,) = torch.autograd.grad(loss, layer.weight)
+        else:
+            later = WeightPass()
+            with deferring(later):
+                model(samples).square().sum().backward()
+            later.run()
+        assert layer.weight.grad is not None
+        found[kind] = layer.weight.grad.clone()
+    return found

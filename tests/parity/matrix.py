@@ -1,0 +1,187 @@
+"""The cells of the parity matrix, each a model under a plan.
+
+`FULL` is what `make parity` runs.  `COVERING` is a part of it, small enough to run with every test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from cells import Cell, plan
+
+from weft.plan import Plan
+
+ALL_MODELS = (
+    "decoder", "decoder_untied", "decoder_dropout", "decoder_grouped", "encoder", "convnet", "mlp", "own", "hf_llama",
+    "hf_qwen", "hf_gpt2", "hf_bert",
+)  # fmt: skip
+TRANSFORMERS = tuple(name for name in ALL_MODELS if name not in ("convnet", "mlp", "own"))
+ZERO = (0, 1, 2, 3)
+MIXED = ("full", "none", "selective", "full")
+
+
+def _cells(models: Sequence[str] | str, *plans: Plan) -> list[Cell]:
+    names = (models,) if isinstance(models, str) else models
+    return [Cell(name, chosen) for name in names for chosen in plans]
+
+
+def _data(zero: int, ranks: int = 2, **others) -> Plan:
+    """Data parallelism over `ranks` under a ZeRO stage."""
+    axes = {"replicate": ranks} if zero == 0 else {"shard": ranks}
+    return plan(zero=zero, **axes, **others)
+
+
+def alone() -> Iterator[Cell]:
+    """Each technique alone."""
+    yield from _cells(("decoder", "own"), plan(micro=4), plan(micro=1))
+    yield from _cells("mlp", plan(micro=6))
+    for zero in ZERO:
+        yield from _cells(("decoder_dropout", "own"), _data(zero))
+        yield from _cells("convnet", _data(zero, micro=6))
+    yield from _cells("decoder", *(_data(zero, 4, micro=1) for zero in ZERO))
+    for zero, micro in ((3, 1), (1, 3)):
+        yield from _cells("decoder", plan(replicate=2, shard=2, zero=zero, micro=micro))
+    yield from _cells(TRANSFORMERS, plan(tensor=2, micro=12))
+    yield from _cells(("mlp", "own"), plan(tensor=2, micro=4))
+    yield from _cells(("decoder", "encoder", "hf_bert"), plan(tensor=4, micro=6))
+    yield from _cells(("decoder", "decoder_untied", "decoder_dropout", "encoder"), plan(tensor=2, sequence=True))
+    yield from _cells(("hf_llama", "hf_gpt2"), plan(tensor=2, sequence=True))
+    yield from _cells(tuple(name for name in ALL_MODELS if name != "convnet"), plan(pipeline=2))
+    yield from _cells("convnet", plan(pipeline=2, micro=12))
+    yield from _cells(("decoder_dropout", "hf_gpt2"), plan(recompute="full"), plan(recompute="selective"))
+    yield from _cells("decoder_dropout", plan(recompute=MIXED))
+    yield from _cells(("decoder_untied", "encoder"), plan(fused=False), plan(fused=True))
+
+
+def schedules() -> Iterator[Cell]:
+    """The six schedules over two and four ranks; chunks; uneven cuts; three, six and twelve microbatches."""
+    for schedule in ("gpipe", "1f1b"):
+        yield from _cells("decoder_dropout", plan(pipeline=2, schedule=schedule, micro=4))
+        yield from _cells("decoder", plan(pipeline=4, schedule=schedule, micro=1))
+    for schedule in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"):
+        yield from _cells(("decoder", "decoder_dropout"), plan(pipeline=2, schedule=schedule, chunks=2))
+        yield from _cells("decoder_deep", plan(pipeline=4, schedule=schedule, chunks=2, micro=1))
+    yield from _cells("decoder", plan(pipeline=2, cuts=(1,)), plan(pipeline=2, cuts=(3,), schedule="gpipe"))
+    yield from _cells("decoder_deep", plan(pipeline=2, schedule="zbv", chunks=2, cuts=(1, 2, 6)))
+    yield from _cells("encoder", plan(pipeline=2, schedule="interleaved_1f1b", chunks=2, cuts=(1, 2, 3)))
+
+
+def pairs() -> Iterator[Cell]:
+    """Each pair of techniques."""
+    yield from _cells(("hf_llama", "hf_gpt2", "hf_bert"), _data(3), _data(3, pipeline=2, micro=6))
+    for zero in ZERO:
+        yield from _cells("decoder_dropout", _data(zero, tensor=2), _data(zero, pipeline=2, micro=1))
+        yield from _cells("decoder", _data(zero, tensor=2, sequence=True))
+        yield from _cells("own", _data(zero, recompute="full"))
+        yield from _cells("decoder", _data(zero, fused=False, recompute="selective"))
+        yield from _cells(("own", "decoder"), _data(zero, shares=(4, 2)))
+    yield from _cells("decoder_dropout", plan(tensor=2, pipeline=2), plan(tensor=2, sequence=True, pipeline=2))
+    yield from _cells(("hf_qwen", "hf_gpt2", "encoder"), plan(tensor=2, pipeline=2, micro=4))
+    yield from _cells("hf_llama", plan(tensor=2, sequence=True, pipeline=2, micro=4))
+    yield from _cells("decoder_dropout", plan(tensor=2, recompute=MIXED))
+    yield from _cells("decoder_dropout", plan(tensor=2, sequence=True, recompute="full"))
+    yield from _cells("encoder", plan(tensor=2, sequence=True, recompute="selective"))
+    yield from _cells("decoder_untied", plan(tensor=2, fused=False), plan(tensor=2, sequence=True, fused=False))
+    yield from _cells("decoder_untied", plan(pipeline=2, fused=False))
+    for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev"):
+        yield from _cells("decoder_dropout", plan(pipeline=2, schedule=schedule, chunks=2, recompute="full"))
+        yield from _cells("own", plan(pipeline=2, schedule=schedule, chunks=2, micro=4))
+    yield from _cells(("decoder_dropout", "own"), plan(pipeline=2, recompute="selective"))
+    yield from _cells("convnet", _data(0, pipeline=2, micro=6), _data(3, pipeline=2, micro=6))
+    yield from _cells("decoder", plan(replicate=2, shard=2, zero=3, micro=1, fused=False, recompute="full"))
+    yield from _cells("decoder", plan(replicate=2, shard=2, zero=2, micro=1))
+    yield from _cells("decoder", _data(1, shares=(4, 2), fused=False, recompute=MIXED))
+    yield from _cells("decoder", plan(tensor=2, sequence=True, pipeline=2, schedule="zbv", chunks=2, fused=False))
+    yield from _cells("decoder", _data(0, pipeline=2, schedule="dualpipev", chunks=2, micro=1))
+    yield from _cells("decoder", _data(2, pipeline=2, schedule="interleaved_zero_bubble", chunks=2, micro=1))
+
+
+def threefold() -> Iterator[Cell]:
+    """Data 2 × tensor 2 × pipeline 2 under each ZeRO stage, hybrid shards beside another axis, and more at once."""
+    for zero in ZERO:
+        yield from _cells("decoder_dropout", _data(zero, tensor=2, pipeline=2, micro=1))
+        yield from _cells("own", _data(zero, tensor=2, pipeline=2))
+    yield from _cells("encoder", _data(1, tensor=2, sequence=True, pipeline=2, recompute="full"))
+    yield from _cells("hf_qwen", _data(1, tensor=2, pipeline=2), _data(3, tensor=2, pipeline=2))
+    yield from _cells("decoder", plan(replicate=2, shard=2, zero=3, tensor=2, micro=1))
+    yield from _cells("decoder", plan(replicate=2, shard=2, zero=3, pipeline=2, micro=1))
+    yield from _cells("own", plan(replicate=2, shard=2, zero=3, pipeline=2, micro=1))
+    yield from _cells("decoder", plan(replicate=2, shard=2, zero=3, pipeline=2, schedule="zbv", chunks=2, micro=1))
+    yield from _cells("decoder_dropout", plan(replicate=2, shard=2, zero=3, tensor=2, sequence=True, micro=3))
+    yield from _cells("decoder_dropout", _data(2, 4, tensor=2, micro=1), _data(1, 2, tensor=4, micro=2))
+    yield from _cells("decoder", plan(replicate=8, micro=1, shares=(2, 2, 2, 2, 1, 1, 1, 1)))
+    for schedule in ("interleaved_1f1b", "zbv", "dualpipev"):
+        for zero in (1, 3):
+            yield from _cells("decoder", _data(zero, pipeline=2, schedule=schedule, chunks=2, micro=1))
+    yield from _cells("decoder_dropout", _data(1, tensor=2, pipeline=2, schedule="zbv", chunks=2, recompute="full"))
+
+
+def unequal() -> Iterator[Cell]:
+    """Unequal shares with other axes."""
+    for zero in ZERO:
+        yield from _cells("decoder", _data(zero, pipeline=2, shares=(4, 2)))
+    yield from _cells("decoder_dropout", _data(1, tensor=2, pipeline=2, shares=(5, 1)))
+    yield from _cells("decoder", _data(3, tensor=2, shares=(4, 2)), _data(2, tensor=2, sequence=True, shares=(1, 5)))
+    yield from _cells("decoder", _data(1, pipeline=2, schedule="zbv", chunks=2, shares=(4, 2)))
+    yield from _cells("decoder", plan(replicate=2, shard=2, zero=3, micro=1, shares=(6, 3, 2, 1)))
+
+
+def compiled() -> Iterator[Cell]:
+    """Compiled blocks, which take a minute each."""
+    yield from _cells("decoder_dropout", _data(1, compiled=True), plan(tensor=2, compiled=True))
+    yield from _cells("decoder", plan(pipeline=2, compiled=True), _data(3, compiled=True, recompute="full"))
+    yield from _cells("decoder_untied", plan(tensor=2, sequence=True, fused=False, compiled=True))
+
+
+def _full() -> tuple[Cell, ...]:
+    groups = (alone(), schedules(), pairs(), threefold(), unequal(), compiled())
+    return tuple(dict.fromkeys(itertools.chain(*groups)))  # once each, in order
+
+
+FULL = _full()
+
+
+def techniques(cell: Cell) -> frozenset[str]:
+    """Names of what a cell uses, for the check that pairs are covered."""
+    chosen, mesh = cell.plan, cell.plan.mesh
+    zero = f"zero{chosen.data_parallel.zero}" if mesh.data > 1 else ""
+    recompute = chosen.memory.recompute
+    found = {
+        "data": mesh.data > 1,
+        zero: bool(zero),
+        "hybrid": mesh.replicate > 1 and mesh.shard > 1,
+        "tensor": mesh.tensor > 1,
+        "sequence": chosen.tensor_parallel.sequence,
+        "pipeline": mesh.pipeline > 1,
+        "split_backward": chosen.pipeline_parallel.schedule in ("interleaved_zero_bubble", "zbv", "dualpipev"),
+        "recompute": recompute != "none",
+        "plain_loss": not chosen.memory.fused_loss,
+        "accumulation": max(chosen.microbatch.shares(mesh.data)) > 1,
+        "unequal": len(set(chosen.microbatch.shares(mesh.data))) > 1,
+        "compile": chosen.compute.compile,
+    }
+    return frozenset(name for name, used in found.items() if used)
+
+
+def features(cell: Cell) -> frozenset[str]:
+    """What running a cell shows: pairs of techniques, a schedule, a size of the world, its model under each axis."""
+    used = sorted(techniques(cell))
+    pairs_used = {f"{one} and {other}" for one, other in itertools.combinations(used, 2)}
+    axes = {name for name in used if name in ("data", "tensor", "pipeline", "sequence", "unequal")}
+    schedule = cell.plan.pipeline_parallel.schedule if "pipeline" in used else "no pipeline"
+    return frozenset(pairs_used | {schedule, f"world {cell.world}"} | {f"{cell.model} under {axis}" for axis in axes})
+
+
+def covering(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """Return cells that together show every feature of all of them, found greedily: most new ones per process first."""
+    missing = set[str]().union(*(features(cell) for cell in cells))
+    chosen: list[Cell] = []
+    while missing:
+        best = max(cells, key=lambda cell: len(features(cell) & missing) / (4 + cell.world))
+        chosen.append(best)
+        missing -= features(best)
+    return tuple(chosen)
+
+
+COVERING = covering([cell for cell in FULL if not cell.plan.compute.compile])

@@ -1,0 +1,136 @@
+"""Models of a user's own: frozen, unused and conditionally used parameters, buffers, and what goes wrong in them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models import Batch, Blueprint, CutTable, Localise, SplitRule
+
+NUM_BLOCKS = 4
+RARE_ABOVE = 1.4
+"""A sample takes the rare layer when its first feature is larger: one sample in twelve, and in some steps none."""
+
+
+class Stem(nn.Module):
+    """A layer for every sample, and one that only some samples take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(6, 16)
+        self.rare = nn.Linear(6, 16)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.always(features)
+        chosen = (features[:, 0] > RARE_ABOVE).nonzero()[:, 0]
+        return hidden.index_add(0, chosen, self.rare(features[chosen])) if chosen.numel() else hidden
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 24)
+        self.down = nn.Linear(24, 16)
+        self.drop = nn.Dropout(dropout)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))) * self.scale)
+
+
+class Own(nn.Module):
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.stem = Stem()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(NUM_BLOCKS))
+        self.never = nn.Linear(4, 4)
+        self.head = nn.Linear(16, 3)
+        for parameter in self.blocks[1].parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        x = self.stem(features)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ScaledOutside(Own):
+    """Computes outside the modules of its cut table: every stage of a pipeline would do it again."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features) * 0.5
+
+
+class GlobalHeads(nn.Module):
+    """Attention written with the number of heads of the whole model: split and not told so, it mixes other features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.query = nn.Linear(16, 16)
+        self.key = nn.Linear(16, 16)
+        self.value = nn.Linear(16, 16)
+        self.output = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        query, key, value = (
+            linear(rows).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return self.head((rows + self.output(mixed)).mean(1))
+
+
+def squares(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """A loss of the user's own: squared errors, a mean over samples."""
+    return (outputs - batch["targets"]).square().sum(), outputs.new_tensor(float(outputs.shape[0]))
+
+
+def _blueprint(module: nn.Module) -> Blueprint:
+    return Blueprint(
+        module=module,
+        inputs={"features": "features"},
+        loss=squares,
+        initialise=None,
+        split=(
+            SplitRule(match="blocks.*.up", kind="column"),
+            SplitRule(match="blocks.*.down", kind="row"),
+        ),
+        divisible={"hidden_size": 24},
+        cut=CutTable(entry="stem", blocks=tuple(f"blocks.{i}" for i in range(NUM_BLOCKS)), tail=("head",)),
+        example=lambda n: {
+            "features": torch.empty(n, 6, device="meta"),
+            "targets": torch.empty(n, 3, device="meta"),
+        },
+    )
+
+
+def build_own(dropout: float = 0.1) -> Blueprint:
+    return _blueprint(Own(dropout))
+
+
+def build_scaled_outside() -> Blueprint:
+    return _blueprint(ScaledOutside())
+
+
+def build_global_heads() -> Blueprint:
+    return Blueprint(
+        module=GlobalHeads(),
+        inputs={"rows": "rows"},
+        loss=squares,
+        initialise=None,
+        split=(
+            *(SplitRule(match=name, kind="column") for name in ("query", "key", "value")),
+            SplitRule(match="output", kind="row"),
+        ),
+        localise=(Localise(match="", attribute="num_heads"),),
+        divisible={"num_heads": 4},
+        example=lambda n: {
+            "rows": torch.empty(n, 5, 16, device="meta"),
+            "targets": torch.empty(n, 3, device="meta"),
+        },
+    )

@@ -1,0 +1,177 @@
+"""Runs cells on the pool and judges them as the law of the house says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import breakages
+import cells
+from cells import STEPS, Cell
+from torch import Tensor
+
+from pool import RankPool
+from weft.models import Blueprint, build_model
+from weft.plan import Plan, check_plan, check_runnable, facts_of
+from weft.prove import TOLERANCES, Trial, assemble, compare, one_process, run_trial
+from weft.recipe import ModelRecipe, Recipe
+
+ZERO_GRADIENTS: Mapping[str, str] = {
+    "*.key.bias": "attention's softmax takes no notice of what is added to all scores of a query",
+}
+"""Glob over gradients that are zero in exact arithmetic, with the reason.  What is there is rounding noise, which has
+no relative error: it is held against the floor of 1e-6 of the whole gradient in fp64, and not judged in fp32."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What all ranks saw together."""
+
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+    losses: list[float]
+    norms: list[float]
+    validation: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Largest relative difference of each kind, and the tensor that has it."""
+
+    gradient: float
+    loss: float
+    norm: float
+    validation: float
+    state: float
+    worst_gradient: str
+    worst_state: str
+
+    def failures(self, precision: str) -> list[str]:
+        """What is beyond the tolerance, in words; in fp32 final weights are not judged (see `judge`)."""
+        limit = TOLERANCES[precision]
+        values = {
+            f"gradient of {self.worst_gradient}": self.gradient,
+            "loss": self.loss,
+            "gradient norm": self.norm,
+            "validation loss": self.validation,
+        }
+        if precision == "fp64":
+            values[f"final {self.worst_state}"] = self.state
+        return [f"{what} differs by {value:.1e} > {limit:.0e}" for what, value in values.items() if not value <= limit]
+
+
+def run_rank(recipe: Recipe, plan: Plan, steps: int, breakage: str | None = None) -> Trial:
+    """One rank of a cell, with a piece of Weft deliberately broken if so wished."""
+    broken = breakages.entered(breakage) if breakage is not None else nullcontext(build_model)
+    with broken as build:
+
+        def make() -> Blueprint:
+            return build(recipe)
+
+        known = set(os.environ)
+        try:
+            return run_trial(recipe, plan, make, steps=steps)
+        finally:
+            for name in [name for name in os.environ if "TORCHINDUCTOR" in name and name not in known]:
+                del os.environ[name]  # set by torch.compile, and a job must leave the environment as it was
+
+
+def joined(trials: list[Trial], plan: Plan) -> Result:
+    """Put the ranks' pieces together.  Ranks that disagree about a loss or a norm give nan, which equals nothing."""
+
+    def agreed(lists: list[list[float]]) -> list[float]:
+        return [values[0] if len(set(values)) == 1 else float("nan") for values in zip(*lists, strict=True)]
+
+    return Result(
+        gradients=assemble([trial.gradients for trial in trials]),
+        state=assemble([trial.state for trial in trials]),
+        losses=agreed([trial.losses for trial in trials]),
+        norms=agreed([trial.gradient_norms for trial in trials]),
+        validation=sum(trial.validation for trial in trials) / plan.mesh.tensor,
+    )
+
+
+def judge(reference: Result, found: Result) -> Verdict:
+    """Compare two results.
+
+    Gradients and weights per tensor, ‖Δ‖ / max(‖g‖, 1e-6·‖G‖); losses and norms step by step, relative.  In fp32 the
+    final weights are told but not judged: AdamW divides every gradient by its own size, so where a gradient is rounding
+    noise, weights follow the noise.  The loss curve, which those weights make, is judged.
+    """
+    gradients, state = compare(reference.gradients, found.gradients), compare(reference.state, found.state)
+    return Verdict(
+        gradient=gradients[0].relative,
+        loss=_farthest(reference.losses, found.losses),
+        norm=_farthest(reference.norms, found.norms),
+        validation=_farthest([reference.validation], [found.validation]),
+        state=state[0].relative,
+        worst_gradient=gradients[0].name,
+        worst_state=state[0].name,
+    )
+
+
+def _farthest(wanted: list[float], found: list[float]) -> float:
+    assert len(wanted) == len(found)
+    differences = [abs(a - b) / abs(a) for a, b in zip(wanted, found, strict=True)]
+    return float("inf") if any(value != value for value in differences) else max(differences)
+
+
+def without_zero_gradients(found: Result) -> Result:
+    """The result without the gradients that are zero in exact arithmetic."""
+
+    def is_zero(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in ZERO_GRADIENTS)
+
+    return replace(found, gradients={name: g for name, g in found.gradients.items() if not is_zero(name)})
+
+
+@dataclass
+class Matrix:
+    """Runs cells, each model's reference once per precision."""
+
+    ranks: RankPool
+    models: Mapping[str, ModelRecipe]
+    steps: int = STEPS
+    _references: dict[tuple[str, str], Result] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, ranks: RankPool, folder: Path, steps: int = STEPS) -> Matrix:
+        """Hugging Face configurations are written into `folder`."""
+        return cls(ranks, cells.models(folder), steps)
+
+    def recipe(self, model: str, precision: str, **optimizer: Any) -> Recipe:
+        return cells.recipe_of(self.models[model], precision, **optimizer)
+
+    def run(self, recipe: Recipe, plan: Plan, *, breakage: str | None = None) -> Result:
+        """Run a plan on its world, after the checks that `weft train` makes."""
+        check_plan(plan, recipe, facts_of(recipe), plan.mesh.world_size)
+        check_runnable(plan)
+        timeout = 240.0 if plan.compute.compile else 60.0
+        trials = self.ranks.run(plan.mesh.world_size, run_rank, recipe, plan, self.steps, breakage, timeout=timeout)
+        return joined(trials, plan)
+
+    def reference(self, model: str, precision: str) -> Result:
+        """What one process computes: no axis, no technique, all samples in one microbatch."""
+        key = (model, precision)
+        if key not in self._references:
+            plan = with_precision(one_process(cells.plan()), precision)
+            self._references[key] = self.run(self.recipe(model, precision), plan)
+        return self._references[key]
+
+    def verdict(self, cell: Cell, precision: str = "fp64", *, breakage: str | None = None) -> Verdict:
+        """Run a cell and compare it with its reference."""
+        plan = with_precision(cell.plan, precision)
+        found = self.run(self.recipe(cell.model, precision), plan, breakage=breakage)
+        reference = self.reference(cell.model, precision)
+        if precision != "fp64":
+            reference, found = without_zero_gradients(reference), without_zero_gradients(found)
+        return judge(reference, found)
+
+
+def with_precision(plan: Plan, precision: str) -> Plan:
+    return replace(plan, compute=replace(plan.compute, precision=precision))  # type: ignore[arg-type]

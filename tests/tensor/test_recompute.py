@@ -1,0 +1,90 @@
+"""Recomputation changes memory and time, nothing else; compilation runs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import small
+import torch
+
+import parity
+from weft.errors import PlanError
+from weft.parallel import apply_compile, apply_recompute
+from weft.plan import ComputePlan, MemoryPlan, MeshPlan, PipelineParallelPlan, Plan
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective", ("selective", "full")], ids=str)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_equal_one_process(ranks, recompute, sequence):
+    plan = parity.plan_of(2, sequence, recompute)
+    for make in (partial(small.decoder, 9, 0.2), partial(small.fused, 5, 0.2)):
+        for loss, gradients in ranks.run(2, parity.compare, make, plan):
+            assert loss <= 1e-12
+            assert gradients <= 1e-10
+
+
+def interleaved(recompute: str) -> float:
+    """Two forwards before the first backward, as a pipeline does it."""
+    blueprint, batches = small.decoder(9, 0.3)
+    found = []
+    for word in (recompute, "none"):
+        built = parity.build(blueprint, parity.plan_of(recompute=word))
+        losses = []
+        for batch in batches:
+            state = parity.MicrobatchState(seed=1, step=1, sample_ids=batch["sample_ids"], sequence_length=9)
+            with built.context.entered(state):
+                losses.append(blueprint.loss(built.part(batch["tokens"]), batch)[0])
+        for loss in losses:
+            loss.backward()
+        found.append(parity.whole_gradients(built))
+    return parity.largest_difference(*found)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_keys_of_the_right_microbatch_are_put_back(ranks, recompute):
+    assert ranks.run(1, interleaved, recompute)[0] <= 1e-12
+
+
+def saved_bytes(recompute: str) -> int:
+    """Bytes that autograd keeps between forward and backward, weights left out."""
+    blueprint, batches = small.decoder(64, 0.1)
+    built = parity.build(blueprint, parity.plan_of(recompute=recompute, precision="fp32"))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in built.part.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch = batches[0]
+    state = parity.MicrobatchState(seed=1, step=1, sample_ids=batch["sample_ids"], sequence_length=64)
+    with built.context.entered(state), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = built.part(batch["tokens"])
+    del output
+    return sum(kept.values())
+
+
+def test_full_keeps_a_fraction(ranks):
+    none, full = (ranks.run(1, saved_bytes, word)[0] for word in ("none", "full"))
+    assert full < 0.2 * none
+
+
+def test_list_must_name_every_block():
+    blueprint, _ = small.decoder()
+    plan = Plan(memory=MemoryPlan(recompute=("full",)))
+    with pytest.raises(PlanError, match="lists 1 blocks, but the model has 2"):
+        apply_recompute(blueprint.module, blueprint, plan, parity.StepContext())
+
+
+def test_split_backward_refuses_compiled_blocks():
+    blueprint, _ = small.decoder()
+    plan = Plan(
+        mesh=MeshPlan(pipeline=2),
+        pipeline_parallel=PipelineParallelPlan(schedule="zbv"),
+        compute=ComputePlan(compile=True),
+    )
+    with pytest.raises(PlanError, match="does not go with schedule"):
+        apply_compile(blueprint.module, blueprint, plan)

@@ -1,0 +1,76 @@
+"""The model and the data that all contenders share: the tiny Llama of the Foundation, or one of other sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models import Blueprint, build_decoder
+from weft.parallel import ModelLayout, ParameterLayout
+from weft.parallel.materialise import materialise
+from weft.recipe import DecoderShape
+
+SEED = 1234
+_POOL = 4
+"""Batches per rank, taken in turn: few enough to be learned, so that losses show whether all learn alike."""
+SIZES = ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocabulary_size", "sequence_length")
+
+
+def shape_of(settings: Mapping[str, Any]) -> DecoderShape:
+    """The tiny Llama with the sizes that `settings` changes."""
+    sizes: dict[str, int] = {
+        "num_layers": 6,
+        "hidden_size": 256,
+        "num_heads": 8,
+        "ffn_size": 1024,
+        "vocabulary_size": 8192,
+        "sequence_length": 256,
+    }
+    sizes |= {name: int(settings[name]) for name in SIZES if name in settings}
+    return DecoderShape(**sizes, tie_embeddings=False)
+
+
+def plain_model(settings: Mapping[str, Any]) -> nn.Module:
+    """The decoder as a plain module with the very weights that Weft gives it."""
+    blueprint: Blueprint = build_decoder(shape_of(settings))
+    module = blueprint.module
+    layout = ModelLayout(
+        {name: ParameterLayout(name=name, shape=parameter.shape) for name, parameter in module.named_parameters()}
+    )
+    materialise(module, blueprint, layout, SEED, torch.device("cpu"), torch.float32)
+    return module.train()
+
+
+def batch_of(settings: Mapping[str, Any], step: int) -> dict[str, Tensor]:
+    """This rank's samples of a step; global sample ids, so that the world size could be another."""
+    shape, size = shape_of(settings), int(settings.get("batch", 8))
+    first = (step % _POOL) * size * world_size() + rank() * size
+    generator = torch.Generator().manual_seed(SEED + first)
+    tokens = torch.randint(shape.vocabulary_size, (size, shape.sequence_length + 1), generator=generator)
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "sample_ids": torch.arange(first, first + size),
+    }
+
+
+def pool_of(settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    return [batch_of(settings, step) for step in range(_POOL)]
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """What everybody writes: the mean cross-entropy over tokens, with an fp32 softmax."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])

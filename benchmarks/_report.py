@@ -1,0 +1,176 @@
+"""The table and the plots of whatever results lie in a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Result = Mapping[str, Any]
+
+
+def write_report(folder: Path) -> None:
+    """Write `README.md` and one PNG per benchmark that has something to show."""
+    found: dict[str, Result] = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    lines = ["# Results", "", "Written by `make bench`; raw samples lie beside this page. What each benchmark does and"]
+    lines += ["what was learned is in `docs/benchmarks.md`.", ""]
+    for name, result in found.items():
+        lines += _section(name, result)
+        plot = _PLOTS.get(name)
+        if plot is not None:
+            plot(result, folder / f"{name}.png")
+            lines += [f"![{name}]({name}.png)", ""]
+    (folder / "README.md").write_text("\n".join(lines))
+
+
+def _section(name: str, result: Result) -> list[str]:
+    machine, versions = result["machine"], result["versions"]
+    lines = [
+        f"## {name}",
+        "",
+        f"{result['date']}, {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB,"
+        f" load before {machine['load_before']}, torch {versions['torch']}, commit {versions['weft_commit']}."
+        + (f" {result['note']}" if result.get("note") else ""),
+        "",
+    ]
+    if result["goals"]:
+        lines += ["| what | measured | quartiles | goal | |", "|---|---|---|---|---|"]
+        lines += [_row(goal) for goal in result["goals"]] + [""]
+    if name == "peers":
+        lines += [*_peers_table(result["samples"]), ""]
+    if name == "bubble":
+        lines += [*_bubble_table(result["samples"]), ""]
+    if name == "memory":
+        lines += [*_memory_table(result["samples"]), ""]
+    return lines
+
+
+def _row(goal: Mapping[str, Any]) -> str:
+    sign = "≥" if goal["better"] == "higher" else "≤"
+    spread = "" if goal["spread"] is None else f"{goal['spread'][0]:.3g} to {goal['spread'][1]:.3g}"
+    verdict = "reached" if goal["reached"] else "**missed**"
+    unit = goal["unit"]
+    return f"| {goal['what']} | {goal['measured']:.3g}{unit} | {spread} | {sign} {goal['goal']:g}{unit} | {verdict} |"
+
+
+def _peers_table(samples: Mapping[str, Any]) -> list[str]:
+    heads = ("who", "tokens/s", "in the best round", "processor s per step", "peak MiB per rank")
+    heads += ("Weft is faster by", "in processor time")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, found in sorted(samples.items(), key=lambda item: -item[1]["tokens_per_second"]):
+        seconds, speed = found["seconds"], found["tokens_per_second"]
+        cells = [name, f"{speed:.0f}", f"{speed * median(seconds) / min(seconds):.0f}"]
+        cells += [
+            f"{median(found['cpu_seconds']):.2f}" if "cpu_seconds" in found else "",
+            str(found.get("peak_mib", "")),
+        ]
+        cells += [_ratios(found.get("ratios", {})), _ratios(found.get("cpu_ratios", {}))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _ratios(ratios: Mapping[str, Any]) -> str:
+    return ", ".join(f"{median(found):.2f}x ({kind})" for kind, found in ratios.items())
+
+
+def _bubble_table(samples: Mapping[str, Any]) -> list[str]:
+    lines = ["| schedule | bubble s | formula s | simulated s | share of the step |", "|---|---|---|---|---|"]
+    for name, found in samples.items():
+        wanted = found["expected_seconds"]
+        lines.append(
+            f"| {name} | {median(found['bubble_seconds']):.3f} | {wanted['formula']:.3f} | {wanted['simulated']:.3f}"
+            f" | {found['bubble_share']:.1%} |"
+        )
+    return lines
+
+
+def _memory_table(samples: Mapping[str, Any]) -> list[str]:
+    lines = ["| plan | bytes per parameter | formula |", "|---|---|---|"]
+    for name, found in samples.items():
+        if name != "parameters":
+            wanted = found["formula_bytes"] / samples["parameters"]
+            lines.append(f"| {name} ranks | {found['per_parameter']:.3f} | {wanted:.3f} |")
+    return lines
+
+
+# ── plots ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_OWN, _OTHERS, _MARK = "#c0392b", "#7f8c8d", "#2c3e50"
+
+
+def _axes(width: float, height: float) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _plot_peers(result: Result, path: Path) -> None:
+    ordered = sorted(result["samples"].items(), key=lambda item: item[1]["tokens_per_second"])
+    figure, axes = _axes(8, 0.3 * len(ordered) + 1)
+    names = [name for name, _ in ordered]
+    speeds = [found["tokens_per_second"] for _, found in ordered]
+    axes.barh(names, speeds, color=[_OWN if name.startswith("weft") else _OTHERS for name in names])
+    axes.set_xlabel("tokens per second, 2 ranks of one thread (medians)")
+    _save(figure, path)
+
+
+def _plot_bubble(result: Result, path: Path) -> None:
+    samples = result["samples"]
+    figure, axes = _axes(8, 0.35 * len(samples) + 1)
+    names = list(samples)[::-1]
+    axes.barh(names, [median(samples[name]["bubble_seconds"]) for name in names], color=_OTHERS, label="measured")
+    formulas = [samples[name]["expected_seconds"]["formula"] for name in names]
+    axes.plot(formulas, names, "|", color=_OWN, markersize=14, markeredgewidth=2, label="formula")
+    axes.set_xlabel("bubble of a step (s)")
+    axes.legend()
+    _save(figure, path)
+
+
+def _plot_memory(result: Result, path: Path) -> None:
+    samples = {name: found for name, found in result["samples"].items() if name != "parameters"}
+    figure, axes = _axes(8, 0.26 * len(samples) + 1)
+    names = list(samples)[::-1]
+    axes.barh(names, [samples[name]["per_parameter"] for name in names], color=_OTHERS, label="measured")
+    formulas = [samples[name]["formula_bytes"] / result["samples"]["parameters"] for name in names]
+    axes.plot(formulas, names, "|", color=_OWN, markersize=10, markeredgewidth=2, label="formula")
+    axes.set_xlabel("bytes of model state per parameter and rank")
+    axes.legend(loc="lower right")
+    _save(figure, path)
+
+
+def _plot_techniques(result: Result, path: Path) -> None:
+    sweep = result["samples"].get("buckets", {}).get("seconds_by_bucket_mib", {})
+    if not sweep:
+        return
+    figure, axes = _axes(6, 3.5)
+    sizes = [int(size) for size in sweep]
+    middles = [median(found) for found in sweep.values()]
+    below = [middle - min(found) for middle, found in zip(middles, sweep.values(), strict=True)]
+    above = [max(found) - middle for middle, found in zip(middles, sweep.values(), strict=True)]
+    axes.errorbar(sizes, middles, yerr=[below, above], color=_MARK, marker="o", capsize=3)
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("bucket size (MiB); 115 MB of gradients, 2 ranks")
+    axes.set_ylabel("seconds per step (median, range)")
+    _save(figure, path)
+
+
+_PLOTS: Mapping[str, Callable[[Result, Path], None]] = {
+    "peers": _plot_peers,
+    "bubble": _plot_bubble,
+    "memory": _plot_memory,
+    "techniques": _plot_techniques,
+}

@@ -1,0 +1,77 @@
+"""Weft as a contender."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks._llama import SEED, pool_of, shape_of, world_size
+from weft.comm import Mesh
+from weft.engine import TrainingState, create_training
+from weft.models import build_decoder
+from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, Recompute
+from weft.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
+from weft.record import Recorder
+
+LEARNING_RATE = 3e-4
+
+
+def plan_of(settings: Mapping[str, Any]) -> Plan:
+    """`settings`: precision, compile, zero, fused_loss, recompute, bucket_bytes, reduce_precision, batch, threads."""
+    data = DataParallelPlan(zero=settings.get("zero", 1), reduce_precision=settings.get("reduce_precision", "fp32"))
+    for name in ("bucket_bytes", "first_bucket_bytes"):
+        if name in settings:
+            data = replace(data, **{name: settings[name]})
+    return Plan(
+        mesh=MeshPlan(shard=world_size()),
+        data_parallel=data,
+        microbatch=MicrobatchPlan(size=settings.get("batch", 8), per_step=1),
+        memory=MemoryPlan(fused_loss=settings.get("fused_loss", True), recompute=_recompute(settings)),
+        compute=ComputePlan(
+            precision=settings.get("precision", "fp32"),
+            compile=settings.get("compile", False),
+            threads_per_rank=settings.get("threads", 1),
+            device="cpu",
+        ),
+    )
+
+
+def _recompute(settings: Mapping[str, Any]) -> Recompute | tuple[Recompute, ...]:
+    words = settings.get("recompute", "none")
+    return words if isinstance(words, str) else tuple(words)  # pyright: ignore[reportReturnType]  the plan checks them
+
+
+def recipe_of(settings: Mapping[str, Any], plan: Plan) -> Recipe:
+    return Recipe(
+        model=ModelRecipe(reference="decoder", shape=shape_of(settings)),
+        batch=BatchRecipe(global_batch_size=plan.global_batch_size),
+        optimizer=OptimizerRecipe(
+            learning_rate=LEARNING_RATE, betas=(0.9, 0.95), max_grad_norm=settings.get("max_grad_norm")
+        ),
+        run=RunRecipe(steps=1, seed=SEED),
+        permit=PermitRecipe(precision=(settings.get("precision", "fp32"),)),
+    )
+
+
+def create(settings: Mapping[str, Any]) -> TrainingState:
+    """Join the process group and build this rank's training."""
+    if world_size() > 1:
+        dist.init_process_group("gloo")
+    plan = plan_of(settings)
+    mesh = Mesh(plan.mesh, torch.device("cpu"))
+    return create_training(recipe_of(settings, plan), plan, build_decoder(shape_of(settings)), mesh, Recorder())
+
+
+def weft(settings: Mapping[str, Any]) -> Callable[[int], float]:
+    """A step of Weft's engine."""
+    training, pool = create(settings), pool_of(settings)
+
+    def step(index: int) -> float:
+        batch = pool[index % len(pool)]
+        return training.stepper([batch], step=index, learning_rate=LEARNING_RATE).loss
+
+    return step

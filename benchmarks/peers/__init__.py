@@ -1,0 +1,1 @@
+"""Throughput of Weft beside hand-written torch, Accelerate, Lightning Fabric and DeepSpeed."""

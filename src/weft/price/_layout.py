@@ -1,0 +1,94 @@
+"""How a model is split, in numbers: what a `Plan` says, and what plans of other systems say that Weft cannot run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.plan import AXES, Axis, Plan, Recompute, Schedule
+
+PricedPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A point of the search space.  Everything is explicit; nothing is looked up elsewhere."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    """Borrows its ranks from shard × replicate × context."""
+    order: tuple[Axis, ...] = AXES
+    """Outermost first."""
+    zero: int = 0
+    sequence_parallel: bool = False
+    tensor_scheme: Literal["1d", "2d", "2.5d", "3d"] = "1d"
+    context_scheme: Literal["ring", "all_gather", "ulysses"] = "ring"
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
+    """Stages on each pipeline rank."""
+    cuts: tuple[int, ...] | None = None
+    """First block of each later stage; None: by cost (`balanced_cuts`)."""
+    microbatch_size: int = 1
+    """Samples per microbatch and data rank."""
+    microbatches: int = 1
+    """Per step, of the data rank that has most."""
+    recompute: Recompute | tuple[Recompute, ...] = "none"
+    offload: Literal["none", "optimizer", "activations"] = "none"
+    fused_loss: bool = False
+    precision: PricedPrecision = "bf16"
+    gradient_bytes: int = 4
+    """Of one element of the gradients that are kept and reduced."""
+    master_bytes: int = 12
+    """Of optimizer state per parameter, masters included."""
+    bucket_bytes: int = 26_214_400
+    compression: str = "none"
+    algorithm: str = "auto"
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.data * self.context * self.tensor
+
+    @property
+    def data(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.chunks
+
+    @classmethod
+    def of(cls, plan: Plan, *, master_bytes: int | None = None) -> Layout:
+        """The layout that a plan describes.  `master_bytes` comes from the recipe's optimizer (AdamW otherwise)."""
+        mesh, data, compute = plan.mesh, plan.data_parallel, plan.compute
+        mixed = compute.precision in ("bf16", "fp16")
+        element = 8 if compute.precision == "fp64" else 4
+        return cls(
+            pipeline=mesh.pipeline,
+            replicate=mesh.replicate,
+            shard=mesh.shard,
+            context=mesh.context,
+            tensor=mesh.tensor,
+            expert=mesh.expert,
+            order=mesh.order,
+            zero=data.zero,
+            sequence_parallel=plan.tensor_parallel.sequence,
+            tensor_scheme=plan.tensor_parallel.scheme,
+            schedule=plan.pipeline_parallel.schedule,
+            chunks=plan.pipeline_parallel.chunks_per_rank,
+            cuts=plan.pipeline_parallel.cuts,
+            microbatch_size=plan.microbatch.size,
+            microbatches=max(plan.microbatch.shares(mesh.data)),
+            recompute=plan.memory.recompute,
+            offload=plan.memory.offload,
+            fused_loss=plan.memory.fused_loss,
+            precision=compute.precision,
+            gradient_bytes=2 if mixed and data.reduce_precision == "compute" else element,
+            master_bytes=master_bytes if master_bytes is not None else (12 if mixed else 2 * element),
+            bucket_bytes=data.bucket_bytes,
+            compression=data.compression,
+            algorithm=data.algorithm,
+        )

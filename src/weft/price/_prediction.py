@@ -1,0 +1,112 @@
+"""What pricing says of one layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTerms:
+    """Seconds of a step of the slowest rank, by cause; they add up to the step.  Overlapped time is not in them."""
+
+    ideal: float = 0.0
+    """The model's FLOPs at the device's peak."""
+    matrix_shapes: float = 0.0
+    """Matrix products and attention above their ideal: tiles, waves, alignment, launches."""
+    memory_bound: float = 0.0
+    """Element-wise operators, norms, lookups."""
+    recompute: float = 0.0
+    tensor: float = 0.0
+    """Exposed collectives of the tensor axis."""
+    context: float = 0.0
+    expert: float = 0.0
+    pipeline: float = 0.0
+    """Exposed sends and receives."""
+    bubble: float = 0.0
+    """Waiting for other stages: warm-up, drain, unequal stages."""
+    data: float = 0.0
+    """Exposed reductions of gradients and gathers of parameters."""
+    optimizer: float = 0.0
+    offload: float = 0.0
+    other: float = 0.0
+    """Stragglers, data loading, host overhead: the stack's scalar."""
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryKinds:
+    """Bytes of one rank at its peak, by kind."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    buckets: float = 0.0
+    """Communication buffers: gradient buckets, gathered layers."""
+    workspace: float = 0.0
+    """Of kernels, and of the framework's allocator for small things."""
+
+    @property
+    def allocated(self) -> float:
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """One pipeline rank."""
+
+    rank: int
+    """On the pipeline axis."""
+    kinds: MemoryKinds
+    reserved: float
+    """Allocated and what the allocator holds besides: fragmentation."""
+    device: float
+    """Reserved and what lies outside the allocator: the device's context, communicators."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One action of one stage in the simulated schedule, for pictures."""
+
+    rank: int
+    kind: str
+    """`forward`, `backward`, `input_backward`, `weight_backward`, `send`, `reduce`, `optimizer`."""
+    chunk: int
+    microbatch: int
+    start: float
+    """Seconds from the step's start."""
+    stop: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Time and memory of one step."""
+
+    time: TimeTerms
+    spread: float
+    """Standard deviation of the logarithm of the step time: 0.06 is about ±6 %."""
+    stages: tuple[StageMemory, ...]
+    """By pipeline rank."""
+    usable_bytes: float
+    """Of one device, for everything."""
+    model_flops: float
+    """Of one step, all ranks: forward and backward, recomputation not counted, causal attention counted half."""
+    spans: tuple[Span, ...] = ()
+    """Only when asked for."""
+
+    @property
+    def step_seconds(self) -> float:
+        return self.time.total
+
+    @property
+    def fullest(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.device)
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.device <= self.usable_bytes

@@ -1,0 +1,34 @@
+"""What a training system does by itself, whatever the layout: neither model nor device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A software stack.  One scalar is fitted per stack; the rest says what its code does."""
+
+    name: str
+    year: int
+    slowdown: float = 1.0
+    """Measured over predicted compute time, fitted; 1 where no measurement was published."""
+    spread: float = 0.15
+    """Standard deviation of log(measured / predicted) left after the fit: the prior's where there was none."""
+    flash_attention: bool = True
+    """Whether attention never writes its scores to memory."""
+    fused_elementwise: bool = True
+    """Whether norms, activations and dropouts run as one kernel each."""
+    overlap_gradients: bool = True
+    overlap_parameters: bool = True
+    """Of ZeRO-3 gathers, and of the distributed optimizer's."""
+    overlap_tensor: bool = False
+    """Whether tensor-parallel collectives run beside the matrix products."""
+    overlap_pipeline: bool = True
+    counts_causal_half: bool = True
+    """Whether its attention kernel skips masked scores."""
+
+
+WEFT = Stack(name="weft", year=2026)
+STACKS: Mapping[str, Stack] = {"weft": WEFT}

@@ -1,0 +1,7 @@
+"""Profile: what a model computes, keeps and sends, block by block, without torch."""
+
+from weft.profile._profile import Block as Block
+from weft.profile._profile import Operator as Operator
+from weft.profile._profile import OperatorKind as OperatorKind
+from weft.profile._profile import OperatorSplit as OperatorSplit
+from weft.profile._profile import Profile as Profile

@@ -1,0 +1,104 @@
+"""A model as the planner sees it: operators in blocks, with sizes per token, so that any split can be priced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+OperatorKind = Literal["matmul", "attention", "elementwise", "gather", "convolution"]
+OperatorSplit = Literal["column", "row", "heads", "vocab", "expert", "sequence", "replicate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator of a forward pass.  All sizes are those of the whole operator, before any axis splits it.
+
+    A *token* is one position of a sample: a sample has `Profile.sequence_length` tokens (1 where samples are no
+    sequences; a convolution counts the positions of its output image as `rows_per_token`).
+    """
+
+    name: str
+    """`attention.query_key_value`; unique in its block."""
+    kind: OperatorKind
+    split: OperatorSplit = "replicate"
+    """How the tensor or the expert axis divides it: `column` cuts `n`, `row` cuts `k`, `heads` cuts heads, `vocab` cuts
+    the vocabulary, `expert` shares out whole experts, `sequence` works on a shard of the tokens under sequence
+    parallelism, `replicate` is computed by every rank."""
+    rows_per_token: float = 1.0
+    """M of a matmul, per token that enters the block: 1; top_k for routed experts."""
+    n: int = 0
+    """Columns of a matmul's result; output channels of a convolution."""
+    k: int = 0
+    """Inner size of a matmul; input channels × kernel positions of a convolution."""
+    groups: int = 1
+    """Matmuls side by side that share the rows out among them: experts; groups of a convolution."""
+    heads: int = 0
+    """Of attention: query heads."""
+    kv_heads: int = 0
+    head_size: int = 0
+    """Of attention: features of a query and key head."""
+    value_head_size: int = 0
+    """Of attention: features of a value head (differs from `head_size` in multi-head latent attention)."""
+    causal: bool = False
+    """Of attention: whether half of the scores are masked."""
+    window: int | None = None
+    """Of attention: keys that a query sees at most; None: all."""
+    parameters: int = 0
+    """Elements of its own weights; those of a tied weight stand at its first use only."""
+    elements_moved_per_token: float = 0.0
+    """Of `elementwise` and `gather`: elements read and written in the forward pass.  Matmuls and attention follow from
+    their sizes."""
+    kept_elements_per_token: float = 0.0
+    """Activations that wait for backward, beyond those that another operator keeps already, in compute precision."""
+    kept_bytes_per_token: float = 0.0
+    """The same, of fixed size: dropout masks (1 byte), statistics (4 bytes), indices (8 bytes)."""
+    selective: bool = False
+    """Whether `recompute = "selective"` computes it again: attention's inside, activation functions, norms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A repeated part of the model, between whose copies stages may be cut; or its stem or tail."""
+
+    name: str
+    operators: tuple[Operator, ...]
+    entry_elements_per_token: float
+    """Elements of the activation that enters it: what full recomputation keeps, and what a stage before it sends."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(operator.parameters for operator in self.operators)
+
+    @property
+    def expert_parameters(self) -> int:
+        return sum(operator.parameters for operator in self.operators if operator.split == "expert")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A model: stem (embedding), blocks in order, tail (final norm, head, loss)."""
+
+    name: str
+    sequence_length: int
+    """Tokens per sample; 1 where samples are no sequences."""
+    stem: Block
+    blocks: tuple[Block, ...]
+    """Alike blocks are the same object, so that their costs are computed once."""
+    tail: Block
+    hidden_size: int
+    vocabulary_size: int = 0
+    """0: no vocabulary head."""
+    tied: bool = False
+    """Whether embedding and head share their weight; a pipeline then holds it on both ends and adds their gradients."""
+    divisible: tuple[tuple[str, int], ...] = ()
+    """Named sizes that the tensor axis must divide; empty: no split table, data and ZeRO plans only."""
+    num_experts: int = 0
+    """Routed experts per mixture block; 0: none.  The expert axis must divide it."""
+    has_batch_norm: bool = False
+    per_sample_loss: bool = True
+    """Whether the loss is a sum over samples (`Blueprint.loss`)."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Tied ones once."""
+        return self.stem.parameters + sum(block.parameters for block in self.blocks) + self.tail.parameters

@@ -1,0 +1,1 @@
+"""Search: the layouts of a model on a cluster, priced and ranked.  Importable without torch."""

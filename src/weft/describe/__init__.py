@@ -1,1 +1,1 @@
-"""Describe: any module or recipe becomes a Profile.  Needs torch; the same Profile from a few numbers is in weft.profile."""
+"""Describe: any module or recipe becomes a Profile.  Needs torch; from a few numbers weft.profile makes one."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from weft.errors import PlanError
 from weft.models import Blueprint, CutTable
 from weft.parallel._autograd import no_view
+from weft.plan import balanced_cuts
 
 
 class Received(nn.Module):
@@ -61,7 +62,7 @@ def choose_cuts(
         )
     costs = list(block_costs) or [0.0, *[1.0] * num_blocks, 0.0]
     assert len(costs) == num_blocks + 2, f"{len(costs)} block costs for {num_blocks} blocks, a stem and a tail"
-    best = _best_cuts(costs, num_blocks, num_stages)
+    best = balanced_cuts(costs, num_stages)
     if given is None:
         return best
     edges = [0, *given, num_blocks]
@@ -72,32 +73,6 @@ def choose_cuts(
             f"By cost they would be {list(best)}; leave cuts out to take them."
         )
     return tuple(given)
-
-
-_Best = tuple[float, float, tuple[int, ...]]
-"""Slowest stage, sum of squares, cuts."""
-
-
-def _best_cuts(costs: Sequence[float], num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    """Exact dynamic programme over (stages so far, blocks so far), O(stages × blocks²)."""
-    before = [0.0]
-    for cost in costs[1:-1]:
-        before.append(before[-1] + cost)
-    reached: dict[int, _Best] = {0: (0.0, 0.0, ())}
-    for stage in range(num_stages):
-        following: dict[int, _Best] = {}
-        last = stage == num_stages - 1
-        extra = (costs[0] if stage == 0 else 0.0) + (costs[-1] if last else 0.0)
-        for start, (slowest, squares, cuts) in reached.items():
-            first_end = num_blocks if last else start + 1
-            for end in range(first_end, num_blocks - (num_stages - 1 - stage) + 1):
-                cost = before[end] - before[start] + extra
-                cut_here = cuts if last else (*cuts, end)
-                found = (max(slowest, cost), squares + cost * cost, cut_here)
-                if end not in following or found[:2] < following[end][:2]:
-                    following[end] = found
-        reached = following
-    return reached[num_blocks][2]
 
 
 def cut_table_of(blueprint: Blueprint) -> CutTable:

@@ -1,0 +1,101 @@
+"""Where to cut blocks into stages: exact, without torch, so that the planner and the runner cut alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+_ROUNDING = 1 + 1e-12
+"""Sums of the same costs in another order differ by so much."""
+
+
+def balanced_cuts(block_costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return the first block of each later stage, so that the slowest stage is as fast as can be.
+
+    `block_costs` is [stem, block 0, …, tail] in any unit, none below 0.  Stem and tail count with the first and the last
+    stage; every stage has at least one block, so there must be as many blocks as stages.  Among equally fast slowest
+    stages the most even cut wins (smallest sum of squares), and among those one with light early stages, which hold
+    the activations of most microbatches.
+
+    Exact: the slowest stage is found by trying limits, each of which either works or names the next larger limit that
+    could; the sum of squares by a dynamic programme over the cuts that keep the limit.
+    """
+    costs = _Costs(block_costs, num_stages)
+    assert 1 <= num_stages <= costs.num_blocks, f"{num_stages} stages of {costs.num_blocks} blocks"
+    return _most_even(costs, _least_limit(costs) * _ROUNDING)
+
+
+class _Costs:
+    """Costs of runs of blocks."""
+
+    def __init__(self, block_costs: Sequence[float], num_stages: int) -> None:
+        self.num_blocks = len(block_costs) - 2
+        self.num_stages = num_stages
+        self._before = [0.0, *accumulate(block_costs[1:-1])]
+        self._stem, self._tail = block_costs[0], block_costs[-1]
+
+    def of(self, stage: int, start: int, end: int) -> float:
+        cost = self._before[end] - self._before[start]
+        cost += self._stem if stage == 0 else 0.0
+        return cost + (self._tail if stage == self.num_stages - 1 else 0.0)
+
+    def last_end(self, stage: int) -> int:
+        """Blocks that the stages up to this one may have at most: each later stage needs one."""
+        return self.num_blocks - (self.num_stages - 1 - stage)
+
+
+def _least_limit(costs: _Costs) -> float:
+    """The cost of the slowest stage when it is as fast as can be."""
+    whole = costs.of(0, 0, costs.num_blocks) + (costs.of(costs.num_stages - 1, 0, 0) if costs.num_stages > 1 else 0.0)
+    low, high = whole / costs.num_stages, whole
+    while low < high / _ROUNDING:
+        middle = (low + high) / 2
+        slowest, following = _fill(costs, middle)
+        if slowest <= middle * _ROUNDING:
+            high = slowest
+        else:
+            low = following
+    return high
+
+
+def _fill(costs: _Costs, limit: float) -> tuple[float, float]:
+    """Fill stage after stage up to a limit.  Return the slowest stage, and the least limit that fills otherwise."""
+    start, slowest, following = 0, 0.0, math.inf
+    for stage in range(costs.num_stages):
+        end = costs.num_blocks if stage == costs.num_stages - 1 else start + 1
+        while end < costs.last_end(stage) and costs.of(stage, start, end + 1) <= limit:
+            end += 1
+        cost = costs.of(stage, start, end)
+        slowest = max(slowest, cost)
+        if cost > limit:
+            following = min(following, cost)
+        if end < costs.last_end(stage):
+            following = min(following, costs.of(stage, start, end + 1))
+        start = end
+    return slowest, following
+
+
+def _most_even(costs: _Costs, limit: float) -> tuple[int, ...]:
+    """Among the cuts whose stages keep the limit, the one with the smallest sum of squares."""
+    reached: dict[int, tuple[float, int]] = {0: (0.0, 0)}
+    steps: list[dict[int, tuple[float, int]]] = []
+    for stage in range(costs.num_stages):
+        following: dict[int, tuple[float, int]] = {}
+        first_end = costs.num_blocks if stage == costs.num_stages - 1 else 0
+        for start, (squares, _) in sorted(reached.items()):
+            for end in range(max(first_end, start + 1), costs.last_end(stage) + 1):
+                cost = costs.of(stage, start, end)
+                if cost > limit:
+                    break
+                total = squares + cost * cost
+                if end not in following or total < following[end][0]:
+                    following[end] = (total, start)
+        steps.append(following)
+        reached = following
+    cuts: list[int] = []
+    end = costs.num_blocks
+    for step in reversed(steps):
+        end = step[end][1]
+        cuts.append(end)
+    return tuple(reversed(cuts[:-1]))

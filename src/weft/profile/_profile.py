@@ -49,9 +49,20 @@ class Operator:
     """Of `elementwise` and `gather`: elements read and written in the forward pass.  Matmuls and attention follow from
     their sizes."""
     kept_elements_per_token: float = 0.0
-    """Activations that wait for backward, beyond those that another operator keeps already, in compute precision."""
+    """Activations that wait for backward, beyond those that another operator keeps already, in compute precision.
+    What an operator keeps is divided as the operator is: the tensor axis divides it, unless `split` is `replicate`, or
+    `sequence` without sequence parallelism.  So the input of a column-parallel matmul, which every rank has whole, is
+    kept by the norm before it, and its result by what takes it.  The scores of attention that writes them out follow
+    from its sizes and do not count here."""
     kept_bytes_per_token: float = 0.0
     """The same, of fixed size: dropout masks (1 byte), statistics (4 bytes), indices (8 bytes)."""
+    unfused_elements_per_token: float = 0.0
+    """What is kept besides where the operator runs as several kernels (`Stack.fused_elementwise`)."""
+    unfused_bytes_per_token: float = 0.0
+    """The same, of fixed size: what such kernels compute in fp32."""
+    dropout: bool = False
+    """Of attention: whether probabilities are dropped, so that a mask and a second copy of them are kept where they are
+    written out."""
     selective: bool = False
     """Whether `recompute = "selective"` computes it again: attention's inside, activation functions, norms."""
 

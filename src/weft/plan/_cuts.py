@@ -13,9 +13,9 @@ _ROUNDING = 1 + 1e-12
 def balanced_cuts(block_costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Return the first block of each later stage, so that the slowest stage is as fast as can be.
 
-    `block_costs` is [stem, block 0, …, tail] in any unit, none below 0.  Stem and tail count with the first and the last
-    stage; every stage has at least one block, so there must be as many blocks as stages.  Among equally fast slowest
-    stages the most even cut wins (smallest sum of squares), and among those one with light early stages, which hold
+    `block_costs` is [stem, block 0, …, tail] in any unit, none below 0.  Stem and tail count with the first and the
+    last stage; every stage has at least one block, so there must be as many blocks as stages.  Among equally fast
+    slowest stages the most even cut wins (smallest sum of squares), and among those one with light early stages, which hold
     the activations of most microbatches.
 
     Exact: the slowest stage is found by trying limits, each of which either works or names the next larger limit that

@@ -15,8 +15,8 @@ def balanced_cuts(block_costs: Sequence[float], num_stages: int) -> tuple[int, .
 
     `block_costs` is [stem, block 0, …, tail] in any unit, none below 0.  Stem and tail count with the first and the
     last stage; every stage has at least one block, so there must be as many blocks as stages.  Among equally fast
-    slowest stages the most even cut wins (smallest sum of squares), and among those one with light early stages, which hold
-    the activations of most microbatches.
+    slowest stages the most even cut wins (smallest sum of squares), and among those one with light early stages, which
+    hold the activations of most microbatches.
 
     Exact: the slowest stage is found by trying limits, each of which either works or names the next larger limit that
     could; the sum of squares by a dynamic programme over the cuts that keep the limit.

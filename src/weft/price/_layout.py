@@ -39,6 +39,8 @@ class Layout:
     recompute: Recompute | tuple[Recompute, ...] = "none"
     offload: Literal["none", "optimizer", "activations"] = "none"
     fused_loss: bool = False
+    adapters_only: bool = False
+    """Whether the weights are frozen and small adapters train (LoRA): no gradients of weights, no optimizer state."""
     precision: PricedPrecision = "bf16"
     gradient_bytes: int = 4
     """Of one element of the gradients that are kept and reduced."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -38,7 +39,7 @@ def conform(owner: Any, error: type[WeftError]) -> None:
     Raises:
         WeftError: of class `error`, when a value has another type or is not one of the choices.
     """
-    hints = get_type_hints(type(owner))
+    hints = _hints(type(owner))
     for field in dataclasses.fields(owner):
         value = getattr(owner, field.name)
         try:
@@ -47,6 +48,12 @@ def conform(owner: Any, error: type[WeftError]) -> None:
             raise problem_error(error, mismatch.path, mismatch.value, mismatch.problem) from None
         if conformed is not value:
             object.__setattr__(owner, field.name, conformed)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Annotations of a class, evaluated once: doing so takes longer than all checks."""
+    return get_type_hints(kind)
 
 
 def is_union(hint: Any) -> bool:

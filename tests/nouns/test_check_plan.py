@@ -12,6 +12,7 @@ from noun_examples import PLAN, SMALL, case, recipe_of
 from weft.errors import PlanError
 from weft.plan import (
     ComputePlan,
+    ContextParallelPlan,
     DataParallelPlan,
     MemoryPlan,
     MeshPlan,
@@ -92,6 +93,11 @@ BAD: list[tuple[Plan, int | None, str]] = [
         plan_of({}, size=64, tensor_parallel=TensorParallelPlan(sequence=True)),
         1,
         "plan.tensor_parallel.sequence = true has no effect with mesh.tensor = 1",
+    ),
+    (
+        plan_of({}, size=64, context_parallel=ContextParallelPlan(scheme="ulysses")),
+        1,
+        'plan.context_parallel.scheme = "ulysses" has no effect with mesh.context = 1.\nUse "ring"',
     ),
     (
         plan_of({"replicate": 4}, size=3, per_step=4),

@@ -17,6 +17,7 @@ from weft.document._locate import locate
 from weft.plan import (
     AXES,
     ComputePlan,
+    ContextParallelPlan,
     DataParallelPlan,
     MemoryPlan,
     MeshPlan,
@@ -132,6 +133,7 @@ plans = st.builds(
     mesh=st.builds(MeshPlan, pipeline=sizes, tensor=sizes, shard=sizes, order=st.permutations(AXES).map(tuple)),
     data_parallel=st.builds(DataParallelPlan, zero=st.integers(0, 3), bucket_bytes=st.integers(1_048_576, 10**12)),
     tensor_parallel=st.builds(TensorParallelPlan, scheme=st.sampled_from(["1d", "2.5d"]), sequence=st.booleans()),
+    context_parallel=st.builds(ContextParallelPlan, scheme=st.sampled_from(["ring", "ulysses"])),
     pipeline_parallel=st.builds(PipelineParallelPlan, cuts=some(st.sets(sizes).map(lambda s: tuple(sorted(s))))),
     microbatch=st.builds(MicrobatchPlan, size=sizes, per_step=sizes | st.lists(sizes, min_size=1).map(tuple)),
     memory=st.builds(MemoryPlan, recompute=words | st.lists(words, min_size=1).map(tuple), fused_loss=st.booleans()),

@@ -3,9 +3,11 @@
 from weft.plan._auto import auto_plan as auto_plan
 from weft.plan._check import check_plan as check_plan
 from weft.plan._check import check_runnable as check_runnable
+from weft.plan._check import mesh_sizes as mesh_sizes
 from weft.plan._cuts import balanced_cuts as balanced_cuts
 from weft.plan._describe import describe_plan as describe_plan
 from weft.plan._facts import ModelFacts as ModelFacts
+from weft.plan._facts import default_ffn_size as default_ffn_size
 from weft.plan._facts import facts_of as facts_of
 from weft.plan._load import apply_overrides as apply_overrides
 from weft.plan._load import dump_plan as dump_plan
@@ -16,6 +18,7 @@ from weft.plan._memory import estimate_memory as estimate_memory
 from weft.plan._plan import AXES as AXES
 from weft.plan._plan import Axis as Axis
 from weft.plan._plan import ComputePlan as ComputePlan
+from weft.plan._plan import ContextParallelPlan as ContextParallelPlan
 from weft.plan._plan import DataParallelPlan as DataParallelPlan
 from weft.plan._plan import MemoryPlan as MemoryPlan
 from weft.plan._plan import MeshPlan as MeshPlan
@@ -33,6 +36,7 @@ from weft.plan._schedules import Orders as Orders
 from weft.plan._schedules import Timeline as Timeline
 from weft.plan._schedules import bubble_seconds as bubble_seconds
 from weft.plan._schedules import check_schedule as check_schedule
+from weft.plan._schedules import chunk_limits as chunk_limits
 from weft.plan._schedules import forward_orders as forward_orders
 from weft.plan._schedules import peak_activations as peak_activations
 from weft.plan._schedules import schedule_orders as schedule_orders

@@ -177,6 +177,13 @@ def _check_tensor(case: _Case) -> None:
         raise case.refuse(("mesh", "tensor"), f"does not divide {listed}.\nUse {list_choices(choices)}.")
 
 
+def _check_context(case: _Case) -> None:
+    plan = case.plan
+    if plan.mesh.context == 1 and plan.context_parallel.scheme != "ring":
+        problem = 'has no effect with mesh.context = 1.\nUse "ring", or more context ranks.'
+        raise case.refuse(("context_parallel", "scheme"), problem)
+
+
 def _check_schedule(case: _Case) -> None:
     plan, pipeline = case.plan, case.plan.mesh.pipeline
     chosen = plan.pipeline_parallel
@@ -264,6 +271,7 @@ def _check_recompute(case: _Case) -> None:
 
 _CHECKS: tuple[Callable[[_Case], None], ...] = (
     _check_tensor,
+    _check_context,
     _check_schedule,
     _check_cuts,
     _check_expert,

@@ -105,6 +105,18 @@ class TensorParallelPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallelPlan:
+    """How ranks that share a sequence see one another's keys and values."""
+
+    scheme: Literal["ring", "all_gather", "ulysses"] = "ring"
+    """`ring`: keys and values go round; `all_gather`: all are gathered at once; `ulysses`: heads are exchanged for
+    positions."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineParallelPlan:
     """How blocks are cut into stages and in which order microbatches pass them."""
 
@@ -185,6 +197,7 @@ class Plan:
     mesh: MeshPlan = field(default_factory=MeshPlan)
     data_parallel: DataParallelPlan = field(default_factory=DataParallelPlan)
     tensor_parallel: TensorParallelPlan = field(default_factory=TensorParallelPlan)
+    context_parallel: ContextParallelPlan = field(default_factory=ContextParallelPlan)
     pipeline_parallel: PipelineParallelPlan = field(default_factory=PipelineParallelPlan)
     microbatch: MicrobatchPlan = field(default_factory=MicrobatchPlan)
     memory: MemoryPlan = field(default_factory=MemoryPlan)

@@ -79,6 +79,7 @@ class Layout:
             zero=data.zero,
             sequence_parallel=plan.tensor_parallel.sequence,
             tensor_scheme=plan.tensor_parallel.scheme,
+            context_scheme=plan.context_parallel.scheme,
             schedule=plan.pipeline_parallel.schedule,
             chunks=plan.pipeline_parallel.chunks_per_rank,
             cuts=plan.pipeline_parallel.cuts,

@@ -1,0 +1,139 @@
+"""What search may choose among: every value of every setting, stated, so that nothing else limits it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from weft.cluster import Cluster
+from weft.plan import Axis, Recompute, Schedule
+from weft.price import PricedPrecision
+from weft.profile import Profile
+from weft.recipe import PermitRecipe
+
+Offload = Literal["none", "optimizer", "activations"]
+TensorScheme = Literal["1d", "2d", "2.5d", "3d"]
+ContextScheme = Literal["ring", "all_gather", "ulysses"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Values that search chooses among; it takes every combination that is valid.
+
+    Fix a setting by giving one value: `replace(space, tensors=(8,))`.
+    """
+
+    pipelines: tuple[int, ...]
+    tensors: tuple[int, ...]
+    contexts: tuple[int, ...]
+    experts: tuple[int, ...]
+    datas: tuple[int, ...] | None = None
+    """Data ranks.  None: by rule: as many as the devices allow, as few as make the busiest rank no busier, and as many
+    as give all ranks equal shares."""
+    fewer_devices: bool = False
+    """Whether the rule may also leave half of the data ranks out, again and again: where devices cost money."""
+    microbatch_sizes: tuple[int, ...]
+    schedules: tuple[Schedule, ...] = (
+        "1f1b",
+        "gpipe",
+        "interleaved_1f1b",
+        "interleaved_zero_bubble",
+        "zbv",
+        "dualpipev",
+    )
+    chunks: tuple[int, ...] | None = None
+    """Stages on each pipeline rank, for the schedules that leave it open.  None: every number the blocks allow."""
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    shards: tuple[int, ...] | None = None
+    """Ranks over which ZeRO-3 shards.  None: every divisor of the data ranks."""
+    recomputes: tuple[Recompute, ...] = ("none", "selective", "full")
+    """A choice that does not fit is also tried with some blocks of each stage computed again, as many as needed."""
+    per_block_recompute: bool = True
+    offloads: tuple[Offload, ...] = ("none", "optimizer", "activations")
+    sequence_parallels: tuple[bool, ...] = (False, True)
+    fused_losses: tuple[bool, ...] = (True,)
+    precisions: tuple[PricedPrecision, ...] = ("bf16",)
+    tensor_schemes: tuple[TensorScheme, ...] = ("1d", "2d", "2.5d", "3d")
+    context_schemes: tuple[ContextScheme, ...] = ("ring", "all_gather", "ulysses")
+    bucket_bytes: tuple[int, ...] = (26_214_400, 104_857_600, 419_430_400)
+    compressions: tuple[str, ...] = ("none",)
+    algorithms: tuple[str, ...] = ("auto",)
+    """`auto` is the cheapest for every size; others are worth a search only where a library lacks it."""
+    orders: tuple[tuple[Axis, ...], ...] | None = None
+    """Of the axes on the hardware.  None: every order that lays some group on other links."""
+
+
+def space_of(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    permit: PermitRecipe | None = None,
+    runnable_only: bool = False,
+) -> Space:
+    """Return everything that can be chosen for a model on a cluster.
+
+    Args:
+        permit: what may be done to the numerics; None: bf16 where there are accelerators, nothing lossy.
+        runnable_only: leave out what the engine has not got yet (`weft.plan.runnability`).
+    """
+    devices, blocks = cluster.num_devices, len(profile.blocks)
+    length = profile.sequence_length
+    whole_batch = not profile.per_sample_loss
+    space = Space(
+        pipelines=tuple(range(1, min(blocks, devices) + 1)),
+        tensors=_tensors(profile, devices),
+        contexts=tuple(c for c in divisors(length) if c <= devices and (c == 1 or length % (2 * c) == 0)),
+        experts=tuple(e for e in divisors(profile.num_experts) if e <= devices) if profile.num_experts else (1,),
+        datas=(1,) if whole_batch else None,
+        microbatch_sizes=(global_batch_size,) if whole_batch else divisors(global_batch_size),
+        precisions=_precisions(cluster, permit),
+        recomputes=("none",) if profile.has_batch_norm else ("none", "selective", "full"),
+        per_block_recompute=not profile.has_batch_norm,
+        sequence_parallels=(False, True) if length > 1 else (False,),
+        fused_losses=(True,) if profile.vocabulary_size else (False,),
+        compressions=("none", *(permit.compression if permit is not None else ())),
+    )
+    return runnable_space(space) if runnable_only else space
+
+
+def runnable_space(space: Space) -> Space:
+    """Return the part of a space that the engine can run today."""
+    return replace(
+        space,
+        contexts=(1,),
+        experts=(1,),
+        offloads=("none",),
+        tensor_schemes=("1d",),
+        context_schemes=("ring",),
+        compressions=("none",),
+        algorithms=("auto",),
+    )
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number above 0, rising."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(low + [number // n for n in reversed(low) if n * n != number])
+
+
+def _tensors(profile: Profile, devices: int) -> tuple[int, ...]:
+    """Sizes of the tensor axis that divide everything it must; 1 alone for a model without a split table."""
+    if not profile.divisible:
+        return (1,)
+    common = math.gcd(*(size for _, size in profile.divisible))
+    return tuple(size for size in divisors(common) if size <= devices)
+
+
+def _precisions(cluster: Cluster, permit: PermitRecipe | None) -> tuple[PricedPrecision, ...]:
+    if permit is not None:
+        return permit.precision
+    return ("bf16",) if cluster.has_accelerators else ("fp32",)
+
+
+def chunk_choices(space: Space, least: int, most: int | None, blocks_per_rank: int) -> Sequence[int]:
+    """Return stages per rank that a schedule and the blocks allow."""
+    highest = blocks_per_rank if most is None else min(most, blocks_per_rank)
+    return [n for n in space.chunks or range(least, highest + 1) if least <= n <= highest]

@@ -1,0 +1,127 @@
+"""Every way to split the devices over the axes and the batch over the data ranks, as columns of numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.search._space import Space
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """Rows of a table: sizes of the axes, and how the batch falls into microbatches."""
+
+    pipeline: Ints
+    tensor: Ints
+    context: Ints
+    expert: Ints
+    data: Ints
+    size: Ints
+    """Samples per microbatch."""
+    microbatches: Ints
+    """Per step, of the data rank that has most."""
+
+    def __len__(self) -> int:
+        return len(self.pipeline)
+
+    @property
+    def world(self) -> Ints:
+        return self.pipeline * self.tensor * self.context * self.data
+
+    def take(self, rows: Ints | Bools) -> Splits:
+        return Splits(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """How many combinations of axis sizes were left out while they were made, and why."""
+
+    devices: int = 0
+    """More ranks than devices."""
+    batch: int = 0
+    """More data ranks or larger microbatches than the batch has samples for."""
+    experts: int = 0
+    """The expert axis does not divide the ranks that it borrows."""
+
+
+def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> tuple[Splits, Dropped]:
+    """Return all splits of at most `devices` devices that keep the global batch exactly."""
+    tensor, context, pipeline = _product(space.tensors, space.contexts, space.pipelines)
+    most = devices // (tensor * context * pipeline)
+    fits = most >= 1
+    tensor, context, pipeline, most = (column[fits] for column in (tensor, context, pipeline, most))
+    sizes = np.array([size for size in space.microbatch_sizes if global_batch_size % size == 0], dtype=np.int64)
+    rows, size = (column.ravel() for column in np.meshgrid(np.arange(len(most)), sizes, indexing="ij"))
+    tensor, context, pipeline, most = (column[rows] for column in (tensor, context, pipeline, most))
+    total = global_batch_size // size
+    row, data = _data_ranks(space, np.minimum(most, total), total, most)
+    kept = (data >= 1) & (data <= total[row])
+    row, data = row[kept], data[kept]
+    splits = Splits(
+        pipeline=pipeline[row],
+        tensor=tensor[row],
+        context=context[row],
+        expert=np.ones(len(row), dtype=np.int64),
+        data=data,
+        size=size[row],
+        microbatches=-(-total[row] // data),
+    )
+    splits, unborrowed = _with_experts(space, splits)
+    return splits, Dropped(devices=int((~fits).sum()), batch=int((~kept).sum()), experts=unborrowed)
+
+
+def _product(*values: tuple[int, ...]) -> list[Ints]:
+    grids = np.meshgrid(*(np.array(each, dtype=np.int64) for each in values), indexing="ij")
+    return [grid.ravel() for grid in grids]
+
+
+def _data_ranks(space: Space, most: Ints, total: Ints, room: Ints) -> tuple[Ints, Ints]:
+    """Return (row, data ranks) for all choices of data ranks of all rows; invalid ones are left for the caller."""
+    rows = np.arange(len(most))
+    if space.datas is not None:
+        row, data = (column.ravel() for column in np.meshgrid(rows, np.array(space.datas), indexing="ij"))
+        return row, np.where(data <= room[row], data, 0)
+    choices = [most]
+    reduced = most
+    while True:
+        busiest = -(-total // np.maximum(reduced, 1))
+        choices += [-(-total // busiest), _largest_divisor_up_to(total, reduced)]
+        if not space.fewer_devices or int(reduced.max(initial=0)) <= 1:
+            break
+        reduced = reduced // 2
+        choices.append(reduced)
+    wide = int(room.max(initial=0)) + 1
+    pairs = np.unique(np.tile(rows, len(choices)) * wide + np.concatenate(choices))
+    row, data = pairs // wide, pairs % wide
+    return row[data >= 1], data[data >= 1]
+
+
+def _largest_divisor_up_to(total: Ints, limit: Ints) -> Ints:
+    """The most data ranks, up to a limit, that get equal shares of the microbatches."""
+    found = np.ones_like(total)
+    for number in np.unique(total):
+        candidates = np.arange(1, int(number**0.5) + 1)
+        small = candidates[number % candidates == 0]
+        all_divisors = np.unique(np.concatenate([small, number // small]))
+        rows = total == number
+        found[rows] = all_divisors[np.searchsorted(all_divisors, np.maximum(limit[rows], 1), side="right") - 1]
+    return found
+
+
+def _with_experts(space: Space, splits: Splits) -> tuple[Splits, int]:
+    """Add the expert axis, which borrows its ranks from data × context."""
+    if space.experts == (1,):
+        return splits, 0
+    experts = np.array(space.experts, dtype=np.int64)
+    row, expert = (column.ravel() for column in np.meshgrid(np.arange(len(splits)), experts, indexing="ij"))
+    room = splits.data[row] * splits.context[row]
+    fits = room % expert == 0
+    taken = splits.take(row[fits])
+    grown = {field.name: getattr(taken, field.name) for field in fields(taken)}
+    return Splits(**{**grown, "expert": expert[fits]}), int((~fits).sum())

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from weft.errors import RecipeError
-from weft.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ModelRecipe, Recipe, ReferenceShape
+from weft.recipe import (
+    ConvNetShape,
+    DecoderShape,
+    EncoderShape,
+    MlpShape,
+    ModelRecipe,
+    Recipe,
+    ReferenceShape,
+    read_hf_config,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +166,7 @@ def _convnet(shape: ConvNetShape) -> ModelFacts:
 
 
 def _hugging_face(model: ModelRecipe, folder: str) -> ModelFacts:
-    config = _read_config(folder)
+    config = read_hf_config(folder)
     kind = str(config.get("model_type", "model"))
     readers = {"gpt2": _gpt2, "bert": _bert, **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama)}
     if kind not in readers:
@@ -168,21 +175,6 @@ def _hugging_face(model: ModelRecipe, folder: str) -> ModelFacts:
         return readers[kind](config, model.sequence_length)
     except KeyError as missing:
         raise RecipeError(f'model.hf = "{folder}": its config.json, of a {kind}, has no {missing.args[0]}.') from None
-
-
-def _read_config(given: str) -> Mapping[str, Any]:
-    path = Path(given).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
-        problem = "Give a local folder that holds config.json, or the file; Weft downloads nothing."
-        raise RecipeError(f'model.hf = "{given}": there is no file {file}. {problem}') from None
-    except ValueError as failure:
-        raise RecipeError(f'model.hf = "{given}": {file} is not JSON ({failure}).') from None
-    if not isinstance(config, dict):
-        raise RecipeError(f'model.hf = "{given}": {file} is not the configuration of a model.')
-    return config
 
 
 def _llama(config: Mapping[str, Any], length: int | None) -> ModelFacts:

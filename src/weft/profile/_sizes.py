@@ -99,7 +99,6 @@ class ModelSizes:
     head_bias: bool = False
 
     def __post_init__(self) -> None:
-        _RULES.types(self)
         _RULES.at_least(self, 1, "num_layers", "hidden_size", "num_heads", "sequence_length", "num_kv_heads")
         _RULES.at_least(self, 1, "head_size", "value_head_size", "top_k", "expert_every")
         _RULES.between(self, 0, 1, "dropout", "attention_dropout")

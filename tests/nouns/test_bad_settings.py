@@ -215,7 +215,9 @@ def test_files_that_cannot_be_read(
         ("ax8xh100", "is neither NODESxDEVICESxKIND nor DEVICESxKIND. Write for example 4x8xh100."),
         ("1x2x3xcpu", "is neither NODESxDEVICESxKIND"),
         ("0xh100", "is neither NODESxDEVICESxKIND"),
-        ("8", "Known are a100, h100, h200, b200, mi300x, cpu; describe others in a cluster file."),
+        ("8", "8 is not in the device table. Known are v100, v100-16gb, a100, "),
+        ("2x8xh100+4x8xa10", "a10 is not in the device table. Did you mean a100?"),
+        ("2x8xh100+", "nothing is not in the device table."),
         ("", "nothing is not in the device table."),
         ("no-such-file.toml", "no-such-file.toml does not exist."),
     ],
@@ -238,6 +240,30 @@ def test_bad_cluster_files() -> None:
         ClusterError, match=re.escape("links[1].devices = 3 must be more than the 3 of the tier before it")
     ):
         parse_cluster(text.format(3) + link.format(3) + link.format(3))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ('topology = "tori"', 'line 13: links[0].topology = "tori" is not one of "switch", "fully_connected", "ring"'),
+        ('topology = "torus"', "links[0].shape = [] is empty: give the axes of the torus, such as [4]."),
+        ('topology = "torus"\nshape = [2, 3]', "line 14: links[0].shape = [2, 3] has 6 units, which do not divide"),
+        ('topology = "torus"\nshape = [4, 0]', "line 14: links[0].shape[1] = 0 is too small: use 1 or more."),
+        ("shape = [4]", 'line 13: links[0].shape = [4] is a setting of topology = "torus" only'),
+        ("oversubscription = 2", 'links[0].oversubscription = 2.0 is a setting of topology = "tree" only'),
+        ("oversubscription = 0.5", "links[0].oversubscription = 0.5 is too small: use 1 or more."),
+        ("alone_bytes_per_second = 0.5", "is less than bandwidth_bytes_per_second = 1: leave it out."),
+        (
+            "measured = [{ kind = 'all_reduce', members = 1, size_bytes = 1, seconds = 1 }]",
+            "measured[0].members = 1 is",
+        ),
+    ],
+)
+def test_bad_links(more: str, message: str) -> None:
+    text = "[[nodes]]\ncores = 4\nmemory_bytes = 9\n[nodes.devices]\nkind = 'cpu'\ncount = 4\nmemory_bytes = 9\n"
+    text += "[[links]]\nname = 'a'\ndevices = 4\nlatency_seconds = 0\nbandwidth_bytes_per_second = 1\n"
+    with pytest.raises(ClusterError, match=re.escape(message)):
+        parse_cluster(text + more + "\n")
 
 
 def test_python_is_checked_as_strictly_as_files() -> None:

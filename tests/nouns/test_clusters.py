@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import replace
 
-from weft.cluster import DEVICES, Cluster, Devices, Node, parse_cluster_spec
+import pytest
+
+from weft.cluster import (
+    ALIASES,
+    DEVICES,
+    Cluster,
+    CollectiveTime,
+    Devices,
+    Node,
+    Topology,
+    dump_cluster,
+    find_kind,
+    named_cluster,
+    parse_cluster,
+    parse_cluster_spec,
+)
 from weft.cluster import _detect as detection
 
 
@@ -63,3 +80,95 @@ def test_mixed_devices_are_predictable_but_not_runnable() -> None:
     assert mixed.is_predictable
     assert not mixed.is_runnable
     assert mixed.digest != Cluster(nodes=(gpu, cpu), links=links).digest
+
+
+def test_every_part_says_where_its_figures_come_from() -> None:
+    for kind, part in DEVICES.items():
+        assert part.source
+        assert find_kind(kind.replace("h100-96gb", "h100 hbm2e")) == kind
+        for precision, best in part.measured_teraflops.items():
+            assert best < part.teraflops[precision], f"{kind} cannot measure more than its peak"
+        devices = parse_cluster_spec(f"2x8x{kind}").nodes[0].devices
+        assert devices.peak_flops == {precision: peak * 1e12 for precision, peak in part.teraflops.items()}
+    assert set(ALIASES.values()) <= set(DEVICES)
+    assert not set(ALIASES) & set(DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("label", "kind"),
+    [
+        ("A100-80GB-SXM", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("H100-96GB-HBM2e (500W, 2.4TB/s)", "h100-96gb"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("GB200-NVL72", "gb200"),
+        ("NVIDIA TITAN RTX", "titan-rtx"),
+        ("TPU-v4", "tpu-v4"),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_names_of_devices(label: str, kind: str | None) -> None:
+    assert find_kind(label) == kind
+
+
+def test_a_rack_of_72_is_one_tier() -> None:
+    assert [tier.devices for tier in parse_cluster_spec("1389x72xgb200").links] == [72, 1389 * 72]
+    assert [tier.devices for tier in parse_cluster_spec("18x4xgb200").links] == [72]
+    assert [tier.devices for tier in parse_cluster_spec("40x4xgb200").links] == [72, 160]
+    assert [tier.devices for tier in parse_cluster_spec("16x4xh100").links] == [4, 64]
+    pod = parse_cluster_spec("16x4xtpu-v5p").links
+    assert [(tier.topology, tier.shape) for tier in pod] == [("torus", (4, 4, 4))]
+    for count in (7, 12, 24, 96, 1000):
+        for axes in (2, 3):
+            kind = "tpu-v5e" if axes == 2 else "tpu-v5p"
+            tier = parse_cluster_spec(f"{count}x{kind}").links[0]
+            assert math.prod(tier.shape) == count
+            assert len(tier.shape) == axes
+
+
+def test_unlike_and_part_failed_nodes() -> None:
+    mixed = parse_cluster_spec("2x8xh100+4x8xa100")
+    assert mixed.kinds == ("h100", "a100")
+    assert mixed.num_devices == 48
+    assert mixed.device_memory_bytes == 80 * 10**9
+    assert [tier.bandwidth_bytes_per_second for tier in mixed.links] == [300e9, 25e9]
+    assert not mixed.links[0].in_network
+    failed = parse_cluster_spec("7x8xh100+1x6xh100")
+    assert (failed.num_nodes, failed.num_devices) == (8, 62)
+    assert [node.name for node in failed.nodes] == ["h100-1", "h100-2"]
+    assert [tier.devices for tier in failed.links] == [8, 62]
+    assert parse_cluster(dump_cluster(mixed)) == mixed
+
+
+def test_what_is_known_better_than_the_table() -> None:
+    p3 = named_cluster("v100-16gb", 4, 8, memory_bytes=16 << 30, network_bytes_per_second=25e9 / 8)
+    network = p3.links[1]
+    assert network.bandwidth_bytes_per_second == 25e9 / 64
+    assert network.alone_bytes_per_second == 25e9 / 8  # the node's one card
+    dgx = named_cluster("a100", 4, 8, network_bytes_per_second=200e9)
+    assert dgx.links == parse_cluster_spec("4x8xa100").links
+    assert named_cluster("h100-sxm", 1, 8, scale_up_bytes_per_second=1e11).links[0].bandwidth_bytes_per_second == 1e11
+
+
+@pytest.mark.parametrize("topology", ["fully_connected", "ring", "double_ring", "tree", "torus", "rails"])
+def test_topologies_are_read_back_equal(topology: Topology) -> None:
+    cluster = parse_cluster_spec("4x8xh100")
+    shape, ratio = ((4,), 1.0) if topology == "torus" else ((), 7.0 if topology == "tree" else 1.0)
+    times = tuple(CollectiveTime(kind="broadcast", members=4, size_bytes=1 << k, seconds=0.5**k) for k in range(3))
+    outer = replace(cluster.links[1], topology=topology, shape=shape, oversubscription=ratio, measured=times)
+    changed = replace(cluster, links=(cluster.links[0], outer))
+    assert parse_cluster(dump_cluster(changed)) == changed
+    assert parse_cluster(dump_cluster(changed, everything=True)) == changed
+    assert changed.digest != cluster.digest
+
+
+def test_the_price_of_a_cluster_is_that_of_its_devices() -> None:
+    cluster = parse_cluster_spec("2x8xh100")
+    assert cluster.price_per_hour is None
+    node = replace(cluster.nodes[0], devices=replace(cluster.nodes[0].devices, price_per_hour=2.5))
+    priced = replace(cluster, nodes=(node,))
+    assert priced.price_per_hour == 40.0
+    assert parse_cluster(dump_cluster(priced)) == priced

@@ -6,7 +6,8 @@ import hashlib
 from dataclasses import dataclass
 
 from weft.cluster._detect import detect_machine
-from weft.cluster._parts import LinkTier, Node
+from weft.cluster._links import LinkTier
+from weft.cluster._parts import Node
 from weft.document import Rules, dump
 from weft.errors import ClusterError
 
@@ -56,6 +57,15 @@ class Cluster:
     def device_memory_bytes(self) -> int:
         """Of the smallest device."""
         return min(node.devices.memory_bytes for node in self.nodes)
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Of all devices together; None where the price of some is unknown."""
+        prices = [node.devices.price_per_hour for node in self.nodes]
+        counts = [node.count * node.devices.count for node in self.nodes]
+        if any(price is None for price in prices):
+            return None
+        return sum(count * (price or 0.0) for count, price in zip(counts, prices, strict=True))
 
     @property
     def kinds(self) -> tuple[str, ...]:

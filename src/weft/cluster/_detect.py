@@ -10,8 +10,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.cluster._devices import DEVICES, table_devices, table_links
-from weft.cluster._parts import Devices, LinkTier, Node
+from weft.cluster._devices import find_kind, table_devices, table_links
+from weft.cluster._links import LinkTier
+from weft.cluster._parts import Devices, Node
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
@@ -19,6 +20,8 @@ _UNLIMITED = 1 << 60
 
 # fp32 operations per cycle and core: two fused multiply-adds on vectors of 16, 8 and 4.
 _FLOPS_PER_CYCLE = (("avx512f", 64), ("fma", 32), ("asimd", 16))
+# bf16: matrix tiles of 16 × 16 × 32 in 16 cycles; dot products of pairs on vectors of 16 and 4.
+_BF16_PER_CYCLE = (("amx_bf16", 1024), ("avx512_bf16", 128), ("bf16", 32))
 
 
 def detect_machine() -> tuple[Node, tuple[LinkTier, ...]]:
@@ -93,6 +96,9 @@ def _core_devices(cores: int, memory: int) -> Devices:
         return devices
     single = float(frequency.group(1)) * 1e6 * per_cycle
     peaks = {"fp64": single / 2, "fp32": single}
+    half = next((float(frequency.group(1)) * 1e6 * flops for flag, flops in _BF16_PER_CYCLE if flag in flags), None)
+    if half is not None:
+        peaks["bf16"] = half
     return Devices(kind="cpu", count=cores, memory_bytes=devices.memory_bytes, peak_flops=peaks)
 
 
@@ -121,8 +127,8 @@ def read_accelerators(listing: str, visible: str | None) -> Devices | None:
     if not found:
         return None
     name, mebibytes = min(found, key=lambda row: row[1])
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    kind = next((known for known in DEVICES if known in words), None)
+    kind = find_kind(name)
     if kind is not None:
         return table_devices(kind, len(found), mebibytes << 20)
-    return Devices(kind="_".join(words), count=len(found), memory_bytes=mebibytes << 20)
+    unknown = "_".join(re.findall(r"[a-z0-9]+", name.lower()))
+    return Devices(kind=unknown, count=len(found), memory_bytes=mebibytes << 20)

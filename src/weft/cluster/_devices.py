@@ -1,74 +1,16 @@
-"""Peaks of devices, from their makers' tables.  Peaks are dense: without structured sparsity."""
+"""Devices, nodes and links as the device table knows them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import re
 
-from weft.cluster._parts import Devices, LinkTier
+from weft.cluster._links import LinkTier
+from weft.cluster._parts import Devices, Node
+from weft.cluster._table import DEVICES
 
 _TERA = 1e12
 _GIGA = 1e9
-
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceKind:
-    """What a maker says of one part, and of the usual node around it."""
-
-    memory_gigabytes: int
-    """As sold: 10⁹ bytes.  The driver shows a little more."""
-    memory_gigabytes_per_second: float
-    teraflops: Mapping[str, float]
-    scale_up_gigabytes_per_second: float
-    """One way, of one device, inside its node."""
-    scale_out_gigabytes_per_second: float
-    """One way, of one device's share of the node's network cards."""
-    source: str
-
-
-DEVICES: Mapping[str, DeviceKind] = {
-    "a100": DeviceKind(
-        memory_gigabytes=80,
-        memory_gigabytes_per_second=2039,
-        teraflops={"fp64": 9.7, "fp32": 19.5, "bf16": 312, "fp16": 312},
-        scale_up_gigabytes_per_second=300,
-        scale_out_gigabytes_per_second=25,
-        source="NVIDIA A100 80GB SXM datasheet; DGX A100: 8 × 200 Gb/s",
-    ),
-    "h100": DeviceKind(
-        memory_gigabytes=80,
-        memory_gigabytes_per_second=3350,
-        teraflops={"fp64": 34, "fp32": 67, "bf16": 989, "fp16": 989, "fp8": 1979},
-        scale_up_gigabytes_per_second=450,
-        scale_out_gigabytes_per_second=50,
-        source="NVIDIA H100 SXM datasheet (its figures with sparsity halved); DGX H100: 8 × 400 Gb/s",
-    ),
-    "h200": DeviceKind(
-        memory_gigabytes=141,
-        memory_gigabytes_per_second=4800,
-        teraflops={"fp64": 34, "fp32": 67, "bf16": 989, "fp16": 989, "fp8": 1979},
-        scale_up_gigabytes_per_second=450,
-        scale_out_gigabytes_per_second=50,
-        source="NVIDIA H200 SXM datasheet (its figures with sparsity halved); DGX H200: 8 × 400 Gb/s",
-    ),
-    "b200": DeviceKind(
-        memory_gigabytes=180,
-        memory_gigabytes_per_second=8000,
-        teraflops={"fp64": 37, "fp32": 75, "bf16": 2250, "fp16": 2250, "fp8": 4500},
-        scale_up_gigabytes_per_second=900,
-        scale_out_gigabytes_per_second=50,
-        source="NVIDIA HGX B200 datasheet, an eighth of the board; DGX B200: 8 × 400 Gb/s",
-    ),
-    "mi300x": DeviceKind(
-        memory_gigabytes=192,
-        memory_gigabytes_per_second=5300,
-        teraflops={"fp64": 81.7, "fp32": 163.4, "bf16": 1307, "fp16": 1307, "fp8": 2610},
-        scale_up_gigabytes_per_second=448,
-        scale_out_gigabytes_per_second=50,
-        source="AMD Instinct MI300X datasheet; usual nodes of 8 with 8 × 400 Gb/s",
-    ),
-}
 
 HOST_CORES_PER_DEVICE = 16
 HOST_GIGABYTES_PER_DEVICE = 256
@@ -77,6 +19,19 @@ HOST_GIGABYTES_PER_DEVICE = 256
 CPU_CORE_GIGABYTES = 4
 CPU_CORE_TERAFLOPS = {"fp64": 0.04, "fp32": 0.08}
 """A server core with AVX2 at 2.5 GHz: 2.5e9 × 32 fp32 operations per cycle."""
+
+# Read off the collectives of vTrain's A100 tables: 40 µs to start any of them, 2.7 µs per hop of a ring.
+_START_SECONDS = 4e-5
+_SCALE_UP_LATENCY_SECONDS = 2.7e-6
+# A hop between nodes over RDMA: NCCL's tuning table has 2.7 to 14 µs, by protocol.
+_NETWORK_LATENCY_SECONDS = 1.4e-5
+
+
+def find_kind(label: str) -> str | None:
+    """Return the kind in the table that a driver's or a paper's name for a device means, such as `A100-SXM4-40GB`."""
+    words = set(re.findall(r"[a-z0-9]+", label.lower()))
+    fitting = [kind for kind, part in DEVICES.items() if words.issuperset(part.words)]
+    return max(fitting, key=lambda kind: len(DEVICES[kind].words), default=None)
 
 
 def table_devices(kind: str, count: int, memory_bytes: int | None = None) -> Devices:
@@ -92,42 +47,103 @@ def table_devices(kind: str, count: int, memory_bytes: int | None = None) -> Dev
         memory_bytes=int(part.memory_gigabytes * _GIGA) if memory_bytes is None else memory_bytes,
         peak_flops={precision: teraflops * _TERA for precision, teraflops in part.teraflops.items()},
         memory_bandwidth_bytes_per_second=part.memory_gigabytes_per_second * _GIGA,
+        measured_flops={precision: teraflops * _TERA for precision, teraflops in part.measured_teraflops.items()},
     )
 
 
-def table_links(kind: str, nodes: int, devices: int) -> tuple[LinkTier, ...]:
-    """Return the usual tiers: inside a node, and between nodes.  Parts outside the table get a PCIe guess."""
-    inside, between, latency = _speeds(kind)
+def table_node(kind: str, nodes: int, devices: int, *, name: str = "node", memory_bytes: int | None = None) -> Node:
+    """Return `nodes` nodes that are known by their devices."""
+    held = table_devices(kind, devices, memory_bytes)
+    if kind == "cpu":
+        return Node(name=name, count=nodes, cores=devices, memory_bytes=devices * held.memory_bytes, devices=held)
+    memory = int(devices * HOST_GIGABYTES_PER_DEVICE * _GIGA)
+    return Node(name=name, count=nodes, cores=devices * HOST_CORES_PER_DEVICE, memory_bytes=memory, devices=held)
+
+
+def table_links(
+    kind: str,
+    nodes: int,
+    devices: int,
+    *,
+    scale_up_bytes_per_second: float | None = None,
+    network_bytes_per_second: float | None = None,
+) -> tuple[LinkTier, ...]:
+    """Return the usual tiers: inside a scale-up domain, and between domains.  Parts outside the table get a PCIe guess.
+
+    Args:
+        scale_up_bytes_per_second: one way, of one device, instead of the table's.
+        network_bytes_per_second: one way, of all cards of one node, instead of the table's.
+    """
+    total = nodes * devices
+    joined = min(total, max(devices, _domain(kind, devices)))
     tiers: list[LinkTier] = []
-    if devices > 1:
-        tiers.append(
-            LinkTier(
-                name="memory" if kind == "cpu" else "scale_up",
-                devices=devices,
-                latency_seconds=latency,
-                bandwidth_bytes_per_second=inside,
-                spread=0.5 if kind not in DEVICES else 0.3,
-            )
-        )
-    if nodes > 1:
-        tiers.append(
-            LinkTier(
-                name="network",
-                devices=nodes * devices,
-                latency_seconds=2e-5,
-                bandwidth_bytes_per_second=between,
-                spread=0.3,
-            )
-        )
+    if joined > 1:
+        tiers.append(_scale_up(kind, joined, scale_up_bytes_per_second))
+    if total > joined:
+        tiers.append(_network(kind, total, devices, network_bytes_per_second))
     return tuple(tiers)
 
 
-def _speeds(kind: str) -> tuple[float, float, float]:
-    """Bytes per second inside a node and between nodes, and seconds of latency inside a node."""
-    if kind == "cpu":
-        # Ranks on one host speak through its memory, those on several through 10 Gb/s; guesses until measured.
-        return 2 * _GIGA, 1.25 * _GIGA, 5e-5
+def _domain(kind: str, devices: int) -> int:
+    """Devices of one scale-up domain, whole nodes."""
+    domain = DEVICES[kind].scale_up_domain if kind in DEVICES else 1
+    return domain // devices * devices
+
+
+def _scale_up(kind: str, joined: int, bytes_per_second: float | None) -> LinkTier:
     part = DEVICES.get(kind)
     if part is None:
-        return 16 * _GIGA, 12.5 * _GIGA, 1e-5
-    return part.scale_up_gigabytes_per_second * _GIGA, part.scale_out_gigabytes_per_second * _GIGA, 5e-6
+        # Ranks on one host speak through its memory; unknown accelerators through PCIe.  Guesses until measured.
+        name, speed, latency = ("memory", 2.0, 5e-5) if kind == "cpu" else ("scale_up", 16.0, 1e-5)
+        return LinkTier(
+            name=name,
+            devices=joined,
+            latency_seconds=latency,
+            bandwidth_bytes_per_second=bytes_per_second or speed * _GIGA,
+            spread=0.5,
+        )
+    is_torus = part.scale_up == "torus"
+    return LinkTier(
+        name="scale_up",
+        devices=joined,
+        latency_seconds=_SCALE_UP_LATENCY_SECONDS,
+        bandwidth_bytes_per_second=bytes_per_second or part.scale_up_gigabytes_per_second * _GIGA,
+        spread=0.3,
+        topology=part.scale_up,
+        shape=torus_shape(joined, part.torus_axes) if is_torus else (),
+        in_network=part.in_network,
+        start_seconds=_START_SECONDS,
+    )
+
+
+def _network(kind: str, total: int, devices: int, bytes_per_second: float | None) -> LinkTier:
+    part = DEVICES.get(kind)
+    if part is None:
+        speed, latency, start = (1.25, 2e-5, 0.0) if kind == "cpu" else (12.5, 2e-5, _START_SECONDS)
+    else:
+        speed, latency, start = part.scale_out_gigabytes_per_second, _NETWORK_LATENCY_SECONDS, _START_SECONDS
+    usual = speed * _GIGA
+    of_node = usual * devices if bytes_per_second is None else bytes_per_second
+    # Where devices share cards, one of them alone has a whole card, or all that the node has.
+    alone = min(of_node, usual)
+    return LinkTier(
+        name="network",
+        devices=total,
+        latency_seconds=latency,
+        bandwidth_bytes_per_second=of_node / devices,
+        alone_bytes_per_second=alone if alone > of_node / devices else None,
+        spread=0.3,
+        start_seconds=start,
+    )
+
+
+def torus_shape(devices: int, axes: int) -> tuple[int, ...]:
+    """Return `axes` sizes as equal as they can be, largest first, with product `devices`."""
+    shape: list[int] = []
+    rest = devices
+    for left in range(axes, 0, -1):
+        root = round(rest ** (1 / left))
+        size = max((d for d in range(1, root + 1) if rest % d == 0), default=1) if left > 1 else rest
+        shape.append(size)
+        rest //= size
+    return tuple(sorted(shape, reverse=True)) if math.prod(shape) == devices else (devices,)

@@ -1,4 +1,4 @@
-"""What a cluster is made of: nodes, their devices, and the links between them."""
+"""What a cluster is made of: nodes and their devices."""
 
 from __future__ import annotations
 
@@ -25,14 +25,19 @@ class Devices:
     """Precision → dense floating-point operations per second of one device."""
     memory_bandwidth_bytes_per_second: float | None = None
     """Of one device to its own memory."""
+    measured_flops: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    """Precision → floating-point operations per second of the best matrix product measured on one device."""
+    price_per_hour: float | None = None
+    """Of one device, in any currency; None: unknown, and plans cannot be ranked by cost."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
         _RULES.at_least(self, 1, "count", "memory_bytes")
-        _RULES.above_zero(self, "memory_bandwidth_bytes_per_second")
-        for precision, flops in self.peak_flops.items():
-            if not flops > 0:
-                raise _RULES.refuse(self, "peak_flops", "must be above 0.", precision)
+        _RULES.above_zero(self, "memory_bandwidth_bytes_per_second", "price_per_hour")
+        for name in ("peak_flops", "measured_flops"):
+            for precision, flops in getattr(self, name).items():
+                if not flops > 0:
+                    raise _RULES.refuse(self, name, "must be above 0.", precision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,25 +56,3 @@ class Node:
     def __post_init__(self) -> None:
         _RULES.types(self)
         _RULES.at_least(self, 1, "count", "cores", "memory_bytes")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTier:
-    """One level of the network: how groups of `devices` devices, packed densely, reach one another."""
-
-    name: str
-    devices: int
-    """Largest number of devices that this level joins: 8 for the links inside a node of 8."""
-    latency_seconds: float
-    """From one device to another, for an empty message."""
-    bandwidth_bytes_per_second: float
-    """One way, of one device, while all its neighbours send too."""
-    spread: float = 0.0
-    """Share by which the bandwidth is uncertain: 0.2 is plus or minus a fifth."""
-
-    def __post_init__(self) -> None:
-        _RULES.types(self)
-        _RULES.at_least(self, 2, "devices")
-        _RULES.at_least(self, 0, "latency_seconds")
-        _RULES.above_zero(self, "bandwidth_bytes_per_second")
-        _RULES.between(self, 0, 1, "spread")

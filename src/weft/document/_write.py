@@ -115,12 +115,14 @@ def _comment(text: str) -> list[str]:
 
 
 def _needs_tables(value: Any) -> bool:
-    """Whether a list of dataclasses is too deep for inline tables, which must stand on one line."""
+    """Whether a list of dataclasses is too deep or too long for inline tables, which must stand on one line."""
     if not isinstance(value, tuple) or not value or not dataclasses.is_dataclass(value[0]):
         return False
     items = typing.cast("tuple[Any, ...]", value)
     nested = (getattr(item, field.name) for item in items for field in dataclasses.fields(item))
-    return any(dataclasses.is_dataclass(part) or isinstance(part, Mapping) for part in nested)
+    if any(dataclasses.is_dataclass(part) or isinstance(part, Mapping) for part in nested):
+        return True
+    return any(len(spell(to_table(item))) > _WIDTH for item in items)
 
 
 def _spell_value(value: Any, name: str) -> str:

@@ -1,7 +1,14 @@
 """Price: the time and the memory of a step under a layout, without torch and without devices."""
 
+from weft.price._calibration import DATASHEET as DATASHEET
+from weft.price._calibration import FITTED as FITTED
+from weft.price._calibration import Calibration as Calibration
+from weft.price._check_layout import check_layout as check_layout
 from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision
+from weft.price._predict import Pricer as Pricer
+from weft.price._predict import model_flops as model_flops
+from weft.price._predict import predict as predict
 from weft.price._prediction import MemoryKinds as MemoryKinds
 from weft.price._prediction import Prediction as Prediction
 from weft.price._prediction import Span as Span
@@ -10,3 +17,8 @@ from weft.price._prediction import TimeTerms as TimeTerms
 from weft.price._stack import STACKS as STACKS
 from weft.price._stack import WEFT as WEFT
 from weft.price._stack import Stack as Stack
+from weft.price._stages import BlockCost as BlockCost
+from weft.price._stages import PassCost as PassCost
+from weft.price._timeline import StageTimes as StageTimes
+from weft.price._timeline import Timelines as Timelines
+from weft.price._timeline import closed_form as closed_form

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weft.price._habits import HABITS, MemoryHabits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
@@ -13,11 +15,14 @@ class Stack:
     name: str
     year: int
     slowdown: float = 1.0
-    """Measured over predicted compute time, fitted; 1 where no measurement was published."""
+    """Measured over predicted step time, fitted; 1 where no measurement was published."""
     spread: float = 0.15
     """Standard deviation of log(measured / predicted) left after the fit: the prior's where there was none."""
     flash_attention: bool = True
     """Whether attention never writes its scores to memory."""
+    attention_speed: float = 1.0
+    """Of its fused attention over the best that was published for the device: FlashAttention's first release ran at
+    about half the speed of the second (arXiv 2307.08691), the second on an H100 at about two thirds of the third."""
     fused_elementwise: bool = True
     """Whether norms, activations and dropouts run as one kernel each."""
     overlap_gradients: bool = True
@@ -25,9 +30,15 @@ class Stack:
     """Of ZeRO-3 gathers, and of the distributed optimizer's."""
     overlap_tensor: bool = False
     """Whether tensor-parallel collectives run beside the matrix products."""
+    overlap_expert: bool = False
+    """Whether tokens travel to experts beside the computation of another microbatch."""
     overlap_pipeline: bool = True
     counts_causal_half: bool = True
     """Whether its attention kernel skips masked scores."""
+    host_seconds: float | None = None
+    """In which its host issues one kernel; None: the calibration's.  Graph capture brings it near 0."""
+    memory: MemoryHabits = HABITS["weft"]
+    """What it keeps in memory."""
 
 
 WEFT = Stack(name="weft", year=2026)

@@ -1,0 +1,106 @@
+"""Whether a layout exists for a model on a cluster: every problem with its numbers and the computed change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.cluster import Cluster
+from weft.plan import AXES, chunk_limits
+from weft.price._layout import Layout
+from weft.profile import Profile
+
+_PADDED = ("vocabulary_size",)
+"""Sizes that need not divide: vocabularies are padded, and pricing the padding would change less than a thousandth."""
+_REPLICATED = ("num_kv_heads",)
+"""Sizes of which ranks may hold copies when there are fewer than ranks."""
+
+
+def check_layout(profile: Profile, cluster: Cluster, layout: Layout) -> list[str]:
+    """Return what stands against a layout, one message per problem; an empty list when it can be priced."""
+    return [
+        *_check_sizes(layout),
+        *_check_world(cluster, layout),
+        *_check_tensor(profile, layout),
+        *_check_pipeline(profile, layout),
+        *_check_rest(profile, layout),
+    ]
+
+
+def _check_sizes(layout: Layout) -> Iterator[str]:
+    for name in (*AXES, "chunks", "microbatch_size", "microbatches"):
+        if getattr(layout, name) < 1:
+            yield f"{name} = {getattr(layout, name)} is too small. Use 1 or more."
+    if sorted(layout.order) != sorted(AXES):
+        yield f"order = {list(layout.order)} must name each of {', '.join(AXES)} once."
+
+
+def _check_world(cluster: Cluster, layout: Layout) -> Iterator[str]:
+    world, devices = layout.world_size, cluster.num_devices
+    if cluster.has_accelerators and world > devices:
+        rest = max(1, world // layout.data)
+        fix = f"Use data = {devices // rest}" if devices >= rest else f"Use at least {rest} devices"
+        yield f"world = {world} is more than the cluster's {devices} devices. {fix}."
+
+
+def _check_tensor(profile: Profile, layout: Layout) -> Iterator[str]:
+    tensor = layout.tensor
+    if tensor > 1 and not profile.divisible:
+        yield f"tensor = {tensor}: nothing is known of how to split a {profile.name}. Use tensor = 1."
+    wrong = {
+        name: size
+        for name, size in profile.divisible
+        if name not in _PADDED and size % tensor and not (name in _REPLICATED and tensor % size == 0)
+    }
+    if wrong:
+        sizes = [size for name, size in profile.divisible if name not in (*_PADDED, *_REPLICATED)]
+        fits = [ranks for ranks in range(1, tensor + 1) if not any(size % ranks for size in sizes)]
+        listed = ", ".join(f"{name} = {size}" for name, size in wrong.items())
+        yield f"tensor = {tensor} does not divide {listed}. Use {fits[-1]}."
+    side = round(tensor ** (1 / 3)) if layout.tensor_scheme == "3d" else round(tensor**0.5)
+    power = {"2d": 2, "3d": 3}.get(layout.tensor_scheme)
+    if power is not None and side**power != tensor:
+        yield f'tensor = {tensor} makes no {layout.tensor_scheme} grid. Use {max(side, 1) ** power}, or scheme "1d".'
+
+
+def _check_pipeline(profile: Profile, layout: Layout) -> Iterator[str]:
+    blocks, stages = len(profile.blocks), layout.num_stages
+    if layout.pipeline == 1:
+        if layout.chunks > 1:
+            yield f"chunks = {layout.chunks} needs a pipeline. Use chunks = 1, or pipeline = 2 or more."
+        return
+    least, most = chunk_limits(layout.schedule)
+    if layout.chunks < least or (most is not None and layout.chunks > most):
+        yield f'chunks = {layout.chunks} does not fit schedule = "{layout.schedule}". Use chunks = {least}.'
+    if layout.cuts is None:
+        if stages > blocks:
+            yield (
+                f"pipeline = {layout.pipeline} × chunks = {layout.chunks} makes {stages} stages of {blocks} blocks. "
+                f"Use {blocks // layout.chunks or 1} or fewer ranks."
+            )
+        return
+    if len(layout.cuts) != stages - 1:
+        yield f"cuts has {len(layout.cuts)} places, and {stages} stages have {stages - 1}. Leave it out to cut by cost."
+    elif list(layout.cuts) != sorted(layout.cuts) or layout.cuts[0] < 0 or layout.cuts[-1] > blocks:
+        yield f"cuts = {list(layout.cuts)} must rise, within 0 and {blocks}. Leave it out to cut by cost."
+
+
+def _check_rest(profile: Profile, layout: Layout) -> Iterator[str]:
+    ranks = layout.data * layout.context
+    if layout.expert > 1 and not profile.num_experts:
+        yield f"expert = {layout.expert}: a {profile.name} has no experts. Use expert = 1."
+    elif layout.expert > 1 and profile.num_experts % layout.expert:
+        fits = max(size for size in range(1, layout.expert) if profile.num_experts % size == 0)
+        yield f"expert = {layout.expert} does not divide {profile.num_experts} experts. Use {fits}."
+    elif ranks % layout.expert and (ranks * layout.tensor) % layout.expert:
+        fits = max(size for size in range(1, layout.expert) if ranks % size == 0 and profile.num_experts % size == 0)
+        yield (
+            f"expert = {layout.expert} does not divide the replicate × shard × context = {ranks} ranks that it borrows "
+            f"from. Use {fits}."
+        )
+    if layout.context > 1 and profile.sequence_length % layout.context:
+        fits = max(size for size in range(1, layout.context) if profile.sequence_length % size == 0)
+        yield f"context = {layout.context} does not divide sequence_length = {profile.sequence_length}. Use {fits}."
+    if layout.context > 1 and profile.sequence_length == 1:
+        yield f"context = {layout.context}: samples of a {profile.name} are no sequences. Use context = 1."
+    if isinstance(layout.recompute, tuple) and len(layout.recompute) != len(profile.blocks):
+        yield f"recompute has {len(layout.recompute)} words for {len(profile.blocks)} blocks. Give one word for all."

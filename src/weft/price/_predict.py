@@ -1,0 +1,313 @@
+"""The step of a layout: stages, schedule, update, and what makes up the time."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from weft.cluster import Cluster, Devices
+from weft.errors import PlanError
+from weft.plan import stage_ranks
+from weft.price._calibration import DATASHEET, Calibration
+from weft.price._check_layout import check_layout
+from weft.price._compute import Device, Share, local_shape
+from weft.price._layout import Layout
+from weft.price._links import Group, GroupName, collective_seconds, groups_of
+from weft.price._prediction import Prediction, Span, TimeTerms
+from weft.price._stack import WEFT, Stack
+from weft.price._stages import BlockCost, BlockCosts, CostKey, key_of
+from weft.price._timeline import StageTimes, Step, Timelines, closed_form
+from weft.price._update import RankLoad, Update, element_bytes, gathers_of, update_of
+from weft.price._whole import Stages, Whole, whole_of
+from weft.profile import Block, Profile
+
+_KINDS = {"F": "forward", "B": "backward", "I": "input_backward", "W": "weight_backward"}
+
+
+class _Case(NamedTuple):
+    """A layout with what its price is made of."""
+
+    layout: Layout
+    groups: dict[GroupName, Group]
+    device: Device
+    whole: Whole
+    stages: Stages
+    times: StageTimes
+    gathering: float
+    """Exposed seconds of ZeRO-3's collectives of one microbatch, all stages."""
+    unloading: float
+    """The same, of activations on their way to host memory and back."""
+
+
+class Pricer:
+    """Prices layouts of one model on one cluster; keeps every part that several layouts share."""
+
+    def __init__(
+        self, profile: Profile, cluster: Cluster, stack: Stack = WEFT, calibration: Calibration = DATASHEET
+    ) -> None:
+        self.profile, self.cluster, self.stack, self.calibration = profile, cluster, stack, calibration
+        self._timelines = Timelines()
+        self._groups: dict[tuple[object, ...], dict[GroupName, Group]] = {}
+        self._collectives: dict[tuple[str, float, Group], float] = {}
+        self._devices: dict[float, tuple[Device, BlockCosts]] = {}
+        self._wholes: dict[tuple[object, ...], Whole] = {}
+        self._sample_flops = model_flops(profile)
+
+    # ── parts, for bounds and reports ─────────────────────────────────────────────────────────────────────────────
+
+    def groups(self, layout: Layout) -> dict[GroupName, Group]:
+        """Return the groups of ranks of every axis and the links that they cross."""
+        key = (
+            layout.order, layout.pipeline, layout.replicate, layout.shard, layout.context, layout.tensor, layout.expert
+        )  # fmt: skip
+        if key not in self._groups:
+            self._groups[key] = groups_of(self.cluster, layout)
+        return self._groups[key]
+
+    def seconds(self, kind: str, size_bytes: float, group: Group) -> float:
+        """Return the seconds of a collective inside training."""
+        if group.size < 2:
+            return 0.0
+        key = (kind, size_bytes, group)
+        if key not in self._collectives:
+            self._collectives[key] = collective_seconds(self.cluster, self.calibration, kind, size_bytes, group)  # pyright: ignore[reportArgumentType]
+        return self._collectives[key]
+
+    def device(self, layout: Layout) -> Device:
+        """Return what one rank computes on."""
+        return self._machine(layout)[0]
+
+    def block_cost(self, block: Block, layout: Layout) -> BlockCost:
+        """Return what one microbatch costs in a block on one rank."""
+        return self._machine(layout)[1].cost(block, self._key(layout))
+
+    def whole(self, layout: Layout) -> Whole:
+        """Return the costs of all blocks: a microbatch's sums, and stages for any cuts."""
+        key = (self._key(layout), layout.recompute, layout.adapters_only, self._threads(layout))
+        if key not in self._wholes:
+            self._wholes[key] = whole_of(self.profile, layout, lambda block: self.block_cost(block, layout))
+        return self._wholes[key]
+
+    # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def predict(self, layout: Layout, *, exact: bool = False, spans: bool = False) -> Prediction:
+        """Return time and memory of a step.
+
+        `exact` plays the schedule instead of using its closed form; `spans` does so too and returns what it saw.
+
+        Raises:
+            PlanError: the layout does not fit the model or the cluster; the message has the change to make.
+        """
+        problems = check_layout(self.profile, self.cluster, layout)
+        if problems:
+            raise PlanError("\n".join(problems))
+        case = self._case(layout)
+        time = self.time(layout, exact=exact or spans, case=case)
+        return Prediction(
+            time=time,
+            spread=self.stack.spread,
+            stages=(),
+            usable_bytes=self.cluster.device_memory_bytes,
+            model_flops=self._sample_flops * layout.microbatch_size * layout.microbatches * layout.data,
+            spans=self._spans(case) if spans else (),
+        )
+
+    def time(self, layout: Layout, *, exact: bool = False, case: _Case | None = None) -> TimeTerms:
+        """Return the seconds of a step by cause.  The layout must fit (`check_layout`)."""
+        case = case or self._case(layout)
+        step, without_transfers = self._pipeline(case, exact=exact)
+        update = self._update(case, step)
+        return self._terms(case, step.seconds, without_transfers, update)
+
+    def _case(self, layout: Layout) -> _Case:
+        groups, device = self.groups(layout), self.device(layout)
+        whole = self.whole(layout)
+        stages = whole.stages(whole.cuts(layout))
+        forward, inputs, gathering = self._gathered(layout, stages, groups)
+        unloading = 0.0
+        if layout.offload == "activations":
+            moved = [size / self.calibration.host_link_bytes_per_second for size in stages.kept_bytes]
+            out = [max(0.0, time - beside) for time, beside in zip(moved, stages.forward, strict=True)]
+            back = [max(0.0, time - beside) for time, beside in zip(moved, stages.input, strict=True)]
+            forward = [one + more for one, more in zip(forward, out, strict=True)]
+            inputs = [one + more for one, more in zip(inputs, back, strict=True)]
+            unloading = sum(out) + sum(back)
+        times = StageTimes(forward=forward, input=inputs, weight=stages.weight, transfer=self._transfer(layout, groups))
+        return _Case(layout, groups, device, whole, stages, times, gathering, unloading)
+
+    def _pipeline(self, case: _Case, *, exact: bool) -> tuple[Step, float]:
+        """Return the pipeline's step, and its seconds if transfers took no time."""
+        layout, times = case.layout, case.times
+        play = self._timelines.play if exact else closed_form
+        shape = (layout.schedule, layout.pipeline, layout.chunks, layout.microbatches)
+        free = StageTimes(forward=times.forward, input=times.input, weight=times.weight)
+        if layout.pipeline == 1 or times.transfer == 0.0:
+            step = play(*shape, times)
+            return step, step.seconds
+        if not self.stack.overlap_pipeline:
+            hop = times.transfer
+            times = StageTimes(
+                forward=[time + hop for time in times.forward],
+                input=[time + hop for time in times.input],
+                weight=times.weight,
+            )
+        return play(*shape, times), play(*shape, free).seconds
+
+    def _update(self, case: _Case, step: Step) -> Update:
+        layout, stages = case.layout, case.stages
+        ranks = stage_ranks(layout.schedule, layout.pipeline, layout.chunks) if layout.num_stages > 1 else (0,)
+        totals = [[0.0] * 4 for _ in range(layout.pipeline)]
+        rows = zip(
+            ranks, stages.dense_parameters, stages.expert_parameters, stages.forward, stages.input, stages.weight,
+            strict=True,
+        )  # fmt: skip
+        for rank, dense, experts, forward, inputs, weight in rows:
+            total = totals[rank]
+            total[0] += dense
+            total[1] += experts
+            total[2] += forward
+            total[3] += inputs + weight
+        loads = [RankLoad(*total) for total in totals]
+        update = update_of(layout, loads, step, case.device, case.groups, self.seconds)
+        if self.profile.tied and layout.pipeline > 1 and not layout.adapters_only:
+            size = self.profile.vocabulary_size * self.profile.hidden_size * layout.gradient_bytes / layout.tensor
+            ends = Group(2, tuple(min(2, count) for count in case.groups["pipeline"].members))
+            update = update._replace(data=update.data + self.seconds("all_reduce", size, ends))
+        return update
+
+    def _terms(self, case: _Case, pipeline: float, without_transfers: float, update: Update) -> TimeTerms:
+        layout, (passes, again) = case.layout, case.whole.sums
+        each = layout.microbatches / layout.pipeline
+        busy = each * (passes.seconds + again.seconds + case.gathering + case.unloading)
+        inside = pipeline + sum(update)
+        nodes = max(1.0, layout.world_size / max(node.devices.count for node in self.cluster.nodes))
+        slower = self.stack.slowdown * (1.0 + self.calibration.straggler * math.log2(nodes)) - 1.0
+        step_seconds = self.calibration.step_seconds
+        return TimeTerms(
+            ideal=each * passes.ideal,
+            matrix_shapes=each * passes.shapes,
+            memory_bound=each * passes.memory,
+            recompute=each * again.compute,
+            tensor=each * (passes.tensor + again.tensor),
+            context=each * (passes.context + again.context),
+            expert=each * (passes.expert + again.expert),
+            pipeline=pipeline - without_transfers,
+            bubble=without_transfers - busy,
+            data=update.data + each * case.gathering,
+            optimizer=update.optimizer,
+            offload=update.offload + each * case.unloading,
+            other=inside * slower + step_seconds,
+        )
+
+    # ── what the parts need ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _key(self, layout: Layout) -> CostKey:
+        groups = self.groups(layout)
+        return key_of(layout, groups["tensor"], groups["context"], groups["expert"])
+
+    def _threads(self, layout: Layout) -> float:
+        """Cores of one rank, where cores are the devices."""
+        if self.cluster.has_accelerators:
+            return 1.0
+        ranks = -(-layout.world_size // self.cluster.num_nodes)
+        return min(node.cores for node in self.cluster.nodes) / ranks
+
+    def _machine(self, layout: Layout) -> tuple[Device, BlockCosts]:
+        threads = self._threads(layout)
+        if threads not in self._devices:
+            slowest = _slowest(self.cluster)
+            device = Device(slowest, self.calibration, self.stack, threads)
+            self._devices[threads] = (device, BlockCosts(self.profile, device, self.seconds))
+        return self._devices[threads]
+
+    def _gathered(
+        self, layout: Layout, stages: Stages, groups: dict[GroupName, Group]
+    ) -> tuple[list[float], list[float], float]:
+        """Return forward and input seconds of every stage with ZeRO-3's exposed collectives, and these alone."""
+        rates = gathers_of(layout, groups, self.seconds)
+        if rates is None:
+            return stages.forward, stages.input, 0.0
+        calibration, overlaps = self.calibration, self.stack.overlap_parameters
+        weight, gradient = element_bytes(layout), layout.gradient_bytes * (not layout.adapters_only)
+        forward: list[float] = []
+        inputs: list[float] = []
+        exposed = 0.0
+        for ahead, back, more, dense in zip(
+            stages.forward, stages.input, stages.weight, stages.dense_parameters, strict=True
+        ):
+            sent = dense * weight * rates.gather
+            sent_back = sent + dense * gradient * rates.scatter
+            waits: list[float] = []
+            for time, beside in ((sent, ahead), (sent_back, back + more)):
+                hidden = min(time, calibration.overlap_share * beside) if overlaps else 0.0
+                waits.append(time - hidden + (calibration.overlap_slowdown - 1.0) * hidden)
+            forward.append(ahead + waits[0])
+            inputs.append(back + waits[1])
+            exposed += sum(waits)
+        return forward, inputs, exposed
+
+    def _transfer(self, layout: Layout, groups: dict[GroupName, Group]) -> float:
+        """Seconds from one stage to the next."""
+        if layout.pipeline == 1:
+            return 0.0
+        block = self.profile.blocks[0]
+        tokens = layout.microbatch_size * self.profile.sequence_length / layout.context
+        size = tokens * block.entry_elements_per_token * element_bytes(layout)
+        if layout.sequence_parallel:
+            size /= layout.tensor
+        return self.seconds("send", size, groups["pipeline"])
+
+    def _spans(self, case: _Case) -> tuple[Span, ...]:
+        layout = case.layout
+        shape = (layout.schedule, layout.pipeline, layout.chunks, layout.microbatches)
+        return tuple(
+            Span(
+                rank=rank,
+                kind=_KINDS[action.kind],
+                chunk=action.stage // layout.pipeline,
+                microbatch=action.microbatch,
+                start=start,
+                stop=stop,
+            )
+            for rank, action, start, stop in self._timelines.spans(*shape, case.times)
+        )
+
+
+def predict(
+    profile: Profile,
+    cluster: Cluster,
+    layout: Layout,
+    *,
+    stack: Stack = WEFT,
+    calibration: Calibration = DATASHEET,
+    spans: bool = False,
+) -> Prediction:
+    """Return time and memory of one step, with the schedule played action by action.
+
+    Raises:
+        PlanError: the layout does not fit the model or the cluster.
+        ClusterError: the speed of the devices is unknown.
+    """
+    return Pricer(profile, cluster, stack, calibration).predict(layout, exact=True, spans=spans)
+
+
+def model_flops(profile: Profile) -> float:
+    """Return the FLOPs of one sample's forward and backward: nothing computed again, causal attention counted half."""
+    share = Share(samples=1, sequence=profile.sequence_length)
+    flops = 0.0
+    for block in (profile.stem, *profile.blocks, profile.tail):
+        for operator in block.operators:
+            if operator.kind in ("matmul", "convolution"):
+                m, n, k, groups = local_shape(operator, share)
+                flops += 2.0 * m * n * k * groups
+            elif operator.kind == "attention":
+                keys = min(share.sequence, operator.window or share.sequence)
+                half = 0.5 if operator.causal and operator.window is None else 1.0
+                width = operator.head_size + operator.value_head_size
+                flops += 2.0 * share.sequence * keys * operator.heads * width * half
+    return 3.0 * flops
+
+
+def _slowest(cluster: Cluster) -> Devices:
+    """The devices that all others wait for."""
+    return min((node.devices for node in cluster.nodes), key=lambda part: max(part.peak_flops.values(), default=0.0))

@@ -1,0 +1,312 @@
+"""What one microbatch costs in each block, and in the stages that blocks make up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from weft.price._compute import Device, OperatorWork, Share, Work, operator_work
+from weft.price._layout import Layout
+from weft.price._links import Group
+from weft.profile import Block, Operator, Profile
+
+Seconds = Callable[[str, float, Group], float]
+"""Of a collective: kind, bytes, group."""
+
+
+class PassCost(NamedTuple):
+    """Seconds of one pass of one microbatch through a block on one rank, by cause."""
+
+    ideal: float = 0.0
+    shapes: float = 0.0
+    memory: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        return self.ideal + self.shapes + self.memory
+
+    @property
+    def seconds(self) -> float:
+        return sum(self)
+
+
+class BlockCost(NamedTuple):
+    """One microbatch in one block on one rank."""
+
+    forward: PassCost
+    input: PassCost
+    """Backward as far as the gradient of the block's input."""
+    weight: PassCost
+    """The rest of backward."""
+    selective: PassCost
+    """What `recompute = "selective"` computes again."""
+    dense_parameters: float
+    """Elements of the weights that one rank of the tensor axis has, experts left out."""
+    expert_parameters: float
+    """Elements of one expert rank's experts."""
+    kept_bytes: float
+    """Activations of one microbatch that wait for its backward."""
+
+    def again(self, recompute: str) -> PassCost:
+        """What is computed again before the backward."""
+        return self.forward if recompute == "full" else self.selective if recompute == "selective" else PassCost()
+
+
+class CostKey(NamedTuple):
+    """All that the cost of a block depends on, beside the block."""
+
+    samples: int
+    sequence_parallel: bool
+    tensor_scheme: str
+    context_scheme: str
+    precision: str
+    gradient_bytes: int
+    tensor: Group
+    context: Group
+    expert: Group
+
+
+class BlockCosts:
+    """Costs of blocks, kept by what they depend on."""
+
+    def __init__(self, profile: Profile, device: Device, seconds: Seconds) -> None:
+        self._profile, self._device, self._seconds = profile, device, seconds
+        self._costs: dict[tuple[int, CostKey], BlockCost] = {}
+
+    def cost(self, block: Block, key: CostKey) -> BlockCost:
+        """Return what one microbatch costs in a block."""
+        found = self._costs.get((id(block), key))
+        if found is None:
+            found = self._costs[id(block), key] = self._price(block, key)
+        return found
+
+    def _price(self, block: Block, key: CostKey) -> BlockCost:
+        wide = block is self._profile.stem or block is self._profile.tail
+        share = share_of(self._profile, key, wide=wide)
+        imbalance = self._device.calibration.expert_imbalance if key.expert.size > 1 else 1.0
+        works = [(operator, operator_work(self._device, operator, share, imbalance)) for operator in block.operators]
+        selective = [(operator, work) for operator, work in works if operator.selective]
+        sent = _Sent(block, share, key, self._seconds, self._device)
+        forward, backward = sent.costs([(operator, work) for operator, work in works])
+        dense, expert = _parameters(block, share)
+        return BlockCost(
+            forward=self._pass([work.forward for _, work in works], forward),
+            input=self._pass([work.input for _, work in works], backward),
+            weight=self._pass([work.weight for _, work in works], PassCost()),
+            selective=self._pass([work.forward for _, work in selective], PassCost()),
+            dense_parameters=dense,
+            expert_parameters=expert,
+            kept_bytes=_kept_bytes(block, share),
+        )
+
+    def _pass(self, works: list[Work], sent: PassCost) -> PassCost:
+        """Add up kernels; where the host issues them more slowly than they run, the difference is lost to shapes."""
+        ideal, shapes, memory, kernels = (sum(column) for column in zip(*works, strict=True)) if works else (0.0,) * 4
+        waiting = max(0.0, kernels * self._device.host_seconds - (ideal + shapes + memory))
+        return sent._replace(ideal=ideal, shapes=shapes + waiting, memory=memory)
+
+
+def share_of(profile: Profile, key: CostKey, *, wide: bool = False) -> Share:
+    """Return what one rank has of the work."""
+    return Share(
+        samples=key.samples,
+        sequence=profile.sequence_length,
+        tensor=key.tensor.size,
+        context=key.context.size,
+        expert=key.expert.size,
+        sequence_parallel=key.sequence_parallel,
+        grid=grid_of(key.tensor_scheme, key.tensor.size),
+        precision=key.precision,  # pyright: ignore[reportArgumentType]
+        wide=wide,
+        gradient_bytes=key.gradient_bytes,
+    )
+
+
+def grid_of(scheme: str, ranks: int) -> tuple[int, int, int] | None:
+    """How often M, N and K of a product are cut under a multi-dimensional split; None: one dimension."""
+    if scheme == "1d" or ranks == 1:
+        return None
+    if scheme == "2d":
+        side = math.isqrt(ranks)
+        return side, side, 1
+    if scheme == "2.5d":
+        depth, side = tesseract(ranks)
+        return depth * side, side, 1
+    side = round(ranks ** (1 / 3))
+    return side, side, side
+
+
+def tesseract(ranks: int) -> tuple[int, int]:
+    """Depth and side of ranks = depth · side²: the largest side that is at least the depth."""
+    for side in range(math.isqrt(ranks), 0, -1):
+        if ranks % (side * side) == 0:
+            return ranks // (side * side), side
+    return ranks, 1
+
+
+def _parameters(block: Block, share: Share) -> tuple[float, float]:
+    dense = expert = 0.0
+    for operator in block.operators:
+        if operator.split == "expert":
+            expert += operator.parameters / min(share.expert, operator.groups or 1)
+        elif operator.split in ("replicate", "sequence"):
+            dense += operator.parameters
+        else:
+            dense += operator.parameters / share.tensor
+    return dense, expert
+
+
+def _kept_bytes(block: Block, share: Share) -> float:
+    kept = 0.0
+    for operator in block.operators:
+        split = operator.split not in ("replicate", "sequence") or share.sequence_parallel
+        size = operator.kept_elements_per_token * share.element_bytes + operator.kept_bytes_per_token
+        kept += size * share.tokens / (share.tensor if split else 1)
+    return kept
+
+
+class _Sent:
+    """What a block's operators send, forward and backward: the exposed seconds."""
+
+    def __init__(self, block: Block, share: Share, key: CostKey, seconds: Seconds, device: Device) -> None:
+        self._block, self._share, self._key = block, share, key
+        self._seconds, self._device = seconds, device
+
+    def costs(self, works: list[tuple[Operator, OperatorWork]]) -> tuple[PassCost, PassCost]:
+        tensor = self._tensor()
+        context = self._context(works)
+        expert = self._expert(sum(work.forward.seconds for _, work in works))
+        forward, backward = (
+            PassCost(tensor=one, context=two, expert=three)
+            for one, two, three in zip(tensor, context, expert, strict=True)
+        )
+        return forward, backward
+
+    def _tensor(self) -> tuple[float, float]:
+        share, group = self._share, self._key.tensor
+        if group.size == 1:
+            return 0.0, 0.0
+        if share.grid is not None:
+            return self._tensor_grid(share.grid)
+        forward = backward = 0.0
+        for operator in self._block.operators:
+            rows = share.tokens * operator.rows_per_token * share.element_bytes
+            if operator.split == "row":
+                once = self._sum(rows * operator.n)
+                forward, backward = forward + once, backward + once
+            elif operator.split == "vocab" and operator.kind == "gather":
+                size = share.tokens * self._block_width(operator) * share.element_bytes
+                forward += self._reduce(size)
+                backward += self._gather(size)
+            elif operator.split == "vocab" and operator.kind == "matmul":
+                forward += self._gather(rows * operator.k)
+                backward += self._reduce(rows * operator.k)
+        exposed = 1.0
+        if self._device.stack.overlap_tensor:
+            exposed = 1.0 - self._device.calibration.tensor_overlap_share
+        return forward * exposed, backward * exposed
+
+    def _block_width(self, operator: Operator) -> float:
+        return operator.n or operator.elements_moved_per_token / 2
+
+    def _sum(self, size_bytes: float) -> float:
+        """An all-reduce, or with sequence parallelism its two halves."""
+        if self._share.sequence_parallel:
+            group = self._key.tensor
+            return self._seconds("reduce_scatter", size_bytes, group) + self._seconds("all_gather", size_bytes, group)
+        return self._seconds("all_reduce", size_bytes, self._key.tensor)
+
+    def _reduce(self, size_bytes: float) -> float:
+        kind = "reduce_scatter" if self._share.sequence_parallel else "all_reduce"
+        return self._seconds(kind, size_bytes, self._key.tensor)
+
+    def _gather(self, size_bytes: float) -> float:
+        return self._seconds("all_gather", size_bytes, self._key.tensor) if self._share.sequence_parallel else 0.0
+
+    def _tensor_grid(self, grid: tuple[int, int, int]) -> tuple[float, float]:
+        """Gathered rows, columns and inner parts of every product, over lines of the grid.
+
+        Sources: SUMMA (van de Geijn and Watts 1997), Xu et al. 2021 (arXiv 2104.05343), Wang et al. 2021 (2.5-D, arXiv
+        2105.14500), Bian et al. 2021 (3-D, arXiv 2105.14450).
+        """
+        share = self._share
+        forward = backward = 0.0
+        side = grid[1]
+        line = Group(side, tuple(min(side, count) for count in self._key.tensor.members))
+        for operator in self._block.operators:
+            if operator.kind not in ("matmul", "convolution") or operator.split in ("replicate", "expert", "sequence"):
+                continue
+            m, n, k = share.tokens * operator.rows_per_token, operator.n, operator.k
+            rows, columns, inner = grid
+            if inner > 1:
+                pieces = (m * k / (rows * inner), k * n / (columns * inner), m * n / (rows * columns))
+            else:
+                pieces = (m * k / rows, k * n / columns, 0.0)
+            sizes = [piece * share.element_bytes for piece in pieces]
+            once = sum(self._seconds("all_gather", size, line) for size in sizes)
+            forward += once
+            backward += 2.0 * once
+        return forward, backward
+
+    def _context(self, works: list[tuple[Operator, OperatorWork]]) -> tuple[float, float]:
+        """Keys and values travel round the ring beside the attention, or are gathered; or heads change places."""
+        share, group = self._share, self._key.context
+        forward = backward = 0.0
+        if group.size == 1:
+            return 0.0, 0.0
+        for operator, work in works:
+            if operator.kind != "attention":
+                continue
+            heads = max(1.0, operator.kv_heads / share.tensor) * (operator.head_size + operator.value_head_size)
+            keys = share.tokens * heads * share.element_bytes
+            if self._key.context_scheme == "ring":
+                beside = self._device.calibration.overlap_share / group.size
+                steps = group.size - 1
+                sent = self._seconds("send", keys, group)
+                forward += steps * max(0.0, sent - beside * work.forward.seconds)
+                backward += steps * max(0.0, 2.0 * sent - beside * work.input.seconds)
+            elif self._key.context_scheme == "all_gather":
+                whole = keys * group.size
+                forward += self._seconds("all_gather", whole, group)
+                backward += self._seconds("reduce_scatter", whole, group)
+            else:
+                queries = operator.heads / share.tensor * (operator.head_size + operator.value_head_size)
+                swapped = keys + share.tokens * queries * share.element_bytes
+                once = self._seconds("all_to_all", swapped, group)
+                forward, backward = forward + once, backward + once
+        return forward, backward
+
+    def _expert(self, beside_seconds: float) -> tuple[float, float]:
+        """Tokens travel to their experts and back, in both passes."""
+        share, group = self._share, self._key.expert
+        experts = [operator for operator in self._block.operators if operator.split == "expert" and operator.n]
+        if group.size == 1 or not experts:
+            return 0.0, 0.0
+        first, last = experts[0], experts[-1]
+        rows = share.tokens * share.element_bytes / share.tensor
+        sent = self._seconds("all_to_all", rows * first.rows_per_token * first.k, group)
+        back = self._seconds("all_to_all", rows * last.rows_per_token * last.n, group)
+        once = sent + back
+        if self._device.stack.overlap_expert:
+            beside = self._device.calibration.overlap_share * beside_seconds
+            return max(0.1 * once, once - beside), max(0.1 * once, once - 2.0 * beside)
+        return once, once
+
+
+def key_of(layout: Layout, tensor: Group, context: Group, expert: Group) -> CostKey:
+    """Return what block costs depend on under a layout."""
+    return CostKey(
+        samples=layout.microbatch_size,
+        sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
+        tensor_scheme=layout.tensor_scheme,
+        context_scheme=layout.context_scheme,
+        precision=layout.precision,
+        gradient_bytes=layout.gradient_bytes,
+        tensor=tensor,
+        context=context,
+        expert=expert,
+    )

@@ -1,0 +1,217 @@
+"""How long a schedule takes on unequal stages: played action by action, and in closed form.
+
+Played, an action starts when its rank is free and what it needs has arrived.  A played step of many microbatches
+repeats itself, so a few rounds are played and the rest is added.  The closed forms are those of the papers that
+`weft.plan` names, with the largest rank in place of equal ones; for 1F1B the time of one microbatch in the steady
+state is the largest mean over neighbouring stages of their work and of the transfers between them, for a rank's
+forward waits for the backward of the microbatch that went ahead of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from weft.plan import SPLIT_BACKWARD, Action, Schedule, bubble_seconds, schedule_orders, stage_ranks
+
+_ROUNDS = 3
+"""Rounds of `pipeline` microbatches that are played before the rest is added."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one microbatch in each stage."""
+
+    forward: Sequence[float]
+    input: Sequence[float]
+    """Backward up to the gradient of the input, recomputation included."""
+    weight: Sequence[float]
+    transfer: float = 0.0
+    """From a stage to the next one on another rank."""
+
+
+class Step(NamedTuple):
+    """When a step's pipeline ends."""
+
+    seconds: float
+    slack: Sequence[float]
+    """Per rank: how long before the end it has done its last action."""
+
+
+class _Program(NamedTuple):
+    """Orders as one list in which everything comes after what it needs."""
+
+    rows: tuple[tuple[int, int, int, bool], ...]
+    """(position of the cost, rank, row that it waits for or −1, whether that lies on another rank)."""
+    actions: tuple[Action, ...]
+
+
+class Timelines:
+    """Plays schedules; keeps the orders that it has worked out."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[Schedule, int, int, int], _Program] = {}
+
+    def play(self, schedule: Schedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+        """Return the step by playing it; many microbatches by playing few and adding the others' period."""
+        if pipeline == 1:
+            return _alone(microbatches, times)
+        rounds = _ROUNDS * pipeline + microbatches % pipeline
+        if microbatches <= rounds:
+            return self._played(schedule, pipeline, chunks, microbatches, times)
+        long = self._played(schedule, pipeline, chunks, rounds, times)
+        short = self._played(schedule, pipeline, chunks, rounds - pipeline, times)
+        period = (long.seconds - short.seconds) / pipeline
+        return Step(long.seconds + period * (microbatches - rounds), long.slack)
+
+    def spans(
+        self, schedule: Schedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
+    ) -> list[tuple[int, Action, float, float]]:
+        """Return (rank, action, start, stop) of every action of a step."""
+        if pipeline == 1:
+            return _spans_alone(microbatches, times)
+        program = self._program(schedule, pipeline, chunks, microbatches)
+        done = _run(program, pipeline, times)[0]
+        costs = _costs(times)
+        return [
+            (row[1], action, end - costs[row[0]], end)
+            for row, action, end in zip(program.rows, program.actions, done, strict=True)
+        ]
+
+    def _played(self, schedule: Schedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+        _, free = _run(self._program(schedule, pipeline, chunks, microbatches), pipeline, times)
+        end = max(free)
+        return Step(end, [end - stop for stop in free])
+
+    def _program(self, schedule: Schedule, pipeline: int, chunks: int, microbatches: int) -> _Program:
+        key = (schedule, pipeline, chunks, microbatches)
+        if key not in self._programs:
+            self._programs[key] = _compile(*key)
+        return self._programs[key]
+
+
+def closed_form(schedule: Schedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+    """Return the step without playing it; for at least twice as many microbatches as ranks, else a little too long."""
+    if pipeline == 1:
+        return _alone(microbatches, times)
+    forward, inputs, weight, hop = times.forward, times.input, times.weight, times.transfer
+    both = [inner + outer for inner, outer in zip(inputs, weight, strict=True)]
+    hops = 2.0 * (pipeline * chunks - 1) * hop
+    if schedule == "gpipe":
+        flows = (sum(stage) + (microbatches - 1) * max(stage) for stage in (forward, both))
+        return Step(sum(flows) + hops, _slacks(pipeline, both, hop))
+    if schedule == "1f1b":
+        work = [ahead + back for ahead, back in zip(forward, both, strict=True)]
+        period = _slowest_window(work, 2.0 * hop)
+        return Step(sum(work) + hops + (microbatches - 1) * period, _slacks(pipeline, both, hop))
+    busy = [0.0] * pipeline
+    for stage, rank in enumerate(stage_ranks(schedule, pipeline, chunks)):
+        busy[rank] += forward[stage] + both[stage]
+    stages = len(forward)
+    means = [sum(part) / stages for part in (forward, inputs, weight)]
+    wait = max(0.0, bubble_seconds(schedule, pipeline, *means))
+    slack = [0.0] * pipeline if schedule in SPLIT_BACKWARD else _slacks(pipeline, both, hop)
+    return Step(microbatches * max(busy) + wait + hops, slack)
+
+
+def _slowest_window(work: Sequence[float], hop: float) -> float:
+    """The largest mean of neighbours' work and of the transfers (there and back) between them."""
+    mean = sum(work) / len(work) + hop * (len(work) - 1) / len(work)
+    slowest = max(work)
+    if hop == 0.0 or mean >= slowest + hop * (len(work) - 1) / len(work):
+        return max(slowest, mean)
+    best = max(slowest, mean)
+    top = [index for index, value in enumerate(work) if value == slowest]
+    # The best window holds a slowest stage; growing from the first and the last of them finds it or one as good.
+    for start in {top[0], top[-1]}:
+        low = high = start
+        total = work[start]
+        while low > 0 or high < len(work) - 1:
+            below = work[low - 1] if low > 0 else -1.0
+            above = work[high + 1] if high < len(work) - 1 else -1.0
+            total += max(below, above) + hop
+            if above >= below:
+                high += 1
+            else:
+                low -= 1
+            best = max(best, total / (high - low + 1))
+    return best
+
+
+def _slacks(pipeline: int, both: Sequence[float], hop: float) -> list[float]:
+    """Later ranks end earlier, by the backwards that follow theirs."""
+    slack, before = [0.0], 0.0
+    for rank in range(pipeline - 1):
+        before += both[rank] + hop
+        slack.append(before)
+    return slack
+
+
+def _alone(microbatches: int, times: StageTimes) -> Step:
+    one = sum(times.forward) + sum(times.input) + sum(times.weight)
+    return Step(microbatches * one, [0.0])
+
+
+def _spans_alone(microbatches: int, times: StageTimes) -> list[tuple[int, Action, float, float]]:
+    spans: list[tuple[int, Action, float, float]] = []
+    now = 0.0
+    forward, backward = sum(times.forward), sum(times.input) + sum(times.weight)
+    for microbatch in range(microbatches):
+        spans.append((0, Action("F", 0, microbatch), now, now + forward))
+        spans.append((0, Action("B", 0, microbatch), now + forward, now + forward + backward))
+        now += forward + backward
+    return spans
+
+
+def _costs(times: StageTimes) -> list[float]:
+    both = [inner + outer for inner, outer in zip(times.input, times.weight, strict=True)]
+    return [*times.forward, *both, *times.input, *times.weight]
+
+
+def _run(program: _Program, pipeline: int, times: StageTimes) -> tuple[list[float], list[float]]:
+    """Return the end of every row, and of every rank."""
+    costs, hop = _costs(times), times.transfer
+    free = [0.0] * pipeline
+    done: list[float] = []
+    append = done.append
+    for cost, rank, before, remote in program.rows:
+        start = free[rank]
+        if before >= 0:
+            arrival = done[before] + hop if remote else done[before]
+            if arrival > start:
+                start = arrival
+        free[rank] = end = start + costs[cost]
+        append(end)
+    return done, free
+
+
+def _compile(schedule: Schedule, pipeline: int, chunks: int, microbatches: int) -> _Program:
+    """Bring the orders of all ranks into one list."""
+    orders = schedule_orders(schedule, pipeline, chunks, microbatches)
+    ranks, stages = stage_ranks(schedule, pipeline, chunks), pipeline * chunks
+    kinds = {"F": 0, "B": 1, "I": 2, "W": 3}
+    row_of: dict[tuple[bool, int, int], int] = {}
+    rows: list[tuple[int, int, int, bool]] = []
+    actions: list[Action] = []
+    places = [0] * pipeline
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                action = order[places[rank]]
+                kind, stage, microbatch = action
+                neighbour = stage - 1 if kind == "F" else stage + 1
+                waits = kind != "W" and 0 <= neighbour < stages
+                before = row_of.get((kind == "F", neighbour, microbatch), -1) if waits else -1
+                if waits and before < 0:
+                    break
+                if kind != "W":
+                    row_of[kind == "F", stage, microbatch] = len(rows)
+                rows.append((kinds[kind] * stages + stage, rank, before, waits and ranks[neighbour] != rank))
+                actions.append(action)
+                places[rank] += 1
+                progress = True
+    assert len(rows) == sum(len(order) for order in orders), "actions wait for one another"
+    return _Program(tuple(rows), tuple(actions))

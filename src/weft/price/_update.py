@@ -1,0 +1,159 @@
+"""What a step does once: gradients reduced beside the last backward, the optimizer, parameters gathered again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from weft.price._compute import ELEMENT_BYTES, Device
+from weft.price._layout import Layout
+from weft.price._links import Group, GroupName
+from weft.price._stages import Seconds
+from weft.price._timeline import Step
+
+_WIRE_SHARES: Mapping[str, float] = {
+    "none": 1.0,
+    "bf16": 0.5,
+    "fp16": 0.5,
+    "fp8": 0.25,
+    "int8": 0.25,
+    "int4": 0.125,
+    "onebit": 1 / 32,
+    "topk": 0.02,
+    "powersgd": 0.02,
+}
+"""Bytes on the wire over those of fp32; top-k of 1 % with its indices, PowerSGD of a low rank: their usual settings."""
+_COMPRESSION_PASSES = 3.0
+"""Times that compressed gradients are read or written besides."""
+
+
+class RankLoad(NamedTuple):
+    """What one pipeline rank holds and how long its last backward and first forward take."""
+
+    dense: float
+    """Elements of weights that are no experts."""
+    experts: float
+    forward: float
+    backward: float
+
+
+class Update(NamedTuple):
+    """Exposed seconds."""
+
+    data: float
+    optimizer: float
+    offload: float
+
+
+class Gathers(NamedTuple):
+    """ZeRO-3: seconds per byte of weights, of gathering them and of scattering their gradients."""
+
+    gather: float
+    scatter: float
+
+
+def element_bytes(layout: Layout) -> int:
+    """Of a weight as it computes and travels."""
+    return ELEMENT_BYTES.get(layout.precision, 2)
+
+
+def gathers_of(layout: Layout, groups: Mapping[GroupName, Group], seconds: Seconds) -> Gathers | None:
+    """Return what travels per byte in every microbatch, or None where whole weights stay."""
+    if layout.zero < 3 or layout.shard == 1:
+        return None
+    bucket = float(max(layout.bucket_bytes, 1 << 26))
+    gather = seconds("all_gather", bucket, groups["shard"]) / bucket
+    return Gathers(gather, seconds("reduce_scatter", bucket, groups["shard"]) / bucket)
+
+
+def update_of(
+    layout: Layout,
+    loads: Sequence[RankLoad],
+    step: Step,
+    device: Device,
+    groups: Mapping[GroupName, Group],
+    seconds: Seconds,
+) -> Update:
+    """Return the exposed seconds after (and before) the pipeline, of the rank that ends last."""
+    if layout.adapters_only:
+        return Update(0.0, 0.0, 0.0)
+    rates = _Rates(layout, device, groups, seconds)
+    ends = [rates.reduce(load) - early for load, early in zip(loads, step.slack, strict=True)]
+    data = max(0.0, *ends) if len(ends) > 1 else max(0.0, ends[0])
+    data += max(rates.publish(load) for load in loads)
+    fullest = max(loads, key=lambda load: load.dense + load.experts)
+    optimizer, offload = _optimizer(layout, fullest, device)
+    return Update(data, optimizer, offload)
+
+
+class _Rates:
+    """Seconds per element of each collective of the update."""
+
+    def __init__(self, layout: Layout, device: Device, groups: Mapping[GroupName, Group], seconds: Seconds) -> None:
+        self._layout, self._device = layout, device
+        element, bucket = layout.gradient_bytes, float(layout.bucket_bytes)
+        wire = _WIRE_SHARES[layout.compression] * 4 / element if layout.compression != "none" else 1.0
+        kind = "all_reduce" if layout.zero == 0 else "reduce_scatter"
+        dense: Group = groups["data"]
+        sharded = 1
+        if layout.zero == 3 and layout.shard > 1:
+            # What is left after every microbatch's scatter: the sum over copies.
+            kind, dense, sharded = "all_reduce", groups["replicate"], groups["shard"].size
+
+        def per_element(kind: str, group: Group, size: float) -> float:
+            return seconds(kind, bucket * wire, group) / bucket * size
+
+        self.dense = per_element(kind, dense, element) / sharded
+        self.experts = per_element(kind if layout.zero < 3 else "all_reduce", groups["expert_data"], element)
+        if layout.compression != "none":
+            squeeze = _COMPRESSION_PASSES * element / device.memory_bytes_per_second
+            self.dense, self.experts = self.dense + squeeze, self.experts + squeeze
+        gathered = layout.zero in (1, 2)
+        weight = element_bytes(layout)
+        self._gather = seconds("all_gather", bucket, groups["data"]) / bucket * weight if gathered else 0.0
+        self._gather_experts = (
+            seconds("all_gather", bucket, groups["expert_data"]) / bucket * weight if gathered else 0.0
+        )
+
+    def reduce(self, load: RankLoad) -> float:
+        """Exposed seconds of all reductions of a step."""
+        layout, calibration = self._layout, self._device.calibration
+        whole = load.dense * self.dense + load.experts * self.experts
+        if whole == 0.0:
+            return 0.0
+        times = layout.microbatches if layout.zero == 2 else 1
+        if not self._device.stack.overlap_gradients:
+            return whole * times
+        size = (load.dense + load.experts) * layout.gradient_bytes
+        last = whole * min(1.0, layout.bucket_bytes / size)
+        beside = calibration.overlap_share * load.backward
+        hidden = min(whole - last, beside)
+        slowed = (calibration.overlap_slowdown - 1.0) * hidden
+        return times * (whole - hidden - last + slowed) + last
+
+    def publish(self, load: RankLoad) -> float:
+        """Exposed seconds of gathering the weights that the optimizer shards have renewed."""
+        whole = load.dense * self._gather + load.experts * self._gather_experts
+        if not self._device.stack.overlap_parameters:
+            return whole
+        beside = self._device.calibration.overlap_share * load.forward
+        hidden = min(0.95 * whole, beside)
+        return whole - hidden + (self._device.calibration.overlap_slowdown - 1.0) * hidden
+
+
+def _optimizer(layout: Layout, load: RankLoad, device: Device) -> tuple[float, float]:
+    """Seconds of the optimizer's step, and of moving what it needs from and to host memory."""
+    ranks = layout.data * layout.context
+    shards = 1 if layout.zero == 0 else ranks if layout.zero < 3 else layout.shard * layout.context
+    expert_shards = max(1, shards // layout.expert)
+    mine = load.dense / shards + load.experts / expert_shards
+    held = mine if layout.zero >= 2 else load.dense + load.experts
+    if layout.offload == "optimizer":
+        calibration = device.calibration
+        moved = mine * (layout.gradient_bytes + element_bytes(layout)) / calibration.host_link_bytes_per_second
+        worked = mine * 2.0 * layout.master_bytes / calibration.host_optimizer_bytes_per_second
+        return worked, moved
+    # Norm and clearing of the gradients; state read and written; the weight in compute precision written.
+    touched = mine * (2.0 * layout.gradient_bytes + 2.0 * layout.master_bytes + element_bytes(layout))
+    touched += held * layout.gradient_bytes
+    return device.moved(touched).seconds, 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -19,11 +20,31 @@ def balanced_cuts(block_costs: Sequence[float], num_stages: int) -> tuple[int, .
     hold the activations of most microbatches.
 
     Exact: the slowest stage is found by trying limits, each of which either works or names the next larger limit that
-    could; the sum of squares by a dynamic programme over the cuts that keep the limit.
+    could; the sum of squares by a dynamic programme over the cuts that keep the limit.  Where all blocks cost the same,
+    giving each to the lightest stage makes both least.
     """
+    blocks = block_costs[1:-1]
+    assert 1 <= num_stages <= len(blocks), f"{num_stages} stages of {len(blocks)} blocks"
+    if max(blocks) <= min(blocks) * _ROUNDING:
+        return _equal_blocks(block_costs, num_stages)
     costs = _Costs(block_costs, num_stages)
-    assert 1 <= num_stages <= costs.num_blocks, f"{num_stages} stages of {costs.num_blocks} blocks"
     return _most_even(costs, _least_limit(costs) * _ROUNDING)
+
+
+def _equal_blocks(block_costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Cuts of blocks that cost the same; of equally light stages the later one gets the block."""
+    stem, each, tail = block_costs[0], block_costs[1], block_costs[-1]
+    loads = [each] * num_stages
+    loads[0] += stem
+    loads[-1] += tail
+    blocks = [1] * num_stages
+    queue = [(load, -stage) for stage, load in enumerate(loads)]
+    heapq.heapify(queue)
+    for _ in range(len(block_costs) - 2 - num_stages):
+        load, place = queue[0]
+        heapq.heapreplace(queue, (load + each, place))
+        blocks[-place] += 1
+    return tuple(accumulate(blocks[:-1]))
 
 
 class _Costs:

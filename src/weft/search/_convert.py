@@ -91,7 +91,8 @@ def _precision(layout: Layout) -> Precision:
         if precision == layout.precision:
             return precision
     known = ", ".join(get_args(Precision))
-    raise PlanError(f'compute.precision = "{layout.precision}" can be priced but stands in no plan. Use one of {known}.')
+    problem = f"can be priced, but no plan has it. Use one of {known}."
+    raise PlanError(f'compute.precision = "{layout.precision}" {problem}')
 
 
 def _reduce_precision(layout: Layout) -> Literal["fp32", "compute"]:

@@ -23,7 +23,8 @@ def distinct_orders(layout: Layout, tiers: tuple[int, ...]) -> Iterator[tuple[Ax
     """
     large: list[Axis] = [axis for axis in _RANKED if getattr(layout, axis) > 1]
     seen: set[Signature] = set()
-    for order in (tuple(axis for axis in layout.order if axis in large), *permutations(large)):
+    own: tuple[Axis, ...] = tuple(axis for axis in layout.order if axis in large)
+    for order in (own, *permutations(large)):
         signature = _signature(layout, order, tiers)
         if signature not in seen:
             seen.add(signature)

@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 # Without an NVIDIA driver the CPU build does, at a tenth of the download; where its index is out of reach, pip's own.
 TORCH_INDEX := command -v nvidia-smi >/dev/null || $(BIN)/python -c \

@@ -1,0 +1,178 @@
+"""What one rank keeps of one microbatch in one block, and its share of the block's weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.plan import Recompute
+from weft.price._habits import MemoryHabits
+from weft.price._layout import Layout, PricedPrecision
+from weft.price._stack import Stack
+from weft.profile import Block, Operator, Profile
+
+_ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}
+"""Of activations; 2 for all other precisions."""
+
+
+class BlockMemory(NamedTuple):
+    """One microbatch in one block on one rank."""
+
+    dense_parameters: float
+    """Elements of this rank's weights, experts left out."""
+    expert_parameters: float
+    kept_bytes: float
+    """From its forward to its backward."""
+    live_bytes: float
+    """Besides, during its backward: what is computed again, and gradients on their way."""
+
+
+class MemoryKey(NamedTuple):
+    """All that the memory of a block depends on, beside the block."""
+
+    samples: int
+    tensor: int
+    sequence_parallel: bool
+    context: int
+    expert: int
+    precision: PricedPrecision
+
+
+def memory_key(layout: Layout) -> MemoryKey:
+    """Return what the memory of a layout's blocks depends on."""
+    return MemoryKey(
+        samples=layout.microbatch_size,
+        tensor=layout.tensor,
+        sequence_parallel=layout.tensor > 1 and (layout.sequence_parallel or layout.tensor_scheme != "1d"),
+        context=layout.context,
+        expert=layout.expert,
+        precision=layout.precision,
+    )
+
+
+def activation_bytes(precision: PricedPrecision) -> int:
+    """Of one element of an activation."""
+    return _ELEMENT_BYTES.get(precision, 2)
+
+
+class BlockMemories:
+    """Memory of blocks under one stack, kept by what it depends on."""
+
+    def __init__(self, profile: Profile, stack: Stack) -> None:
+        self._profile, self._stack = profile, stack
+        self._found: dict[tuple[int, MemoryKey, Recompute], BlockMemory] = {}
+
+    def memory(self, block: Block, key: MemoryKey, recompute: Recompute = "none") -> BlockMemory:
+        """Return what one microbatch keeps in a block of the profile."""
+        index = (id(block), key, recompute)
+        found = self._found.get(index)
+        if found is None:
+            found = self._found[index] = _memory(self._profile, self._stack, block, key, recompute)
+        return found
+
+
+def _memory(profile: Profile, stack: Stack, block: Block, key: MemoryKey, recompute: Recompute) -> BlockMemory:
+    tokens = key.samples * profile.sequence_length / key.context
+    kept = _Kept(stack, key, profile.sequence_length)
+    whole = tokens * sum(kept.of(operator) for operator in block.operators)
+    entry = tokens * kept.entry(block)
+    if recompute == "none":
+        waiting = whole
+    elif recompute == "full":
+        waiting = entry
+    else:
+        waiting = min(whole, tokens * kept.selected(block))
+    gradients = tokens * max((kept.gradient(operator) for operator in block.operators), default=0.0) + entry
+    dense = experts = 0.0
+    for operator in block.operators:
+        if operator.split == "expert":
+            experts += operator.parameters / min(key.expert, max(1, operator.groups))
+        elif operator.split in ("replicate", "sequence"):
+            dense += operator.parameters
+        else:
+            dense += operator.parameters / key.tensor
+    return BlockMemory(dense, experts, waiting, whole - waiting + gradients)
+
+
+class _Kept:
+    """Bytes per token of one rank."""
+
+    def __init__(self, stack: Stack, key: MemoryKey, length: int) -> None:
+        self._habits: MemoryHabits = stack.memory
+        self._flash, self._fused = stack.flash_attention, stack.fused_elementwise
+        self._key, self._length = key, length
+        self._element = activation_bytes(key.precision)
+
+    def entry(self, block: Block) -> float:
+        """The activation that enters it."""
+        return block.entry_elements_per_token * self._element / self._sequence_share
+
+    def of(self, operator: Operator) -> float:
+        """What an operator keeps without recomputation."""
+        elements, fixed = operator.kept_elements_per_token, operator.kept_bytes_per_token
+        if not self._fused:
+            elements += operator.unfused_elements_per_token
+        if not self._fused or self._habits.norm_in_fp32:
+            fixed += operator.unfused_bytes_per_token
+        size = elements * self._element + fixed
+        if operator.kind == "attention":
+            size += self._scores(operator)
+            if self._habits.keeps_qkv:
+                joint = operator.heads * operator.head_size + operator.kv_heads * operator.head_size
+                size += joint * self._element
+        if self._gathers(operator):
+            # Of its input and its result, the norm's result stays gathered.
+            half = operator.kept_elements_per_token / 2 * self._element
+            return (size - half) / self._share(operator) + half
+        return size / self._share(operator)
+
+    def selected(self, block: Block) -> float:
+        """What `recompute = "selective"` keeps of a block."""
+        if self._habits.selective == "attention":
+            return sum(
+                self.of(operator) - self._scores(operator) / self._share(operator) * (operator.kind == "attention")
+                for operator in block.operators
+            )
+        results = 0.0
+        every = 2 if self._habits.selective == "alternate" else 1
+        for operator in block.operators:
+            if operator.kind in ("matmul", "convolution"):
+                share = self._sequence_share if operator.split == "row" else self._share(operator)
+                results += operator.rows_per_token * operator.n * self._element / share / every
+            elif operator.kind == "attention":
+                size = operator.heads * operator.value_head_size * self._element + operator.kept_bytes_per_token
+                results += (size + self._scores(operator)) / self._share(operator)
+        return self.entry(block) + results
+
+    def gradient(self, operator: Operator) -> float:
+        """The gradients of what an operator keeps, while its backward runs."""
+        size = operator.kept_elements_per_token * self._element
+        if operator.kind == "attention":
+            size += self._scores(operator) / 2
+        return size / self._share(operator)
+
+    def _scores(self, operator: Operator) -> float:
+        if self._flash:
+            return 0.0
+        keys = min(self._length, operator.window or self._length)
+        each = self._habits.score_bytes * self._element / 2
+        if operator.dropout:
+            each += self._element + 1
+        return operator.heads * keys * each
+
+    def _gathers(self, operator: Operator) -> bool:
+        is_norm_before_matmul = operator.kind == "elementwise" and operator.split == "sequence"
+        return (
+            self._habits.keeps_gathered
+            and self._key.sequence_parallel
+            and is_norm_before_matmul
+            and operator.kept_elements_per_token > 0
+        )
+
+    @property
+    def _sequence_share(self) -> int:
+        return self._key.tensor if self._key.sequence_parallel else 1
+
+    def _share(self, operator: Operator) -> int:
+        if operator.split == "replicate":
+            return 1
+        return self._sequence_share if operator.split == "sequence" else self._key.tensor

@@ -13,6 +13,7 @@ from weft.price._check_layout import check_layout
 from weft.price._compute import Device, Share, local_shape
 from weft.price._layout import Layout
 from weft.price._links import Group, GroupName, collective_seconds, groups_of
+from weft.price._memory import Memories
 from weft.price._prediction import Prediction, Span, TimeTerms
 from weft.price._stack import WEFT, Stack
 from weft.price._stages import BlockCost, BlockCosts, CostKey, key_of
@@ -52,6 +53,7 @@ class Pricer:
         self._devices: dict[float, tuple[Device, BlockCosts]] = {}
         self._wholes: dict[tuple[object, ...], Whole] = {}
         self._sample_flops = model_flops(profile)
+        self.memories = Memories(profile, stack, on_accelerator=cluster.has_accelerators)
 
     # ── parts, for bounds and reports ─────────────────────────────────────────────────────────────────────────────
 
@@ -106,7 +108,7 @@ class Pricer:
         return Prediction(
             time=time,
             spread=self.stack.spread,
-            stages=(),
+            stages=self.memories.of(layout, case.whole.cuts(layout)),
             usable_bytes=self.cluster.device_memory_bytes,
             model_flops=self._sample_flops * layout.microbatch_size * layout.microbatches * layout.data,
             spans=self._spans(case) if spans else (),

@@ -1,0 +1,220 @@
+"""From a row to what pricing needs, and from pricing to what the row could have shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from weft.cluster import Cluster
+from weft.errors import WeftError
+from weft.price import Calibration, Layout, Prediction, Pricer, Stack
+from weft.profile import Profile
+from weft.published._devices import cluster_of
+from weft.published._layouts import layouts_of_run, world_of
+from weft.published._models import profile_of_run
+from weft.published._rows import Run
+from weft.published._sources import Framework, attention_speed, framework_of, year_of
+from weft.published._unpredictable import Unpredictable
+
+_GIBI = 2**30
+_EAGER_HOST_SECONDS = 6e-5
+"""To issue one of a profile's operators, which is about five kernels of plain PyTorch at 10 µs or more each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackScalar:
+    """What was fitted for one stack."""
+
+    slowdown: float
+    """Measured over predicted step time."""
+    spread: float
+    """Standard deviation of log(measured / predicted) that is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A row, ready to be priced under any calibration."""
+
+    run: Run
+    profile: Profile
+    cluster: Cluster
+    layouts: tuple[Layout, ...]
+    """More than one where the row leaves a choice open."""
+    framework: Framework
+    stack: Stack
+
+    @property
+    def is_single_layer(self) -> bool:
+        """Whether the source times one layer alone: no optimizer, no embedding."""
+        return self.run.layers == 1 and self.run.vocabulary is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What is predicted for one row."""
+
+    index: int
+    step_seconds: float | None = None
+    peak_gibibytes: float | None = None
+    """Of the kind that the source publishes: allocated, reserved or in use on the device."""
+    fits: bool | None = None
+    refused: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knowledge:
+    """What predictions may know besides the row."""
+
+    calibration: Calibration
+    stacks: Mapping[str, StackScalar]
+    unseen: StackScalar
+    """For stacks of which no measurement was published."""
+
+
+def case_of(run: Run, alike: Case | None = None) -> Case:
+    """Return what pricing needs of a row; model and cluster may be taken from a row that is alike in them.
+
+    Raises:
+        Unpredictable: the row does not say enough.
+    """
+    profile = alike.profile if alike else profile_of_run(run)
+    cluster = alike.cluster if alike else cluster_of(run, world_of(run))
+    framework = framework_of(run)
+    return Case(
+        run=run,
+        profile=profile,
+        cluster=cluster,
+        layouts=layouts_of_run(run, profile, cluster),
+        framework=framework,
+        stack=stack_of(framework, year_of(run), cluster.kinds[0]),
+    )
+
+
+def stack_of(framework: Framework, year: int, kind: str) -> Stack:
+    """Return what the framework's code did in a year on a kind of device; its scalar is not set."""
+    has_flash = year >= framework.flash_since
+    overlaps = framework.fully_sharded or year >= framework.overlaps_gradients_since
+    return Stack(
+        name=f"{framework.name} {year}",
+        year=year,
+        flash_attention=has_flash,
+        attention_speed=attention_speed(framework, year, kind),
+        fused_elementwise=year >= framework.fuses_since,
+        overlap_gradients=overlaps,
+        overlap_parameters=overlaps,
+        overlap_tensor=year >= framework.overlaps_tensor_since,
+        counts_causal_half=has_flash,
+        host_seconds=None if year >= framework.lean_since else _EAGER_HOST_SECONDS,
+    )
+
+
+def cases_of(runs: Sequence[Run]) -> tuple[Case | Forecast, ...]:
+    """Return a case per row, or a refusal with its reason.  Rows alike in model and cluster share these."""
+    made: dict[Run, Case] = {}
+    cases: list[Case | Forecast] = []
+    for run in runs:
+        try:
+            common = _model_and_cluster(run)
+            case = case_of(run, made.get(common))
+        except (Unpredictable, WeftError) as error:
+            cases.append(Forecast(index=run.index, refused=str(error)))
+            continue
+        made.setdefault(common, case)
+        cases.append(case)
+    return tuple(cases)
+
+
+def _model_and_cluster(run: Run) -> Run:
+    """The row without what neither its model nor its cluster depends on."""
+    return replace(
+        run,
+        index=0,
+        source=str(year_of(run)),
+        data=None,
+        tensor=None,
+        sequence_parallel=None,
+        pipeline=None,
+        chunks=None,
+        context=None,
+        expert=None,
+        zero=None,
+        microbatch=None,
+        global_batch=None,
+        recompute=None,
+        precision=None,
+        devices=world_of(run) if run.devices is None else run.devices,
+    )
+
+
+class Forecaster:
+    """Predicts cases with one state of knowledge; keeps what cases of one model on one cluster share."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self.knowledge = knowledge
+        self._pricers: dict[tuple[int, int, str], Pricer] = {}
+        self._kept: list[Case] = []
+
+    def forecast(self, case: Case | Forecast) -> Forecast:
+        """Predict one row; a refused one stays refused."""
+        if isinstance(case, Forecast):
+            return case
+        try:
+            case = self.settled(case)
+            found = self.price(case, case.layouts[0])
+        except WeftError as error:
+            return Forecast(index=case.run.index, refused=str(error))
+        memory = _memory(case, found)
+        return Forecast(
+            index=case.run.index,
+            step_seconds=_seconds(case, found),
+            peak_gibibytes=None if memory is None else memory / _GIBI,
+            fits=found.fits if found.stages else None,
+        )
+
+    def settled(self, case: Case) -> Case:
+        """Return the case with the one layout that its authors would have chosen: the fastest that fits.
+
+        Where none fits, it is the one that lacks least memory.
+        """
+        if len(case.layouts) == 1:
+            return case
+        priced = [(layout, self.price(case, layout)) for layout in case.layouts]
+        fitting = [(layout, found) for layout, found in priced if not found.stages or found.fits]
+        if fitting:
+            best = min(fitting, key=lambda pair: pair[1].step_seconds)
+        else:
+            best = min(priced, key=lambda pair: pair[1].fullest.device)
+        return replace(case, layouts=(best[0],))
+
+    def price(self, case: Case, layout: Layout) -> Prediction:
+        """Price one layout of a case."""
+        return self._pricer(case).predict(layout)
+
+    def _pricer(self, case: Case) -> Pricer:
+        key = (id(case.profile), id(case.cluster), case.stack.name)
+        if key not in self._pricers:
+            scalar = self.knowledge.stacks.get(case.stack.name, self.knowledge.unseen)
+            stack = replace(case.stack, slowdown=scalar.slowdown, spread=scalar.spread)
+            self._pricers[key] = Pricer(case.profile, case.cluster, stack, self.knowledge.calibration)
+            self._kept.append(case)  # so that no other object takes over their identities
+        return self._pricers[key]
+
+
+def _seconds(case: Case, found: Prediction) -> float:
+    if case.is_single_layer:
+        return found.step_seconds - found.time.optimizer - found.time.other
+    return found.step_seconds
+
+
+def _memory(case: Case, found: Prediction) -> float | None:
+    """Bytes of the figure that the source publishes, of the fullest rank; Megatron's tests log their last rank only."""
+    if not found.stages:
+        return None
+    stage = found.stages[-1] if "golden_values" in case.run.source else found.fullest
+    match case.framework.memory:
+        case "allocated":
+            return stage.kinds.allocated
+        case "reserved":
+            return stage.reserved
+        case "device":
+            return stage.device

@@ -1,0 +1,211 @@
+"""The layouts that a row may mean: one where it says everything, several where its authors left a choice unsaid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from weft.cluster import Cluster
+from weft.plan import Recompute, Schedule
+from weft.price import Layout, PricedPrecision
+from weft.profile import Profile
+from weft.published._models import trains_adapters_only
+from weft.published._rows import Run
+from weft.published._sources import Framework, framework_of, year_of
+from weft.published._unpredictable import Unpredictable
+
+_PRECISIONS: dict[str, PricedPrecision] = {
+    "fp64": "fp64",
+    "fp32": "fp32",
+    "tf32": "tf32",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "amp_bf16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "fp8": "fp8",
+    "float8": "fp8",
+    "mxfp8": "mxfp8",
+    "fp8-mx": "mxfp8",
+    "fp4": "fp4",
+    "nvfp4": "fp4",
+    "mxfp4": "fp4",
+}
+_RECOMPUTES: dict[str, Recompute] = {
+    "none": "none",
+    "no": "none",
+    "selective": "selective",
+    "sel": "selective",
+    "full": "full",
+    "every_layer": "full",
+    "block": "full",
+}
+_MICROBATCHES_TRIED = (1, 2, 4, 8, 16)
+
+
+def world_of(run: Run) -> int:
+    """Return the number of devices.
+
+    Raises:
+        Unpredictable: neither `n_gpus` nor all axes are given.
+    """
+    if run.devices is not None:
+        return run.devices
+    if run.data is None or run.tensor is None or run.pipeline is None:
+        raise Unpredictable("n_gpus is empty, and dp, tp and pp are not all given")
+    return run.data * run.tensor * run.pipeline * (run.context or 1)
+
+
+def layouts_of_run(run: Run, profile: Profile, cluster: Cluster) -> tuple[Layout, ...]:
+    """Return the layouts that the row may mean, the likeliest first; all of them use the whole world.
+
+    Raises:
+        Unpredictable: axes or the batch are not given, or contradict one another.
+    """
+    data, tensor, pipeline, context = _axes(run)
+    framework = framework_of(run)
+    zero = _zero(run, framework, data)
+    base = Layout(
+        pipeline=pipeline,
+        replicate=1 if zero == 3 else data,
+        shard=data if zero == 3 else 1,
+        context=context,
+        tensor=tensor,
+        expert=_expert(run, profile, data * context),
+        zero=zero,
+        sequence_parallel=tensor > 1 and _sequence_parallel(run, framework),
+        context_scheme="all_gather" if framework.name in ("torchtitan", "nemo-automodel") else "ring",
+        precision=_precision(run, cluster),
+        adapters_only=trains_adapters_only(run),
+    )
+    base = _with_states(_with_schedule(base, run, framework, len(profile.blocks)), framework)
+    return tuple(
+        replace(base, microbatch_size=size, microbatches=count, recompute=recompute)
+        for size, count in _microbatches(run, data)
+        for recompute in _recomputes(run)
+    )
+
+
+def _axes(run: Run) -> tuple[int, int, int, int]:
+    """Return data, tensor, pipeline and context; one of them may be left to the rest of the world."""
+    world = world_of(run)
+    context = run.context or 1
+    given = {"dp": run.data, "tp": run.tensor, "pp": run.pipeline}
+    missing = [name for name, size in given.items() if size is None]
+    if len(missing) > 1:
+        raise Unpredictable(f"the layout is not known: {', '.join(missing)} are empty")
+    known = math.prod(size for size in given.values() if size is not None) * context
+    if missing:
+        if world % known:
+            raise Unpredictable(f"the given axes make {known}, which does not divide n_gpus = {world}")
+        given[missing[0]] = world // known
+    elif known != world:
+        raise Unpredictable(f"dp × tp × pp × cp = {known} is not n_gpus = {world}")
+    return given["dp"] or 1, given["tp"] or 1, given["pp"] or 1, context
+
+
+def _zero(run: Run, framework: Framework, data: int) -> int:
+    if run.zero is not None:
+        return run.zero if data > 1 or run.zero < 3 else 0
+    if framework.fully_sharded:
+        return 3 if data > 1 else 0
+    is_distributed_optimizer = year_of(run) >= framework.overlaps_gradients_since and framework.memory == "allocated"
+    return 1 if is_distributed_optimizer or framework.name == "mlperf" else 0
+
+
+def _expert(run: Run, profile: Profile, ranks: int) -> int:
+    """Return the expert axis; where it is not given, as many ranks as experts and batch allow."""
+    if not profile.num_experts:
+        return 1
+    if run.expert is None:
+        return math.gcd(profile.num_experts, ranks)
+    if ranks % run.expert or profile.num_experts % run.expert:
+        raise Unpredictable(f"ep = {run.expert} does not divide dp × cp = {ranks} or the {profile.num_experts} experts")
+    return run.expert
+
+
+def _sequence_parallel(run: Run, framework: Framework) -> bool:
+    if run.sequence_parallel is not None:
+        return run.sequence_parallel
+    return year_of(run) >= framework.sequence_parallel_since
+
+
+def _precision(run: Run, cluster: Cluster) -> PricedPrecision:
+    peaks = cluster.nodes[0].devices.peak_flops
+    if run.precision is None:
+        return "bf16" if "bf16" in peaks else "fp16"
+    precision = _PRECISIONS.get(run.precision.lower())
+    if precision is None:
+        raise Unpredictable(f'dtype = "{run.precision}" is none of {", ".join(_PRECISIONS)}')
+    # NVIDIA's containers let fp32 products run in TF32, and nobody trains without.
+    return "tf32" if precision == "fp32" and "tf32" in peaks else precision
+
+
+def _with_schedule(layout: Layout, run: Run, framework: Framework, layers: int) -> Layout:
+    if layout.pipeline == 1:
+        return layout
+    chunks = run.chunks
+    if chunks is None:
+        unsaid = layers // layout.pipeline if year_of(run) >= framework.interleaves_since else 1
+        chunks = max(1, unsaid) if layers % layout.pipeline == 0 else 1
+    chunks = min(chunks, max(1, layers // layout.pipeline))
+    schedule: Schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    if chunks == 1 and framework.name == "zero-bubble":
+        schedule = "interleaved_zero_bubble"
+    if "deepseek" in run.family and layers >= 2 * layout.pipeline:
+        schedule, chunks = "dualpipev", 2
+    return replace(layout, schedule=schedule, chunks=chunks, cuts=_even_cuts(layers, layout.pipeline * chunks))
+
+
+def _even_cuts(layers: int, stages: int) -> tuple[int, ...] | None:
+    """Return cuts into equally many layers, as all these systems make them; None where that cannot be."""
+    if layers % stages:
+        return None
+    return tuple(range(layers // stages, layers, layers // stages))
+
+
+def _with_states(layout: Layout, framework: Framework) -> Layout:
+    """Set the bytes of gradients and optimizer as the framework keeps them, weights of 2 bytes beside them."""
+    if layout.precision in ("fp32", "tf32"):
+        return replace(layout, gradient_bytes=4, master_bytes=8)
+    if layout.zero == 3 and framework.fully_sharded:
+        # FSDP shards fp32 weights, gradients and two moments: 16 bytes, of which 2 stand under weights.
+        return replace(layout, gradient_bytes=4, master_bytes=10)
+    if layout.precision == "fp16" and framework.flash_since > 9000:
+        # DeepSpeed reduces fp16 gradients and keeps fp32 masters and moments.
+        return replace(layout, gradient_bytes=2, master_bytes=12)
+    return replace(layout, gradient_bytes=4, master_bytes=12)
+
+
+def _microbatches(run: Run, data: int) -> Iterator[tuple[int, int]]:
+    """Yield sizes and numbers of microbatches that make up the global batch."""
+    batch = run.global_batch
+    if batch is None:
+        if run.layers == 1 and run.microbatch is not None:
+            yield run.microbatch, 1
+            return
+        raise Unpredictable("global_batch is empty, so that the step is not known")
+    if batch % data:
+        raise Unpredictable(f"global_batch = {batch} is no multiple of dp = {data}")
+    share = batch // data
+    if run.microbatch is not None:
+        if share % run.microbatch:
+            raise Unpredictable(
+                f"micro_batch = {run.microbatch} does not divide global_batch / dp = {batch} / {data} = {share}"
+            )
+        yield run.microbatch, share // run.microbatch
+        return
+    for size in _MICROBATCHES_TRIED:
+        if share % size == 0:
+            yield size, share // size
+
+
+def _recomputes(run: Run) -> tuple[Recompute, ...]:
+    """Return what the row says, or none before full where it does not say."""
+    if run.recompute is None:
+        return ("none", "full")
+    recompute = _RECOMPUTES.get(run.recompute.lower())
+    if recompute is None:
+        raise Unpredictable(f'recompute = "{run.recompute}" is none of {", ".join(_RECOMPUTES)}')
+    return (recompute,)

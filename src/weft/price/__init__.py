@@ -1,11 +1,14 @@
 """Price: the time and the memory of a step under a layout, without torch and without devices."""
 
+from weft.price._block_memory import BlockMemory as BlockMemory
+from weft.price._block_memory import memory_key as memory_key
 from weft.price._calibration import DATASHEET as DATASHEET
 from weft.price._calibration import FITTED as FITTED
 from weft.price._calibration import Calibration as Calibration
 from weft.price._check_layout import check_layout as check_layout
 from weft.price._habits import HABITS as HABITS
 from weft.price._habits import MemoryHabits as MemoryHabits
+from weft.price._in_flight import in_flight as in_flight
 from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision
 from weft.price._memory import Memories as Memories

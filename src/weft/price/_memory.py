@@ -122,7 +122,7 @@ class Memories:
         dense += extra
         element = activation_bytes(layout.precision)
         waiting = self._waiting(layout, rank, held)
-        logits = self._logits(layout) if self._is_last(layout, rank) else 0.0
+        logits = self.logits(layout) if self._is_last(layout, rank) else 0.0
         live = max(stage.live for stage in held)
         gradients = dense * plain.gradients + experts * routed.gradients
         if not layout.adapters_only and layout.zero < 3:
@@ -151,8 +151,8 @@ class Memories:
             return 2 * max(stage.kept for stage in held)
         return sum(count * stage.kept for count, stage in zip(counts, held, strict=True))
 
-    def _logits(self, layout: Layout) -> float:
-        """Bytes around the loss."""
+    def logits(self, layout: Layout) -> float:
+        """Return the bytes around the loss, of the rank that has the head."""
         tokens = layout.microbatch_size * self.profile.sequence_length / layout.context
         whole = tokens * self.profile.vocabulary_size / layout.tensor
         each = self.stack.memory.logit_bytes

@@ -69,6 +69,8 @@ class Calibration:
     """Between two kernels of an accelerator."""
     host_seconds: float = 9e-6
     """In which the host issues one kernel: a block is never faster than its kernels are issued."""
+    eager_host_seconds: float = 6e-5
+    """The same where plain Python does it: one operator of a profile is about five kernels then, of 10 µs or more."""
     cpu_operator_seconds: float = 1.2e-5
     """Overhead of an operator on cores."""
     memory_share: float = 0.85

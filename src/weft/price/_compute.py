@@ -165,7 +165,11 @@ class Device:
     @property
     def host_seconds(self) -> float:
         """In which one kernel is issued, where that happens beside the computation."""
-        return self.stack.host_seconds or self.calibration.host_seconds if self.is_accelerator else 0.0
+        if not self.is_accelerator:
+            return 0.0
+        calibration = self.calibration
+        usual = calibration.eager_host_seconds if self.stack.eager else calibration.host_seconds
+        return self.stack.host_seconds or usual
 
     def moved(self, size_bytes: float, kernels: float = 1.0) -> Work:
         """Operators that only read and write memory."""

@@ -35,6 +35,8 @@ class Stack:
     overlap_pipeline: bool = True
     counts_causal_half: bool = True
     """Whether its attention kernel skips masked scores."""
+    eager: bool = False
+    """Whether Python issues every kernel on its own; otherwise graphs or compilation do."""
     host_seconds: float | None = None
     """In which its host issues one kernel; None: the calibration's.  Graph capture brings it near 0."""
     memory: MemoryHabits = HABITS["weft"]

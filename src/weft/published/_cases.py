@@ -17,8 +17,6 @@ from weft.published._sources import Framework, attention_speed, framework_of, ye
 from weft.published._unpredictable import Unpredictable
 
 _GIBI = 2**30
-_EAGER_HOST_SECONDS = 6e-5
-"""To issue one of a profile's operators, which is about five kernels of plain PyTorch at 10 µs or more each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +102,7 @@ def stack_of(framework: Framework, year: int, kind: str) -> Stack:
         overlap_parameters=overlaps,
         overlap_tensor=year >= framework.overlaps_tensor_since,
         counts_causal_half=has_flash,
-        host_seconds=None if year >= framework.lean_since else _EAGER_HOST_SECONDS,
+        eager=year < framework.lean_since,
     )
 
 

@@ -22,7 +22,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 FOLDER = Path(__file__).parent
 KEPT = (FOLDER / "demo-8-processes.jsonl", FOLDER / "demo-1-process.jsonl")
-STAGES = ("embedding\nblocks 0–3", "blocks 4–5\nnorm, head")
+STAGES = ("embedding\nblocks 0–2", "block 3\nnorm, head")
 COLOURS = ("#1f5f8b", "#d97b29")
 FIELDS = ("step", "loss", "count", "gradient_norm", "learning_rate")
 

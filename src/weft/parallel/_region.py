@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from weft.errors import PlanError
-from weft.models import Blueprint
-from weft.parallel._split import SplitTable
+from weft.models import Blueprint, SplitTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitRule
+from weft.models import INHERITED, Blueprint, SplitRule, SplitTable
 from weft.parallel._layout import ModelLayout, ParameterLayout, TensorSplit
-
-_INHERITED = ("sequence", "replicate", "heads", "features")
-"""Kinds that also hold for what lies inside the matching module."""
-
-
-@dataclass(frozen=True, slots=True)
-class SplitTable:
-    """The rules of a model, asked by module name."""
-
-    rules: Sequence[SplitRule]
-
-    def rule(self, name: str) -> SplitRule | None:
-        """Return the first rule that matches, else that of the nearest enclosing module when it covers its inside."""
-        for rule in self.rules:
-            if fnmatchcase(name, rule.match):
-                return rule
-        while "." in name:
-            name = name.rpartition(".")[0]
-            for rule in self.rules:
-                if fnmatchcase(name, rule.match):
-                    return rule if rule.kind in _INHERITED else None
-        return None
-
-    def kind(self, name: str) -> str | None:
-        rule = self.rule(name)
-        return None if rule is None else rule.kind
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -65,7 +38,7 @@ def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, TensorS
     table, splits = SplitTable(blueprint.split), dict[str, TensorSplit]()
     for name, child in blueprint.module.named_modules(remove_duplicate=False):
         rule = table.rule(name)
-        if rule is None or rule.kind in _INHERITED or rule.kind == "whole":
+        if rule is None or rule.kind in INHERITED or rule.kind == "whole":
             continue
         for leaf, dim in _cut_dims(name, child, rule, blueprint.module).items():
             parameter = getattr(child, leaf)
@@ -153,7 +126,7 @@ def check_ties(names: Mapping[str, str], splits: Mapping[str, TensorSplit], tabl
             kinds = [f"{n.rpartition('.')[0]} ({table.kind(n.rpartition('.')[0]) or 'no rule'})" for n in (first, name)]
             raise PlanError(
                 f"{kinds[0]} and {kinds[1]} share one parameter, {first}, but would split it differently over"
-                ' plan.mesh.tensor. Give both the same cut in [model.split]:'
+                " plan.mesh.tensor. Give both the same cut in [model.split]:"
                 ' "vocab" for an embedding, "column" for its head.'
             )
 

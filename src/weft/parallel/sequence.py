@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
-from weft.models import Blueprint
+from weft.models import Blueprint, SplitTable
 from weft.parallel._autograd import gather_sequence, scatter_sequence
 from weft.parallel._context import StepContext
 from weft.parallel._layout import ModelLayout
 from weft.parallel._region import SequenceRegion, sequence_region
-from weft.parallel._split import SplitTable, is_own, mark_partial
+from weft.parallel._split import is_own, mark_partial
 from weft.plan import Plan
 
 

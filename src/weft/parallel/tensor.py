@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitRule
+from weft.models import Blueprint, SplitRule, SplitTable
 from weft.parallel._autograd import (
     copy_to_group,
     gather_features,
@@ -33,7 +33,6 @@ from weft.parallel._context import StepContext
 from weft.parallel._layout import ModelLayout, TensorSplit
 from weft.parallel._region import sequence_region
 from weft.parallel._split import (
-    SplitTable,
     check_sizes,
     check_ties,
     cut_parameters,

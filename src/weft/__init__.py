@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster as Cluster
+    from weft.entry import CheckReport as CheckReport
     from weft.entry import RunResult as RunResult
     from weft.entry import Session as Session
     from weft.entry import StepInfo as StepInfo
     from weft.entry import TrainState as TrainState
+    from weft.entry import check as check
     from weft.entry import generate as generate
     from weft.entry import session as session
     from weft.entry import train as train
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ROOMS = {
+    "CheckReport": "weft.entry",
     "Cluster": "weft.cluster",
     "Plan": "weft.plan",
     "Recipe": "weft.recipe",
@@ -32,6 +35,7 @@ _ROOMS = {
     "StepInfo": "weft.entry",
     "TrainState": "weft.entry",
     "WeftError": "weft.errors",
+    "check": "weft.entry",
     "generate": "weft.entry",
     "session": "weft.entry",
     "train": "weft.entry",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, UnknownOptionError
 
-from weft.cli import _data, _generate, _launch, _plan, _train
+from weft.cli import _check, _data, _generate, _launch, _plan, _train
 from weft.errors import WeftError, did_you_mean
 
 USAGE_STATUS = 2
@@ -27,6 +27,7 @@ def build_app() -> App:
     )
     app.command(_train.train)
     app.command(_plan.plan)
+    app.command(_check.check)
     app.command(_generate.generate)
     app.command(_launch.launch)
     data = App(name="data", help="Prepare data for training.", help_format="plaintext")

@@ -1,5 +1,8 @@
 """The ways in: `train`, `session` for a loop of one's own, `generate`."""
 
+from weft.entry._check import check as check
+from weft.entry._check_report import CheckFailure as CheckFailure
+from weft.entry._check_report import CheckReport as CheckReport
 from weft.entry._generate import generate as generate
 from weft.entry._generate import load_module as load_module
 from weft.entry._session import Session as Session

@@ -1,10 +1,33 @@
 """Prove that a plan computes what one process computes: the same gradients, the same losses."""
 
+from weft.prove._awaken import awaken as awaken
+from weft.prove._cause import Evidence as Evidence
+from weft.prove._cause import likely_cause as likely_cause
 from weft.prove._compare import TOLERANCES as TOLERANCES
 from weft.prove._compare import Difference as Difference
 from weft.prove._compare import assemble as assemble
 from weft.prove._compare import compare as compare
+from weft.prove._fold import DEFAULT_PROCESSES as DEFAULT_PROCESSES
+from weft.prove._fold import Folded as Folded
+from weft.prove._fold import fold_plan as fold_plan
+from weft.prove._fold import least_processes as least_processes
+from weft.prove._isolate import TECHNIQUES as TECHNIQUES
+from weft.prove._isolate import without as without
+from weft.prove._judge import Departure as Departure
+from weft.prove._judge import Outcome as Outcome
+from weft.prove._judge import Verdict as Verdict
+from weft.prove._judge import join_trials as join_trials
+from weft.prove._judge import judge as judge
+from weft.prove._reference import Contributions as Contributions
+from weft.prove._reference import contributions as contributions
+from weft.prove._shrink import STEPS as STEPS
+from weft.prove._shrink import SmallCase as SmallCase
+from weft.prove._shrink import shrink_case as shrink_case
+from weft.prove._stored import read_trial as read_trial
+from weft.prove._stored import write_trial as write_trial
 from weft.prove._trial import Trial as Trial
 from weft.prove._trial import one_process as one_process
 from weft.prove._trial import run_trial as run_trial
 from weft.prove._trial_data import TrialData as TrialData
+from weft.prove._widths import Widths as Widths
+from weft.prove._widths import shrink_config as shrink_config

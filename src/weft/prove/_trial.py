@@ -21,6 +21,8 @@ from weft.record import Recorder
 class Trial:
     """What one rank saw.  Pieces are copies, named `gradient/<parameter>` and as in a checkpoint."""
 
+    initial: list[Piece]
+    """Masters, frozen parameters and buffers before the first step."""
     gradients: list[Piece]
     """Of the first step: of loss sum × scale, before clipping."""
     losses: list[float]
@@ -54,12 +56,18 @@ def run_trial(
     steps: int,
     device: torch.device | None = None,
     label_range: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Trial:
-    """Train `steps` steps on trial data and return what this rank saw.  Call on every rank of the plan's world."""
-    mesh = Mesh(plan.mesh, device if device is not None else torch.device("cpu"))
+    """Train `steps` steps on trial data and return what this rank saw.  Call on every rank of the plan's world.
+
+    `mesh` is that of an earlier trial under the same axes, whose groups are used again.
+    """
+    if mesh is None:
+        mesh = Mesh(plan.mesh, device if device is not None else torch.device("cpu"))
     blueprint = build()
     training = create_training(recipe, plan, blueprint, mesh, Recorder())
     data = TrialData(blueprint, plan, data_index=mesh.index("data"), seed=recipe.run.seed, label_range=label_range)
+    initial = _model_state(training)
     gradients = _first_gradients(training, recipe, data)
     results = [
         training.stepper(data.microbatches(step), step=step, learning_rate=learning_rate(recipe, step))
@@ -67,12 +75,17 @@ def run_trial(
     ]
     totals = training.model.runner.evaluate(data.microbatches(0), step=0, seed=recipe.run.seed)
     return Trial(
+        initial=initial,
         gradients=gradients,
         losses=[result.loss for result in results],
         gradient_norms=[result.gradient_norm for result in results],
         validation=float(totals.sum),
-        state=[_copy(piece) for piece in training.pieces() if piece.name.startswith(("model/", "buffer/"))],
+        state=_model_state(training),
     )
+
+
+def _model_state(training: TrainingState) -> list[Piece]:
+    return [_copy(piece) for piece in training.pieces() if piece.name.startswith(("model/", "buffer/"))]
 
 
 def _first_gradients(training: TrainingState, recipe: Recipe, data: TrialData) -> list[Piece]:

@@ -1,0 +1,280 @@
+"""`weft.check`: prove on this machine that a plan computes what one process computes."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from weft.cluster import Cluster
+from weft.entry._check_report import CheckFailure, CheckReport, describe_case
+from weft.entry._check_worker import awake_model, trial_path, with_precision
+from weft.entry._facts import facts_of_blueprint
+from weft.errors import LaunchError, RecipeError, WeftError
+from weft.launch import RankError, launch_function, place_from_environment
+from weft.models import build_model
+from weft.plan import ModelFacts, Plan, auto_plan, check_plan, check_runnable, dump_plan, facts_of, load_plan
+from weft.prove import (
+    STEPS,
+    TECHNIQUES,
+    Contributions,
+    Evidence,
+    Outcome,
+    SmallCase,
+    Trial,
+    Verdict,
+    contributions,
+    join_trials,
+    judge,
+    likely_cause,
+    one_process,
+    read_trial,
+    run_trial,
+    shrink_case,
+    without,
+)
+from weft.recipe import Precision, Recipe, dump_recipe, load_recipe
+
+_MEMORY_SHARE = 0.5
+"""Of this machine's memory, that a model which cannot be shrunk may take."""
+_SEARCH_SECONDS = 90.0
+"""After so long, no further technique is taken out to find the cause."""
+
+
+def check(
+    recipe: Recipe | str | Path,
+    plan: Plan | str | Path = "auto",
+    *,
+    processes: int | None = None,
+    explain: bool = True,
+) -> CheckReport:
+    """Compare a plan with one process on a small model of the same structure, and return what came of it.
+
+    The model gets few blocks and narrow layers, the plan's axes are folded onto at most `processes` fresh CPU processes
+    of this machine.  Compared are initial weights, the first step's gradients, losses and gradient norms of three
+    optimizer steps, final weights and buffers: in fp64, in fp32, and in the plan's own precision, compiled if it says
+    so.  Not collective: call it on one process, outside of any job.
+
+    Args:
+        recipe: a recipe, or the path of one.
+        plan: a plan, the path of one, or `auto` (as chosen for this machine).
+        processes: the most to start; by default 8, or as many as the plan has axes for.
+        explain: when something differs, find the likely cause and the techniques that it needs, by more runs.
+
+    Raises:
+        WeftError: the plan does not fit the recipe, cannot be run yet, or cannot be checked.
+
+    Example::
+
+        report = weft.check("recipe.toml", "plan.toml")
+        assert report.is_equal, report
+    """
+    began = time.monotonic()
+    if dist.is_initialized() or place_from_environment() is not None:
+        raise LaunchError("weft.check starts its own processes, and this one is a rank already. Call it outside a job.")
+    recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
+    facts = _facts(recipe)
+    if plan == "auto":
+        plan, _ = auto_plan(recipe, Cluster.detect(), facts)
+    elif not isinstance(plan, Plan):
+        plan = load_plan(plan)
+    check_plan(plan, recipe, facts)
+    check_runnable(plan)
+    with tempfile.TemporaryDirectory(prefix="weft-check-") as name, _state_kept():
+        folder = Path(name)
+        budget = int(_MEMORY_SHARE * min(node.memory_bytes for node in Cluster.detect().nodes))
+        small = shrink_case(recipe, plan, facts, processes=processes, folder=folder, memory_bytes=budget)
+        lines = describe_case(recipe, plan, facts, small, _fitting(small))
+        verdicts, failure = _compare(_Runs(small, folder), _cases(plan), explain)
+    return CheckReport(
+        plan=small.plan,
+        lines=tuple(lines),
+        verdicts=tuple(verdicts),
+        failure=failure,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _facts(recipe: Recipe) -> ModelFacts:
+    """A factory's model is built, because it will run as it is; of others the recipe says enough."""
+    return facts_of(recipe) if recipe.model.factory is None else facts_of_blueprint(build_model(recipe), recipe)
+
+
+def _fitting(small: SmallCase) -> ModelFacts:
+    """Return the small model's facts, once everything fits together.
+
+    Raises:
+        RecipeError: there is nothing to make samples from.
+    """
+    blueprint = build_model(small.recipe)
+    if blueprint.example is None:
+        what = small.recipe.model.factory or type(blueprint.module).__name__
+        raise RecipeError(
+            f"{what} cannot be checked: nothing says what its samples look like. Let a factory return a"
+            " weft.models.Blueprint whose `example` gives a batch; of Hugging Face models, those with sliding windows"
+            " have none yet."
+        )
+    facts = facts_of_blueprint(blueprint, small.recipe)
+    check_plan(small.plan, small.recipe, facts)
+    return facts
+
+
+def _cases(plan: Plan) -> list[tuple[Precision, bool]]:
+    """fp64 and fp32 for the mathematics, then what the plan says."""
+    cases: list[tuple[Precision, bool]] = [("fp64", False), ("fp32", False)]
+    own = (plan.compute.precision, plan.compute.compile)
+    return cases if own in cases else [*(case for case in cases if case[0] != own[0] or own[0] == "fp64"), own]
+
+
+@contextmanager
+def _state_kept() -> Generator[None]:
+    """One process runs here, in this process: put torch's generators and threads back afterwards."""
+    threads = torch.get_num_threads()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_num_threads(1)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ── running ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class _Runs:
+    """Runs trials of a small case."""
+
+    small: SmallCase
+    folder: Path
+
+    def ranks(self, cases: Sequence[tuple[Precision, bool]]) -> None:
+        """Run the cases on the plan's world, in fresh processes that are started once."""
+        launch_function(
+            "weft.entry._check_worker:run_rank",
+            {
+                "recipe": dump_recipe(self.small.recipe, everything=True),
+                "plan": dump_plan(self.small.plan, everything=True),
+                "cases": [list(case) for case in cases],
+                "label_range": self.small.label_range,
+                "folder": str(self.folder),
+            },
+            self.small.plan.mesh.world_size,
+            threads_per_rank=1,
+        )
+
+    def trials(self, precision: Precision) -> list[Trial]:
+        """What the ranks left of a case."""
+        world = range(self.small.plan.mesh.world_size)
+        return [read_trial(trial_path(self.folder, rank, precision)) for rank in world]
+
+    def alone(self, precision: Precision) -> Outcome:
+        """One process: no axis, no technique, the whole batch in one microbatch."""
+        recipe = self.small.recipe
+        plan = one_process(with_precision(self.small.plan, precision, compiled=False))
+        trial = run_trial(recipe, plan, lambda: awake_model(recipe), steps=STEPS, label_range=self.small.label_range)
+        return join_trials([trial], plan)
+
+    def taken_apart(self) -> Contributions:
+        recipe = self.small.recipe
+        plan = with_precision(self.small.plan, "fp64", compiled=False)
+        return contributions(recipe, plan, lambda: awake_model(recipe), label_range=self.small.label_range)
+
+    def verdict(
+        self, precision: Precision, exact: Outcome | None, order: Sequence[str] = ()
+    ) -> tuple[Verdict, Outcome]:
+        """Judge what the ranks left of a case."""
+        wanted = self.alone(precision)
+        found = join_trials(self.trials(precision), self.small.plan)
+        return judge(wanted, found, precision=precision, exact=exact, order=order), wanted
+
+
+def _compare(
+    runs: _Runs, cases: Sequence[tuple[Precision, bool]], explain: bool
+) -> tuple[list[Verdict], CheckFailure | None]:
+    """Run all cases and judge them until one is not equal."""
+    try:
+        runs.ranks(cases)
+    except RankError as error:
+        needs = _needed(runs, "fp64") if explain else ()
+        return [], CheckFailure(precision="fp64", departure=None, others=0, cause=str(error), needs=needs)
+    verdicts: list[Verdict] = []
+    exact: Outcome | None = None
+    for precision, compiled in cases:
+        verdict, wanted = runs.verdict(precision, exact)
+        verdicts.append(verdict)
+        exact = exact or wanted
+        if not verdict.is_equal:
+            return verdicts, _failure(runs, verdict, compiled, explain)
+    return verdicts, None
+
+
+def _failure(runs: _Runs, verdict: Verdict, compiled: bool, explain: bool) -> CheckFailure:
+    """What differs first, in the order of the forward, and why."""
+    cause, needs = "", ()
+    if verdict.precision == "fp64":
+        apart = runs.taken_apart()
+        verdict, wanted = runs.verdict("fp64", None, apart.order)
+        if explain:
+            trials = runs.trials("fp64")
+            cause = likely_cause(
+                Evidence(
+                    plan=runs.small.plan,
+                    blueprint=build_model(runs.small.recipe),
+                    wanted=wanted,
+                    found=join_trials(trials, runs.small.plan),
+                    trials=trials,
+                    contributions=apart,
+                    verdict=verdict,
+                )
+            )
+            needs = _needed(runs, "fp64")
+    elif compiled:
+        cause = f"fp64 and fp32 are equal without compilation, so torch.compile in {verdict.precision} is what differs"
+    else:
+        cause = (
+            f"fp64 is equal, so the mathematics is right: rounding in {verdict.precision} differs more than it should"
+        )
+    return CheckFailure(
+        precision=verdict.precision,
+        departure=verdict.departures[0],
+        others=len(verdict.departures) - 1,
+        cause=cause,
+        needs=needs,
+    )
+
+
+def _needed(runs: _Runs, precision: Precision) -> tuple[str, ...]:
+    """Take out one technique after another, as long as something still differs, and return those that cannot go."""
+    deadline = time.monotonic() + _SEARCH_SECONDS
+    needed: list[str] = []
+    small = runs.small
+    for technique in TECHNIQUES:
+        simpler = without(technique, small.recipe, small.plan, runs.folder)
+        if simpler is None:
+            continue
+        if time.monotonic() > deadline:
+            needed.append(f"{technique} (not tried)")
+            continue
+        case = replace(small, recipe=simpler[0], plan=simpler[1])
+        if _still_differs(_Runs(case, runs.folder), precision):
+            small = case
+        else:
+            needed.append(technique)
+    return tuple(needed)
+
+
+def _still_differs(runs: _Runs, precision: Precision) -> bool:
+    try:
+        runs.ranks([(precision, False)])
+    except RankError:
+        return True
+    except WeftError:
+        return False  # a plan that is refused shows nothing
+    return not runs.verdict(precision, None)[0].is_equal

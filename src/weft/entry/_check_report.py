@@ -1,0 +1,156 @@
+"""What a check found, as lines for a person and as JSON for a program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from weft.checkpoint import Json
+from weft.plan import ModelFacts, Plan, mesh_sizes
+from weft.prove import STEPS, Departure, SmallCase, Verdict
+from weft.recipe import Recipe
+
+_INDENT = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckFailure:
+    """The first thing that is not what one process computes."""
+
+    precision: str
+    departure: Departure | None
+    """None: the ranks stopped with an error instead."""
+    others: int
+    """How much else differs."""
+    cause: str
+    """The likely cause, or the error."""
+    needs: tuple[str, ...]
+    """Techniques without which it does not happen; found only in fp64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """Whether a plan computes what one process computes."""
+
+    plan: Plan
+    """The folded plan that was run."""
+    lines: tuple[str, ...]
+    """What was run: plan and model, and what they leave out."""
+    verdicts: tuple[Verdict, ...]
+    """By precision, in the order in which they were run, up to the first that is not equal."""
+    failure: CheckFailure | None
+    seconds: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.failure is None
+
+    def __str__(self) -> str:
+        return "\n".join((*self.lines, *self.result_lines()))
+
+    def result_lines(self) -> list[str]:
+        """One line when equal; else what differs first, and why."""
+        if self.failure is None:
+            exact, *rounded = self.verdicts
+            text = f"{exact.largest['gradient']:.1e} over {exact.num_gradients} tensors in {exact.precision}"
+            rest = "".join(f", {verdict.largest['gradient']:.1e} in {verdict.precision}" for verdict in rounded)
+            told = f"gradients equal one process: largest relative difference {text}{rest}  ({self.seconds:.1f} s)"
+            return [_labelled("check", told)]
+        first, *others = self._why()
+        return [_labelled("check", first), *(_labelled("", line) for line in others)]
+
+    def _why(self) -> Iterator[str]:
+        assert self.failure is not None
+        failure, departure = self.failure, self.failure.departure
+        if departure is None:
+            yield f"the plan does not run  ({self.seconds:.1f} s)"
+            yield from failure.cause.splitlines()
+        else:
+            name = departure.name if departure.name.startswith("step ") else f"of {departure.name}"
+            what = f"{departure.kind} {name} differs from one process by {departure.relative:.1e}"
+            limit = f"the limit in {failure.precision} is {departure.limit:.0e}"
+            rest = f"; {failure.others} more differ" if failure.others else ""
+            yield f"{what} ({limit}){rest}  ({self.seconds:.1f} s)"
+            if failure.cause:
+                yield f"likely cause: {failure.cause}"
+        if failure.needs:
+            yield f"it takes {' and '.join(failure.needs)}: the rest of the plan makes no difference"
+
+    def to_json(self) -> dict[str, Json]:
+        """Everything, for `--json`."""
+        failure = self.failure
+        return {
+            "equal": self.is_equal,
+            "seconds": round(self.seconds, 3),
+            "processes": self.plan.mesh.world_size,
+            "steps": STEPS,
+            "what": list(self.lines),
+            "precisions": [_verdict_json(verdict) for verdict in self.verdicts],
+            "failure": None
+            if failure is None
+            else {
+                "precision": failure.precision,
+                "first": None if failure.departure is None else _departure_json(failure.departure),
+                "others": failure.others,
+                "cause": failure.cause,
+                "needs": list(failure.needs),
+            },
+        }
+
+
+def _verdict_json(verdict: Verdict) -> dict[str, Json]:
+    return {
+        "precision": verdict.precision,
+        "equal": verdict.is_equal,
+        "gradients": verdict.num_gradients,
+        "largest_gradient": verdict.largest_gradient,
+        "largest": {kind: _number(value) for kind, value in verdict.largest.items()},
+    }
+
+
+def _departure_json(departure: Departure) -> dict[str, Json]:
+    return {
+        "kind": departure.kind,
+        "name": departure.name,
+        "step": departure.step,
+        "relative": _number(departure.relative),
+        "limit": departure.limit,
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity: None stands for it."""
+    return value if math.isfinite(value) else None
+
+
+def describe_case(
+    recipe: Recipe, plan: Plan, facts: ModelFacts, small: SmallCase, small_facts: ModelFacts
+) -> list[str]:
+    """Say what stands for the plan and for the model."""
+    sizes = mesh_sizes(plan)
+    folded = mesh_sizes(small.plan)
+    world = small.plan.mesh.world_size
+    how = f"{sizes}, folded to {folded}" if folded != sizes else sizes
+    lines = [_labelled("plan", f"{how} = {world} process{'es' if world > 1 else ''}")]
+    if recipe.model.factory is None:
+        whole, part = _model(facts), _model(small_facts)
+        lines.append(_labelled("model", f"{facts.name} of {whole}, shrunk to {part}" if whole != part else whole))
+    lines += [_labelled("note", note) for note in small.notes]
+    return lines
+
+
+def _model(facts: ModelFacts) -> str:
+    parts: list[Any] = []
+    if facts.num_blocks:
+        parts.append(f"{facts.num_blocks:,} block{'s' if facts.num_blocks > 1 else ''}")
+    if facts.hidden_size:
+        parts.append(f"width {facts.hidden_size:,}")
+    if facts.num_parameters:
+        parts.append(f"{facts.num_parameters:,} parameters")
+    return ", ".join(parts)
+
+
+def _labelled(label: str, text: str) -> str:
+    return f"{label.ljust(_INDENT)}{text}"

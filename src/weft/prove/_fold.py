@@ -1,0 +1,191 @@
+"""Fold a plan onto a few processes: smaller axes, fewer microbatches and blocks, every technique and pattern kept.
+
+What is kept: which axes there are and their order, schedule and chunks, the ZeRO stage, sequence parallelism,
+recomputation per block, that cuts and shares are unequal, that a rank has several microbatches.  What shrinks: how many
+ranks an axis has, how many microbatches, how many blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from weft.errors import PlanError
+from weft.plan import Axis, MeshPlan, MicrobatchPlan, Plan, Recompute, chunk_limits
+
+DEFAULT_PROCESSES = 8
+"""Enough for data 2 × tensor 2 × pipeline 2."""
+_GROWING: tuple[Axis, ...] = ("pipeline", "tensor", "context", "shard", "replicate")
+"""Axes that get the processes left over, first to last: a pipeline of two stages has no middle."""
+_SMALL_BUCKET_BYTES = 4096
+"""So small that the shrunk model has several buckets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """A folded plan, and the size of the model that it needs."""
+
+    plan: Plan
+    num_blocks: int | None
+    """Blocks that the model must have; None: it has none, or nobody knows."""
+
+
+def least_processes(mesh: MeshPlan) -> int:
+    """Return how many processes show every axis of the mesh."""
+    return math.prod(_least(axis, int(getattr(mesh, axis))) for axis in _GROWING)
+
+
+def fold_plan(plan: Plan, *, processes: int | None, num_blocks: int | None, may_shrink: bool) -> Folded:
+    """Return the plan on at most `processes` ranks (None: 8, or as many as its axes need).
+
+    `num_blocks` is how many the model has; `may_shrink` says whether it may get fewer.
+
+    Raises:
+        PlanError: so few processes cannot show every axis.
+    """
+    mesh = _fold_mesh(plan.mesh, processes)
+    chunks = plan.pipeline_parallel.chunks_per_rank
+    least, most = chunk_limits(plan.pipeline_parallel.schedule)
+    if mesh.pipeline < plan.mesh.pipeline and mesh.pipeline > 1 and most is None:
+        chunks = max(least, min(chunks, 2))
+    pipeline = replace(plan.pipeline_parallel, chunks_per_rank=chunks)
+    blocks = _Blocks(plan, mesh.pipeline * chunks, num_blocks or 0, may_shrink)
+    buckets = plan.data_parallel
+    if may_shrink:
+        small = min(buckets.bucket_bytes, _SMALL_BUCKET_BYTES)
+        buckets = replace(buckets, bucket_bytes=small, first_bucket_bytes=min(buckets.first_bucket_bytes, small // 4))
+    folded = replace(
+        plan,
+        mesh=mesh,
+        data_parallel=buckets,
+        pipeline_parallel=replace(pipeline, cuts=blocks.cuts()),
+        microbatch=_fold_microbatches(plan, mesh),
+        memory=replace(plan.memory, recompute=blocks.recompute()),
+        compute=replace(plan.compute, device="cpu", threads_per_rank=1),
+        origins={},
+    )
+    return Folded(plan=folded, num_blocks=blocks.count() if num_blocks else num_blocks)
+
+
+# ── axes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _least(axis: Axis, size: int) -> int:
+    """Ranks that an axis is folded to: its smallest prime factor, so that what it divides stays divisible."""
+    factor = next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size)
+    return factor if factor <= 3 or axis == "tensor" else 2
+
+
+def _fold_mesh(mesh: MeshPlan, processes: int | None) -> MeshPlan:
+    least = least_processes(mesh)
+    limit = max(DEFAULT_PROCESSES, least) if processes is None else processes
+    if limit >= mesh.world_size:
+        return mesh
+    if limit < least:
+        axes = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in _GROWING if getattr(mesh, axis) > 1)
+        raise PlanError(
+            f"processes = {limit} is too few to show {axes}: every axis needs 2 ranks, some 3. Use {least} or more."
+        )
+    sizes = {axis: _least(axis, int(getattr(mesh, axis))) for axis in _GROWING}
+    for axis in _GROWING:
+        while (grown := _next_size(axis, sizes[axis], int(getattr(mesh, axis)))) is not None:
+            if math.prod(sizes.values()) // sizes[axis] * grown > limit:
+                break
+            sizes[axis] = grown
+    room = sizes["shard"] * sizes["context"]
+    expert = max(n for n in range(1, min(mesh.expert, room) + 1) if room % n == 0)
+    return replace(mesh, expert=expert, **sizes)
+
+
+def _next_size(axis: Axis, now: int, whole: int) -> int | None:
+    """The next larger size of an axis; that of the tensor axis divides the whole one."""
+    larger = (n for n in range(2 * now, whole + 1, now) if axis != "tensor" or whole % n == 0)
+    return None if now == 1 else next(larger, None)
+
+
+# ── microbatches ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _fold_microbatches(plan: Plan, mesh: MeshPlan) -> MicrobatchPlan:
+    """Fewer and smaller ones; whether there are fewer than stages, and which data ranks have more, stays."""
+    shares = plan.microbatch.shares(plan.mesh.data)
+    fewest = min(shares)
+    enough = 2 * mesh.pipeline + 1 if mesh.pipeline > 1 else 3
+    if fewest < plan.mesh.pipeline:
+        enough = max(1, mesh.pipeline - 1)
+    base = min(fewest, enough)
+    chosen = [shares[index] for index in _spread(len(shares), mesh.data)]
+    if len(set(chosen)) == 1 and len(set(shares)) > 1:
+        chosen[-1] = next(share for share in shares if share != chosen[0])
+    lowest = min(chosen)
+    folded = tuple(base + min(share - lowest, 2) for share in chosen)
+    size = min(plan.microbatch.size, 5 if max(folded) == 1 else 3)
+    return MicrobatchPlan(size=size, per_step=folded if len(set(folded)) > 1 else folded[0])
+
+
+def _spread(whole: int, count: int) -> list[int]:
+    """`count` positions out of `whole`, first and last among them, evenly between."""
+    return [round(index * (whole - 1) / max(1, count - 1)) for index in range(count)]
+
+
+# ── blocks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """How many blocks a folded plan needs, how they fall into stages, and which are computed again."""
+
+    plan: Plan
+    stages: int
+    whole: int
+    """Blocks of the model as it is; 0: unknown."""
+    may_shrink: bool
+
+    def count(self) -> int:
+        if not self.may_shrink or self.whole == 0:
+            return self.whole
+        words = set(self.plan.memory.recompute) if not isinstance(self.plan.memory.recompute, str) else set[str]()
+        sizes = self._sizes()
+        wanted = sum(sizes) if sizes is not None else self.stages + 1 if self.stages > 1 else 2
+        return min(self.whole, max(wanted, len(words)))
+
+    def cuts(self) -> tuple[int, ...] | None:
+        sizes = self._sizes()
+        if sizes is None or self.stages == 1:
+            return None
+        if not self.whole:
+            return self.plan.pipeline_parallel.cuts if self.stages == self.plan.num_stages else None
+        total, count, cuts = sum(sizes), self.count(), list[int]()
+        for stage in range(1, self.stages):
+            wanted = round(count * sum(sizes[:stage]) / total)
+            cuts.append(min(max(wanted, (cuts[-1] if cuts else 0) + 1), count - (self.stages - stage)))
+        return tuple(cuts)
+
+    def recompute(self) -> Recompute | tuple[Recompute, ...]:
+        words = self.plan.memory.recompute
+        if isinstance(words, str) or not self.whole:
+            return words
+        chosen: list[Recompute] = [words[index] for index in _spread(len(words), self.count())]
+        for word in dict.fromkeys(words):
+            if word not in chosen:
+                common = max(chosen, key=chosen.count)
+                chosen[len(chosen) - 1 - chosen[::-1].index(common)] = word
+        return tuple(chosen)
+
+    def _sizes(self) -> list[int] | None:
+        """Blocks of each folded stage when the plan gives cuts: equal stages stay equal, longer ones longer."""
+        cuts = self.plan.pipeline_parallel.cuts
+        if cuts is None:
+            return None
+        edges: Sequence[int] = (0, *cuts, max(self.whole, cuts[-1] + 1))
+        whole = [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+        if self.stages == len(whole) and not self.may_shrink:
+            return whole
+        chosen = [whole[index] for index in _spread(len(whole), self.stages)]
+        if len(set(chosen)) == 1 and len(set(whole)) > 1:
+            chosen[-1] = next(size for size in whole if size != chosen[0])
+        levels = sorted(set(chosen))
+        if len(levels) == 1:
+            return [min(levels[0], 2)] * self.stages
+        return [1 + min(levels.index(size), 2) for size in chosen]

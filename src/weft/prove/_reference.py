@@ -1,0 +1,78 @@
+"""What one process can say beyond a trial: the order of its forward, and what each part of the batch contributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Mesh
+from weft.engine import create_training
+from weft.models import Blueprint
+from weft.parallel import shard_pieces
+from weft.plan import Plan
+from weft.prove._compare import assemble
+from weft.prove._trial import one_process
+from weft.prove._trial_data import TrialData
+from weft.recipe import Recipe
+from weft.record import Recorder
+
+
+@dataclass(slots=True, kw_only=True)
+class Contributions:
+    """The first step's gradient in one process, taken apart."""
+
+    order: tuple[str, ...]
+    """Parameters as the forward first meets them."""
+    of_data_rank: Sequence[dict[str, Tensor]]
+    """Gradient of each data rank's samples alone; they add up to the whole."""
+    totals: Sequence[tuple[float, float]]
+    """Loss sum and count of each data rank's samples."""
+
+
+def contributions(
+    recipe: Recipe, plan: Plan, build: Callable[[], Blueprint], *, label_range: int | None = None
+) -> Contributions:
+    """Run the first step of the recipe in this process, one data rank's samples of `plan` after the other."""
+    alone = one_process(plan)
+    training = create_training(recipe, alone, build(), Mesh(alone.mesh, torch.device("cpu")), Recorder())
+    module = training.model.parts[0].module
+    order = _watch_order(module)
+    parts: list[dict[str, Tensor]] = []
+    sums: list[tuple[float, float]] = []
+    stores = training.model.stores
+    for rank in range(plan.mesh.data):
+        data = TrialData(build(), plan, data_index=rank, seed=recipe.run.seed, label_range=label_range)
+        stores.begin_step()
+        totals = training.model.runner.forward_backward(
+            data.microbatches(0),
+            step=0,
+            seed=recipe.run.seed,
+            scale=1.0 / recipe.batch.global_batch_size,
+            observer=stores,
+        )
+        stores.finish()
+        sums.append((float(totals.sum), float(totals.count)))
+        shards = stores.shards
+        pieces = list(shard_pieces("gradient", shards, [shard.dense_gradient().clone() for shard in shards]))
+        parts.append({name.partition("/")[2]: tensor for name, tensor in assemble([pieces]).items()})
+    return Contributions(order=tuple(order), of_data_rank=parts, totals=sums)
+
+
+def _watch_order(module: nn.Module) -> list[str]:
+    """Return a list that fills with the names of the parameters as a forward enters their modules."""
+    order: list[str] = []
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def note(inner: nn.Module, args: Any) -> None:
+        for parameter in inner.parameters(recurse=False):
+            name = first[id(parameter)]
+            if name not in order:
+                order.append(name)
+
+    for inner in module.modules():
+        inner.register_forward_pre_hook(note)
+    return order

@@ -1,0 +1,214 @@
+"""Shrink a recipe's model until a plan can be tried on one machine in seconds, structure and awkwardness kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from weft.errors import RecipeError
+from weft.models import build_model
+from weft.plan import ModelFacts, Plan, default_ffn_size
+from weft.prove._fold import fold_plan
+from weft.prove._widths import SEQUENCE_LENGTH, Widths, shrink_config, shrink_feed_forward
+from weft.recipe import (
+    BatchRecipe,
+    ConvNetShape,
+    DataRecipe,
+    DataSource,
+    DecoderShape,
+    EncoderShape,
+    MlpShape,
+    ModelRecipe,
+    OptimizerRecipe,
+    PermitRecipe,
+    Recipe,
+    ReferenceShape,
+)
+
+STEPS = 3
+"""Optimizer steps of a check: after the third, a wrong divisor or clip norm is in losses and weights."""
+_BYTES_PER_PARAMETER = 48
+"""fp64 weights, gradients, two moments, and two copies to compare, of every data rank and of the one process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallCase:
+    """A recipe and a plan small enough to run here."""
+
+    recipe: Recipe
+    plan: Plan
+    label_range: int | None
+    """Class labels are below this; None: as the blueprint says."""
+    notes: tuple[str, ...] = ()
+    """What the small model leaves out."""
+
+
+def shrink_case(
+    recipe: Recipe, plan: Plan, facts: ModelFacts, *, processes: int | None, folder: Path, memory_bytes: int
+) -> SmallCase:
+    """Return a small model under the folded plan.  Writes a Hugging Face configuration into `folder`.
+
+    `facts` are those of the model as it is.  A factory's model cannot be shrunk: it runs as it is, and `memory_bytes`
+    says how much it may take.
+
+    Raises:
+        PlanError: too few processes, or a technique that the model does not allow.
+        RecipeError: a factory's model that is too large, or a model that cannot be made small.
+    """
+    model = recipe.model
+    may_shrink = model.factory is None
+    folded = fold_plan(plan, processes=processes, num_blocks=facts.num_blocks, may_shrink=may_shrink)
+    notes: list[str] = []
+    if not may_shrink:
+        _check_memory(facts, folded.plan, model, memory_bytes)
+        notes.append(f"{model.factory} is no model that Weft can shrink: it runs as it is")
+    small = replace(
+        recipe,
+        model=_shrink_model(model, folded.num_blocks, plan.mesh.tensor, folded.plan.mesh.tensor, folder),
+        data=DataRecipe(train=(DataSource(source="synthetic"),), documents=recipe.data.documents),
+        batch=BatchRecipe(global_batch_size=folded.plan.global_batch_size),
+        optimizer=_shrink_optimizer(recipe),
+        run=replace(recipe.run, steps=STEPS, evaluate_every=None, evaluate_batches=None, save_every=None),
+        permit=PermitRecipe(
+            precision=("fp64", "fp32", "bf16", "fp16"),
+            compression=recipe.permit.compression,
+            staleness=recipe.permit.staleness,
+        ),
+        origins={},
+    )
+    small, dropped = _without_absent_patterns(small)
+    return SmallCase(recipe=small, plan=folded.plan, label_range=_label_range(small.model), notes=(*notes, *dropped))
+
+
+# ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _shrink_model(
+    model: ModelRecipe, num_blocks: int | None, tensor: int, folded_tensor: int, folder: Path
+) -> ModelRecipe:
+    if model.shape is not None:
+        shape = _shrink_shape(model.shape, num_blocks or model.shape.num_layers, tensor, folded_tensor)
+        return replace(model, shape=shape)
+    if model.hf is None:
+        return model
+    given = Path(model.hf).expanduser()
+    file = given / "config.json" if given.is_dir() else given
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    path = folder / "config.json"
+    path.write_text(json.dumps(shrink_config(config, num_blocks, tensor, folded_tensor)))
+    length = min(model.sequence_length or SEQUENCE_LENGTH, SEQUENCE_LENGTH)
+    return replace(model, hf=str(path), sequence_length=length)
+
+
+def _shrink_shape(shape: ReferenceShape, num_blocks: int, tensor: int, folded_tensor: int) -> ReferenceShape:
+    if isinstance(shape, DecoderShape | EncoderShape):
+        return _shrink_transformer(shape, num_blocks, tensor, folded_tensor)
+    if isinstance(shape, MlpShape):
+        hidden = min(shape.hidden_size, 14)
+        ffn = shrink_feed_forward(default_ffn_size(shape) or 0, shape.hidden_size, hidden, folded_tensor)
+        classes = min(shape.num_classes, 10)
+        return replace(
+            shape,
+            num_layers=num_blocks,
+            input_size=min(shape.input_size, 13),
+            hidden_size=hidden,
+            ffn_size=ffn,
+            num_classes=classes,
+        )
+    return replace(
+        shape,
+        num_layers=num_blocks,
+        channels=min(shape.channels, 8),
+        num_classes=min(shape.num_classes, 10),
+        image_size=min(shape.image_size, 7),
+    )
+
+
+def _shrink_transformer(
+    shape: DecoderShape | EncoderShape, num_blocks: int, tensor: int, folded_tensor: int
+) -> DecoderShape | EncoderShape:
+    kv_heads = shape.num_kv_heads if isinstance(shape, DecoderShape) else None
+    widths = Widths(
+        hidden=shape.hidden_size,
+        heads=shape.num_heads,
+        kv_heads=kv_heads or shape.num_heads,
+        head_size=shape.hidden_size // shape.num_heads,
+        ffn=default_ffn_size(shape) or 0,
+        vocabulary=shape.vocabulary_size,
+    ).shrunk(tensor, folded_tensor)
+    small = replace(
+        shape,
+        num_layers=num_blocks,
+        hidden_size=widths.hidden,
+        num_heads=widths.heads,
+        ffn_size=widths.ffn,
+        vocabulary_size=widths.vocabulary,
+        sequence_length=min(shape.sequence_length, SEQUENCE_LENGTH),
+    )
+    if isinstance(small, DecoderShape) and kv_heads is not None:
+        return replace(small, num_kv_heads=widths.kv_heads)
+    return small
+
+
+def _label_range(model: ModelRecipe) -> int | None:
+    if isinstance(model.shape, MlpShape | ConvNetShape):
+        return model.shape.num_classes
+    return None
+
+
+def _check_memory(facts: ModelFacts, plan: Plan, model: ModelRecipe, memory_bytes: int) -> None:
+    parameters = facts.num_parameters or 0
+    copies = 1 + plan.mesh.data
+    need = parameters * _BYTES_PER_PARAMETER * copies
+    if need > memory_bytes:
+        raise RecipeError(
+            f'model.factory = "{model.factory}" makes {parameters:,} parameters, and Weft cannot shrink a model of'
+            f" your own: {copies} copies in fp64 would take about {need / 1e9:.1f} GB, and {memory_bytes / 1e9:.1f} GB"
+            " may be used here. Give the factory smaller arguments, as in --set recipe.model.arguments.num_layers=4."
+        )
+
+
+# ── the rest of the recipe ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _shrink_optimizer(recipe: Recipe) -> OptimizerRecipe:
+    """The recipe's own, in a run of three steps."""
+    optimizer = recipe.optimizer
+    warmup = min(optimizer.warmup_steps, STEPS - 1)
+    decay = None if optimizer.decay_steps is None else max(1, min(optimizer.decay_steps, STEPS - warmup))
+    return replace(optimizer, warmup_steps=warmup, decay_steps=decay)
+
+
+def _without_absent_patterns(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Leave out patterns over blocks that the small model does not have any more."""
+    model, groups = recipe.model, recipe.optimizer.groups
+    if not (model.freeze or model.split or groups):
+        return recipe, []
+    bare = replace(recipe, model=replace(model, freeze=(), split={}))
+    module = build_model(bare).module
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    modules = [name for name, _ in module.named_modules()]
+    dropped: list[str] = []
+
+    def present(pattern: str, names: Sequence[str], setting: str) -> bool:
+        found = any(fnmatchcase(name, pattern) for name in names)
+        if not found:
+            dropped.append(f'{setting} "{pattern}" matches nothing in the small model and is not checked')
+        return found
+
+    small = replace(
+        recipe,
+        model=replace(
+            model,
+            freeze=tuple(p for p in model.freeze if present(p, parameters, "model.freeze")),
+            split={p: kind for p, kind in model.split.items() if present(p, modules, "model.split")},
+        ),
+        optimizer=replace(
+            recipe.optimizer, groups=tuple(g for g in groups if present(g.match, parameters, "optimizer.groups"))
+        ),
+    )
+    return small, dropped

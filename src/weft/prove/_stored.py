@@ -1,0 +1,74 @@
+"""What a rank saw, as a file: how trials come home from ranks that are other processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from weft.parallel import Piece, TensorSplit
+from weft.prove._trial import Trial
+
+_LISTS = ("initial", "gradients", "state")
+
+
+def write_trial(path: Path, trial: Trial) -> None:
+    """Write a trial as safetensors; what is no tensor stands in the header as JSON."""
+    tensors: dict[str, Tensor] = {}
+    header: dict[str, Any] = {
+        "losses": trial.losses,
+        "gradient_norms": trial.gradient_norms,
+        "validation": trial.validation,
+    }
+    for kind in _LISTS:
+        pieces: Sequence[Piece] = getattr(trial, kind)
+        header[kind] = [_description(piece) for piece in pieces]
+        tensors |= {f"{kind}.{index}": piece.tensor.contiguous() for index, piece in enumerate(pieces)}
+    tensors["empty"] = torch.zeros(0)  # the format wants one tensor at least
+    save_file(tensors, path, metadata={"trial": json.dumps(header)})
+
+
+def read_trial(path: Path) -> Trial:
+    """Read what `write_trial` wrote."""
+    with safe_open(path, framework="pt") as file:
+        header: dict[str, Any] = json.loads(file.metadata()["trial"])
+        pieces = {
+            kind: [_piece(given, file.get_tensor(f"{kind}.{index}")) for index, given in enumerate(header[kind])]
+            for kind in _LISTS
+        }
+    return Trial(
+        initial=pieces["initial"],
+        gradients=pieces["gradients"],
+        state=pieces["state"],
+        losses=header["losses"],
+        gradient_norms=header["gradient_norms"],
+        validation=header["validation"],
+    )
+
+
+def _description(piece: Piece) -> dict[str, Any]:
+    return {
+        "name": piece.name,
+        "shape": list(piece.shape),
+        "split": None if piece.split is None else asdict(piece.split),
+        "start": piece.start,
+        "counts": piece.counts,
+    }
+
+
+def _piece(given: dict[str, Any], tensor: Tensor) -> Piece:
+    return Piece(
+        name=given["name"],
+        shape=torch.Size(given["shape"]),
+        tensor=tensor,
+        split=None if given["split"] is None else TensorSplit(**given["split"]),
+        start=given["start"],
+        counts=given["counts"],
+    )

@@ -109,7 +109,7 @@ class _Kept:
     def of(self, operator: Operator) -> float:
         """What an operator keeps without recomputation."""
         elements, fixed = operator.kept_elements_per_token, operator.kept_bytes_per_token
-        if not self._fused:
+        if not (self._fused and self._habits.fused_activations):
             elements += operator.unfused_elements_per_token
         if not self._fused or self._habits.norm_in_fp32:
             fixed += operator.unfused_bytes_per_token

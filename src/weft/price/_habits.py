@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -19,6 +19,9 @@ class MemoryHabits:
     """Held at once per element of the logits, around the loss.  14: logits and an fp32 copy (2 + 4) or, in backward,
     logits, log-probabilities and two gradients of fp32 (2 + 4 + 4 + 4), as PyTorch's cross-entropy of 16-bit logits
     does."""
+    gathered_logit_bytes: float | None = None
+    """Where every rank of the tensor axis computes the loss of the whole vocabulary: held besides per element, for the
+    shards that come from other ranks.  None: each rank does so for its own part."""
     fused_share: float = 0.125
     """Of the logits that exist at once when head and loss are computed together in chunks."""
     selective: Literal["operators", "alternate", "attention"] = "operators"
@@ -29,6 +32,8 @@ class MemoryHabits:
     masking and softmax are separate kernels."""
     norm_in_fp32: bool = False
     """Whether norms run as several kernels that keep fp32 copies."""
+    fused_activations: bool = True
+    """Whether gated activations run as one kernel, which keeps no activated gate."""
     keeps_gathered: bool = False
     """Whether under sequence parallelism the gathered input of a column-parallel matmul waits for backward, instead of
     being gathered again."""
@@ -36,6 +41,8 @@ class MemoryHabits:
     """Whether values stay views of the joint projection, so that rotated queries and keys come on top of it."""
     gradient_copies: float = 0.0
     """Further gradients in compute precision beside those that are kept and reduced, as a share of the weights."""
+    reduction_bytes: float = 0.0
+    """Fixed buffers in which gradients travel, beside the layout's buckets."""
     update_bytes: float = 0.0
     """Temporaries of the optimizer's step, per element that this rank updates."""
     gathered_blocks: float = 2.0
@@ -52,12 +59,49 @@ class MemoryHabits:
     """Outside the allocator, of each axis longer than 1."""
 
 
+_MEGATRON = MemoryHabits(selective="attention", logit_bytes=12.0, keeps_qkv=True)
+"""Its loss over a vocabulary in parts: logits, an fp32 copy, exponentials, and the gradient (2 + 4 + 4 + 2)."""
+_DEEPSPEED = replace(
+    _MEGATRON,
+    reduction_bytes=2e9,
+    context_bytes=0.9 * _GIBI,
+    communicator_bytes=0.3 * _GIBI,
+)
+"""Two buckets of 5 · 10⁸ elements (its default `reduce_bucket_size`) in 16 bits."""
+_FSDP = MemoryHabits()
 HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
     {
         "weft": MemoryHabits(),
-        "torchtitan": MemoryHabits(selective="alternate", keeps_gathered=True),
-        "nanotron": MemoryHabits(keeps_gathered=True),
-        "megatron-lm": MemoryHabits(selective="attention", logit_bytes=10.0),
+        "fsdp": _FSDP,
+        "torchtitan": replace(_FSDP, selective="alternate", keeps_gathered=True),
+        "fms-fsdp": _FSDP,
+        "llm-foundry": _FSDP,
+        # `F.silu(gate) * up`; attention on views of the joint projection; logits, fp32 copy and its gradient.
+        "nanotron": MemoryHabits(
+            keeps_gathered=True, keeps_qkv=True, fused_activations=False, logit_bytes=10.0, selective="attention"
+        ),
+        "megatron-lm": _MEGATRON,
+        "nemo": _MEGATRON,
+        "megatron-bridge": replace(_MEGATRON, logit_bytes=8.0),
+        "mlperf": _MEGATRON,
+        "megascale": _MEGATRON,
+        "zero-bubble": replace(_MEGATRON, keeps_qkv=False),
+        "megatron-deepspeed": _DEEPSPEED,
+        "megatron-deepspeed-eager": _DEEPSPEED,
+        "gpt-neox": _DEEPSPEED,
+        "deepspeed": _DEEPSPEED,
+        # Every rank of the tensor axis gathers the logits: 2 + 4 + 4 + 4 + 2, and up to 8 for the gathering.
+        "hagemann": MemoryHabits(
+            selective="attention",
+            logit_bytes=16.0,
+            gathered_logit_bytes=8.0,
+            keeps_gathered=True,
+            keeps_qkv=True,
+            norm_in_fp32=True,
+            fused_activations=False,
+            fragmentation=0.03,
+        ),
     }
 )
-"""By name of the system.  Sources: their code, as of the years whose runs were published."""
+"""By name of the system.  Sources: their code, as of the years whose runs were published; figures of bytes per logit
+from the runs themselves (docs/planner.md)."""

@@ -154,12 +154,16 @@ class Memories:
     def logits(self, layout: Layout) -> float:
         """Return the bytes around the loss, of the rank that has the head."""
         tokens = layout.microbatch_size * self.profile.sequence_length / layout.context
-        whole = tokens * self.profile.vocabulary_size / layout.tensor
-        each = self.stack.memory.logit_bytes
+        habits = self.stack.memory
+        whole, each = tokens * self.profile.vocabulary_size, habits.logit_bytes
+        if habits.gathered_logit_bytes is None:
+            whole /= layout.tensor
+        else:
+            each += habits.gathered_logit_bytes * (1 - 1 / layout.tensor)
         if layout.precision in ("fp32", "tf32", "fp64"):
             # No copies in another precision: logits, log-probabilities, and gradients of both.
             each = 4.0 * activation_bytes(layout.precision) if each > 12 else 2.0 * activation_bytes(layout.precision)
-        return whole * each * (self.stack.memory.fused_share if layout.fused_loss else 1.0)
+        return whole * each * (habits.fused_share if layout.fused_loss else 1.0)
 
     def _gathered(self, layout: Layout, held: Sequence[StageSizes]) -> float:
         """Whole weights and gradients that ZeRO-3 gathers, or the buckets in which gradients travel."""
@@ -176,7 +180,7 @@ class Memories:
             return size
         if layout.adapters_only or layout.data * layout.context == 1:
             return 0.0
-        return float(2 * layout.bucket_bytes)
+        return 2 * layout.bucket_bytes + habits.reduction_bytes
 
 
 class _Tables:

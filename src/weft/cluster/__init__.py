@@ -2,6 +2,7 @@
 
 from weft.cluster._cluster import Cluster as Cluster
 from weft.cluster._devices import find_kind as find_kind
+from weft.cluster._devices import table_links as table_links
 from weft.cluster._links import Collective as Collective
 from weft.cluster._links import CollectiveTime as CollectiveTime
 from weft.cluster._links import LinkTier as LinkTier

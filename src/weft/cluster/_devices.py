@@ -23,8 +23,8 @@ CPU_CORE_TERAFLOPS = {"fp64": 0.04, "fp32": 0.08}
 # Read off the collectives of vTrain's A100 tables: 40 µs to start any of them, 2.7 µs per hop of a ring.
 _START_SECONDS = 4e-5
 _SCALE_UP_LATENCY_SECONDS = 2.7e-6
-# A hop between nodes over RDMA: NCCL's tuning table has 2.7 to 14 µs, by protocol.
-_NETWORK_LATENCY_SECONDS = 1.4e-5
+# A hop between nodes over RDMA: NCCL's tuning table has 2.7, 4 and 14 µs, by protocol.
+_NETWORK_LATENCY_SECONDS = 5e-6
 
 
 def find_kind(label: str) -> str | None:

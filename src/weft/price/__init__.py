@@ -6,6 +6,9 @@ from weft.price._calibration import DATASHEET as DATASHEET
 from weft.price._calibration import FITTED as FITTED
 from weft.price._calibration import Calibration as Calibration
 from weft.price._check_layout import check_layout as check_layout
+from weft.price._collectives import algorithm_choices as algorithm_choices
+from weft.price._collectives import choose_algorithm as choose_algorithm
+from weft.price._collectives import collective_seconds as collective_seconds
 from weft.price._habits import HABITS as HABITS
 from weft.price._habits import MemoryHabits as MemoryHabits
 from weft.price._in_flight import in_flight as in_flight
@@ -13,6 +16,10 @@ from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision
 from weft.price._memory import Memories as Memories
 from weft.price._memory import memory_of as memory_of
+from weft.price._placement import Group as Group
+from weft.price._placement import Groups as Groups
+from weft.price._placement import Leg as Leg
+from weft.price._placement import Network as Network
 from weft.price._predict import Pricer as Pricer
 from weft.price._predict import model_flops as model_flops
 from weft.price._predict import predict as predict

@@ -66,6 +66,8 @@ _CAST_BYTES = 4.0
 
 _BACKWARD_ELEMENTS = 1.5
 """Elements moved by an element-wise operator's backward over those of its forward: it reads its input again."""
+_DISPATCH_KERNELS = 8.0
+"""Of sorting tokens by expert or bringing them back: scores, choice, counts, offsets, copies."""
 _CAUSAL_HALF_LENGTH = 400.0
 _FULL_HALF_LENGTH = 150.0
 """Keys at which fused attention reaches half of its best: tiles on the diagonal, waves."""
@@ -224,10 +226,11 @@ class Device:
         saturation = keys / (keys + (_CAUSAL_HALF_LENGTH if operator.causal else _FULL_HALF_LENGTH))
         width = 0.6 + 0.4 * min(1.0, (operator.head_size + operator.value_head_size) / 256)
         passes: list[Work] = []
+        width *= self.stack.attention_speed
         for speed, times, kernels in zip(self._attention, (1.0, 2.0), (1.0, 3.0), strict=True):
             # The backward of fused attention computes the scores again: 5 products for 4.
             again = 1.0 if times == 1.0 else 1.25
-            busy = done * times * again / (speed * self.stack.attention_speed * saturation * width) + kernels * self.launch_seconds
+            busy = done * times * again / (speed * saturation * width) + kernels * self.launch_seconds
             passes.append(Work(ideal=ideal * times, shapes=busy - ideal * times, kernels=kernels))
         return passes[0], passes[1]
 
@@ -269,6 +272,8 @@ def operator_work(device: Device, operator: Operator, share: Share, imbalance: f
     tokens = share.tokens * operator.rows_per_token / (share.tensor if split else 1)
     size = tokens * operator.elements_moved_per_token / max(operator.rows_per_token, 1e-9) * share.element_bytes
     kernels = 1.0 if device.stack.fused_elementwise else 3.0
+    if operator.kind == "gather" and operator.split == "expert":
+        kernels = _DISPATCH_KERNELS
     factor = 1.0 if device.stack.fused_elementwise else 1.8
     backward = _BACKWARD_ELEMENTS if operator.kind == "elementwise" else 2.0
     return OperatorWork(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from weft.cluster import Cluster, Devices
+from weft.cluster import Cluster, Collective, Devices
 from weft.errors import PlanError
 from weft.plan import stage_ranks
 from weft.price._calibration import DATASHEET, Calibration
 from weft.price._check_layout import check_layout
+from weft.price._collectives import collective_seconds
 from weft.price._compute import Device, Share, local_shape
 from weft.price._layout import Layout
-from weft.price._links import Group, GroupName, collective_seconds, groups_of
 from weft.price._memory import Memories
+from weft.price._placement import Group, Groups, Network
 from weft.price._prediction import Prediction, Span, TimeTerms
 from weft.price._stack import WEFT, Stack
 from weft.price._stages import BlockCost, BlockCosts, CostKey, key_of
@@ -29,7 +30,7 @@ class _Case(NamedTuple):
     """A layout with what its price is made of."""
 
     layout: Layout
-    groups: dict[GroupName, Group]
+    groups: Groups
     device: Device
     whole: Whole
     stages: Stages
@@ -47,8 +48,8 @@ class Pricer:
         self, profile: Profile, cluster: Cluster, stack: Stack = WEFT, calibration: Calibration = DATASHEET
     ) -> None:
         self.profile, self.cluster, self.stack, self.calibration = profile, cluster, stack, calibration
+        self.network = Network(cluster, slowdowns=calibration.link_slowdowns)
         self._timelines = Timelines()
-        self._groups: dict[tuple[object, ...], dict[GroupName, Group]] = {}
         self._collectives: dict[tuple[str, float, Group], float] = {}
         self._devices: dict[float, tuple[Device, BlockCosts]] = {}
         self._wholes: dict[tuple[object, ...], Whole] = {}
@@ -57,22 +58,17 @@ class Pricer:
 
     # ── parts, for bounds and reports ─────────────────────────────────────────────────────────────────────────────
 
-    def groups(self, layout: Layout) -> dict[GroupName, Group]:
+    def groups(self, layout: Layout) -> Groups:
         """Return the groups of ranks of every axis and the links that they cross."""
-        key = (
-            layout.order, layout.pipeline, layout.replicate, layout.shard, layout.context, layout.tensor, layout.expert
-        )  # fmt: skip
-        if key not in self._groups:
-            self._groups[key] = groups_of(self.cluster, layout)
-        return self._groups[key]
+        return self.network.groups(layout)
 
-    def seconds(self, kind: str, size_bytes: float, group: Group) -> float:
+    def seconds(self, kind: Collective, size_bytes: float, group: Group) -> float:
         """Return the seconds of a collective inside training."""
         if group.size < 2:
             return 0.0
         key = (kind, size_bytes, group)
         if key not in self._collectives:
-            self._collectives[key] = collective_seconds(self.cluster, self.calibration, kind, size_bytes, group)  # pyright: ignore[reportArgumentType]
+            self._collectives[key] = collective_seconds(kind, size_bytes, group)
         return self._collectives[key]
 
     def device(self, layout: Layout) -> Device:
@@ -173,7 +169,7 @@ class Pricer:
         update = update_of(layout, loads, step, case.device, case.groups, self.seconds)
         if self.profile.tied and layout.pipeline > 1 and not layout.adapters_only:
             size = self.profile.vocabulary_size * self.profile.hidden_size * layout.gradient_bytes / layout.tensor
-            ends = Group(2, tuple(min(2, count) for count in case.groups["pipeline"].members))
+            ends = self.network.boundary(layout, layout.pipeline - 1)
             update = update._replace(data=update.data + self.seconds("all_reduce", size, ends))
         return update
 
@@ -205,7 +201,7 @@ class Pricer:
 
     def _key(self, layout: Layout) -> CostKey:
         groups = self.groups(layout)
-        return key_of(layout, groups["tensor"], groups["context"], groups["expert"])
+        return key_of(layout, groups.tensor, groups.context, groups.expert)
 
     def _threads(self, layout: Layout) -> float:
         """Cores of one rank, where cores are the devices."""
@@ -222,9 +218,7 @@ class Pricer:
             self._devices[threads] = (device, BlockCosts(self.profile, device, self.seconds))
         return self._devices[threads]
 
-    def _gathered(
-        self, layout: Layout, stages: Stages, groups: dict[GroupName, Group]
-    ) -> tuple[list[float], list[float], float]:
+    def _gathered(self, layout: Layout, stages: Stages, groups: Groups) -> tuple[list[float], list[float], float]:
         """Return forward and input seconds of every stage with ZeRO-3's exposed collectives, and these alone."""
         rates = gathers_of(layout, groups, self.seconds)
         if rates is None:
@@ -248,7 +242,7 @@ class Pricer:
             exposed += sum(waits)
         return forward, inputs, exposed
 
-    def _transfer(self, layout: Layout, groups: dict[GroupName, Group]) -> float:
+    def _transfer(self, layout: Layout, groups: Groups) -> float:
         """Seconds from one stage to the next."""
         if layout.pipeline == 1:
             return 0.0
@@ -257,7 +251,7 @@ class Pricer:
         size = tokens * block.entry_elements_per_token * element_bytes(layout)
         if layout.sequence_parallel:
             size /= layout.tensor
-        return self.seconds("send", size, groups["pipeline"])
+        return self.seconds("send", size, groups.pipeline)
 
     def _spans(self, case: _Case) -> tuple[Span, ...]:
         layout = case.layout

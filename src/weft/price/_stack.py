@@ -32,6 +32,8 @@ class Stack:
     """Whether tensor-parallel collectives run beside the matrix products."""
     overlap_expert: bool = False
     """Whether tokens travel to experts beside the computation of another microbatch."""
+    sends_tokens_once: bool = False
+    """Whether a token travels once to each node that has experts of it and is copied there (DeepEP, HybridEP)."""
     overlap_pipeline: bool = True
     counts_causal_half: bool = True
     """Whether its attention kernel skips masked scores."""

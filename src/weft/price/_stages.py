@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from weft.cluster import Collective
 from weft.price._compute import Device, OperatorWork, Share, Work, operator_work
 from weft.price._layout import Layout
-from weft.price._links import Group
+from weft.price._placement import Group
 from weft.profile import Block, Operator, Profile
 
-Seconds = Callable[[str, float, Group], float]
+Seconds = Callable[[Collective, float, Group], float]
 """Of a collective: kind, bytes, group."""
 
 
@@ -221,7 +222,7 @@ class _Sent:
         return self._seconds("all_reduce", size_bytes, self._key.tensor)
 
     def _reduce(self, size_bytes: float) -> float:
-        kind = "reduce_scatter" if self._share.sequence_parallel else "all_reduce"
+        kind: Collective = "reduce_scatter" if self._share.sequence_parallel else "all_reduce"
         return self._seconds(kind, size_bytes, self._key.tensor)
 
     def _gather(self, size_bytes: float) -> float:
@@ -234,9 +235,9 @@ class _Sent:
         2105.14500), Bian et al. 2021 (3-D, arXiv 2105.14450).
         """
         share = self._share
+        side, ranks = grid[1], share.tensor
+        line = (1 - 1 / side) / (1 - 1 / ranks)
         forward = backward = 0.0
-        side = grid[1]
-        line = Group(side, tuple(min(side, count) for count in self._key.tensor.members))
         for operator in self._block.operators:
             if operator.kind not in ("matmul", "convolution") or operator.split in ("replicate", "expert", "sequence"):
                 continue
@@ -247,7 +248,8 @@ class _Sent:
             else:
                 pieces = (m * k / rows, k * n / columns, 0.0)
             sizes = [piece * share.element_bytes for piece in pieces]
-            once = sum(self._seconds("all_gather", size, line) for size in sizes)
+            # A line of the grid is `side` of the ranks; its gather over all of them costs (side−1)/side of (n−1)/n.
+            once = sum(self._seconds("all_gather", size, self._key.tensor) for size in sizes) * line
             forward += once
             backward += 2.0 * once
         return forward, backward
@@ -288,13 +290,24 @@ class _Sent:
             return 0.0, 0.0
         first, last = experts[0], experts[-1]
         rows = share.tokens * share.element_bytes / share.tensor
-        sent = self._seconds("all_to_all", rows * first.rows_per_token * first.k, group)
-        back = self._seconds("all_to_all", rows * last.rows_per_token * last.n, group)
-        once = sent + back
+        once = self._travel(rows * first.k, first.rows_per_token) + self._travel(rows * last.n, last.rows_per_token)
         if self._device.stack.overlap_expert:
             beside = self._device.calibration.overlap_share * beside_seconds
             return max(0.1 * once, once - beside), max(0.1 * once, once - 2.0 * beside)
         return once, once
+
+    def _travel(self, size_bytes: float, copies: float) -> float:
+        """Tokens of `size_bytes` go to `copies` experts each."""
+        group = self._key.expert
+        seconds = self._seconds("all_to_all", size_bytes * copies, group)
+        if not self._device.stack.sends_tokens_once or len(group.legs) < 2:
+            return seconds
+        inner = group.legs[0]
+        nodes = group.size / inner.units
+        # Of `copies` experts drawn at random, so many lie on different nodes.
+        distinct = nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies)
+        within = size_bytes * copies * (inner.units - 1) / inner.units / inner.bandwidth
+        return max(seconds * distinct / copies, within)
 
 
 def key_of(layout: Layout, tensor: Group, context: Group, expert: Group) -> CostKey:

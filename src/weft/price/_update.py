@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from weft.cluster import Collective
 from weft.price._compute import ELEMENT_BYTES, Device
 from weft.price._layout import Layout
-from weft.price._links import Group, GroupName
+from weft.price._placement import Group, Groups
 from weft.price._stages import Seconds
 from weft.price._timeline import Step
 
@@ -57,13 +58,13 @@ def element_bytes(layout: Layout) -> int:
     return ELEMENT_BYTES.get(layout.precision, 2)
 
 
-def gathers_of(layout: Layout, groups: Mapping[GroupName, Group], seconds: Seconds) -> Gathers | None:
+def gathers_of(layout: Layout, groups: Groups, seconds: Seconds) -> Gathers | None:
     """Return what travels per byte in every microbatch, or None where whole weights stay."""
     if layout.zero < 3 or layout.shard == 1:
         return None
     bucket = float(max(layout.bucket_bytes, 1 << 26))
-    gather = seconds("all_gather", bucket, groups["shard"]) / bucket
-    return Gathers(gather, seconds("reduce_scatter", bucket, groups["shard"]) / bucket)
+    gather = seconds("all_gather", bucket, groups.shard) / bucket
+    return Gathers(gather, seconds("reduce_scatter", bucket, groups.shard) / bucket)
 
 
 def update_of(
@@ -71,7 +72,7 @@ def update_of(
     loads: Sequence[RankLoad],
     step: Step,
     device: Device,
-    groups: Mapping[GroupName, Group],
+    groups: Groups,
     seconds: Seconds,
 ) -> Update:
     """Return the exposed seconds after (and before) the pipeline, of the rank that ends last."""
@@ -89,31 +90,29 @@ def update_of(
 class _Rates:
     """Seconds per element of each collective of the update."""
 
-    def __init__(self, layout: Layout, device: Device, groups: Mapping[GroupName, Group], seconds: Seconds) -> None:
+    def __init__(self, layout: Layout, device: Device, groups: Groups, seconds: Seconds) -> None:
         self._layout, self._device = layout, device
         element, bucket = layout.gradient_bytes, float(layout.bucket_bytes)
         wire = _WIRE_SHARES[layout.compression] * 4 / element if layout.compression != "none" else 1.0
-        kind = "all_reduce" if layout.zero == 0 else "reduce_scatter"
-        dense: Group = groups["data"]
+        kind: Collective = "all_reduce" if layout.zero == 0 else "reduce_scatter"
+        dense: Group = groups.data
         sharded = 1
         if layout.zero == 3 and layout.shard > 1:
             # What is left after every microbatch's scatter: the sum over copies.
-            kind, dense, sharded = "all_reduce", groups["replicate"], groups["shard"].size
+            kind, dense, sharded = "all_reduce", groups.replicate, groups.shard.size
 
-        def per_element(kind: str, group: Group, size: float) -> float:
+        def per_element(kind: Collective, group: Group, size: float) -> float:
             return seconds(kind, bucket * wire, group) / bucket * size
 
         self.dense = per_element(kind, dense, element) / sharded
-        self.experts = per_element(kind if layout.zero < 3 else "all_reduce", groups["expert_data"], element)
+        self.experts = per_element("all_reduce" if layout.zero == 3 else kind, groups.expert_data, element)
         if layout.compression != "none":
             squeeze = _COMPRESSION_PASSES * element / device.memory_bytes_per_second
             self.dense, self.experts = self.dense + squeeze, self.experts + squeeze
         gathered = layout.zero in (1, 2)
         weight = element_bytes(layout)
-        self._gather = seconds("all_gather", bucket, groups["data"]) / bucket * weight if gathered else 0.0
-        self._gather_experts = (
-            seconds("all_gather", bucket, groups["expert_data"]) / bucket * weight if gathered else 0.0
-        )
+        self._gather = seconds("all_gather", bucket, groups.data) / bucket * weight if gathered else 0.0
+        self._gather_experts = seconds("all_gather", bucket, groups.expert_data) / bucket * weight if gathered else 0.0
 
     def reduce(self, load: RankLoad) -> float:
         """Exposed seconds of all reductions of a step."""

@@ -58,6 +58,31 @@ def states_of(layout: Layout, *, experts: bool = False) -> States:
     )
 
 
+class _Common(NamedTuple):
+    """What all pipeline ranks of a layout share."""
+
+    dense: States
+    experts: States
+    gradient_copies: float
+    """Bytes per element."""
+    logits: float
+    """Bytes around the loss, on the rank that has the head."""
+    head_rank: int
+    tied: float
+    """Elements of the copy of a tied weight on the head's rank."""
+    gathers: bool
+    """ZeRO-3 with more than one rank."""
+    gathered: float
+    """ZeRO-3: bytes per element of the widest block."""
+    buffers: float
+    """Bytes in which gradients travel, or of the ends that ZeRO-3 keeps whole."""
+    workspace: float
+    reserved: float
+    """Times the allocated bytes."""
+    outside: float
+    """Bytes outside the allocator."""
+
+
 class Memories:
     """Memory of layouts of one model under one stack; keeps every part that several layouts share."""
 
@@ -65,122 +90,139 @@ class Memories:
         self.profile, self.stack, self.on_accelerator = profile, stack, on_accelerator
         self.blocks = BlockMemories(profile, stack)
         self._tables: dict[tuple[MemoryKey, Recompute | tuple[Recompute, ...]], _Tables] = {}
+        self._held: dict[tuple[object, ...], tuple[tuple[StageSizes, ...], ...]] = {}
 
     def of(self, layout: Layout, cuts: Sequence[int] | None = None) -> tuple[StageMemory, ...]:
         """Return the memory of every pipeline rank.  `cuts` stand in for the layout's where it leaves them open; where
         both do, blocks are shared out evenly."""
-        stages = self._stages(layout, cuts)
-        return tuple(self._rank(layout, rank, held) for rank, held in enumerate(self._ranks(layout, stages)))
+        common = self._common(layout)
+        stages: list[StageMemory] = []
+        for rank, held in enumerate(self._ranks(layout, cuts)):
+            kinds = MemoryKinds(**self._kinds(layout, common, rank, held)._asdict())
+            reserved = kinds.allocated * common.reserved
+            stages.append(StageMemory(rank=rank, kinds=kinds, reserved=reserved, device=reserved + common.outside))
+        return tuple(stages)
 
     def fullest(self, layout: Layout, cuts: Sequence[int] | None = None) -> float:
-        """Return the device bytes of the fullest pipeline rank."""
-        return max(stage.device for stage in self.of(layout, cuts))
+        """Return the device bytes of the fullest pipeline rank, as `of` does, quickly."""
+        common = self._common(layout)
+        ranks = enumerate(self._ranks(layout, cuts))
+        allocated = max(sum(self._kinds(layout, common, rank, held)) for rank, held in ranks)
+        return allocated * common.reserved + common.outside
 
-    def _stages(self, layout: Layout, cuts: Sequence[int] | None) -> tuple[StageSizes, ...]:
-        key = (memory_key(layout), layout.recompute)
-        if key not in self._tables:
-            words = layout.recompute
-            each = (words,) * len(self.profile.blocks) if isinstance(words, str) else words
-            self._tables[key] = _Tables(
-                [
-                    self.blocks.memory(self.profile.stem, key[0]),
-                    *(
-                        self.blocks.memory(one, key[0], word)
-                        for one, word in zip(self.profile.blocks, each, strict=True)
-                    ),
-                    self.blocks.memory(self.profile.tail, key[0]),
-                ]
+    def _ranks(self, layout: Layout, cuts: Sequence[int] | None) -> tuple[tuple[StageSizes, ...], ...]:
+        """The stages of each pipeline rank."""
+        chosen = layout.cuts if layout.cuts is not None else None if cuts is None else tuple(cuts)
+        stages, key = layout.num_stages, memory_key(layout)
+        index = (key, layout.recompute, chosen, layout.pipeline, layout.chunks, layout.schedule)
+        if index not in self._held:
+            of_stages = self._table(key, layout.recompute).stages(chosen, stages)
+            ranks = stage_ranks(layout.schedule, layout.pipeline, layout.chunks) if stages > 1 else (0,)
+            self._held[index] = tuple(
+                tuple(stage for stage, owner in zip(of_stages, ranks, strict=True) if owner == rank)
+                for rank in range(layout.pipeline)
             )
-        chosen = layout.cuts if layout.cuts is not None else cuts
-        return self._tables[key].stages(tuple(chosen) if chosen is not None else None, layout.num_stages)
+        return self._held[index]
 
-    def _ranks(self, layout: Layout, stages: Sequence[StageSizes]) -> list[list[StageSizes]]:
-        ranks = stage_ranks(layout.schedule, layout.pipeline, layout.chunks) if len(stages) > 1 else (0,)
-        held: list[list[StageSizes]] = [[] for _ in range(layout.pipeline)]
-        for rank, stage in zip(ranks, stages, strict=True):
-            held[rank].append(stage)
-        return held
+    def _table(self, key: MemoryKey, words: Recompute | tuple[Recompute, ...]) -> _Tables:
+        if (key, words) not in self._tables:
+            each = (words,) * len(self.profile.blocks) if isinstance(words, str) else words
+            blocks = (self.profile.stem, *self.profile.blocks, self.profile.tail)
+            pairs = zip(blocks, ("none", *each, "none"), strict=True)
+            self._tables[key, words] = _Tables([self.blocks.memory(block, key, word) for block, word in pairs])
+        return self._tables[key, words]
 
-    def _rank(self, layout: Layout, rank: int, held: Sequence[StageSizes]) -> StageMemory:
-        kinds = self._kinds(layout, rank, held)
-        habits, allocated = self.stack.memory, kinds.allocated
-        if not self.on_accelerator:
-            return StageMemory(rank=rank, kinds=kinds, reserved=allocated, device=allocated + _PROCESS_BYTES)
+    def _common(self, layout: Layout) -> _Common:
+        habits, element = self.stack.memory, activation_bytes(layout.precision)
+        folded = layout.pipeline > 1 and layout.schedule in ("zbv", "dualpipev")
+        is_tied = self.profile.tied and layout.pipeline > 1 and not folded
+        gathers = layout.zero == 3 and layout.shard > 1
+        copies = 0.0 if layout.adapters_only or layout.zero == 3 else habits.gradient_copies * element
         axes = (layout.data, layout.tensor, layout.pipeline, layout.context, layout.expert)
-        groups = sum(size > 1 for size in axes)
-        reserved = allocated * (1 + habits.fragmentation)
-        outside = habits.context_bytes + groups * habits.communicator_bytes
-        return StageMemory(rank=rank, kinds=kinds, reserved=reserved, device=reserved + outside)
-
-    def _kinds(self, layout: Layout, rank: int, held: Sequence[StageSizes]) -> MemoryKinds:
-        habits = self.stack.memory
-        dense, experts = sum(stage.dense for stage in held), sum(stage.experts for stage in held)
-        plain, routed = states_of(layout), states_of(layout, experts=True)
-        extra = 0.0
-        if self.profile.tied and layout.pipeline > 1 and self._is_last(layout, rank):
-            extra = self.profile.vocabulary_size * self.profile.hidden_size / layout.tensor
-        dense += extra
-        element = activation_bytes(layout.precision)
-        waiting = self._waiting(layout, rank, held)
-        logits = self.logits(layout) if self._is_last(layout, rank) else 0.0
-        live = max(stage.live for stage in held)
-        gradients = dense * plain.gradients + experts * routed.gradients
-        if not layout.adapters_only and layout.zero < 3:
-            gradients += habits.gradient_copies * element * (dense + experts)
-        return MemoryKinds(
-            weights=dense * plain.weights + experts * routed.weights,
-            gradients=gradients,
-            optimizer=dense * plain.optimizer + experts * routed.optimizer,
-            # The loss is over before the last block's backward begins: the larger of both counts.
-            activations=waiting + (live if live > logits else 0.0),
-            logits=logits if logits >= live else 0.0,
-            buckets=self._gathered(layout, held),
+        communicators = sum(size > 1 for size in axes) * habits.communicator_bytes
+        wide = layout.gradient_bytes if layout.gradient_bytes > element else 0
+        return _Common(
+            dense=states_of(layout),
+            experts=states_of(layout, experts=True),
+            gradient_copies=copies,
+            logits=self.logits(layout),
+            head_rank=0 if folded else layout.pipeline - 1,
+            tied=self.profile.vocabulary_size * self.profile.hidden_size / layout.tensor if is_tied else 0.0,
+            gathers=gathers,
+            gathered=habits.gathered_blocks * element + (0 if layout.adapters_only else element + wide),
+            buffers=self._buffers(layout, gathers=gathers),
             workspace=habits.workspace_bytes if self.on_accelerator else 0.0,
+            reserved=1 + habits.fragmentation if self.on_accelerator else 1.0,
+            outside=habits.context_bytes + communicators if self.on_accelerator else _PROCESS_BYTES,
         )
 
-    def _is_last(self, layout: Layout, rank: int) -> bool:
-        if layout.pipeline > 1 and layout.schedule in ("zbv", "dualpipev"):
-            return rank == 0
-        return rank == layout.pipeline - 1
+    def _kinds(self, layout: Layout, common: _Common, rank: int, held: Sequence[StageSizes]) -> _Kinds:
+        dense = sum(stage.dense for stage in held)
+        experts = sum(stage.experts for stage in held)
+        live = max(stage.live for stage in held)
+        logits = 0.0
+        if rank == common.head_rank:
+            dense, logits = dense + common.tied, common.logits
+        plain, routed = common.dense, common.experts
+        buckets = common.buffers
+        if common.gathers:
+            buckets += common.gathered * max(stage.widest for stage in held)
+        return _Kinds(
+            dense * plain.weights + experts * routed.weights,
+            dense * plain.gradients + experts * routed.gradients + common.gradient_copies * (dense + experts),
+            dense * plain.optimizer + experts * routed.optimizer,
+            # The loss is over before the last block's backward begins: the larger of both counts.
+            self._waiting(layout, rank, held) + (live if live > logits else 0.0),
+            logits if logits >= live else 0.0,
+            buckets,
+            common.workspace,
+        )
 
     def _waiting(self, layout: Layout, rank: int, held: Sequence[StageSizes]) -> float:
         """Activations between their forward and their backward."""
-        counts = in_flight(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches, rank)
         if layout.offload == "activations":
             # One microbatch's chunk is being written or read while another computes.
             return 2 * max(stage.kept for stage in held)
+        counts = in_flight(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches, rank)
         return sum(count * stage.kept for count, stage in zip(counts, held, strict=True))
 
     def logits(self, layout: Layout) -> float:
         """Return the bytes around the loss, of the rank that has the head."""
+        habits, element = self.stack.memory, activation_bytes(layout.precision)
         tokens = layout.microbatch_size * self.profile.sequence_length / layout.context
-        habits = self.stack.memory
         whole, each = tokens * self.profile.vocabulary_size, habits.logit_bytes
         if habits.gathered_logit_bytes is None:
             whole /= layout.tensor
         else:
             each += habits.gathered_logit_bytes * (1 - 1 / layout.tensor)
-        if layout.precision in ("fp32", "tf32", "fp64"):
+        if element > 2:
             # No copies in another precision: logits, log-probabilities, and gradients of both.
-            each = 4.0 * activation_bytes(layout.precision) if each > 12 else 2.0 * activation_bytes(layout.precision)
+            each = 4.0 * element if each > 12 else 2.0 * element
         return whole * each * (habits.fused_share if layout.fused_loss else 1.0)
 
-    def _gathered(self, layout: Layout, held: Sequence[StageSizes]) -> float:
-        """Whole weights and gradients that ZeRO-3 gathers, or the buckets in which gradients travel."""
-        element, habits = activation_bytes(layout.precision), self.stack.memory
-        if layout.zero == 3 and layout.shard > 1:
-            widest = max(stage.widest for stage in held)
-            size = habits.gathered_blocks * widest * element
-            if not layout.adapters_only:
-                size += widest * (element + (layout.gradient_bytes if layout.gradient_bytes > element else 0))
-            if habits.gathers_ends:
-                key = memory_key(layout)
-                ends = (self.blocks.memory(end, key) for end in (self.profile.stem, self.profile.tail))
-                size += sum(end.dense_parameters for end in ends) * element
-            return size
-        if layout.adapters_only or layout.data * layout.context == 1:
+    def _buffers(self, layout: Layout, *, gathers: bool) -> float:
+        """Buckets of gradients, or the ends of the model that ZeRO-3 keeps whole from forward to backward."""
+        habits = self.stack.memory
+        if gathers:
+            key = memory_key(layout)
+            ends = sum(self.blocks.memory(end, key).dense_parameters for end in (self.profile.stem, self.profile.tail))
+            return ends * activation_bytes(layout.precision) if habits.gathers_ends else 0.0
+        if layout.adapters_only:
             return 0.0
-        return 2 * layout.bucket_bytes + habits.reduction_bytes
+        buckets = 2.0 * layout.bucket_bytes if layout.data * layout.context > 1 else 0.0
+        return buckets + habits.reduction_bytes
+
+
+class _Kinds(NamedTuple):
+    """`MemoryKinds`, quicker to make."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buckets: float
+    workspace: float
 
 
 class _Tables:

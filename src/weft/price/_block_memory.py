@@ -12,6 +12,7 @@ from weft.profile import Block, Operator, Profile
 
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}
 """Of activations; 2 for all other precisions."""
+_EIGHT_BITS = ("fp8", "mxfp8")
 
 
 class BlockMemory(NamedTuple):
@@ -73,15 +74,19 @@ class BlockMemories:
 def _memory(profile: Profile, stack: Stack, block: Block, key: MemoryKey, recompute: Recompute) -> BlockMemory:
     tokens = key.samples * profile.sequence_length / key.context
     kept = _Kept(stack, key, profile.sequence_length)
-    whole = tokens * sum(kept.of(operator) for operator in block.operators)
-    entry = tokens * kept.entry(block)
+    # Backward frees what it has used: the fullest moment is the operator with most before it and the widest gradients.
+    whole = fullest = 0.0
+    for operator in block.operators:
+        whole += kept.of(operator)
+        fullest = max(fullest, whole + kept.gradient(operator))
+    entry = kept.entry(block)
     if recompute == "none":
         waiting = whole
     elif recompute == "full":
         waiting = entry
     else:
-        waiting = min(whole, tokens * kept.selected(block))
-    gradients = tokens * max((kept.gradient(operator) for operator in block.operators), default=0.0) + entry
+        waiting = min(whole, kept.selected(block))
+    live = max(0.0, fullest - waiting) + entry
     dense = experts = 0.0
     for operator in block.operators:
         if operator.split == "expert":
@@ -90,7 +95,7 @@ def _memory(profile: Profile, stack: Stack, block: Block, key: MemoryKey, recomp
             dense += operator.parameters
         else:
             dense += operator.parameters / key.tensor
-    return BlockMemory(dense, experts, waiting, whole - waiting + gradients)
+    return BlockMemory(dense, experts, tokens * waiting, tokens * live)
 
 
 class _Kept:
@@ -98,7 +103,9 @@ class _Kept:
 
     def __init__(self, stack: Stack, key: MemoryKey, length: int) -> None:
         self._habits: MemoryHabits = stack.memory
-        self._flash, self._fused = stack.flash_attention, stack.fused_elementwise
+        self._flash, fused = stack.flash_attention, stack.fused_elementwise
+        self._fused_norms = fused if self._habits.fused_norms is None else self._habits.fused_norms
+        self._fused_activations = fused if self._habits.fused_activations is None else self._habits.fused_activations
         self._key, self._length = key, length
         self._element = activation_bytes(key.precision)
 
@@ -109,16 +116,17 @@ class _Kept:
     def of(self, operator: Operator) -> float:
         """What an operator keeps without recomputation."""
         elements, fixed = operator.kept_elements_per_token, operator.kept_bytes_per_token
-        if not (self._fused and self._habits.fused_activations):
+        if not self._fused_activations:
             elements += operator.unfused_elements_per_token
-        if not self._fused or self._habits.norm_in_fp32:
+        if not self._fused_norms:
             fixed += operator.unfused_bytes_per_token
         size = elements * self._element + fixed
+        if self._habits.operands_in_fp8 and self._key.precision in _EIGHT_BITS and operator.kind == "elementwise":
+            # Of what norms and activations keep, the result is a matmul's input.
+            size -= (elements / 3 if operator.split in ("column", "expert") else elements / 2) * (self._element - 1)
         if operator.kind == "attention":
             size += self._scores(operator)
-            if self._habits.keeps_qkv:
-                joint = operator.heads * operator.head_size + operator.kv_heads * operator.head_size
-                size += joint * self._element
+            size += self._projection(operator) * self._element
         if self._gathers(operator):
             # Of its input and its result, the norm's result stays gathered.
             half = operator.kept_elements_per_token / 2 * self._element
@@ -149,6 +157,13 @@ class _Kept:
         if operator.kind == "attention":
             size += self._scores(operator) / 2
         return size / self._share(operator)
+
+    def _projection(self, operator: Operator) -> float:
+        """Elements kept of the joint projection."""
+        if self._habits.kept_projection == "none":
+            return 0.0
+        values = operator.kv_heads * operator.value_head_size if self._habits.kept_projection == "all" else 0
+        return (operator.heads + operator.kv_heads) * operator.head_size + values
 
     def _scores(self, operator: Operator) -> float:
         if self._flash:

@@ -30,15 +30,18 @@ class MemoryHabits:
     score_bytes: float = 2.0
     """Kept per score of attention that writes its scores: the probabilities, in compute precision; more where scaling,
     masking and softmax are separate kernels."""
-    norm_in_fp32: bool = False
-    """Whether norms run as several kernels that keep fp32 copies."""
-    fused_activations: bool = True
-    """Whether gated activations run as one kernel, which keeps no activated gate."""
+    fused_norms: bool | None = None
+    """Whether norms run as one kernel; several keep fp32 copies.  None: as `Stack.fused_elementwise` says."""
+    fused_activations: bool | None = None
+    """Whether gated activations run as one kernel, which keeps no activated gate.  None: the same."""
     keeps_gathered: bool = False
     """Whether under sequence parallelism the gathered input of a column-parallel matmul waits for backward, instead of
     being gathered again."""
-    keeps_qkv: bool = False
-    """Whether values stay views of the joint projection, so that rotated queries and keys come on top of it."""
+    kept_projection: Literal["none", "rotated", "all"] = "none"
+    """What is kept of the joint projection of queries, keys and values beside what attention keeps: `rotated` where
+    values stay views of it, so that turned queries and keys come on top; `all` where attention takes copies of all."""
+    operands_in_fp8: bool = False
+    """Whether matmuls in fp8 keep their inputs so."""
     gradient_copies: float = 0.0
     """Further gradients in compute precision beside those that are kept and reduced, as a share of the weights."""
     reduction_bytes: float = 0.0
@@ -59,7 +62,7 @@ class MemoryHabits:
     """Outside the allocator, of each axis longer than 1."""
 
 
-_MEGATRON = MemoryHabits(selective="attention", logit_bytes=12.0, keeps_qkv=True)
+_MEGATRON = MemoryHabits(selective="attention", logit_bytes=12.0, kept_projection="rotated", operands_in_fp8=True)
 """Its loss over a vocabulary in parts: logits, an fp32 copy, exponentials, and the gradient (2 + 4 + 4 + 2)."""
 _DEEPSPEED = replace(
     _MEGATRON,
@@ -68,6 +71,20 @@ _DEEPSPEED = replace(
     communicator_bytes=0.3 * _GIBI,
 )
 """Two buckets of 5 · 10⁸ elements (its default `reduce_bucket_size`) in 16 bits."""
+_HAGEMANN = MemoryHabits(
+    selective="attention",
+    logit_bytes=16.0,
+    gathered_logit_bytes=10.0,
+    keeps_gathered=True,
+    kept_projection="rotated",
+    fused_norms=False,
+    fused_activations=False,
+    fragmentation=0.03,
+    context_bytes=0.0,
+    communicator_bytes=0.2 * _GIBI,
+)
+"""Every rank of the tensor axis gathers the logits: 2 + 4 + 4 + 4 + 2, and up to 10 for the gathering.  Where its runs
+ran out of memory says nothing of what lies outside the allocator apart from it."""
 _FSDP = MemoryHabits()
 HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
     {
@@ -78,29 +95,25 @@ HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
         "llm-foundry": _FSDP,
         # `F.silu(gate) * up`; attention on views of the joint projection; logits, fp32 copy and its gradient.
         "nanotron": MemoryHabits(
-            keeps_gathered=True, keeps_qkv=True, fused_activations=False, logit_bytes=10.0, selective="attention"
+            keeps_gathered=True,
+            kept_projection="all",
+            fused_norms=True,
+            fused_activations=False,
+            logit_bytes=8.0,
+            selective="attention",
         ),
         "megatron-lm": _MEGATRON,
         "nemo": _MEGATRON,
         "megatron-bridge": replace(_MEGATRON, logit_bytes=8.0),
         "mlperf": _MEGATRON,
         "megascale": _MEGATRON,
-        "zero-bubble": replace(_MEGATRON, keeps_qkv=False),
+        "zero-bubble": replace(_MEGATRON, kept_projection="none"),
         "megatron-deepspeed": _DEEPSPEED,
-        "megatron-deepspeed-eager": _DEEPSPEED,
+        "megatron-deepspeed-fp32": _DEEPSPEED,
         "gpt-neox": _DEEPSPEED,
         "deepspeed": _DEEPSPEED,
-        # Every rank of the tensor axis gathers the logits: 2 + 4 + 4 + 4 + 2, and up to 8 for the gathering.
-        "hagemann": MemoryHabits(
-            selective="attention",
-            logit_bytes=16.0,
-            gathered_logit_bytes=8.0,
-            keeps_gathered=True,
-            keeps_qkv=True,
-            norm_in_fp32=True,
-            fused_activations=False,
-            fragmentation=0.03,
-        ),
+        "hagemann": _HAGEMANN,
+        "hagemann-fused": replace(_HAGEMANN, fused_norms=True),
     }
 )
 """By name of the system.  Sources: their code, as of the years whose runs were published; figures of bytes per logit

@@ -10,6 +10,7 @@ from weft.cluster import Cluster
 from weft.plan import Recompute, Schedule
 from weft.price import Layout, PricedPrecision
 from weft.profile import Profile
+from weft.published._cuts import cuts_of
 from weft.published._models import trains_adapters_only
 from weft.published._rows import Run
 from weft.published._sources import Framework, framework_of, year_of
@@ -79,7 +80,7 @@ def layouts_of_run(run: Run, profile: Profile, cluster: Cluster) -> tuple[Layout
         precision=_precision(run, cluster),
         adapters_only=trains_adapters_only(run),
     )
-    base = _with_states(_with_schedule(base, run, framework, len(profile.blocks)), framework)
+    base = _with_states(_with_schedule(base, run, framework, profile), framework)
     return tuple(
         replace(base, microbatch_size=size, microbatches=count, recompute=recompute)
         for size, count in _microbatches(run, data)
@@ -111,7 +112,7 @@ def _zero(run: Run, framework: Framework, data: int) -> int:
     if framework.fully_sharded:
         return 3 if data > 1 else 0
     is_distributed_optimizer = year_of(run) >= framework.overlaps_gradients_since and framework.memory == "allocated"
-    return 1 if is_distributed_optimizer or framework.name == "mlperf" else 0
+    return 1 if is_distributed_optimizer or framework.shards_optimizer or framework.name == "mlperf" else 0
 
 
 def _expert(run: Run, profile: Profile, ranks: int) -> int:
@@ -142,27 +143,21 @@ def _precision(run: Run, cluster: Cluster) -> PricedPrecision:
     return "tf32" if precision == "fp32" and "tf32" in peaks else precision
 
 
-def _with_schedule(layout: Layout, run: Run, framework: Framework, layers: int) -> Layout:
+def _with_schedule(layout: Layout, run: Run, framework: Framework, profile: Profile) -> Layout:
     if layout.pipeline == 1:
         return layout
-    chunks = run.chunks
+    chunks, layers = run.chunks, len(profile.blocks)
     if chunks is None:
         unsaid = layers // layout.pipeline if year_of(run) >= framework.interleaves_since else 1
         chunks = max(1, unsaid) if layers % layout.pipeline == 0 else 1
-    chunks = min(chunks, max(1, layers // layout.pipeline))
+    # Embedding and head may be stages of their own: 22 layers make 24 stages.
+    chunks = min(chunks, max(1, (layers + 2) // layout.pipeline))
     schedule: Schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
     if chunks == 1 and framework.name == "zero-bubble":
         schedule = "interleaved_zero_bubble"
     if "deepseek" in run.family and layers >= 2 * layout.pipeline:
         schedule, chunks = "dualpipev", 2
-    return replace(layout, schedule=schedule, chunks=chunks, cuts=_even_cuts(layers, layout.pipeline * chunks))
-
-
-def _even_cuts(layers: int, stages: int) -> tuple[int, ...] | None:
-    """Return cuts into equally many layers, as all these systems make them; None where that cannot be."""
-    if layers % stages:
-        return None
-    return tuple(range(layers // stages, layers, layers // stages))
+    return replace(layout, schedule=schedule, chunks=chunks, cuts=cuts_of(profile, framework, layout.pipeline * chunks))
 
 
 def _with_states(layout: Layout, framework: Framework) -> Layout:
@@ -172,8 +167,14 @@ def _with_states(layout: Layout, framework: Framework) -> Layout:
     if layout.zero == 3 and framework.fully_sharded:
         # FSDP shards fp32 weights, gradients and two moments: 16 bytes, of which 2 stand under weights.
         return replace(layout, gradient_bytes=4, master_bytes=10)
-    if layout.precision == "fp16" and framework.flash_since > 9000:
+    if framework.name in ("nemo", "megatron-bridge"):
+        # Their performance recipes reduce gradients in 16 bits.
+        return replace(layout, gradient_bytes=2, master_bytes=12)
+    if layout.precision == "fp16" and framework.flash_since > 9000 and not framework.shards_optimizer:
         # DeepSpeed reduces fp16 gradients and keeps fp32 masters and moments.
+        return replace(layout, gradient_bytes=2, master_bytes=12)
+    if framework.name.startswith("hagemann"):
+        # DeepSpeed reduces gradients in the weights' precision.
         return replace(layout, gradient_bytes=2, master_bytes=12)
     return replace(layout, gradient_bytes=4, master_bytes=12)
 

@@ -21,12 +21,24 @@ class Framework:
     flops: FlopConvention = "full"
     memory: MemoryFigure = "reserved"
     """Which of the three peaks it publishes."""
+    habits: str = "weft"
+    """What it keeps in memory, by name in `weft.price.HABITS`."""
+    reports_first: bool = False
+    """Whether it publishes the memory of the first pipeline rank instead of the fullest."""
+    shards_optimizer: bool = False
+    """Whether it means ZeRO-1 where it does not say."""
     fully_sharded: bool = False
     """Whether it means ZeRO-3 where it does not say."""
     flash_since: int = 2023
     """First year with fused attention."""
     overlaps_gradients_since: int = 2021
     overlaps_tensor_since: int = 9999
+    overlaps_backward_since: int = 9999
+    """First year in which gradients are summed over tensor ranks beside the products for the weights."""
+    bucket_elements: int = 0
+    bucket_elements_per_rank: int = 0
+    sends_tokens_once_since: int = 9999
+    """First year with DeepEP or the like."""
     interleaves_since: int = 9999
     """First year in which unsaid means as many stages per rank as the layers allow."""
     sequence_parallel_since: int = 2022
@@ -42,8 +54,13 @@ _NEVER = 9999
 _NVIDIA = Framework(
     name="megatron-lm",
     memory="allocated",
+    habits="megatron-lm",
     overlaps_gradients_since=2023,
     overlaps_tensor_since=2024,
+    overlaps_backward_since=2022,
+    bucket_elements=40_000_000,
+    bucket_elements_per_rank=1_000_000,
+    sends_tokens_once_since=2025,
     vendor_attention=True,
     fuses_since=2020,
     lean_since=2024,
@@ -52,25 +69,28 @@ _NEMO = replace(_NVIDIA, name="nemo", interleaves_since=2024)
 _DEEPSPEED = Framework(
     name="megatron-deepspeed",
     memory="device",
+    habits="megatron-lm",
     flash_since=_NEVER,
     fuses_since=2020,
     overlaps_gradients_since=_NEVER,
     sequence_parallel_since=_NEVER,
+    bucket_elements=500_000_000,
 )
-_FSDP = Framework(name="fsdp", fully_sharded=True)
+_FSDP = Framework(name="fsdp", fully_sharded=True, habits="torchtitan")
 _XLA = replace(_FSDP, name="jax", fuses_since=2020, lean_since=2020)
 _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"megatron-bridge|mbridge", replace(_NVIDIA, name="megatron-bridge", flops="causal", interleaves_since=2024)),
-    (r"automodel", replace(_FSDP, name="nemo-automodel", flops="causal", vendor_attention=True, fuses_since=2024)),
+    (r"automodel", replace(_FSDP, name="nemo-automodel", flops="causal", sends_tokens_once_since=2025, vendor_attention=True, fuses_since=2024)),
     (r"mlperf", replace(_NVIDIA, name="mlperf", memory="reserved", overlaps_tensor_since=2023, lean_since=2023)),
     (r"dgxc|dgx.?cloud|nemo|launcher", _NEMO),
     (r"zero.?bubble|zb-|v-schedule", replace(
-        _NVIDIA, name="zero-bubble", overlaps_tensor_since=_NEVER, vendor_attention=False,
+        _NVIDIA, name="zero-bubble", flash_since=_NEVER, overlaps_tensor_since=_NEVER, vendor_attention=False,
         sequence_parallel_since=_NEVER,
     )),
     (r"vtrain", _DEEPSPEED),
     (r"sailor", replace(_DEEPSPEED, name="megatron-deepspeed-fp32")),
-    (r"bigscience|bloom|megatron-deepspeed|mt-nlg|turing", _DEEPSPEED),
+    (r"bigscience|bloom", replace(_DEEPSPEED, reports_first=True, shards_optimizer=True)),
+    (r"megatron-deepspeed|mt-nlg|turing", _DEEPSPEED),
     (r"megascale|bytedance|vescale", replace(_NVIDIA, name="megascale", overlaps_tensor_since=2023, lean_since=2023)),
     (r"hagemann|parallelization-layouts|aleph", Framework(name="hagemann", overlaps_gradients_since=_NEVER)),
     (r"llama-megatron|megatron-llama", replace(_NVIDIA, name="megatron-llama")),
@@ -78,7 +98,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"llm-foundry|mosaic|composer", replace(_FSDP, name="llm-foundry")),
     (r"torchtitan", replace(_FSDP, name="torchtitan")),
     (r"fms-fsdp|foundation-model", replace(_FSDP, name="fms-fsdp", fuses_since=2023, lean_since=2023)),
-    (r"nanotron|ultra-?scale", Framework(name="nanotron", memory="allocated")),
+    (r"nanotron|ultra-?scale", Framework(name="nanotron", memory="allocated", habits="nanotron")),
     (r"internevo|internlm", Framework(name="internevo", fuses_since=2023)),
     (r"colossal", Framework(name="colossalai")),
     (r"alpa\b", replace(_DEEPSPEED, name="alpa", lean_since=2020)),
@@ -90,8 +110,14 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"fsdp|olmo|axolotl|accelerate|hugging|litgpt|lit-gpt|opt-175", _FSDP),
 )  # fmt: skip
 _OTHER = Framework(name="other")
+_BY_SOURCE: tuple[tuple[str, Framework], ...] = (
+    # Hagemann et al. used their fused norm in all of these runs, and in a fifth of the others.
+    (r"sequence_parallelism\.xlsx", Framework(name="hagemann-fused", overlaps_gradients_since=_NEVER)),
+)
+"""Documents whose runs differ from their family's."""
 
 _YEARS_OF_SOURCES: tuple[tuple[str, int], ...] = (
+    (r"golden_values", 2025),
     (r"narayanan|sc21|2104\.04473", 2021),
     (r"korthikanti|2205\.05198", 2022),
     (r"2401\.10241|zero.?bubble", 2023),
@@ -132,6 +158,9 @@ def attention_speed(framework: Framework, year: int, kind: str) -> float:
 
 def framework_of(run: Run) -> Framework:
     """Return the training system that a row's family or source names."""
+    for pattern, framework in _BY_SOURCE:
+        if re.search(pattern, run.source.lower()):
+            return framework
     for text in (run.family.lower(), run.source.lower(), run.device.lower()):
         for pattern, framework in _FRAMEWORKS:
             if re.search(pattern, text):

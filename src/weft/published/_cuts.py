@@ -1,0 +1,42 @@
+"""Where published systems cut a model into stages, where their rows do not say."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from weft.profile import Profile
+from weft.published._sources import Framework
+
+
+def cuts_of(profile: Profile, framework: Framework, stages: int) -> tuple[int, ...] | None:
+    """Return the first block of each later stage; None: by cost."""
+    blocks = len(profile.blocks)
+    if stages == 1:
+        return None
+    if framework.name == "nanotron":
+        return _by_thresholds(profile, stages)
+    if framework.name == "megatron-deepspeed-fp32":
+        # Its partition counts embedding and head as layers and leaves the rest to the first stage.
+        each = -(-(blocks + 2) // stages)
+        return tuple(blocks + 1 - each * (stages - stage) for stage in range(1, stages))
+    if blocks % stages == 0:
+        return tuple(blocks // stages * stage for stage in range(1, stages))
+    if (blocks + 2) % stages == 0:
+        # Embedding and head count as a layer each: first and last stage have one block less.
+        each = (blocks + 2) // stages
+        return tuple(each * stage - 1 for stage in range(1, stages))
+    return None
+
+
+def _by_thresholds(profile: Profile, stages: int) -> tuple[int, ...]:
+    """A stage ends with the part that passes its share of all matmul weights, the head's included (nanotron,
+    `build_model`): early stages are the fuller ones."""
+    costs = [float(sum(o.n * o.k for o in block.operators if o.kind == "matmul")) for block in profile.blocks]
+    head = sum(operator.n * operator.k for operator in profile.tail.operators)
+    reached = list(accumulate([*costs, head]))
+    cuts: list[int] = []
+    for index, cost in enumerate(reached[:-1]):
+        if len(cuts) < stages - 1 and cost > reached[-1] * (len(cuts) + 1) / stages:
+            cuts.append(index + 1)
+    # What is left are stages of the head alone.
+    return (*cuts, *[len(costs)] * (stages - 1 - len(cuts)))

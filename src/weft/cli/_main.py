@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, UnknownOptionError
 
-from weft.cli import _check, _data, _generate, _launch, _plan, _train
+from weft.cli import _check, _data, _generate, _launch, _plan, _plan_validate, _train
 from weft.errors import WeftError, did_you_mean
 
 USAGE_STATUS = 2
@@ -26,7 +26,10 @@ def build_app() -> App:
         help_epilogue="`weft COMMAND --help` says more.  First thing to try: weft train examples/demo/recipe.toml",
     )
     app.command(_train.train)
-    app.command(_plan.plan)
+    plan = App(name="plan", help_format="plaintext")
+    plan.default(_plan.plan)
+    plan.command(_plan_validate.validate)
+    app.command(plan)
     app.command(_check.check)
     app.command(_generate.generate)
     app.command(_launch.launch)

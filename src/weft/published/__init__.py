@@ -1,1 +1,14 @@
-"""Published: what others measured, and how far the planner is from it.  Importable without torch."""
+"""Published: other people's measured runs, predicted row by row, and what is learnt from them.  Without torch."""
+
+from weft.published._report import Report as Report
+from weft.published._report import report_of as report_of
+from weft.published._rows import MEASURED_COLUMNS as MEASURED_COLUMNS
+from weft.published._rows import RUN_COLUMNS as RUN_COLUMNS
+from weft.published._rows import Measured as Measured
+from weft.published._rows import Row as Row
+from weft.published._rows import Run as Run
+from weft.published._rows import read_rows as read_rows
+from weft.published._validate import Mode as Mode
+from weft.published._validate import Validation as Validation
+from weft.published._validate import dump_forecasts as dump_forecasts
+from weft.published._validate import validate as validate

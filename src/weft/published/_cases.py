@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weft.cluster import Cluster
 from weft.errors import WeftError
-from weft.price import Calibration, Layout, Prediction, Pricer, Stack
+from weft.price import HABITS, Layout, Prediction, Pricer, Stack
 from weft.profile import Profile
 from weft.published._devices import cluster_of
+from weft.published._knowledge import Knowledge
 from weft.published._layouts import layouts_of_run, world_of
 from weft.published._models import profile_of_run
 from weft.published._rows import Run
@@ -17,16 +18,6 @@ from weft.published._sources import Framework, attention_speed, framework_of, ye
 from weft.published._unpredictable import Unpredictable
 
 _GIBI = 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackScalar:
-    """What was fitted for one stack."""
-
-    slowdown: float
-    """Measured over predicted step time."""
-    spread: float
-    """Standard deviation of log(measured / predicted) that is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +48,6 @@ class Forecast:
     """Of the kind that the source publishes: allocated, reserved or in use on the device."""
     fits: bool | None = None
     refused: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knowledge:
-    """What predictions may know besides the row."""
-
-    calibration: Calibration
-    stacks: Mapping[str, StackScalar]
-    unseen: StackScalar
-    """For stacks of which no measurement was published."""
 
 
 def case_of(run: Run, alike: Case | None = None) -> Case:
@@ -101,8 +82,13 @@ def stack_of(framework: Framework, year: int, kind: str) -> Stack:
         overlap_gradients=overlaps,
         overlap_parameters=overlaps,
         overlap_tensor=year >= framework.overlaps_tensor_since,
+        overlap_tensor_backward=year >= framework.overlaps_backward_since,
+        bucket_elements=framework.bucket_elements,
+        bucket_elements_per_rank=framework.bucket_elements_per_rank,
+        sends_tokens_once=year >= framework.sends_tokens_once_since,
         counts_causal_half=has_flash,
         eager=year < framework.lean_since,
+        memory=HABITS.get(framework.name) or HABITS[framework.habits],
     )
 
 
@@ -169,6 +155,17 @@ class Forecaster:
             fits=found.fits if found.stages else None,
         )
 
+    def settled_or_refused(self, case: Case | Forecast) -> Case | Forecast:
+        """Return the case with one layout, or a refusal where no layout can be priced."""
+        if isinstance(case, Forecast):
+            return case
+        try:
+            settled = self.settled(case)
+            self.price(settled, settled.layouts[0])
+        except WeftError as error:
+            return Forecast(index=case.run.index, refused=str(error))
+        return settled
+
     def settled(self, case: Case) -> Case:
         """Return the case with the one layout that its authors would have chosen: the fastest that fits.
 
@@ -184,6 +181,11 @@ class Forecaster:
             best = min(priced, key=lambda pair: pair[1].fullest.device)
         return replace(case, layouts=(best[0],))
 
+    def seconds(self, case: Case) -> float:
+        """Return the step of a settled case, without its memory.  The layout must fit (`check_layout`)."""
+        time = self._pricer(case).time(case.layouts[0])
+        return time.total - (time.optimizer + time.other if case.is_single_layer else 0.0)
+
     def price(self, case: Case, layout: Layout) -> Prediction:
         """Price one layout of a case."""
         return self._pricer(case).predict(layout)
@@ -191,7 +193,7 @@ class Forecaster:
     def _pricer(self, case: Case) -> Pricer:
         key = (id(case.profile), id(case.cluster), case.stack.name)
         if key not in self._pricers:
-            scalar = self.knowledge.stacks.get(case.stack.name, self.knowledge.unseen)
+            scalar = self.knowledge.scalar(case.stack.name)
             stack = replace(case.stack, slowdown=scalar.slowdown, spread=scalar.spread)
             self._pricers[key] = Pricer(case.profile, case.cluster, stack, self.knowledge.calibration)
             self._kept.append(case)  # so that no other object takes over their identities
@@ -205,10 +207,13 @@ def _seconds(case: Case, found: Prediction) -> float:
 
 
 def _memory(case: Case, found: Prediction) -> float | None:
-    """Bytes of the figure that the source publishes, of the fullest rank; Megatron's tests log their last rank only."""
+    """Bytes of the figure that the source publishes, of the fullest rank where it is not known
+    which rank it is; Megatron's tests log their last rank only."""
     if not found.stages:
         return None
-    stage = found.stages[-1] if "golden_values" in case.run.source else found.fullest
+    stage = found.stages[0] if case.framework.reports_first else found.fullest
+    if "golden_values" in case.run.source:
+        stage = found.stages[-1]
     match case.framework.memory:
         case "allocated":
             return stage.kinds.allocated

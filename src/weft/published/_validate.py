@@ -1,0 +1,158 @@
+"""Predict every row of a file, and say how far the predictions lie from the measurements."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+from weft.errors import DataError
+from weft.published._cases import Case, Forecast, Forecaster, cases_of
+from weft.published._fit import Sample, fit, without
+from weft.published._floor import floor_of
+from weft.published._knowledge import Knowledge, datasheet_knowledge, fitted_knowledge
+from weft.published._rows import Row, read_rows
+from weft.published._score import Outcome, Score, outcomes_of, score_of, seconds_of
+
+Mode = Literal["datasheet", "fitted"]
+
+_ROW_SPREAD = 0.12
+_STACK_SPREAD = 0.25
+"""Before five rows are seen: of one row around its family, and of families around one another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """A file, predicted and scored."""
+
+    mode: Mode
+    cross_validated: bool
+    few_shot: int
+    outcomes: tuple[Outcome, ...]
+    score: Score
+
+
+def validate(path: Path, mode: Mode, *, cross_validate: bool = False, few_shot: int = 0) -> Validation:
+    """Predict every row of a file of published runs.
+
+    Args:
+        mode: what predictions know: data sheets alone, or the constants that ship with Weft.
+        cross_validate: fit anew on the file's other families for each family; nothing is fitted for `datasheet`.
+        few_shot: so many rows of each family set its scalar, and are not scored.
+
+    Raises:
+        DataError: the file cannot be read, or has too few rows to fit on.
+    """
+    if few_shot < 0:
+        raise DataError(f"--few-shot {few_shot} is no number of rows. Use 0 for none.")
+    rows = read_rows(path)
+    cases = cases_of([row.run for row in rows])
+    knowledge = datasheet_knowledge() if mode == "datasheet" else fitted_knowledge()
+    shown = Forecaster(knowledge)
+    cases = [shown.settled_or_refused(case) for case in cases]
+    by_family = _knowledge_by_family(rows, cases, knowledge, refit=cross_validate and mode == "fitted")
+    forecasts = [Forecast(index=row.run.index) for row in rows]
+    floors: dict[str, Callable[[Case], float | None]] = {}
+    used: set[int] = set()
+    for family, places in _places(rows).items():
+        forecaster = Forecaster(by_family[family])
+        for place in places:
+            forecasts[place] = forecaster.forecast(cases[place])
+        floors[family] = _floor_without(rows, cases, family if cross_validate else None)
+        if few_shot:
+            used |= _adapted(rows, cases, forecasts, places, few_shot)
+    outcomes = outcomes_of(rows, cases, forecasts, lambda case: floors[case.run.family](case))
+    scored = [outcome for place, outcome in enumerate(outcomes) if place not in used]
+    return Validation(
+        mode=mode,
+        cross_validated=cross_validate,
+        few_shot=few_shot,
+        outcomes=outcomes,
+        score=score_of(scored),
+    )
+
+
+def samples_of(rows: Sequence[Row], cases: Sequence[Case | Forecast]) -> tuple[Sample, ...]:
+    """Return what can be fitted on: predictable rows with a measured time."""
+    samples: list[Sample] = []
+    for row, case in zip(rows, cases, strict=True):
+        if isinstance(case, Case) and (seconds := seconds_of(row, case)) is not None:
+            is_context = row.use != "calibrate"
+            samples.append(Sample(case=case, seconds=seconds, family=row.run.family, is_context=is_context))
+    return tuple(samples)
+
+
+def dump_forecasts(validation: Validation) -> str:
+    """Return the predictions as JSON: a list of row, step_time_s, peak_mem_gib and refused."""
+    return json.dumps(
+        [
+            {
+                "row": outcome.forecast.index,
+                "step_time_s": outcome.forecast.step_seconds,
+                "peak_mem_gib": outcome.forecast.peak_gibibytes,
+                "refused": outcome.forecast.refused,
+            }
+            for outcome in validation.outcomes
+        ],
+        indent=0,
+    )
+
+
+def _places(rows: Sequence[Row]) -> dict[str, list[int]]:
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        places[row.run.family].append(place)
+    return places
+
+
+def _knowledge_by_family(
+    rows: Sequence[Row], cases: Sequence[Case | Forecast], knowledge: Knowledge, *, refit: bool
+) -> dict[str, Knowledge]:
+    families = list(_places(rows))
+    if not refit:
+        return dict.fromkeys(families, knowledge)
+    fitted = fit(samples_of(rows, cases))
+    return {family: without(fitted, family) for family in families}
+
+
+def _floor_without(
+    rows: Sequence[Row], cases: Sequence[Case | Forecast], family: str | None
+) -> Callable[[Case], float | None]:
+    """Return the floor, learnt from all families but one."""
+    samples = [sample for sample in samples_of(rows, cases) if sample.family != family]
+    return floor_of([sample.case for sample in samples], [sample.seconds for sample in samples]).seconds
+
+
+def _adapted(
+    rows: Sequence[Row],
+    cases: Sequence[Case | Forecast],
+    forecasts: list[Forecast],
+    places: Sequence[int],
+    few_shot: int,
+) -> set[int]:
+    """Correct the forecasts of a family by the mean error of few of its rows; return these rows.
+
+    They are drawn evenly from its timed rows, and are never more than half of them.
+    """
+    errors: dict[int, float] = {}
+    for place in places:
+        case, guess = cases[place], forecasts[place].step_seconds
+        if isinstance(case, Case) and guess and (seconds := seconds_of(rows[place], case)):
+            errors[place] = math.log(seconds / guess)
+    timed = list(errors)
+    count = min(few_shot, len(timed) // 2)
+    if not count:
+        return set()
+    chosen = [timed[(2 * shot + 1) * len(timed) // (2 * count)] for shot in range(count)]
+    trust = count / (count + (_ROW_SPREAD / _STACK_SPREAD) ** 2)
+    factor = math.exp(trust * fmean(sorted(errors[place] for place in chosen)))
+    for place in places:
+        seconds = forecasts[place].step_seconds
+        if seconds is not None:
+            forecasts[place] = replace(forecasts[place], step_seconds=seconds * factor)
+    return set(chosen)

@@ -220,11 +220,12 @@ class Pricer:
 
     def _gathered(self, layout: Layout, stages: Stages, groups: Groups) -> tuple[list[float], list[float], float]:
         """Return forward and input seconds of every stage with ZeRO-3's exposed collectives, and these alone."""
-        rates = gathers_of(layout, groups, self.seconds)
+        weight, gradient = element_bytes(layout), layout.gradient_bytes * (not layout.adapters_only)
+        block = sum(stages.dense_parameters) / max(1, len(self.profile.blocks)) * weight
+        rates = gathers_of(layout, max(block, 1.0), groups, self.seconds)
         if rates is None:
             return stages.forward, stages.input, 0.0
         calibration, overlaps = self.calibration, self.stack.overlap_parameters
-        weight, gradient = element_bytes(layout), layout.gradient_bytes * (not layout.adapters_only)
         forward: list[float] = []
         inputs: list[float] = []
         exposed = 0.0

@@ -30,6 +30,12 @@ class Stack:
     """Of ZeRO-3 gathers, and of the distributed optimizer's."""
     overlap_tensor: bool = False
     """Whether tensor-parallel collectives run beside the matrix products."""
+    overlap_tensor_backward: bool = False
+    """Whether, in backward, gradients of inputs are summed beside the products for the weights: Megatron since 2022."""
+    bucket_elements: int = 0
+    """Gradients that are reduced together at least, whatever the layout says."""
+    bucket_elements_per_rank: int = 0
+    """The same, per data rank: larger groups need larger messages."""
     overlap_expert: bool = False
     """Whether tokens travel to experts beside the computation of another microbatch."""
     sends_tokens_once: bool = False

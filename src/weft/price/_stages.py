@@ -178,7 +178,7 @@ class _Sent:
         self._seconds, self._device = seconds, device
 
     def costs(self, works: list[tuple[Operator, OperatorWork]]) -> tuple[PassCost, PassCost]:
-        tensor = self._tensor()
+        tensor = self._tensor(sum(work.weight.seconds for operator, work in works if operator.split != "expert"))
         context = self._context(works)
         expert = self._expert(sum(work.forward.seconds for _, work in works))
         forward, backward = (
@@ -187,7 +187,7 @@ class _Sent:
         )
         return forward, backward
 
-    def _tensor(self) -> tuple[float, float]:
+    def _tensor(self, weight_seconds: float) -> tuple[float, float]:
         share, group = self._share, self._key.tensor
         if group.size == 1:
             return 0.0, 0.0
@@ -206,10 +206,15 @@ class _Sent:
             elif operator.split == "vocab" and operator.kind == "matmul":
                 forward += self._gather(rows * operator.k)
                 backward += self._reduce(rows * operator.k)
-        exposed = 1.0
-        if self._device.stack.overlap_tensor:
-            exposed = 1.0 - self._device.calibration.tensor_overlap_share
-        return forward * exposed, backward * exposed
+        stack, calibration = self._device.stack, self._device.calibration
+        if stack.overlap_tensor:
+            exposed = 1.0 - calibration.tensor_overlap_share
+            return forward * exposed, backward * exposed
+        if stack.overlap_tensor_backward:
+            # Sums hide beside the products for the weights; what sequence parallelism gathers comes before them.
+            sums = backward * (0.5 if share.sequence_parallel else 1.0)
+            backward -= min(sums, calibration.overlap_share * weight_seconds)
+        return forward, backward
 
     def _block_width(self, operator: Operator) -> float:
         return operator.n or operator.elements_moved_per_token / 2

@@ -9,6 +9,7 @@ from weft.cluster import Collective
 from weft.price._compute import ELEMENT_BYTES, Device
 from weft.price._layout import Layout
 from weft.price._placement import Group, Groups
+from weft.price._stack import Stack
 from weft.price._stages import Seconds
 from weft.price._timeline import Step
 
@@ -58,13 +59,12 @@ def element_bytes(layout: Layout) -> int:
     return ELEMENT_BYTES.get(layout.precision, 2)
 
 
-def gathers_of(layout: Layout, groups: Groups, seconds: Seconds) -> Gathers | None:
-    """Return what travels per byte in every microbatch, or None where whole weights stay."""
+def gathers_of(layout: Layout, block_bytes: float, groups: Groups, seconds: Seconds) -> Gathers | None:
+    """Return what travels per byte in every microbatch, blocks of `block_bytes` one by one; None: weights stay."""
     if layout.zero < 3 or layout.shard == 1:
         return None
-    bucket = float(max(layout.bucket_bytes, 1 << 26))
-    gather = seconds("all_gather", bucket, groups.shard) / bucket
-    return Gathers(gather, seconds("reduce_scatter", bucket, groups.shard) / bucket)
+    gather = seconds("all_gather", block_bytes, groups.shard) / block_bytes
+    return Gathers(gather, seconds("reduce_scatter", block_bytes, groups.shard) / block_bytes)
 
 
 def update_of(
@@ -92,7 +92,8 @@ class _Rates:
 
     def __init__(self, layout: Layout, device: Device, groups: Groups, seconds: Seconds) -> None:
         self._layout, self._device = layout, device
-        element, bucket = layout.gradient_bytes, float(layout.bucket_bytes)
+        element, bucket = layout.gradient_bytes, bucket_bytes(layout, device.stack)
+        self._bucket = bucket
         wire = _WIRE_SHARES[layout.compression] * 4 / element if layout.compression != "none" else 1.0
         kind: Collective = "all_reduce" if layout.zero == 0 else "reduce_scatter"
         dense: Group = groups.data
@@ -124,20 +125,39 @@ class _Rates:
         if not self._device.stack.overlap_gradients:
             return whole * times
         size = (load.dense + load.experts) * layout.gradient_bytes
-        last = whole * min(1.0, layout.bucket_bytes / size)
-        beside = calibration.overlap_share * load.backward
-        hidden = min(whole - last, beside)
+        last = whole * min(1.0 / layout.chunks, self._bucket / size)
+        exposed, hidden = _beside(layout, whole - last, calibration.overlap_share * load.backward)
         slowed = (calibration.overlap_slowdown - 1.0) * hidden
-        return times * (whole - hidden - last + slowed) + last
+        return times * (exposed + slowed) + last
 
     def publish(self, load: RankLoad) -> float:
         """Exposed seconds of gathering the weights that the optimizer shards have renewed."""
+        layout = self._layout
         whole = load.dense * self._gather + load.experts * self._gather_experts
         if not self._device.stack.overlap_parameters:
             return whole
-        beside = self._device.calibration.overlap_share * load.forward
-        hidden = min(0.95 * whole, beside)
-        return whole - hidden + (self._device.calibration.overlap_slowdown - 1.0) * hidden
+        calibration = self._device.calibration
+        first = whole * 0.05 / layout.chunks
+        exposed, hidden = _beside(layout, whole - first, calibration.overlap_share * load.forward)
+        return first + exposed + (calibration.overlap_slowdown - 1.0) * hidden
+
+
+def bucket_bytes(layout: Layout, stack: Stack) -> float:
+    """Return the bytes of gradients that are reduced together."""
+    elements = max(stack.bucket_elements, stack.bucket_elements_per_rank * layout.data * layout.context)
+    return float(max(layout.bucket_bytes, elements * layout.gradient_bytes))
+
+
+def _beside(layout: Layout, whole: float, window: float) -> tuple[float, float]:
+    """Return the exposed and the hidden part of a step's communication; `window` is a microbatch's computation.
+
+    With chunks, what belongs to one stage of a rank also has all the time that its other stages need for a round of
+    microbatches; only the last stage's share must hide in its own.
+    """
+    chunks = layout.chunks
+    wide = window * (1.0 + (layout.pipeline - 1) * (chunks - 1) / chunks)
+    exposed = max(0.0, whole - wide, (whole - window) / chunks)
+    return exposed, whole - exposed
 
 
 def _optimizer(layout: Layout, load: RankLoad, device: Device) -> tuple[float, float]:

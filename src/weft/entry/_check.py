@@ -26,9 +26,11 @@ from weft.prove import (
     Contributions,
     Evidence,
     Outcome,
+    PlainLoop,
     SmallCase,
     Trial,
     Verdict,
+    comparable,
     contributions,
     join_trials,
     judge,
@@ -38,6 +40,7 @@ from weft.prove import (
     run_trial,
     shrink_case,
     without,
+    without_dropout,
 )
 from weft.recipe import Precision, Recipe, dump_recipe, load_recipe
 
@@ -181,6 +184,19 @@ class _Runs:
         trial = run_trial(recipe, plan, lambda: awake_model(recipe), steps=STEPS, label_range=self.small.label_range)
         return join_trials([trial], plan)
 
+    def against_plain_torch(self) -> Verdict | None:
+        """One process beside a loop without Weft's engine, dropout left out; None where torch has no such loop."""
+        recipe, label_range = self.small.recipe, self.small.label_range
+        plan = one_process(with_precision(self.small.plan, "fp64", compiled=False))
+        build = without_dropout(lambda: awake_model(recipe))
+        blueprint = build()
+        if any(isinstance(module, torch.nn.Embedding) and module.sparse for module in blueprint.module.modules()):
+            return None  # torch clips and steps no sparse gradients
+        found = join_trials([run_trial(recipe, plan, build, steps=STEPS, label_range=label_range)], plan)
+        loop = PlainLoop(recipe=recipe, plan=plan, label_range=label_range)
+        wanted = loop.run(blueprint, found.initial)
+        return judge(wanted, comparable(found, loop.steps), precision="fp64")
+
     def taken_apart(self) -> Contributions:
         recipe = self.small.recipe
         plan = with_precision(self.small.plan, "fp64", compiled=False)
@@ -198,7 +214,11 @@ class _Runs:
 def _compare(
     runs: _Runs, cases: Sequence[tuple[Precision, bool]], explain: bool
 ) -> tuple[list[Verdict], CheckFailure | None]:
-    """Run all cases and judge them until one is not equal."""
+    """Run all cases and judge them until one is not equal; first of all, one process itself."""
+    plain = runs.against_plain_torch()
+    if plain is not None and not plain.is_equal:
+        cause = "one process of Weft does not compute what plain PyTorch does, whatever the plan"
+        return [plain], _first_of(plain, cause, ())
     try:
         runs.ranks(cases)
     except RankError as error:
@@ -241,6 +261,10 @@ def _failure(runs: _Runs, verdict: Verdict, compiled: bool, explain: bool) -> Ch
         cause = (
             f"fp64 is equal, so the mathematics is right: rounding in {verdict.precision} differs more than it should"
         )
+    return _first_of(verdict, cause, needs)
+
+
+def _first_of(verdict: Verdict, cause: str, needs: tuple[str, ...]) -> CheckFailure:
     return CheckFailure(
         precision=verdict.precision,
         departure=verdict.departures[0],

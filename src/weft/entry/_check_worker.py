@@ -15,7 +15,7 @@ from weft.plan import Plan, parse_plan
 from weft.prove import STEPS, awaken, run_trial, write_trial
 from weft.recipe import Precision, Recipe, parse_recipe
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 60.0
 """Of a collective: one that not all ranks enter must not keep anybody waiting for long."""
 
 

@@ -18,6 +18,9 @@ from weft.prove._judge import Outcome as Outcome
 from weft.prove._judge import Verdict as Verdict
 from weft.prove._judge import join_trials as join_trials
 from weft.prove._judge import judge as judge
+from weft.prove._plain import PlainLoop as PlainLoop
+from weft.prove._plain import comparable as comparable
+from weft.prove._plain import without_dropout as without_dropout
 from weft.prove._reference import Contributions as Contributions
 from weft.prove._reference import contributions as contributions
 from weft.prove._shrink import STEPS as STEPS

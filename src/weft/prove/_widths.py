@@ -86,6 +86,9 @@ def shrink_config(config: Mapping[str, Any], num_blocks: int | None, tensor: int
         new = widths.shrunk(tensor, folded_tensor)
         if new != widths:
             _enter_widths(small, config, widths, new, folded_tensor)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # a family's defaults may lie outside, too
+            value = config.get(name)
+            small[name] = value % new.vocabulary if isinstance(value, int) else None
     return small
 
 
@@ -128,10 +131,6 @@ def _enter_widths(
     if old.hidden != old.heads * old.head_size:
         small["head_dim"] = new.head_size
     small["vocab_size"] = new.vocabulary
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = config.get(name)
-        if isinstance(value, int) and value >= new.vocabulary:
-            small[name] = value % new.vocabulary
     for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
         value = config.get(name)
         if isinstance(value, int):

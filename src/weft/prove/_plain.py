@@ -1,0 +1,148 @@
+"""The recipe as one writes it without Weft: module, `torch.optim`, `clip_grad_norm_`, a loop.
+
+A plan is compared with one process, and both run Weft's engine; what is wrong in both would not show.  This loop shares
+nothing with the engine but the model, the samples, the learning rate and the initial weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weft.engine import learning_rate
+from weft.engine.optimizers import group_parameters
+from weft.models import Batch, Blueprint
+from weft.parallel import ModelLayout, ParameterLayout, materialise
+from weft.plan import Plan
+from weft.prove._judge import Outcome
+from weft.prove._trial import one_process
+from weft.prove._trial_data import TrialData
+from weft.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainLoop:
+    """What plain PyTorch computes from given initial weights, in fp64."""
+
+    recipe: Recipe
+    plan: Plan
+    label_range: int | None
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps can be taken: none with an optimizer that torch does not have."""
+        return self.recipe.run.steps if self.recipe.optimizer.name in ("adamw", "sgd") else 0
+
+    def run(self, blueprint: Blueprint, initial: Mapping[str, Tensor]) -> Outcome:
+        """Return losses, gradients and weights; `initial` is named as in `Outcome.initial`.
+
+        The blueprint must have no dropout, whose masks are Weft's own.  Without steps only the first gradient, its norm
+        and its loss are there.
+        """
+        module = _module(blueprint, initial)
+        data = TrialData(
+            blueprint, one_process(self.plan), data_index=0, seed=self.recipe.run.seed, label_range=self.label_range
+        )
+        losses: list[float] = []
+        norms: list[float] = []
+        gradients: dict[str, Tensor] = {}
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        optimizer = self._optimizer(trained) if self.steps else None
+        for step in range(max(1, self.steps)):
+            (batch,) = data.microbatches(step)
+            module.zero_grad()
+            total, count = blueprint.loss(module(**_inputs(blueprint, batch)), batch)
+            (total / count).backward()
+            if step == 0:
+                scale = float(count) / self.recipe.batch.global_batch_size
+                gradients = {f"gradient/{name}": _gradient(p) * scale for name, p in trained.items()}
+            norm = self._clip(list(trained.values()))
+            losses.append(float(total.detach() / count))
+            norms.append(norm)
+            if optimizer is not None:
+                self._step(optimizer, step)
+        return Outcome(
+            initial={}, gradients=gradients, state=_state(module), losses=losses, norms=norms, validation=0.0
+        )
+
+    def _clip(self, parameters: list[Tensor]) -> float:
+        limit = self.recipe.optimizer.max_grad_norm
+        return float(nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit))
+
+    def _optimizer(self, trained: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        settings = self.recipe.optimizer
+        groups = [
+            {
+                "params": [trained[name] for name in group.names],
+                "weight_decay": group.settings.weight_decay,
+                "lr_scale": group.settings.learning_rate_scale,
+            }
+            for group in group_parameters(settings, {name: tensor.shape for name, tensor in trained.items()})
+        ]
+        if settings.name == "sgd":
+            return torch.optim.SGD(groups, lr=1.0, momentum=settings.momentum, nesterov=settings.nesterov)
+        return torch.optim.AdamW(groups, lr=1.0, betas=settings.betas, eps=settings.epsilon or 1e-8)
+
+    def _step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(self.recipe, step) * group["lr_scale"]
+        optimizer.step()
+
+
+def without_dropout(build: Callable[[], Blueprint]) -> Callable[[], Blueprint]:
+    """Return a builder of the same model whose dropout modules let everything pass."""
+
+    def quiet() -> Blueprint:
+        blueprint = build()
+        for module in blueprint.module.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return blueprint
+
+    return quiet
+
+
+def comparable(found: Outcome, steps: int) -> Outcome:
+    """Return of one process's outcome what a plain loop of so many steps also has."""
+    count = max(1, steps)
+    return Outcome(
+        initial={},
+        gradients=found.gradients,
+        state=found.state if steps else {},
+        losses=found.losses[:count],
+        norms=found.norms[:count],
+        validation=0.0,
+    )
+
+
+def _module(blueprint: Blueprint, initial: Mapping[str, Tensor]) -> nn.Module:
+    """The whole model in fp64 with the given weights, in training mode."""
+    module = copy.deepcopy(blueprint.module)
+    layout = ModelLayout()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        layout.entries[name] = ParameterLayout(name=name, shape=tensor.shape)
+    materialise(module, blueprint, layout, 0, torch.device("cpu"), torch.float64)
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for name, tensor in initial.items():
+            tensors[name.partition("/")[2]].copy_(tensor)
+    return module.train()
+
+
+def _inputs(blueprint: Blueprint, batch: Batch) -> dict[str, Tensor]:
+    found = {keyword: batch[name] for keyword, name in blueprint.inputs.items() if name in batch}
+    return {name: value.double() if value.is_floating_point() else value for name, value in found.items()}
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    saved = set(module.state_dict())
+    buffers = {f"buffer/{name}": buffer for name, buffer in module.named_buffers() if name in saved}
+    return {f"model/{name}": parameter.detach() for name, parameter in module.named_parameters()} | buffers

@@ -1,0 +1,189 @@
+"""Mutation testing of `weft check`: `python -m tests.mutation --seed 0 --count 30 --jobs 2` (an hour on two cores).
+
+1. Every case is checked once as it is, and the lines of Weft's rooms that it runs are noted.
+2. Mutants of these lines are drawn (`mutants.py`).
+3. Each is written into a copy of the source tree, and `weft.check` is run there on the cases that execute the
+   statement, cheapest first, until one is not equal to one process.
+
+The checkout itself is never changed.  Writes benchmarks/results/mutations.json and mutations.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE)]
+
+from cases import CASES  # noqa: E402 - beside this file
+from mutants import Mutant, draw  # noqa: E402 - beside this file
+
+RESULTS = ROOT / "benchmarks" / "results"
+TIMEOUT_SECONDS = 600.0
+"""Of all cases of a mutant: one that keeps every rank busy for ever is caught so."""
+
+
+def copy_tree(folder: Path) -> Path:
+    """A copy of the sources in which mutants live."""
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    compileall.compile_dir(folder / "src", quiet=1)
+    return folder
+
+
+def run_child(tree: Path, names: Sequence[str], extra: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Check cases with the sources of a tree and return what came of each."""
+    paths = [str(tree / "src"), *([str(HERE / "watch")] if extra else [])]
+    environment = (
+        os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"} | dict(extra or {})
+    )
+    command = ["nice", "-n", "19", sys.executable, str(HERE / "child.py"), *names]
+    process = subprocess.Popen(
+        command, env=environment, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its ranks die with it
+        process.communicate()
+        return [{"case": names[0], "equal": False, "how": "hang", "what": f"no result after {TIMEOUT_SECONDS:.0f} s"}]
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    if process.returncode != 0:
+        last = (err.strip().splitlines() or ["died"])[-1]
+        found.append({"case": names[len(found)], "equal": False, "how": "error", "what": last})
+    for one in found:
+        assert "tree" not in one or str(one["tree"]).startswith(str(tree)), f"{one['tree']} is not of {tree}"
+    return found
+
+
+def lines_of_cases(tree: Path, folder: Path) -> dict[str, dict[str, list[int]]]:
+    """Case → file → lines that it runs, on any rank."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for name in CASES:
+        watched = folder / f"lines-{name}"
+        watched.mkdir()
+        (result,) = run_child(tree, [name], {"WATCHED_LINES": str(watched)})
+        assert result["equal"], f"{name} is not equal before anything is mutated: {result['what']}"
+        lines: dict[str, set[int]] = {}
+        for path in watched.glob("*.json"):
+            for file, line in json.loads(path.read_text()):
+                lines.setdefault(str(Path(file).relative_to(tree)), set()).add(line)
+        found[name] = {file: sorted(numbers) for file, numbers in lines.items()}
+        print(f"{name}: {sum(map(len, lines.values()))} lines", flush=True)
+    return found
+
+
+def judge(mutant: Mutant, trees: queue.Queue[Path], lines: Mapping[str, Mapping[str, Sequence[int]]]) -> dict[str, Any]:
+    """Look for one mutant with every case that runs its statement."""
+    names = [name for name in CASES if _runs(lines[name], mutant)]
+    tree = trees.get()
+    original = mutant.apply(tree)
+    began = time.monotonic()
+    try:
+        found = run_child(tree, names)
+    finally:
+        (tree / mutant.file).write_text(original)
+        trees.put(tree)
+    last = found[-1]
+    row = {
+        "mutant": asdict(mutant),
+        "caught": not last["equal"],
+        "how": last["how"],
+        "by": last["case"],
+        "what": last["what"],
+        "cases_run": len(found),
+        "cases_that_execute_it": len(names),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    print(f"{'caught' if row['caught'] else 'SURVIVED':9}{row['how']:10}{row['seconds']:6.0f} s  {mutant}", flush=True)
+    return row
+
+
+def _runs(lines: Mapping[str, Sequence[int]], mutant: Mutant) -> bool:
+    near = range(mutant.statement, max(mutant.line, mutant.statement) + 1)
+    return bool(set(lines.get(mutant.file, ())) & set(near))
+
+
+def table(rows: Sequence[Mapping[str, Any]], seed: int, notes: Mapping[str, str]) -> str:
+    """The results as Markdown."""
+    caught = sum(row["caught"] for row in rows)
+    out = [
+        "# Mutants of Weft's own source, looked for by `weft check`",
+        "",
+        f"{len(rows)} mutants drawn with seed {seed}: {caught} caught, {len(rows) - caught} survived.",
+        "",
+        "| # | where | before | after | caught | by | what it said |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for number, row in enumerate(rows, 1):
+        mutant = row["mutant"]
+        cells = [
+            str(number),
+            f"{mutant['file'].removeprefix('src/weft/')}:{mutant['line']}",
+            f"`{mutant['before'].strip()}`",
+            f"`{mutant['after'].strip()}`",
+            row["how"] if row["caught"] else "**no**",
+            row["by"] if row["caught"] else f"{row['cases_run']} cases",
+            row["what"].splitlines()[0][:160] if row["caught"] else notes.get(key_of(mutant), "to be explained"),
+        ]
+        out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(out) + "\n"
+
+
+def key_of(mutant: Mapping[str, Any]) -> str:
+    """What names a mutant in the file of explanations, whatever line it stands in."""
+    return f"{mutant['file']}: {mutant['before'].strip()} => {mutant['after'].strip()}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--lines", type=Path, help="lines noted by an earlier run, instead of step 1")
+    parser.add_argument("--name", default="mutations", help="of the result files")
+    options = parser.parse_args()
+    explained = HERE / "explained.json"
+    notes: dict[str, str] = json.loads(explained.read_text()) if explained.exists() else {}
+    with tempfile.TemporaryDirectory(prefix="weft-mutation-") as name:
+        folder = Path(name)
+        trees: queue.Queue[Path] = queue.Queue()
+        for index in range(options.jobs):
+            trees.put(copy_tree(folder / f"tree{index}"))
+        first = trees.get()
+        if options.lines and options.lines.exists():
+            lines = json.loads(options.lines.read_text())
+        else:
+            lines = lines_of_cases(first, folder)
+            if options.lines:
+                options.lines.write_text(json.dumps(lines))
+        executed: dict[str, set[int]] = {}
+        for files in lines.values():
+            for file, numbers in files.items():
+                executed.setdefault(file, set()).update(numbers)
+        chosen = draw(first, executed, options.count, options.seed)
+        trees.put(first)
+        with ThreadPoolExecutor(options.jobs) as workers:
+            rows = list(workers.map(lambda mutant: judge(mutant, trees, lines), chosen))
+    report = {"seed": options.seed, "cases": list(CASES), "mutants": rows}
+    (RESULTS / f"{options.name}.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    (RESULTS / f"{options.name}.md").write_text(table(rows, options.seed, notes))
+    print(f"{sum(row['caught'] for row in rows)} of {len(rows)} caught")
+
+
+if __name__ == "__main__":
+    main()

@@ -62,10 +62,12 @@ class MemoryHabits:
     """Outside the allocator, of each axis longer than 1."""
 
 
-_MEGATRON = MemoryHabits(selective="attention", logit_bytes=12.0, kept_projection="rotated", operands_in_fp8=True)
-"""Its loss over a vocabulary in parts: logits, an fp32 copy, exponentials, and the gradient (2 + 4 + 4 + 2)."""
+_MEGATRON = MemoryHabits(selective="attention", logit_bytes=8.0, kept_projection="rotated", operands_in_fp8=True)
+"""Its loss over a vocabulary in parts: logits, an fp32 copy that turns into exponentials, the gradient (2 + 4 + 2)."""
+_OLDER_MEGATRON = replace(_MEGATRON, logit_bytes=12.0)
+"""Exponentials apart from the copy (2 + 4 + 4 + 2)."""
 _DEEPSPEED = replace(
-    _MEGATRON,
+    _OLDER_MEGATRON,
     reduction_bytes=2e9,
     context_bytes=0.9 * _GIBI,
     communicator_bytes=0.3 * _GIBI,
@@ -103,11 +105,11 @@ HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
             selective="attention",
         ),
         "megatron-lm": _MEGATRON,
-        "nemo": _MEGATRON,
-        "megatron-bridge": replace(_MEGATRON, logit_bytes=8.0),
+        "nemo": _OLDER_MEGATRON,
+        "megatron-bridge": _MEGATRON,
         "mlperf": _MEGATRON,
         "megascale": _MEGATRON,
-        "zero-bubble": replace(_MEGATRON, kept_projection="none"),
+        "zero-bubble": replace(_OLDER_MEGATRON, kept_projection="none"),
         "megatron-deepspeed": _DEEPSPEED,
         "megatron-deepspeed-fp32": _DEEPSPEED,
         "gpt-neox": _DEEPSPEED,

@@ -30,7 +30,10 @@ def mixture_operators(sizes: ModelSizes) -> Iterator[Operator]:
     yield _experts("moe.up", sizes, inner, hidden)
     yield _activation(sizes, width, "moe.activation", "expert", top_k)
     yield _experts("moe.down", sizes, hidden, width)
-    yield _movement("moe.combine", hidden, top_k)
+    combine = _movement("moe.combine", hidden, top_k)
+    # The router's weights scale the experts' activations before their last product, so that its results need not be
+    # kept; where they scale the results, these are.
+    yield replace(combine, kept_elements_per_token=0, unfused_elements_per_token=top_k * hidden)
     if sizes.shared_ffn_size:
         yield from dense_operators(sizes, sizes.shared_ffn_size, "moe.shared")
     if sizes.shared_gate:
@@ -59,7 +62,7 @@ def _experts(name: str, sizes: ModelSizes, n: int, k: int) -> Operator:
 
 
 def _movement(name: str, hidden: int, top_k: int) -> Operator:
-    """Tokens to their experts or back; keeps the copies, which the experts or the weights of the sum need."""
+    """Tokens to their experts or back; keeps the copies, which the experts need."""
     return Operator(
         name=name,
         kind="gather",

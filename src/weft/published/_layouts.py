@@ -73,7 +73,7 @@ def layouts_of_run(run: Run, profile: Profile, cluster: Cluster) -> tuple[Layout
         shard=data if zero == 3 else 1,
         context=context,
         tensor=tensor,
-        expert=_expert(run, profile, data * context),
+        expert=_expert(run, profile, data * context, tensor),
         zero=zero,
         sequence_parallel=tensor > 1 and _sequence_parallel(run, framework),
         context_scheme="all_gather" if framework.name in ("torchtitan", "nemo-automodel") else "ring",
@@ -115,12 +115,14 @@ def _zero(run: Run, framework: Framework, data: int) -> int:
     return 1 if is_distributed_optimizer or framework.shards_optimizer or framework.name == "mlperf" else 0
 
 
-def _expert(run: Run, profile: Profile, ranks: int) -> int:
+def _expert(run: Run, profile: Profile, ranks: int, tensor: int) -> int:
     """Return the expert axis; where it is not given, as many ranks as experts and batch allow."""
     if not profile.num_experts:
         return 1
     if run.expert is None:
         return math.gcd(profile.num_experts, ranks)
+    if run.expert > ranks:
+        ranks *= tensor  # whole experts on the ranks of the tensor axis too
     if ranks % run.expert or profile.num_experts % run.expert:
         raise Unpredictable(f"ep = {run.expert} does not divide dp × cp = {ranks} or the {profile.num_experts} experts")
     return run.expert

@@ -22,8 +22,8 @@ class MemoryHabits:
     gathered_logit_bytes: float | None = None
     """Where every rank of the tensor axis computes the loss of the whole vocabulary: held besides per element, for the
     shards that come from other ranks.  None: each rank does so for its own part."""
-    fused_share: float = 0.125
-    """Of the logits that exist at once when head and loss are computed together in chunks."""
+    fused_chunk_bytes: float = 256.0 * _MEBI
+    """Of the logits that exist at once when head and loss are computed together in chunks, in fp32."""
     selective: Literal["operators", "alternate", "attention"] = "operators"
     """What `recompute = "selective"` keeps: the results of matmuls and attention; of every second matmul and of
     attention; or everything but the scores."""
@@ -44,6 +44,12 @@ class MemoryHabits:
     """Whether matmuls in fp8 keep their inputs so."""
     gradient_copies: float = 0.0
     """Further gradients in compute precision beside those that are kept and reduced, as a share of the weights."""
+    bucket_copies: float = 2.0
+    """Buckets of gradients that exist beside the gradients themselves while they travel (ZeRO-2 and below)."""
+    accumulates_whole: bool = False
+    """ZeRO-3: whether gradients of several microbatches are summed whole before one reduction."""
+    holds_gathered: bool = False
+    """ZeRO-3 in a pipeline: whether a stage's weights stay whole from its first forward to its last backward."""
     reduction_bytes: float = 0.0
     """Fixed buffers in which gradients travel, beside the layout's buckets."""
     update_bytes: float = 0.0
@@ -90,7 +96,7 @@ ran out of memory says nothing of what lies outside the allocator apart from it.
 _FSDP = MemoryHabits()
 HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
     {
-        "weft": MemoryHabits(),
+        "weft": MemoryHabits(bucket_copies=0.0, accumulates_whole=True, holds_gathered=True),
         "fsdp": _FSDP,
         "torchtitan": replace(_FSDP, selective="alternate", keeps_gathered=True),
         "fms-fsdp": _FSDP,

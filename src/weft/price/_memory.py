@@ -18,6 +18,8 @@ from weft.price._prediction import MemoryKinds, StageMemory
 from weft.price._stack import WEFT, Stack
 from weft.profile import Profile
 
+_CPU_CHUNK_BYTES = float(8 << 20)
+"""Of logits that exist at once in a loss by chunks, on a CPU."""
 _PROCESS_BYTES = 330e6
 """A rank on a CPU, before the first tensor: the interpreter, torch, the network."""
 
@@ -41,9 +43,10 @@ class States(NamedTuple):
     optimizer: float
 
 
-def states_of(layout: Layout, *, experts: bool = False) -> States:
+def states_of(layout: Layout, *, experts: bool = False, whole_gradients: bool = False) -> States:
     """Return bytes of model states per element.  ZeRO-1 and 2 shard over data × context, ZeRO-3 over shard × context;
-    experts, which the expert axis has shared out already, over as many ranks less."""
+    experts, which the expert axis has shared out already, over as many ranks less.  `whole_gradients`: they are
+    reduced once per step, so that ZeRO-2 and 3 hold them whole until then."""
     element = activation_bytes(layout.precision)
     if layout.adapters_only:
         return States(element / (layout.shard * layout.context if layout.zero == 3 else 1), 0.0, 0.0)
@@ -53,9 +56,16 @@ def states_of(layout: Layout, *, experts: bool = False) -> States:
     optimizer = 0.0 if layout.offload == "optimizer" else float(layout.master_bytes)
     return States(
         element / (shards if layout.zero == 3 else 1),
-        layout.gradient_bytes / (shards if layout.zero >= 2 else 1),
+        layout.gradient_bytes / (shards if layout.zero >= 2 and not whole_gradients else 1),
         optimizer / (shards if layout.zero >= 1 else 1),
     )
+
+
+def holds_whole_gradients(layout: Layout, stack: Stack) -> bool:
+    """Whether gradients stay whole until the step's last microbatch although ZeRO-2 or 3 shares them out."""
+    if not stack.memory.accumulates_whole:
+        return False
+    return layout.pipeline > 1 or (layout.zero == 3 and layout.microbatches > 1)
 
 
 class _Common(NamedTuple):
@@ -74,6 +84,8 @@ class _Common(NamedTuple):
     """ZeRO-3 with more than one rank."""
     gathered: float
     """ZeRO-3: bytes per element of the widest block."""
+    held: float
+    """ZeRO-3: bytes per element of all weights of the rank."""
     buffers: float
     """Bytes in which gradients travel, or of the ends that ZeRO-3 keeps whole."""
     workspace: float
@@ -141,15 +153,19 @@ class Memories:
         axes = (layout.data, layout.tensor, layout.pipeline, layout.context, layout.expert)
         communicators = sum(size > 1 for size in axes) * habits.communicator_bytes
         wide = layout.gradient_bytes if layout.gradient_bytes > element else 0
+        whole = holds_whole_gradients(layout, self.stack)
+        holds = gathers and habits.holds_gathered and layout.pipeline > 1
         return _Common(
-            dense=states_of(layout),
-            experts=states_of(layout, experts=True),
+            dense=states_of(layout, whole_gradients=whole),
+            experts=states_of(layout, experts=True, whole_gradients=whole),
             gradient_copies=copies,
             logits=self.logits(layout),
             head_rank=0 if folded else layout.pipeline - 1,
             tied=self.profile.vocabulary_size * self.profile.hidden_size / layout.tensor if is_tied else 0.0,
             gathers=gathers,
-            gathered=habits.gathered_blocks * element + (0 if layout.adapters_only else element + wide),
+            gathered=(0.0 if holds else habits.gathered_blocks * element)
+            + (0 if layout.adapters_only or whole else element + wide),
+            held=float(element) if holds else 0.0,
             buffers=self._buffers(layout, gathers=gathers),
             workspace=habits.workspace_bytes if self.on_accelerator else 0.0,
             reserved=1 + habits.fragmentation if self.on_accelerator else 1.0,
@@ -166,7 +182,7 @@ class Memories:
         plain, routed = common.dense, common.experts
         buckets = common.buffers
         if common.gathers:
-            buckets += common.gathered * max(stage.widest for stage in held)
+            buckets += common.gathered * max(stage.widest for stage in held) + common.held * (dense + experts)
         return _Kinds(
             dense * plain.weights + experts * routed.weights,
             dense * plain.gradients + experts * routed.gradients + common.gradient_copies * (dense + experts),
@@ -187,7 +203,7 @@ class Memories:
         return sum(count * stage.kept for count, stage in zip(counts, held, strict=True))
 
     def logits(self, layout: Layout) -> float:
-        """Return the bytes around the loss, of the rank that has the head."""
+        """Bytes around the loss."""
         habits, element = self.stack.memory, activation_bytes(layout.precision)
         tokens = layout.microbatch_size * self.profile.sequence_length / layout.context
         whole, each = tokens * self.profile.vocabulary_size, habits.logit_bytes
@@ -198,7 +214,12 @@ class Memories:
         if element > 2:
             # No copies in another precision: logits, log-probabilities, and gradients of both.
             each = 4.0 * element if each > 12 else 2.0 * element
-        return whole * each * (habits.fused_share if layout.fused_loss else 1.0)
+        if not layout.fused_loss:
+            return whole * each
+        chunk = habits.fused_chunk_bytes if self.on_accelerator else _CPU_CHUNK_BYTES
+        # The head's gradient is summed in fp32 over the chunks, beside the logits and probabilities of one of them.
+        head = self.profile.vocabulary_size * self.profile.hidden_size / layout.tensor
+        return min(whole * each, 2 * chunk) + (4.0 * head if element < 4 else 0.0)
 
     def _buffers(self, layout: Layout, *, gathers: bool) -> float:
         """Buckets of gradients, or the ends of the model that ZeRO-3 keeps whole from forward to backward."""
@@ -206,10 +227,12 @@ class Memories:
         if gathers:
             key = memory_key(layout)
             ends = sum(self.blocks.memory(end, key).dense_parameters for end in (self.profile.stem, self.profile.tail))
-            return ends * activation_bytes(layout.precision) if habits.gathers_ends else 0.0
+            held_anyway = habits.holds_gathered and layout.pipeline > 1
+            return ends * activation_bytes(layout.precision) if habits.gathers_ends and not held_anyway else 0.0
         if layout.adapters_only:
             return 0.0
-        buckets = 2.0 * layout.bucket_bytes if layout.data * layout.context > 1 else 0.0
+        travels = layout.data * layout.context > 1
+        buckets = habits.bucket_copies * layout.bucket_bytes if travels else 0.0
         return buckets + habits.reduction_bytes
 
 

@@ -11,6 +11,11 @@ from weft.cluster._load import dump_cluster as dump_cluster
 from weft.cluster._load import load_cluster as load_cluster
 from weft.cluster._load import parse_cluster as parse_cluster
 from weft.cluster._load import resolve_cluster as resolve_cluster
+from weft.cluster._measured import AttentionSpeed as AttentionSpeed
+from weft.cluster._measured import BlockTime as BlockTime
+from weft.cluster._measured import MatrixSpeed as MatrixSpeed
+from weft.cluster._measured import Measured as Measured
+from weft.cluster._measured import MemorySpeed as MemorySpeed
 from weft.cluster._parts import Devices as Devices
 from weft.cluster._parts import Node as Node
 from weft.cluster._spec import named_cluster as named_cluster

@@ -26,9 +26,9 @@ def parse_cluster(text: str, *, name: str = "cluster.toml") -> Cluster:
     return bind(Cluster, parse_document(text, "cluster", ClusterError, name=name))
 
 
-def dump_cluster(cluster: Cluster, *, everything: bool = False) -> str:
-    """Write a cluster as TOML with comments; `parse_cluster` gives an equal one back."""
-    return dump(cluster, everything=everything)
+def dump_cluster(cluster: Cluster, *, header: Iterable[str] = (), everything: bool = False) -> str:
+    """Write a cluster as TOML with comments, `header` first; `parse_cluster` gives an equal one back."""
+    return dump(cluster, header=header, everything=everything)
 
 
 def resolve_cluster(given: str | None) -> Cluster:

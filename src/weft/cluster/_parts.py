@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from weft.cluster._measured import Measured
 from weft.document import Rules
 from weft.errors import ClusterError
 
@@ -29,6 +30,8 @@ class Devices:
     """Precision → floating-point operations per second of the best matrix product measured on one device."""
     price_per_hour: float | None = None
     """Of one device, in any currency; None: unknown, and plans cannot be ranked by cost."""
+    measured: Measured | None = None
+    """What weft probe found; None: nothing was measured."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)

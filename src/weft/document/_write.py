@@ -13,6 +13,8 @@ from weft.document._bind import default_of, flattened_field, is_required, is_set
 from weft.document._text import Path, dotted, spell, spell_key
 
 _WIDTH = 110
+_WIDEST = 200
+"""Of an inline table in a list, which must stand on one line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def _needs_tables(value: Any) -> bool:
     nested = (getattr(item, field.name) for item in items for field in dataclasses.fields(item))
     if any(dataclasses.is_dataclass(part) or isinstance(part, Mapping) for part in nested):
         return True
-    return any(len(spell(to_table(item))) > _WIDTH for item in items)
+    return any(len(spell(to_table(item))) > _WIDEST for item in items)
 
 
 def _spell_value(value: Any, name: str) -> str:

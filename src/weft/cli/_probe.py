@@ -1,0 +1,58 @@
+"""`weft probe`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from weft.errors import ClusterError
+
+
+def probe(
+    *,
+    output: Path | None = None,
+    processes: int | None = None,
+    seconds: float = 200.0,
+    precision: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+) -> None:
+    """Measure this machine, or the nodes of a job, and describe them as a cluster for weft plan --cluster.
+
+    It measures matrix products, attention, memory, one transformer block, and collectives, for several numbers of
+    processes and threads; every figure is written with its spread. Nothing else should run meanwhile. To measure a
+    job's nodes, start it on all of them: torchrun ... --no-python weft probe, or weft launch -n 4 -m weft.cli probe.
+
+    Parameters
+    ----------
+    output
+        File for the cluster, such as cluster.toml; by default it is printed.
+    processes
+        How many processes to start here; by default one per device, and twice the cores where these are few.
+    seconds
+        For the measurements; starting the processes comes on top.
+    precision
+        Of matrix products, such as bf16. May be given again; by default fp32 and bf16, on accelerators fp16 too.
+    """
+    if processes is not None and processes < 1:
+        raise ClusterError(f"--processes {processes} is too small: use 1 or more.")
+    if not seconds > 0:
+        raise ClusterError(f"--seconds {seconds:g} must be above 0.")
+    if output is not None and not output.parent.is_dir():
+        raise ClusterError(f"{output} cannot be written: there is no folder {output.parent}. Create it first.")
+    from weft.cluster import dump_cluster
+    from weft.probe import probe as measure
+
+    cluster = measure(processes=processes, budget_seconds=seconds, precisions=precision)
+    if cluster is None:  # another rank of the job writes
+        return
+    text = dump_cluster(cluster, header=["measured by weft probe"])
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise ClusterError(f"{output} cannot be written: {error.strerror}. Name a file you may write.") from None
+    print(f"{cluster.summary}\nwritten to {output}; next: weft plan RECIPE --cluster {output}", file=sys.stderr)

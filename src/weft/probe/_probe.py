@@ -1,0 +1,184 @@
+"""Measure this machine, or a job's nodes, and describe them as a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from weft.cluster import (
+    AttentionSpeed,
+    BlockTime,
+    Cluster,
+    CollectiveTime,
+    Devices,
+    LinkTier,
+    MatrixSpeed,
+    Measured,
+    MemorySpeed,
+    Node,
+    table_links,
+)
+from weft.errors import ClusterError
+from weft.launch import Place, launch_function, place_from_environment
+from weft.probe._devices import DTYPES
+from weft.probe._links import Reach, line_of
+from weft.probe._rank import Findings, probe_rank
+
+BUDGET_SECONDS = 200.0
+"""For the timings.  With starting the ranks, a probe stays under five minutes."""
+_ADD_BYTES = 12
+"""Per element of `add`: two reads and a write."""
+_MOST_RANKS = 16
+
+
+def probe(
+    *, processes: int | None = None, budget_seconds: float = BUDGET_SECONDS, precisions: Sequence[str] = ()
+) -> Cluster | None:
+    """Measure where this job runs, and return it as a cluster.
+
+    Under torchrun or `weft launch` this process is one of the ranks: call it on all of them; rank 0 gets the cluster,
+    the others None.  Otherwise ranks are started on this machine, and end with the call.
+
+    Args:
+        processes: ranks to start here; by default twice the cores where these are few, one per accelerator.
+        budget_seconds: for the timings.
+        precisions: of matrix products; by default those that the devices compute in.
+
+    Raises:
+        ClusterError: a precision that is not known, or ranks that lie unevenly on the nodes.
+        LaunchError: a rank could not start or died.
+    """
+    unknown = [name for name in precisions if name not in DTYPES]
+    if unknown:
+        raise ClusterError(f'precision "{unknown[0]}" cannot be measured. Use {", ".join(DTYPES)}.')
+    here = Cluster.detect()
+    node = here.nodes[0]
+    arguments: dict[str, Any] = {
+        "cores": node.cores,
+        "memory_bytes": node.memory_bytes,
+        "budget_seconds": budget_seconds,
+        "precisions": list(precisions),
+    }
+    place = place_from_environment()
+    if place is not None:
+        found = probe_rank(place, **arguments, tell=_say if place.rank == 0 else _keep_quiet)
+        return cluster_of(found, node) if place.rank == 0 else None
+    ranks = processes or _ranks_for(node)
+    results = launch_function("weft.probe:measure_as_rank", arguments, ranks, threads_per_rank=node.cores)
+    return cluster_of(findings_from_json(results[0]), node)
+
+
+def measure_as_rank(place: Place, **arguments: Any) -> dict[str, Any] | None:
+    """What a rank that `probe` started does; rank 0 returns its findings as plain tables."""
+    found = probe_rank(place, **arguments, tell=_say if place.rank == 0 else _keep_quiet)
+    return dataclasses.asdict(found) if place.rank == 0 else None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _keep_quiet(line: str) -> None:
+    """Other ranks have the same figures."""
+
+
+def _ranks_for(node: Node) -> int:
+    if node.devices.kind != "cpu":
+        return node.devices.count
+    return max(2, min(_MOST_RANKS, node.cores if node.cores > 4 else 2 * node.cores))
+
+
+def findings_from_json(tables: dict[str, Any]) -> Findings:
+    """Return what `dataclasses.asdict` took apart."""
+    measured = tables["measured"]
+    return Findings(
+        device=tables["device"],
+        cores=tables["cores"],
+        memory_bytes=tables["memory_bytes"],
+        num_nodes=tables["num_nodes"],
+        ranks_per_node=tables["ranks_per_node"],
+        measured=Measured(
+            matrix=tuple(MatrixSpeed(**row) for row in measured["matrix"]),
+            attention=tuple(AttentionSpeed(**row) for row in measured["attention"]),
+            memory=tuple(MemorySpeed(**row) for row in measured["memory"]),
+            blocks=tuple(BlockTime(**row) for row in measured["blocks"]),
+            operator_seconds=measured["operator_seconds"],
+        ),
+        links={reach: [CollectiveTime(**row) for row in rows] for reach, rows in tables["links"].items()},
+        seconds=tables["seconds"],
+    )
+
+
+def cluster_of(found: Findings, node: Node) -> Cluster:
+    """Return the cluster that a probe saw; `node` is this one, as detected."""
+    devices = node.devices
+    count = found.cores if devices.kind == "cpu" else found.ranks_per_node
+    best = _best_flops(found, count)
+    peaks = {precision: max(speed, devices.peak_flops.get(precision, 0.0)) for precision, speed in best.items()}
+    memory = devices.memory_bytes if devices.kind != "cpu" else found.memory_bytes // found.cores
+    devices = replace(
+        devices,
+        count=count,
+        memory_bytes=memory,
+        peak_flops={**devices.peak_flops, **peaks},
+        measured_flops=best,
+        memory_bandwidth_bytes_per_second=_bandwidth(found, count),
+        measured=found.measured,
+    )
+    whole = replace(node, count=found.num_nodes, cores=found.cores, memory_bytes=found.memory_bytes, devices=devices)
+    return Cluster(nodes=(whole,), links=_links(found, devices))
+
+
+def _busiest(found: Findings, count: int) -> tuple[int, int]:
+    """The setting that uses all devices by most ranks, none of which shares one."""
+    fitting = [setting for setting in found.measured.settings if setting[0] <= count]
+    return max(fitting, key=lambda setting: (setting[0] * setting[1], setting[0]))
+
+
+def _best_flops(found: Findings, count: int) -> dict[str, float]:
+    """Precision → FLOP/s of one device, while all work."""
+    ranks, threads = _busiest(found, count)
+    used = ranks * threads if found.device == "cpu" else ranks
+    best: dict[str, float] = {}
+    for row in found.measured.matrix:
+        if (row.ranks, row.threads) == (ranks, threads):
+            speed = float(f"{row.flops_per_second * ranks / used:.4g}")
+            best[row.precision] = max(speed, best.get(row.precision, 0.0))
+    return best
+
+
+def _bandwidth(found: Findings, count: int) -> float:
+    ranks, threads = _busiest(found, count)
+    used = ranks * threads if found.device == "cpu" else ranks
+    rows = [row for row in found.measured.memory if (row.work, row.ranks, row.threads) == ("add", ranks, threads)]
+    largest = max(rows, key=lambda row: row.elements)
+    return float(f"{_ADD_BYTES * largest.elements / largest.seconds * ranks / used:.4g}")
+
+
+def _links(found: Findings, devices: Devices) -> tuple[LinkTier, ...]:
+    usual = table_links(devices.kind, found.num_nodes, devices.count)
+    if not usual and found.links.get("inside"):
+        usual = (replace(table_links(devices.kind, 1, 2)[0]),)
+    tiers: list[LinkTier] = []
+    for tier in usual:
+        reach: Reach = "between" if tier.devices > devices.count and found.num_nodes > 1 else "inside"
+        rows = found.links.get(reach, [])
+        if not rows:
+            tiers.append(tier)
+            continue
+        latency, speed, spread = line_of(rows)
+        tiers.append(
+            replace(
+                tier,
+                latency_seconds=latency,
+                bandwidth_bytes_per_second=float(f"{speed:.4g}"),
+                alone_bytes_per_second=None,
+                start_seconds=0.0,
+                spread=spread,
+                measured=tuple(rows),
+            )
+        )
+    return tuple(tiers)

@@ -87,12 +87,11 @@ _HAGEMANN = MemoryHabits(
     kept_projection="rotated",
     fused_norms=False,
     fused_activations=False,
-    fragmentation=0.03,
-    context_bytes=0.0,
-    communicator_bytes=0.2 * _GIBI,
+    fragmentation=0.08,
+    context_bytes=1.2 * _GIBI,
 )
-"""Every rank of the tensor axis gathers the logits: 2 + 4 + 4 + 4 + 2, and up to 10 for the gathering.  Where its runs
-ran out of memory says nothing of what lies outside the allocator apart from it."""
+"""Hagemann et al. 2023 (arXiv 2311.05610).  Every rank of the tensor axis gathers the logits: 2 + 4 + 4 + 4 + 2, and up
+to 10 for the gathering; allocators of the time fragmented more than those with expandable segments."""
 _FSDP = MemoryHabits()
 HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
     {

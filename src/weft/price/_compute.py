@@ -16,6 +16,7 @@ from weft.cluster import Devices
 from weft.errors import ClusterError
 from weft.price._calibration import Calibration, part_of
 from weft.price._layout import PricedPrecision
+from weft.price._measured import Speeds
 from weft.price._stack import Stack
 from weft.profile import Operator
 
@@ -89,6 +90,10 @@ class Work(NamedTuple):
     def seconds(self) -> float:
         return self.ideal + self.shapes + self.memory
 
+    def times(self, factor: float) -> Work:
+        """The same kernels, slower by `factor`."""
+        return Work(self.ideal * factor, self.shapes * factor, self.memory * factor, self.kernels)
+
     def plus(self, other: Work) -> Work:
         return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
@@ -101,6 +106,10 @@ class OperatorWork(NamedTuple):
     """Gradient of its input."""
     weight: Work
     """Gradient of its weight."""
+
+    def times(self, forward: float, backward: float) -> OperatorWork:
+        """The same passes, slower by these factors."""
+        return OperatorWork(self.forward.times(forward), self.input.times(backward), self.weight.times(backward))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +156,7 @@ class Device:
         self.kind, self.is_accelerator = devices.kind, devices.kind != "cpu"
         self.calibration, self.stack = calibration, stack
         self._scale = 1.0 if self.is_accelerator else threads
+        self.speeds = None if self.is_accelerator else Speeds.of(devices, threads)
         self._peaks = devices.peak_flops
         bandwidth = devices.memory_bandwidth_bytes_per_second or calibration.cpu_memory_bytes_per_second
         self.memory_bytes_per_second = bandwidth * calibration.memory_share * self._scale
@@ -175,6 +185,9 @@ class Device:
 
     def moved(self, size_bytes: float, kernels: float = 1.0) -> Work:
         """Operators that only read and write memory."""
+        known = self.speeds.moved_seconds(size_bytes / kernels) if self.speeds and kernels else None
+        if known is not None:
+            return Work(memory=known * kernels, kernels=kernels)
         seconds = size_bytes / self.memory_bytes_per_second + kernels * self.launch_seconds
         return Work(memory=seconds, kernels=kernels)
 
@@ -183,6 +196,10 @@ class Device:
         if min(m, n, k, groups) <= 0:
             return Work()
         ideal = 2.0 * m * n * k * groups / self.peak(precision)
+        known = self.speeds.product_seconds(m, n, k, precision) if self.speeds else None
+        if known is not None:
+            ideal = min(ideal, groups * known)
+            return Work(ideal=ideal, shapes=groups * known - ideal, kernels=1.0)
         share = self.calibration.matmul_share(self.kind, precision) * self.shape_share(m, n, k, groups)
         operand = _OPERAND_BYTES.get(precision, ELEMENT_BYTES.get(precision, 2))
         moved = groups * ((m * k + k * n) * operand + m * n * out_bytes)
@@ -220,7 +237,8 @@ class Device:
         ideal = flops * half / self.peak("bf16" if share.precision in _OPERAND_BYTES else share.precision)
         done = ideal / half if not self.stack.counts_causal_half else ideal
         if not self.is_accelerator:
-            return self._plain(operator, share, scores, heads, keys, ideal, done)
+            known = self._measured_attention(operator, share, heads, keys, ideal)
+            return known or self._plain(operator, share, scores, heads, keys, ideal, done)
         if not self.stack.flash_attention:
             return self._plain(operator, share, scores, heads, keys, ideal, ideal / half)
         saturation = keys / (keys + (_CAUSAL_HALF_LENGTH if operator.causal else _FULL_HALF_LENGTH))
@@ -232,6 +250,23 @@ class Device:
             again = 1.0 if times == 1.0 else 1.25
             busy = done * times * again / (speed * saturation * width) + kernels * self.launch_seconds
             passes.append(Work(ideal=ideal * times, shapes=busy - ideal * times, kernels=kernels))
+        return passes[0], passes[1]
+
+    def _measured_attention(
+        self, operator: Operator, share: Share, heads: float, keys: float, ideal: float
+    ) -> tuple[Work, Work] | None:
+        """Fused attention as it was measured: causal, so that without a mask there is twice as much to do."""
+        if self.speeds is None or operator.head_size < 1:
+            return None
+        samples = share.tokens / keys * (1.0 if operator.causal else 2.0)
+        passes: list[Work] = []
+        for times, backward in ((1.0, False), (2.0, True)):
+            busy = self.speeds.attention_seconds(
+                samples, heads, keys, operator.head_size, share.precision, backward=backward
+            )
+            if busy is None:
+                return None
+            passes.append(Work(ideal=min(ideal * times, busy), shapes=max(0.0, busy - ideal * times), kernels=times))
         return passes[0], passes[1]
 
     def _plain(

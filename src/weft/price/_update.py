@@ -172,6 +172,9 @@ def _optimizer(layout: Layout, load: RankLoad, device: Device) -> tuple[float, f
         moved = mine * (layout.gradient_bytes + element_bytes(layout)) / calibration.host_link_bytes_per_second
         worked = mine * 2.0 * layout.master_bytes / calibration.host_optimizer_bytes_per_second
         return worked, moved
+    known = device.speeds.update_seconds(mine) if device.speeds else None
+    if known is not None:
+        return known + device.moved((mine + held) * layout.gradient_bytes).seconds, 0.0
     # Norm and clearing of the gradients; state read and written; the weight in compute precision written.
     touched = mine * (2.0 * layout.gradient_bytes + 2.0 * layout.master_bytes + element_bytes(layout))
     touched += held * layout.gradient_bytes

@@ -30,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE)]
 
+import watch  # noqa: E402 - beside this file
 from cases import CASES  # noqa: E402 - beside this file
 from mutants import Mutant, draw  # noqa: E402 - beside this file
 
@@ -45,13 +46,10 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def run_child(tree: Path, names: Sequence[str], extra: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def run_child(tree: Path, names: Sequence[str]) -> list[dict[str, Any]]:
     """Check cases with the sources of a tree and return what came of each."""
-    paths = [str(tree / "src"), *([str(HERE / "watch")] if extra else [])]
-    environment = (
-        os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"} | dict(extra or {})
-    )
-    command = ["nice", "-n", "19", sys.executable, str(HERE / "child.py"), *names]
+    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(HERE / "child.py"), *names]
     process = subprocess.Popen(
         command, env=environment, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -70,20 +68,29 @@ def run_child(tree: Path, names: Sequence[str], extra: Mapping[str, str] | None 
     return found
 
 
-def lines_of_cases(tree: Path, folder: Path) -> dict[str, dict[str, list[int]]]:
+def lines_of_cases() -> dict[str, dict[str, list[int]]]:
     """Case → file → lines that it runs, on any rank."""
+    import cells
+    import matrix
+
+    from pool import RankPool
+
+    known = {str(cell): cell for cell in matrix.FULL}
     found: dict[str, dict[str, list[int]]] = {}
-    for name in CASES:
-        watched = folder / f"lines-{name}"
-        watched.mkdir()
-        (result,) = run_child(tree, [name], {"WATCHED_LINES": str(watched)})
-        assert result["equal"], f"{name} is not equal before anything is mutated: {result['what']}"
-        lines: dict[str, set[int]] = {}
-        for path in watched.glob("*.json"):
-            for file, line in json.loads(path.read_text()):
-                lines.setdefault(str(Path(file).relative_to(tree)), set()).add(line)
-        found[name] = {file: sorted(numbers) for file, numbers in lines.items()}
-        print(f"{name}: {sum(map(len, lines.values()))} lines", flush=True)
+    ranks = RankPool(8)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            models = cells.models(Path(folder))
+            for name in CASES:
+                cell = known[name]
+                seen = ranks.run(cell.world, watch.run_rank, cells.recipe_of(models[cell.model], "fp64"), cell.plan)
+                lines: dict[str, set[int]] = {}
+                for file, line in (pair for rank in seen for pair in rank):
+                    lines.setdefault(str(Path(file).relative_to(ROOT)), set()).add(line)
+                found[name] = {file: sorted(numbers) for file, numbers in lines.items()}
+                print(f"{name}: {sum(map(len, lines.values()))} lines", flush=True)
+    finally:
+        ranks.close()
     return found
 
 
@@ -168,7 +175,7 @@ def main() -> None:
         if options.lines and options.lines.exists():
             lines = json.loads(options.lines.read_text())
         else:
-            lines = lines_of_cases(first, folder)
+            lines = lines_of_cases()
             if options.lines:
                 options.lines.write_text(json.dumps(lines))
         executed: dict[str, set[int]] = {}

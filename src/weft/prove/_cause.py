@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -149,9 +149,9 @@ def _loss(evidence: Evidence) -> str:
         apart = len({trial.losses[0] for trial in evidence.trials if trial.losses[0] == trial.losses[0]}) > 1
         what = "ranks report different losses: their sum over all ranks is missing" if apart else "it is not finite"
         return f"{what}; {also}"
-    means = [part / count for part, count in evidence.contributions.totals if count]
-    if len(means) > 1 and _near(found, sum(means) / len(means)) and not _near(wanted, sum(means) / len(means)):
-        return f"it is the mean of the data ranks' own means: divided by each rank's count, not the global one; {also}"
+    for who, mean in _means(evidence.contributions).items():
+        if _near(found, mean) and not _near(wanted, mean):
+            return f"it is the mean of the {who}' own means: divided by each one's count, not the global one; {also}"
     if wanted and not gradients:
         return f"{factor_sentence(found / wanted, evidence.plan)}; {also}, so only its count or sum over ranks is wrong"
     factor = found / wanted if wanted else 0.0
@@ -161,21 +161,25 @@ def _loss(evidence: Evidence) -> str:
     return f"the forward computes something else; {also}"
 
 
+def _means(contributions: Contributions) -> dict[str, float]:
+    """The loss of the first step, were it the mean of means."""
+    ranks = [[sum(values) for values in zip(*totals, strict=True)] for totals in contributions.totals]
+    microbatches = [total for totals in contributions.totals for total in totals]
+
+    def mean(totals: Sequence[Sequence[float]]) -> float:
+        counted = [total / count for total, count in totals if count]
+        return sum(counted) / max(1, len(counted))
+
+    return {"data ranks": mean(ranks), "microbatches": mean(microbatches)}
+
+
 def _near(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-9 * max(abs(one), abs(other))
 
 
 def _gradient(evidence: Evidence) -> str:
     """Gradients differ under an equal loss: a backward or a reduction is wrong."""
-    for rule in (
-        _own_samples_only,
-        _one_factor_for_all,
-        _only_some_kind,
-        _zeros,
-        _shuffled,
-        _disagreement,
-        _not_finite,
-    ):
+    for rule in _GRADIENT_RULES:
         sentence = rule(evidence)
         if sentence is not None:
             return sentence
@@ -333,6 +337,18 @@ def _not_finite(evidence: Evidence) -> str | None:
     if bad:
         return f"the gradient of {evidence.first.name} is not finite on rank {bad[0]}"
     return f"part of the gradient of {evidence.first.name} is held by no rank"
+
+
+_GRADIENT_RULES: tuple[Callable[[Evidence], str | None], ...] = (
+    _own_samples_only,
+    _one_factor_for_all,
+    _zeros,
+    _shuffled,
+    _only_some_kind,
+    _disagreement,
+    _not_finite,
+)
+"""The most telling first."""
 
 
 # ── after the gradients ───────────────────────────────────────────────────────────────────────────────────────────────

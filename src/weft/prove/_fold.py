@@ -72,9 +72,10 @@ def fold_plan(plan: Plan, *, processes: int | None, num_blocks: int | None, may_
 
 
 def _least(axis: Axis, size: int) -> int:
-    """Ranks that an axis is folded to: its smallest prime factor, so that what it divides stays divisible."""
-    factor = next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size)
-    return factor if factor <= 3 or axis == "tensor" else 2
+    """Ranks that an axis is folded to: two, or what the tensor axis needs for what it divides to stay divisible."""
+    if axis != "tensor":
+        return min(size, 2)
+    return next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size)
 
 
 def _fold_mesh(mesh: MeshPlan, processes: int | None) -> MeshPlan:
@@ -85,7 +86,7 @@ def _fold_mesh(mesh: MeshPlan, processes: int | None) -> MeshPlan:
     if limit < least:
         axes = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in _GROWING if getattr(mesh, axis) > 1)
         raise PlanError(
-            f"processes = {limit} is too few to show {axes}: every axis needs 2 ranks, some 3. Use {least} or more."
+            f"processes = {limit} is too few to show {axes}, each with 2 ranks at least. Use {least} or more."
         )
     sizes = {axis: _least(axis, int(getattr(mesh, axis))) for axis in _GROWING}
     for axis in _GROWING:
@@ -99,8 +100,9 @@ def _fold_mesh(mesh: MeshPlan, processes: int | None) -> MeshPlan:
 
 
 def _next_size(axis: Axis, now: int, whole: int) -> int | None:
-    """The next larger size of an axis; that of the tensor axis divides the whole one."""
-    larger = (n for n in range(2 * now, whole + 1, now) if axis != "tensor" or whole % n == 0)
+    """The next larger size of an axis; that of the tensor axis is a multiple, and divides the whole one."""
+    step = now if axis == "tensor" else 1
+    larger = (n for n in range(now + step, whole + 1, step) if axis != "tensor" or whole % n == 0)
     return None if now == 1 else next(larger, None)
 
 

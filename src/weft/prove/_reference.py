@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.engine import create_training
-from weft.models import Blueprint
+from weft.engine import TrainingState, create_training
+from weft.models import Batch, Blueprint
 from weft.parallel import shard_pieces
 from weft.plan import Plan
 from weft.prove._compare import assemble
@@ -29,8 +29,8 @@ class Contributions:
     """Parameters as the forward first meets them."""
     of_data_rank: Sequence[dict[str, Tensor]]
     """Gradient of each data rank's samples alone; they add up to the whole."""
-    totals: Sequence[tuple[float, float]]
-    """Loss sum and count of each data rank's samples."""
+    totals: Sequence[Sequence[tuple[float, float]]]
+    """Loss sum and count of each data rank's microbatches."""
 
 
 def contributions(
@@ -42,24 +42,32 @@ def contributions(
     module = training.model.parts[0].module
     order = _watch_order(module)
     parts: list[dict[str, Tensor]] = []
-    sums: list[tuple[float, float]] = []
-    stores = training.model.stores
+    totals: list[list[tuple[float, float]]] = []
     for rank in range(plan.mesh.data):
         data = TrialData(build(), plan, data_index=rank, seed=recipe.run.seed, label_range=label_range)
-        stores.begin_step()
-        totals = training.model.runner.forward_backward(
-            data.microbatches(0),
-            step=0,
-            seed=recipe.run.seed,
-            scale=1.0 / recipe.batch.global_batch_size,
-            observer=stores,
-        )
-        stores.finish()
-        sums.append((float(totals.sum), float(totals.count)))
-        shards = stores.shards
-        pieces = list(shard_pieces("gradient", shards, [shard.dense_gradient().clone() for shard in shards]))
-        parts.append({name.partition("/")[2]: tensor for name, tensor in assemble([pieces]).items()})
-    return Contributions(order=tuple(order), of_data_rank=parts, totals=sums)
+        parts.append({})
+        totals.append([])
+        for microbatch in data.microbatches(0):
+            gradients, total = _one_microbatch(training, recipe, microbatch)
+            totals[-1].append(total)
+            parts[-1] = {name: parts[-1].get(name, 0.0) + gradient for name, gradient in gradients.items()}
+    return Contributions(order=tuple(order), of_data_rank=parts, totals=totals)
+
+
+def _one_microbatch(
+    training: TrainingState, recipe: Recipe, microbatch: Batch
+) -> tuple[dict[str, Tensor], tuple[float, float]]:
+    """Gradient, loss sum and count of one microbatch."""
+    stores = training.model.stores
+    stores.begin_step()
+    total = training.model.runner.forward_backward(
+        [microbatch], step=0, seed=recipe.run.seed, scale=1.0 / recipe.batch.global_batch_size, observer=stores
+    )
+    stores.finish()
+    shards = stores.shards
+    pieces = list(shard_pieces("gradient", shards, [shard.dense_gradient().clone() for shard in shards]))
+    gradients = {name.partition("/")[2]: tensor for name, tensor in assemble([pieces]).items()}
+    return gradients, (float(total.sum), float(total.count))
 
 
 def _watch_order(module: nn.Module) -> list[str]:

@@ -1,0 +1,241 @@
+"""Likely causes: pieces of Weft are broken on purpose, and the sentence must name what was broken."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "parity")]
+
+import breakages  # noqa: E402 - of the parity tests
+import cells  # noqa: E402
+from cells import Cell, plan  # noqa: E402
+
+from pool import RankPool  # noqa: E402
+from weft.models import Blueprint, build_model  # noqa: E402
+from weft.plan import Plan  # noqa: E402
+from weft.prove import (  # noqa: E402
+    Evidence,
+    Outcome,
+    Trial,
+    awaken,
+    contributions,
+    join_trials,
+    judge,
+    likely_cause,
+    one_process,
+    run_trial,
+)
+from weft.recipe import Recipe  # noqa: E402
+
+STEPS = 3
+
+
+def run_broken(recipe: Recipe, chosen: Plan, breakage: str) -> Trial:
+    """One rank, with a piece of Weft broken and no parameter that starts constant."""
+    with breakages.entered(breakage) as build:
+        return run_trial(recipe, chosen, lambda: awaken(build(recipe)), steps=STEPS)
+
+
+def explain(ranks: RankPool, recipe: Recipe, chosen: Plan, trials: list[Trial]) -> tuple[str, str]:
+    """Kind and name of the first difference, and its likely cause."""
+    del ranks
+
+    def build() -> Blueprint:
+        return awaken(build_model(recipe))
+
+    alone = one_process(chosen)
+    wanted = join_trials([run_trial(recipe, alone, build, steps=STEPS)], alone)
+    apart = contributions(recipe, chosen, build)
+    found = join_trials(trials, chosen)
+    verdict = judge(wanted, found, precision="fp64", order=apart.order)
+    evidence = Evidence(
+        plan=chosen,
+        blueprint=build_model(recipe),
+        wanted=wanted,
+        found=found,
+        trials=trials,
+        contributions=apart,
+        verdict=verdict,
+    )
+    first = verdict.departures[0]
+    return f"{first.kind} {first.name}", likely_cause(evidence)
+
+
+BROKEN = (
+    ("dropped all-reduce", Cell("decoder", plan(replicate=2)), "gradient embedding.weight", "its own samples"),
+    ("dropped all-reduce", Cell("decoder", plan(replicate=2, tensor=2)), "gradient", "sum over data ranks is missing"),
+    ("last bucket not reduced", Cell("decoder", plan(shard=2, zero=1)), "gradient", "sum over data ranks is missing"),
+    ("no sum over model axes", Cell("decoder", plan(tensor=2, sequence=True)), "gradient", "shards of the sequence"),
+    ("no sum over model axes", Cell("decoder", plan(pipeline=2)), "gradient embedding.weight", "a tied weight"),
+    (
+        "untied on one rank",
+        Cell("decoder", plan(pipeline=2, schedule="zbv", chunks=2)),
+        "gradient embedding.weight",
+        "a tied weight",
+    ),
+    ("mean of means", Cell("decoder", plan(replicate=2)), "loss step 1", "mean of the microbatches' own means"),
+    ("dropout by rank", Cell("decoder_dropout", plan(replicate=2)), "loss step 1", "computes something else"),
+    ("norm counts copies", Cell("decoder", plan(tensor=2)), "gradient norm", "every tensor rank holds count 2 times"),
+    ("norm counts copies", Cell("decoder", plan(pipeline=2)), "gradient norm step 1", "tied weights count 2 times"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("breakage", "cell", "first", "cause"), BROKEN, ids=[f"{b[0]}-{b[1]}" for b in BROKEN])
+def test_the_broken_piece_is_named(
+    ranks: RankPool, tmp_path: Path, breakage: str, cell: Cell, first: str, cause: str
+) -> None:
+    recipe = cells.recipe_of(cells.models(tmp_path)[cell.model], "fp64")
+    trials = ranks.run(cell.world, run_broken, recipe, cell.plan, breakage)
+    seen, sentence = explain(ranks, recipe, cell.plan, trials)
+    assert seen.startswith(first), (seen, sentence)
+    assert cause in sentence, sentence
+
+
+# ── numbers that no breakage makes, changed in what sound ranks saw ───────────────────────────────────────────────────
+
+SOUND = Cell("decoder", plan(shard=2, zero=1, tensor=2))
+
+
+@pytest.fixture(scope="module")
+def sound(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, list[Trial]]:
+    models = cells.models(tmp_path_factory.mktemp("models"))
+    recipe = cells.recipe_of(models[SOUND.model], "fp64")
+    return recipe, ranks.run(SOUND.world, run_sound, recipe, SOUND.plan)
+
+
+def run_sound(recipe: Recipe, chosen: Plan) -> Trial:
+    return run_trial(recipe, chosen, lambda: awaken(build_model(recipe)), steps=STEPS)
+
+
+def changed(trials: list[Trial], kind: str, scale: float, only: str = "") -> list[Trial]:
+    """The trials with the tensors of a kind (of names that contain `only`) times a factor."""
+    return [
+        replace(
+            trial,
+            **{
+                kind: [
+                    replace(piece, tensor=piece.tensor * (scale if only in piece.name else 1.0))
+                    for piece in getattr(trial, kind)
+                ]
+            },
+        )
+        for trial in trials
+    ]
+
+
+@pytest.mark.parametrize(
+    ("factor", "sentence"),
+    [
+        (2.0, "exactly 2 times too large: summed once too often, or not divided, over shard 2 or tensor 2"),
+        (0.5, "exactly 1/2 of it"),
+        (3.0, "over microbatches per rank 3"),
+        (0.0, "zero: it never arrives"),
+        (-1.0, "right but for its sign"),
+        (1.25, "exactly 1.25 times the right one: a wrong divisor"),
+    ],
+)
+def test_factors(ranks: RankPool, sound: tuple[Recipe, list[Trial]], factor: float, sentence: str) -> None:
+    recipe, trials = sound
+    _, cause = explain(ranks, recipe, SOUND.plan, changed(trials, "gradients", factor))
+    assert cause.startswith("every gradient is")
+    assert sentence in cause
+
+
+def test_one_tensor_by_a_factor_names_its_kind(ranks: RankPool, sound: tuple[Recipe, list[Trial]]) -> None:
+    recipe, trials = sound
+    seen, cause = explain(ranks, recipe, SOUND.plan, changed(trials, "gradients", 2.0, "blocks.1.ffn.down"))
+    assert seen == "gradient blocks.1.ffn.down.weight"
+    assert "exactly 2 times too large" in cause
+    assert "cut over tensor" in cause
+
+
+def test_a_wrong_slice_of_initial_weights(ranks: RankPool, sound: tuple[Recipe, list[Trial]]) -> None:
+    recipe, trials = sound
+    name = "model/blocks.0.ffn.up.weight"
+
+    def other(rank: int) -> Trial:
+        """The rank with the weights of the other tensor rank."""
+        mine, theirs = trials[rank], trials[rank ^ 1]
+        kept = [piece for piece in mine.initial if piece.name != name]
+        swapped = [
+            replace(piece, tensor=partner.tensor)
+            for piece in mine.initial
+            for partner in theirs.initial
+            if piece.name == partner.name == name and piece.start == partner.start
+        ]
+        return replace(mine, initial=kept + swapped)
+
+    seen, cause = explain(ranks, recipe, SOUND.plan, [other(rank) for rank in range(SOUND.world)])
+    assert seen == "initial weight blocks.0.ffn.up.weight"
+    assert "lie in another order, [1, 0]: a wrong slice" in cause
+
+
+def test_a_part_that_is_never_filled(ranks: RankPool, sound: tuple[Recipe, list[Trial]]) -> None:
+    recipe, trials = sound
+    last = changed(trials[3:], "gradients", 0.0, "attention.query")
+    _, cause = explain(ranks, recipe, SOUND.plan, [*trials[:3], *last])
+    assert "elements are zero" in cause
+    assert "rank 3" in cause
+
+
+def test_replicas_that_disagree_name_their_axis(ranks: RankPool, tmp_path: Path) -> None:
+    cell = Cell("decoder", plan(replicate=2))
+    recipe = cells.recipe_of(cells.models(tmp_path)[cell.model], "fp64")
+    trials = ranks.run(2, run_sound, recipe, cell.plan)
+    apart = [trials[0], *changed(trials[1:], "initial", 1.5, "blocks.2.")]
+    seen, cause = explain(ranks, recipe, cell.plan, apart)
+    assert seen == "initial weight blocks.2.attention_norm.weight"
+    assert "ranks along replicate hold different copies" in cause
+
+
+def test_weights_that_never_change(ranks: RankPool, sound: tuple[Recipe, list[Trial]]) -> None:
+    recipe, trials = sound
+    stale = [replace(trial, state=trial.initial) for trial in trials]
+    seen, cause = explain(ranks, recipe, SOUND.plan, stale)
+    assert seen.startswith("weight ")
+    assert "never changed" in cause
+
+
+def test_ranks_that_disagree_about_the_loss(ranks: RankPool, sound: tuple[Recipe, list[Trial]]) -> None:
+    recipe, trials = sound
+    own = [replace(trial, losses=[loss + rank for loss in trial.losses]) for rank, trial in enumerate(trials)]
+    seen, cause = explain(ranks, recipe, SOUND.plan, own)
+    assert seen == "loss step 1"
+    assert "ranks report different losses" in cause
+
+
+def test_what_is_equal_departs_nowhere(sound: tuple[Recipe, list[Trial]]) -> None:
+    _, trials = sound
+    whole = join_trials(trials, SOUND.plan)
+    verdict = judge(whole, whole, precision="fp64")
+    assert verdict.is_equal
+    assert all(value == 0.0 for value in verdict.largest.values())
+
+
+def test_numbers_that_are_not_finite_equal_nothing_but_themselves() -> None:
+    def outcome(loss: float) -> Outcome:
+        return Outcome(initial={}, gradients={}, state={}, losses=[loss], norms=[1.0], validation=1.0)
+
+    assert judge(outcome(math.nan), outcome(math.nan), precision="fp64").is_equal
+    assert not judge(outcome(1.0), outcome(math.nan), precision="fp64").is_equal
+    assert not judge(outcome(1.0), outcome(math.inf), precision="fp64").is_equal
+
+
+def test_lower_precisions_are_held_to_their_own_rounding() -> None:
+    def outcome(noise: float) -> Outcome:
+        gradient = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
+        wave = torch.sin(torch.arange(50, dtype=torch.float64)) * noise
+        made = {"gradient/a": gradient + wave, "gradient/key.bias": wave * 1e-3}
+        return Outcome(initial={}, gradients=made, state={}, losses=[1.0 + noise], norms=[1.0], validation=1.0)
+
+    exact, alone = outcome(0.0), outcome(1e-2)
+    assert judge(alone, outcome(2e-2), precision="bf16", exact=exact).is_equal
+    verdict = judge(alone, outcome(2e-1), precision="bf16", exact=exact)
+    assert [departure.name for departure in verdict.departures if departure.kind == "gradient"] == ["a"]
+    assert verdict.num_gradients == 1  # the other one is zero in exact arithmetic

@@ -22,9 +22,9 @@ from weft.profile import Operator
 
 _PROCESSORS: Mapping[str, int] = {
     "v100": 80,
-    "titan_rtx": 72,
-    "rtx_2080": 46,
-    "rtx_3090": 82,
+    "titan-rtx": 72,
+    "rtx-2080": 46,
+    "rtx-3090": 82,
     "a100": 108,
     "l40s": 142,
     "h100": 132,

@@ -1,4 +1,4 @@
-"""Write docs/reference/*.md from the dataclasses that recipes and plans are made of.
+"""Write docs/reference/*.md from the dataclasses that recipes, plans and clusters are made of.
 
     python docs/make_reference.py
 
@@ -14,6 +14,17 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
+from weft.cluster import (
+    AttentionSpeed,
+    BlockTime,
+    CollectiveTime,
+    Devices,
+    LinkTier,
+    MatrixSpeed,
+    Measured,
+    MemorySpeed,
+    Node,
+)
 from weft.document import spell
 from weft.document._write import describe_fields  # pyright: ignore[reportPrivateUsage]
 from weft.plan import Plan
@@ -54,6 +65,20 @@ def plan_page() -> str:
         " to use instead.",
     ]
     return _text([*lines, *_sections(Plan, {})])
+
+
+def cluster_page() -> str:
+    lines = [NOTE, "", "# cluster.toml: where to train", ""]
+    lines += [
+        "`weft probe --output cluster.toml` writes such a file for the machine or the job that it runs in. Devices are"
+        " numbered node by node, in the order of the file.",
+    ]
+    lines += _items("[[nodes]]", Node) + _items("[nodes.devices]", Devices) + _items("[[links]]", LinkTier)
+    lines += _items("links.measured", CollectiveTime) + _items("[nodes.devices.measured]", Measured)
+    rows = {"matrix": MatrixSpeed, "attention": AttentionSpeed, "memory": MemorySpeed, "blocks": BlockTime}
+    for name, row in rows.items():
+        lines += _items(name, row)
+    return _text(lines)
 
 
 def _sections(root: type[Any], after: dict[str, list[str]]) -> Iterator[str]:
@@ -128,7 +153,7 @@ def _text(lines: Any) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-PAGES = {"recipe.md": recipe_page, "plan.md": plan_page}
+PAGES = {"recipe.md": recipe_page, "plan.md": plan_page, "cluster.md": cluster_page}
 
 
 def main() -> None:

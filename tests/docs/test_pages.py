@@ -16,6 +16,7 @@ from pages import PAGES, ROOT, Fence, commands, fences
 
 from weft.cli._launch import mark_script
 from weft.cli._main import build_app
+from weft.cluster import parse_cluster
 from weft.document import dump
 from weft.plan import Plan, parse_plan
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, Recipe, RunRecipe, parse_recipe
@@ -103,8 +104,10 @@ def test_settings_exist(fence: Fence) -> None:
             run=RunRecipe(steps=1000),
         )
         parse_recipe(completed(base, document))
+    elif kind.startswith("# cluster.toml"):
+        parse_cluster(fence.text)
     else:
-        assert kind.startswith("# plan.toml"), f"{fence}: say `# recipe.toml` or `# plan.toml` in the first line"
+        assert kind.startswith("# plan.toml"), f"{fence}: say `# recipe.toml`, `# plan.toml` or `# cluster.toml` first"
         parse_plan(completed(Plan(), document))
 
 

@@ -20,7 +20,7 @@ def load_script() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["recipe.md", "plan.md"])
+@pytest.mark.parametrize("name", ["recipe.md", "plan.md", "cluster.md"])
 def test_reference_is_current(name: str) -> None:
     expected = load_script().PAGES[name]()
     assert (ROOT / "docs" / "reference" / name).read_text() == expected, "run: python docs/make_reference.py"

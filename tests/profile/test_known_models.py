@@ -49,11 +49,13 @@ def test_mixtures_say_what_is_routed() -> None:
 
 
 def test_import_is_light() -> None:
+    """The rooms below take most of the time; a busy machine stretches both alike."""
     code = (
-        "import time; start = time.process_time(); import weft.profile, sys;"
-        "print(time.process_time() - start, {'torch', 'numpy'} & set(sys.modules) or 'none')"
+        "import sys, time; start = time.process_time(); import weft.plan; below = time.process_time();"
+        "import weft.profile; print(below - start, time.process_time() - below,"
+        " {'torch', 'numpy'} & set(sys.modules) or 'none')"
     )
-    found = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    results = [run.stdout.split() for run in found]
-    assert all(heavy == "none" for _, heavy in results)
-    assert min(float(seconds) for seconds, _ in results) < 0.3
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    results = [run.stdout.split() for run in runs]
+    assert all(heavy == "none" for *_, heavy in results)
+    assert min(float(own) / float(below) for below, own, _ in results) < 0.8

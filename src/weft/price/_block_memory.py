@@ -108,6 +108,7 @@ class _Kept:
         self._fused_activations = fused if self._habits.fused_activations is None else self._habits.fused_activations
         self._key, self._length = key, length
         self._element = activation_bytes(key.precision)
+        self._mask = 1 if self._habits.masks_in_bytes else self._element
 
     def entry(self, block: Block) -> float:
         """The activation that enters it."""
@@ -120,6 +121,8 @@ class _Kept:
             elements += operator.unfused_elements_per_token
         if not self._fused_norms:
             fixed += operator.unfused_bytes_per_token
+        if operator.dropout and operator.kind == "elementwise":
+            fixed *= self._mask
         size = elements * self._element + fixed
         if self._habits.operands_in_fp8 and self._key.precision in _EIGHT_BITS and operator.kind == "elementwise":
             # Of what norms and activations keep, the result is a matmul's input.
@@ -171,7 +174,7 @@ class _Kept:
         keys = min(self._length, operator.window or self._length)
         each = self._habits.score_bytes * self._element / 2
         if operator.dropout:
-            each += self._element + 1
+            each += self._element + self._mask
         return operator.heads * keys * each
 
     def _gathers(self, operator: Operator) -> bool:

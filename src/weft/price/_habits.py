@@ -34,6 +34,8 @@ class MemoryHabits:
     """Whether norms run as one kernel; several keep fp32 copies.  None: as `Stack.fused_elementwise` says."""
     fused_activations: bool | None = None
     """Whether gated activations run as one kernel, which keeps no activated gate.  None: the same."""
+    masks_in_bytes: bool = True
+    """Whether dropout keeps a byte per element; else it keeps factors in compute precision."""
     keeps_gathered: bool = False
     """Whether under sequence parallelism the gathered input of a column-parallel matmul waits for backward, instead of
     being gathered again."""
@@ -95,7 +97,9 @@ to 10 for the gathering; allocators of the time fragmented more than those with 
 _FSDP = MemoryHabits()
 HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
     {
-        "weft": MemoryHabits(bucket_copies=0.0, accumulates_whole=True, holds_gathered=True),
+        "weft": MemoryHabits(
+            fused_norms=True, fused_activations=False, bucket_copies=0.0, accumulates_whole=True, holds_gathered=True
+        ),
         "fsdp": _FSDP,
         "torchtitan": replace(_FSDP, selective="alternate", keeps_gathered=True),
         "fms-fsdp": _FSDP,

@@ -7,6 +7,7 @@ Sources: model states after Rajbhandari et al. 2020 (arXiv 1910.02054); activati
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -99,6 +100,9 @@ class Memories:
     """Memory of layouts of one model under one stack; keeps every part that several layouts share."""
 
     def __init__(self, profile: Profile, stack: Stack = WEFT, *, on_accelerator: bool = True) -> None:
+        if not on_accelerator:
+            # torch has no kernels of its own for root-mean-square norms and dropouts on CPUs.
+            stack = replace(stack, memory=replace(stack.memory, fused_norms=False, masks_in_bytes=False))
         self.profile, self.stack, self.on_accelerator = profile, stack, on_accelerator
         self.blocks = BlockMemories(profile, stack)
         self._tables: dict[tuple[MemoryKey, Recompute | tuple[Recompute, ...]], _Tables] = {}

@@ -40,6 +40,7 @@ def residual(name: str, sizes: ModelSizes) -> Operator:
         split="sequence",
         elements_moved_per_token=3 * hidden,
         kept_bytes_per_token=hidden if sizes.dropout else 0,
+        dropout=sizes.dropout > 0,
         selective=True,
     )
 

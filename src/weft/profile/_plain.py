@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.document import Rules
 from weft.errors import RecipeError
@@ -60,7 +60,10 @@ def profile_of_mlp(sizes: MlpSizes) -> Profile:
                 selective=True,
             ),
             linear("down", hidden, ffn, "row", bias=True),
-            pointwise("residual", hidden, inputs=2, kept_bytes=hidden if sizes.dropout else 0),
+            replace(
+                pointwise("residual", hidden, inputs=2, kept_bytes=hidden if sizes.dropout else 0),
+                dropout=sizes.dropout > 0,
+            ),
         ),
         entry_elements_per_token=hidden,
     )

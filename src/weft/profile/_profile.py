@@ -61,8 +61,8 @@ class Operator:
     unfused_bytes_per_token: float = 0.0
     """The same, of fixed size: what such kernels compute in fp32."""
     dropout: bool = False
-    """Of attention: whether probabilities are dropped, so that a mask and a second copy of them are kept where they are
-    written out."""
+    """Whether its result is dropped at random: of `elementwise`, `kept_bytes_per_token` is the mask; of attention, a
+    mask and a second copy of the probabilities are kept where they are written out."""
     selective: bool = False
     """Whether `recompute = "selective"` computes it again: attention's inside, activation functions, norms."""
 

@@ -33,8 +33,8 @@ _MEAN_SPREAD = 0.2
 _OUTLIER = 2.0
 """Standard deviations beyond which an error counts linearly."""
 _STEP = 0.05
-_ROUNDS = 2
-_MOST_ROWS = 24
+_ROUNDS = 1
+_MOST_ROWS = 16
 """Rows of one family that are fitted on, evenly drawn: more change nothing but the time."""
 
 

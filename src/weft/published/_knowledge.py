@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
@@ -140,3 +140,26 @@ def _generation(part: str) -> str:
         if any(word in part for word in parts):
             return generation
     return "matmul_other"
+
+
+def dump_knowledge(knowledge: Knowledge, factors: Mapping[str, float], told: Sequence[str]) -> str:
+    """Return the TOML that `fitted_knowledge` reads.  `told` says how and when it was made."""
+    lines = [
+        *(f"# {line}" for line in told),
+        "",
+        "# Over the data sheet's constants (weft.price.DATASHEET).",
+        "[factors]",
+    ]
+    lines += [f"{name} = {factors[name]:.4g}" for name in FACTORS]
+    lines += [
+        "",
+        "# Measured over predicted step time, and the spread of its logarithm, of a stack that is not listed.",
+    ]
+    lines += ["[unseen]", *_spelled(knowledge.unseen), "", "# The same by stack and year."]
+    for name in sorted(knowledge.stacks):
+        lines += [f'[stacks."{name}"]', *_spelled(knowledge.stacks[name]), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _spelled(scalar: StackScalar) -> tuple[str, str]:
+    return f"slowdown = {scalar.slowdown:.4g}", f"spread = {scalar.spread:.3g}"

@@ -95,6 +95,8 @@ MEASURED_COLUMNS = (
     "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "hw_tflops_per_gpu", "mfu", "peak_mem_gib", "note",
 )  # fmt: skip
 """Columns that no prediction reads; a file may lack them."""
+PUBLISHED_RUNS = Path(__file__).parent / "data" / "published_runs.csv"
+"""The runs that ship with Weft."""
 _ABSENT_ALLOWED = ("source_family", "source")
 _MAY_BE_ZERO = ("sp", "zero_stage", "n_experts", "top_k")
 

@@ -80,7 +80,10 @@ _FSDP = Framework(name="fsdp", fully_sharded=True, habits="torchtitan")
 _XLA = replace(_FSDP, name="jax", fuses_since=2020, lean_since=2020)
 _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"megatron-bridge|mbridge", replace(_NVIDIA, name="megatron-bridge", flops="causal", interleaves_since=2024)),
-    (r"automodel", replace(_FSDP, name="nemo-automodel", flops="causal", sends_tokens_once_since=2025, vendor_attention=True, fuses_since=2024)),
+    (r"automodel", replace(
+        _FSDP, name="nemo-automodel", flops="causal", sends_tokens_once_since=2025, vendor_attention=True,
+        fuses_since=2024,
+    )),
     (r"mlperf", replace(_NVIDIA, name="mlperf", memory="reserved", overlaps_tensor_since=2023, lean_since=2023)),
     (r"dgxc|dgx.?cloud|nemo|launcher", _NEMO),
     (r"zero.?bubble|zb-|v-schedule", replace(

@@ -63,7 +63,7 @@ def validate(path: Path, mode: Mode, *, cross_validate: bool = False, few_shot: 
         forecaster = Forecaster(by_family[family])
         for place in places:
             forecasts[place] = forecaster.forecast(cases[place])
-        floors[family] = _floor_without(rows, cases, family if cross_validate else None)
+        floors[family] = _floor_without(rows, cases, family)
         if few_shot:
             used |= _adapted(rows, cases, forecasts, places, few_shot)
     outcomes = outcomes_of(rows, cases, forecasts, lambda case: floors[case.run.family](case))
@@ -85,6 +85,12 @@ def samples_of(rows: Sequence[Row], cases: Sequence[Case | Forecast]) -> tuple[S
             is_context = row.use != "calibrate"
             samples.append(Sample(case=case, seconds=seconds, family=row.run.family, is_context=is_context))
     return tuple(samples)
+
+
+def predictable_samples(rows: Sequence[Row]) -> tuple[Sample, ...]:
+    """Return what can be fitted on, each row with the one layout that its authors would have chosen."""
+    forecaster = Forecaster(datasheet_knowledge())
+    return samples_of(rows, [forecaster.settled_or_refused(case) for case in cases_of([row.run for row in rows])])
 
 
 def dump_forecasts(validation: Validation) -> str:
@@ -121,7 +127,7 @@ def _knowledge_by_family(
 
 
 def _floor_without(
-    rows: Sequence[Row], cases: Sequence[Case | Forecast], family: str | None
+    rows: Sequence[Row], cases: Sequence[Case | Forecast], family: str
 ) -> Callable[[Case], float | None]:
     """Return the floor, learnt from all families but one."""
     samples = [sample for sample in samples_of(rows, cases) if sample.family != family]

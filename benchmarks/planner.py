@@ -1,0 +1,124 @@
+"""Fit the planner to published runs, and draw its predictions beside the measurements.
+
+python -m benchmarks.planner fit      writes src/weft/published/data/fitted.toml, in about two minutes
+python -m benchmarks.planner report   writes docs/pictures/planner-*.png and prints the tables of docs/planner.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.published import (
+    PUBLISHED_RUNS,
+    Mode,
+    Validation,
+    dump_knowledge,
+    fit,
+    predictable_samples,
+    read_rows,
+    report_of,
+    validate,
+)
+
+ROOT = Path(__file__).parents[1]
+_FITTED = ROOT / "src/weft/published/data/fitted.toml"
+_PICTURES = ROOT / "docs/pictures"
+_LARGE = 10
+"""Families with fewer timed rows share one colour."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("fit", "report"))
+    parser.add_argument("--file", type=Path, default=PUBLISHED_RUNS)
+    options = parser.parse_args()
+    if options.what == "fit":
+        write_fit(options.file)
+    else:
+        write_report(options.file)
+
+
+def write_fit(path: Path) -> None:
+    """Fit on all families and write the constants."""
+    rows = read_rows(path)
+    samples = predictable_samples(rows)
+    fitted = fit(samples)
+    told = [
+        "Written by `python -m benchmarks.planner fit`; do not edit.",
+        f"Fitted {datetime.date.today().isoformat()} on {len(fitted.samples)} of the {len(samples)} timed rows of"
+        f" {path.name}: at most 16 of each of {len({sample.family for sample in samples})} families.",
+    ]
+    _FITTED.write_text(dump_knowledge(fitted.knowledge, fitted.factors, told))
+    print(f"{_FITTED.relative_to(ROOT)} written")
+
+
+def write_report(path: Path) -> None:
+    """Print the tables of all modes and draw each."""
+    modes: tuple[tuple[str, str, Mode, bool, int], ...] = (
+        ("datasheet", "Data sheets only", "datasheet", True, 0),
+        ("fitted", "Constants of all other families", "fitted", True, 0),
+        ("few-shot", "Constants of all other families, five rows of this one", "fitted", True, 5),
+    )
+    for name, title, mode, cross_validate, few_shot in modes:
+        validation = validate(path, mode, cross_validate=cross_validate, few_shot=few_shot)
+        report = report_of(validation)
+        print(f"\n## {title}\n")
+        print(_markdown(report.header, report.table))
+        print("\n".join(report.lines[:3]))
+        _draw(validation, title, _PICTURES / f"planner-{name}.png")
+
+
+def _markdown(header: Sequence[str], table: Sequence[Sequence[str]]) -> str:
+    rows = [header, ["---", *["--:"] * (len(header) - 1)], *table]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _draw(validation: Validation, title: str, path: Path) -> None:
+    """Draw measured against predicted seconds, family by family, and the ratio below."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    timed = [outcome for outcome in validation.outcomes if outcome.is_timed]
+    counts: dict[str, int] = {}
+    for outcome in timed:
+        counts[outcome.row.run.family] = counts.get(outcome.row.run.family, 0) + 1
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.5), layout="constrained", width_ratios=(1, 1.2))
+    colours = pyplot.get_cmap("tab20").colors
+    shown = sorted((name for name, count in counts.items() if count >= _LARGE), key=lambda name: -counts[name])
+    for place, family in enumerate([*shown, "others"]):
+        found = [
+            (outcome.measured_seconds or 1.0, outcome.forecast.step_seconds or 1.0)
+            for outcome in timed
+            if (outcome.row.run.family if outcome.row.run.family in shown else "others") == family
+        ]
+        measured, predicted = [pair[0] for pair in found], [pair[1] for pair in found]
+        style = {"s": 9 if len(found) > 100 else 22, "alpha": 0.45 if len(found) > 100 else 0.8}
+        left.scatter(measured, predicted, color=colours[place % 20], linewidths=0, **style)
+        ratios = [guess / truth for truth, guess in found]
+        spread = [place + 0.7 * ((index * 0.618) % 1 - 0.5) for index in range(len(ratios))]
+        right.scatter(ratios, spread, color=colours[place % 20], linewidths=0, **style)
+    ends = [min(outcome.measured_seconds or 1.0 for outcome in timed), max(o.measured_seconds or 1.0 for o in timed)]
+    left.plot(ends, ends, color="black", linewidth=0.8)
+    left.fill_between(ends, [0.7 * end for end in ends], [1.3 * end for end in ends], color="black", alpha=0.07)
+    left.set(xscale="log", yscale="log", xlabel="measured step, seconds", ylabel="predicted step, seconds")
+    left.set_title(f"{title}: {len(timed):,} runs")
+    right.axvline(1.0, color="black", linewidth=0.8)
+    right.axvspan(0.7, 1.3, color="black", alpha=0.07, linewidth=0)
+    right.set_yticks(range(len(shown) + 1), [f"{name} ({counts[name]})" for name in shown] + ["others"])
+    right.invert_yaxis()
+    right.set(xscale="log", xlabel="predicted over measured (grey: within 30 %)", xlim=(0.2, 4))
+    right.set_xticks([0.25, 0.5, 0.7, 1.0, 1.3, 2.0, 4.0], ["¼", "½", "0.7", "1", "1.3", "2", "4"], minor=False)
+    right.minorticks_off()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

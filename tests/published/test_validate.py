@@ -1,0 +1,94 @@
+"""`weft plan validate`: what it reads, what it writes, what it reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from published_examples import LLAMA, shipped, write
+
+from weft.cli._main import run
+from weft.errors import DataError
+from weft.published import MEASURED_COLUMNS, dump_forecasts, report_of, validate
+
+
+@pytest.mark.parametrize("mode", ["datasheet", "fitted"])
+def test_no_prediction_reads_what_was_measured(tmp_path: Path, mode: str) -> None:
+    rows = shipped(every=61)
+    blank = [{**row, **dict.fromkeys(MEASURED_COLUMNS, "")} for row in rows]
+    told = dump_forecasts(validate(write(tmp_path / "told.csv", rows), mode))  # type: ignore[arg-type]
+    untold = dump_forecasts(validate(write(tmp_path / "untold.csv", blank), mode))  # type: ignore[arg-type]
+    assert told == untold
+
+
+def test_every_row_is_predicted_or_refused_with_a_reason(tmp_path: Path) -> None:
+    rows = shipped(every=37)
+    found = json.loads(dump_forecasts(validate(write(tmp_path / "runs.csv", rows), "datasheet")))
+    assert [entry["row"] for entry in found] == list(range(len(rows)))
+    for entry in found:
+        assert set(entry) == {"row", "step_time_s", "peak_mem_gib", "refused"}
+        if entry["refused"] is None:
+            assert 0 < entry["step_time_s"] < 1e4
+            assert 0 < entry["peak_mem_gib"] < 1e4
+        else:
+            assert entry["refused"]
+            assert entry["step_time_s"] is None
+
+
+def test_fitted_predictions_do_not_depend_on_the_other_rows(tmp_path: Path) -> None:
+    alone = json.loads(dump_forecasts(validate(write(tmp_path / "one.csv", [LLAMA]), "fitted")))
+    among = json.loads(dump_forecasts(validate(write(tmp_path / "many.csv", [LLAMA, *shipped(every=200)]), "fitted")))
+    assert among[0] == alone[0]
+
+
+def test_few_rows_set_the_scalar_of_their_family_and_are_not_scored(tmp_path: Path) -> None:
+    rows = [{**LLAMA, "global_batch": str(64 * (place + 1)), "tokens_per_s_per_gpu": "3000"} for place in range(12)]
+    path = write(tmp_path / "runs.csv", rows)
+    without, adapted = validate(path, "datasheet"), validate(path, "datasheet", few_shot=5)
+    (before,), (after,) = without.score.families, adapted.score.families
+    assert before.time is not None
+    assert after.time is not None
+    assert (before.time.count, after.time.count) == (12, 7)
+    assert after.time.median < before.time.median / 3
+    with pytest.raises(DataError, match="--few-shot -1"):
+        validate(path, "datasheet", few_shot=-1)
+
+
+def test_cross_validation_fits_on_the_other_families(tmp_path: Path) -> None:
+    rows = [
+        *shipped(every=3, families=["korthikanti", "megatron-sc21", "zero-bubble"]),
+        *({**LLAMA, "tokens_per_s_per_gpu": "9000", "global_batch": str(64 * n)} for n in (1, 2, 4)),
+    ]
+    path = write(tmp_path / "runs.csv", rows)
+    found = validate(path, "fitted", cross_validate=True)
+    assert found.cross_validated
+    someone = {**LLAMA, "tokens_per_s_per_gpu": "90000"}
+    other = validate(write(tmp_path / "other.csv", [*rows[:-3], *[someone] * 3]), "fitted", cross_validate=True)
+    # The family's own figures change nothing for it, and something for the others.
+    assert found.outcomes[-3].forecast.step_seconds == pytest.approx(
+        validate(path, "fitted", cross_validate=True).outcomes[-3].forecast.step_seconds
+    )
+    assert found.outcomes[0].forecast.step_seconds != other.outcomes[0].forecast.step_seconds
+
+
+def test_report(tmp_path: Path) -> None:
+    rows = shipped(every=5, families=["bigscience", "hagemann", "alpa", "korthikanti"])
+    report = report_of(validate(write(tmp_path / "runs.csv", rows), "datasheet"))
+    assert {row[0] for row in report.table} == {"bigscience", "hagemann", "korthikanti", "median of families"}
+    assert all(len(row) == len(report.header) for row in report.table)
+    said = "\n".join(report.lines)
+    assert "layouts judged rightly" in said
+    assert "alpa: the layout is not known: dp, tp, pp are empty" in said
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = write(tmp_path / "runs.csv", shipped(every=100)), tmp_path / "out.json"
+    assert run(["plan", "validate", str(path), "--mode", "datasheet", "--json", str(out)]) == 0
+    assert len(json.loads(out.read_text())) == len(shipped(every=100))
+    assert "predictions know data sheets only" in capsys.readouterr().out
+    assert run(["plan", "validate", str(tmp_path / "none.csv")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert run(["plan", "validate", str(path), "--json", str(tmp_path / "no" / "out.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert run(["plan", "validate", str(path), "--mode", "guess"]) == 2

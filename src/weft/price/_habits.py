@@ -103,7 +103,8 @@ HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
         "fsdp": _FSDP,
         "torchtitan": replace(_FSDP, selective="alternate", keeps_gathered=True),
         "fms-fsdp": _FSDP,
-        "llm-foundry": _FSDP,
+        # Its fused loss works on 16-bit logits in place.
+        "llm-foundry": replace(_FSDP, logit_bytes=6.0),
         # `F.silu(gate) * up`; attention on views of the joint projection; logits, fp32 copy and its gradient.
         "nanotron": MemoryHabits(
             keeps_gathered=True,

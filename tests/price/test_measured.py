@@ -17,7 +17,7 @@ from weft.cluster import (
     parse_cluster_spec,
 )
 from weft.price import DATASHEET, WEFT, Layout, predict
-from weft.price._block_factors import block_factors
+from weft.price._block_factors import BlockFit, _block, _summed, block_fit
 from weft.price._compute import Device
 from weft.price._measured import Speeds
 from weft.profile import ModelSizes, profile_of_sizes
@@ -28,7 +28,7 @@ RATE = 5e10
 """FLOP/s of a core of this made machine."""
 
 
-def devices(block: float = 1.0, *, settings: tuple[tuple[int, int], ...] = SETTINGS) -> Devices:
+def devices(block: float = 0.02, *, settings: tuple[tuple[int, int], ...] = SETTINGS) -> Devices:
     """Two cores of RATE each, 4 GB/s of `add`; on one core a block takes `block` seconds forward, then twice that."""
     return Devices(
         kind="cpu",
@@ -140,9 +140,34 @@ def test_nothing_measured_nothing_looked_up() -> None:
     assert Device(parse_cluster_spec("8xh100").nodes[0].devices, DATASHEET, WEFT).speeds is None
 
 
-def test_blocks_scale_what_operators_add_up_to() -> None:
-    first = block_factors(Device(devices(), DATASHEET, WEFT, 1.0), "fp32")
-    assert all(0.5 <= factor <= 3 for factor in first)
+def test_blocks_of_several_sizes_show_a_factor_and_an_extra() -> None:
+    plain = devices()
+    device = Device(plain, DATASHEET, WEFT, 1.0)
+    assert plain.measured is not None
+    (row,) = (row for row in plain.measured.blocks if row.ranks == 2)
+    rows: list[BlockTime] = []
+    for samples, hidden in ((1, 32), (4, 256), (8, 512)):
+        shape = replace(row, samples=samples, hidden_size=hidden, ffn_size=3 * hidden)
+        there, back = _summed(device, _block(shape), shape)
+        rows.append(replace(shape, forward_seconds=1.5 * there + 2e-3, backward_seconds=1.2 * back + 3e-3))
+    found = Device(replace(plain, measured=replace(plain.measured, blocks=tuple(rows))), DATASHEET, WEFT, 1.0)
+    operators = len(_block(row).operators)
+    fit = block_fit(found, "fp32")
+    assert fit.forward.factor == pytest.approx(1.5, rel=0.02)
+    assert fit.backward.factor == pytest.approx(1.2, rel=0.02)
+    assert fit.forward.extra * operators == pytest.approx(2e-3, rel=0.05)
+    assert fit.backward.extra * operators == pytest.approx(3e-3, rel=0.05)
+    assert block_fit(found, "bf16") == BlockFit()
+    assert block_fit(Device(replace(plain, measured=None), DATASHEET, WEFT, 1.0), "fp32") == BlockFit()
+
+
+def test_cores_that_compute_hide_little() -> None:
+    calibration = DATASHEET.on_cores()
+    assert calibration.overlap_share < DATASHEET.overlap_share
+    assert calibration.step_seconds < DATASHEET.step_seconds
+
+
+def test_measured_blocks_set_the_step() -> None:
     sizes = ModelSizes(
         num_layers=8, hidden_size=256, num_heads=4, sequence_length=128, ffn_size=768, vocabulary_size=256
     )  # fmt: skip

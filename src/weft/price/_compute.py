@@ -107,10 +107,6 @@ class OperatorWork(NamedTuple):
     weight: Work
     """Gradient of its weight."""
 
-    def times(self, forward: float, backward: float) -> OperatorWork:
-        """The same passes, slower by these factors."""
-        return OperatorWork(self.forward.times(forward), self.input.times(backward), self.weight.times(backward))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
@@ -309,7 +305,7 @@ def operator_work(device: Device, operator: Operator, share: Share, imbalance: f
     kernels = 1.0 if device.stack.fused_elementwise else 3.0
     if operator.kind == "gather" and operator.split == "expert":
         kernels = _DISPATCH_KERNELS
-    factor = 1.0 if device.stack.fused_elementwise else 1.8
+    factor = 1.0 if device.stack.fused_elementwise else device.calibration.unfused_factor
     backward = _BACKWARD_ELEMENTS if operator.kind == "elementwise" else 2.0
     return OperatorWork(
         device.moved(size * factor, kernels), device.moved(size * factor * backward, kernels + 1.0), Work()

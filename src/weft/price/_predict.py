@@ -47,6 +47,7 @@ class Pricer:
     def __init__(
         self, profile: Profile, cluster: Cluster, stack: Stack = WEFT, calibration: Calibration = DATASHEET
     ) -> None:
+        calibration = calibration if cluster.has_accelerators else calibration.on_cores()
         self.profile, self.cluster, self.stack, self.calibration = profile, cluster, stack, calibration
         self.network = Network(cluster, slowdowns=calibration.link_slowdowns)
         self._timelines = Timelines()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from weft.cluster import Collective
-from weft.price._block_factors import block_factors
+from weft.price._block_factors import BlockFit, block_fit
 from weft.price._compute import Device, OperatorWork, Share, Work, operator_work
 from weft.price._layout import Layout
 from weft.price._placement import Group
@@ -78,7 +78,7 @@ class BlockCosts:
     def __init__(self, profile: Profile, device: Device, seconds: Seconds) -> None:
         self._profile, self._device, self._seconds = profile, device, seconds
         self._costs: dict[tuple[int, CostKey], BlockCost] = {}
-        self._factors: dict[str, tuple[float, float]] = {}
+        self._fits: dict[str, BlockFit] = {}
 
     def cost(self, block: Block, key: CostKey) -> BlockCost:
         """Return what one microbatch costs in a block."""
@@ -93,8 +93,8 @@ class BlockCosts:
         imbalance = self._device.calibration.expert_imbalance if key.expert.size > 1 else 1.0
         works = [(operator, operator_work(self._device, operator, share, imbalance)) for operator in block.operators]
         if self._device.speeds:
-            forward, backward = self._measured_factors(key.precision)
-            works = [(operator, work.times(forward, backward)) for operator, work in works]
+            fit = self._fit(key.precision)
+            works = [(operator, fit.of(work)) for operator, work in works]
         selective = [(operator, work) for operator, work in works if operator.selective]
         sent = _Sent(block, share, key, self._seconds, self._device)
         forward, backward = sent.costs([(operator, work) for operator, work in works])
@@ -109,11 +109,11 @@ class BlockCosts:
             kept_bytes=_kept_bytes(block, share),
         )
 
-    def _measured_factors(self, precision: str) -> tuple[float, float]:
-        """How much longer measured blocks took than the sum of their operators, forward and backward."""
-        if precision not in self._factors:
-            self._factors[precision] = block_factors(self._device, precision)
-        return self._factors[precision]
+    def _fit(self, precision: str) -> BlockFit:
+        """What measured blocks took beside the sum of their operators."""
+        if precision not in self._fits:
+            self._fits[precision] = block_fit(self._device, precision)
+        return self._fits[precision]
 
     def _pass(self, works: list[Work], sent: PassCost) -> PassCost:
         """Add up kernels; where the host issues them more slowly than they run, the difference is lost to shapes."""

@@ -56,9 +56,9 @@ _CPU_ELEMENTS = (1 << 14, 1 << 18, 1 << 20, 1 << 24)
 _GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 28)
 _CPU_UPDATES = (1 << 18, 1 << 22)
 _GPU_UPDATES = (1 << 22, 1 << 27)
-_CPU_BLOCKS = ((4, 128, 128, 4), (8, 128, 256, 4), (4, 256, 512, 8))
+_CPU_BLOCKS = ((1, 16, 64, 2), (4, 128, 128, 4), (8, 128, 256, 4), (4, 256, 512, 8))
 _GPU_BLOCKS = ((4, 2048, 2048, 16), (1, 4096, 4096, 32))
-"""Samples, tokens, hidden size, heads."""
+"""Samples, tokens, hidden size, heads.  The smallest shows what a block costs whatever its size."""
 
 
 class _Sizes(NamedTuple):

@@ -65,11 +65,11 @@ def case_of(run: Run, alike: Case | None = None) -> Case:
         cluster=cluster,
         layouts=layouts_of_run(run, profile, cluster),
         framework=framework,
-        stack=stack_of(framework, year_of(run), cluster.kinds[0]),
+        stack=stack_of(framework, year_of(run), cluster.kinds[0], has_experts=profile.num_experts > 0),
     )
 
 
-def stack_of(framework: Framework, year: int, kind: str) -> Stack:
+def stack_of(framework: Framework, year: int, kind: str, *, has_experts: bool) -> Stack:
     """Return what the framework's code did in a year on a kind of device; its scalar is not set."""
     has_flash = year >= framework.flash_since
     overlaps = framework.fully_sharded or year >= framework.overlaps_gradients_since
@@ -87,7 +87,8 @@ def stack_of(framework: Framework, year: int, kind: str) -> Stack:
         bucket_elements_per_rank=framework.bucket_elements_per_rank,
         sends_tokens_once=year >= framework.sends_tokens_once_since,
         counts_causal_half=has_flash,
-        eager=year < framework.lean_since,
+        overlap_expert=framework.overlaps_experts,
+        eager=year < max(framework.lean_since, framework.lean_mixtures_since if has_experts else 0),
         memory=HABITS.get(framework.name) or HABITS[framework.habits],
     )
 

@@ -39,10 +39,13 @@ def floor_of(cases: Sequence[Case], measured: Sequence[float]) -> Floor:
 def ideal_seconds(case: Case) -> float | None:
     """Return the step at the device's peak, with recomputation and the bubble of the schedule."""
     layout = case.layouts[0]
-    recomputed = layout.recompute == "full"
-    flops = step_flops(case.profile, case.run, "full", recomputed=recomputed)
-    if flops is None:
+    kinds = (layout.recompute,) if isinstance(layout.recompute, str) else layout.recompute
+    share = kinds.count("full") / len(kinds)
+    plain = step_flops(case.profile, case.run, "full")
+    again = step_flops(case.profile, case.run, "full", recomputed=True)
+    if plain is None or again is None:
         return None
+    flops = plain + share * (again - plain)
     seconds = flops / (peak_flops(case.cluster, layout.precision) * case.cluster.num_devices)
     bubble = (layout.pipeline - 1) / (layout.chunks * layout.microbatches)
     return seconds * (1 + bubble) if math.isfinite(seconds) else None

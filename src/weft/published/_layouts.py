@@ -42,6 +42,8 @@ _RECOMPUTES: dict[str, Recompute] = {
     "every_layer": "full",
     "block": "full",
 }
+_RECOMPUTED_SHARES = (0.25, 0.5, 0.75)
+"""Of the blocks of a stage, as Megatron's `recompute-num-layers` allows."""
 _MICROBATCHES_TRIED = (1, 2, 4, 8, 16)
 
 
@@ -84,7 +86,7 @@ def layouts_of_run(run: Run, profile: Profile, cluster: Cluster) -> tuple[Layout
     return tuple(
         replace(base, microbatch_size=size, microbatches=count, recompute=recompute)
         for size, count in _microbatches(run, data)
-        for recompute in _recomputes(run)
+        for recompute in _recomputes(run, base.num_stages, len(profile.blocks))
     )
 
 
@@ -204,11 +206,19 @@ def _microbatches(run: Run, data: int) -> Iterator[tuple[int, int]]:
             yield size, share // size
 
 
-def _recomputes(run: Run) -> tuple[Recompute, ...]:
-    """Return what the row says, or none before full where it does not say."""
-    if run.recompute is None:
-        return ("none", "full")
-    recompute = _RECOMPUTES.get(run.recompute.lower())
-    if recompute is None:
-        raise Unpredictable(f'recompute = "{run.recompute}" is none of {", ".join(_RECOMPUTES)}')
-    return (recompute,)
+def _recomputes(run: Run, stages: int, layers: int) -> Iterator[Recompute | tuple[Recompute, ...]]:
+    """Yield what the row says; where it says nothing, none first, then of the first blocks of each stage, then all."""
+    if run.recompute is not None:
+        recompute = _RECOMPUTES.get(run.recompute.lower())
+        if recompute is None:
+            raise Unpredictable(f'recompute = "{run.recompute}" is none of {", ".join(_RECOMPUTES)}')
+        yield recompute
+        return
+    yield "none"
+    held = -(-layers // stages)
+    for share in _RECOMPUTED_SHARES:
+        count = round(share * held)
+        if 0 < count < held:
+            blocks: list[Recompute] = ["full" if layer % held < count else "none" for layer in range(layers)]
+            yield tuple(blocks)
+    yield "full"

@@ -42,12 +42,16 @@ class Framework:
     interleaves_since: int = 9999
     """First year in which unsaid means as many stages per rank as the layers allow."""
     sequence_parallel_since: int = 2022
+    overlaps_experts: bool = False
+    """Whether tokens travel to experts beside another microbatch's computation."""
     vendor_attention: bool = False
     """Whether its attention is NVIDIA's own (cuDNN) rather than FlashAttention's releases."""
-    fuses_since: int = 2024
+    fuses_since: int = 2025
     """First year in which norms, activations and rotations run as one kernel each."""
     lean_since: int = 9999
     """First year in which the host issues kernels without Python between them: graphs, compilation."""
+    lean_mixtures_since: int = 2026
+    """The same of mixtures of experts, whose shapes change from step to step."""
 
 
 _NEVER = 9999
@@ -91,7 +95,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
         sequence_parallel_since=_NEVER,
     )),
     (r"vtrain", _DEEPSPEED),
-    (r"sailor", replace(_DEEPSPEED, name="megatron-deepspeed-fp32")),
+    (r"sailor", replace(_DEEPSPEED, name="megatron-deepspeed-fp32", fuses_since=_NEVER)),
     (r"bigscience|bloom", replace(_DEEPSPEED, reports_first=True, shards_optimizer=True)),
     (r"megatron-deepspeed|mt-nlg|turing", _DEEPSPEED),
     (r"megascale|bytedance|vescale", replace(_NVIDIA, name="megascale", overlaps_tensor_since=2023, lean_since=2023)),
@@ -110,6 +114,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"jax|t5x|pax|palm|gopher|xla", _XLA),
     (r"neox", replace(_DEEPSPEED, name="gpt-neox", flash_since=2023)),
     (r"deepspeed|zero-infinity|ulysses", replace(_DEEPSPEED, name="deepspeed", flash_since=2023, fuses_since=2024)),
+    (r"deepseek", replace(_NVIDIA, name="deepseek", overlaps_experts=True)),
     (r"fsdp|olmo|axolotl|accelerate|hugging|litgpt|lit-gpt|opt-175", _FSDP),
 )  # fmt: skip
 _OTHER = Framework(name="other")

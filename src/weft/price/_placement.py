@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -219,22 +219,24 @@ class Network:
         key = (((2, distance), (stage, stride), (layout.pipeline, period)), world, density)
         if key not in self._placed:
             first = stage * stride
-            starts = [
+            starts = (
                 base + place
                 for base in _sample(range(first, world, period), 256)
-                for place in {0, stride - 1}
+                for place in (0, stride - 1)
                 if 0 <= base + place + distance < world
-            ]
+            )
             self._placed[key] = self._farthest(starts, distance, min(stride, world), spacing, density)
         return self._placed[key]
 
-    def _farthest(self, starts: Sequence[int], distance: int, row: int, spacing: int, density: int) -> Group:
+    def _farthest(self, starts: Iterable[int], distance: int, row: int, spacing: int, density: int) -> Group:
         crossed = -1
         levels = self._levels_at(density)
         for start in starts:
             here, there = self._slot(start, spacing), self._slot(start + distance, spacing)
             outermost = next(i for i, level in enumerate(levels) if here // level.slots == there // level.slots)
             crossed = max(crossed, outermost)
+            if crossed == len(levels) - 1:
+                break
         level = levels[crossed]
         apart = max(1, abs(distance) * spacing // level.unit)
         # A row of senders shares its unit's uplink; where it is shorter than the unit, others have nothing to send.

@@ -93,6 +93,17 @@ def test_stages_add_up_to_the_model() -> None:
         assert sum(stage.kinds.weights for stage in stages) == pytest.approx(2 * SMALL.num_parameters)
 
 
+def test_grids_of_ranks_share_weights_out() -> None:
+    """A 2.5-dimensional split of 8 ranks has 2 copies of 4 parts."""
+    parts = {"1d": 8, "2.5d": 4, "3d": 8}
+    split = sum(o.parameters for b in SMALL.blocks for o in b.operators if o.split not in ("replicate", "sequence"))
+    split += SMALL.stem.parameters + SMALL.tail.operators[1].parameters
+    whole = SMALL.num_parameters - split
+    for scheme in ("1d", "2.5d", "3d"):
+        (stage,) = memory_of(SMALL, Layout(tensor=8, tensor_scheme=scheme))
+        assert stage.kinds.weights == pytest.approx(2 * (split / parts[scheme] + whole))
+
+
 def test_a_tied_weight_stands_on_both_ends() -> None:
     tied = profile_of_sizes(replace(known_model("gpt2").sizes))
     both = memory_of(tied, Layout(pipeline=2))

@@ -8,6 +8,7 @@ from weft.plan import Recompute
 from weft.price._habits import MemoryHabits
 from weft.price._layout import Layout, PricedPrecision
 from weft.price._stack import Stack
+from weft.price._stages import tesseract
 from weft.profile import Block, Operator, Profile
 
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}
@@ -32,6 +33,8 @@ class MemoryKey(NamedTuple):
 
     samples: int
     tensor: int
+    weight_parts: int
+    """Parts of a weight over the tensor axis; a 2.5-dimensional split copies each over its depth."""
     sequence_parallel: bool
     context: int
     expert: int
@@ -43,6 +46,7 @@ def memory_key(layout: Layout) -> MemoryKey:
     return MemoryKey(
         samples=layout.microbatch_size,
         tensor=layout.tensor,
+        weight_parts=layout.tensor // (tesseract(layout.tensor)[0] if layout.tensor_scheme == "2.5d" else 1),
         sequence_parallel=layout.tensor > 1 and (layout.sequence_parallel or layout.tensor_scheme != "1d"),
         context=layout.context,
         expert=layout.expert,
@@ -94,7 +98,7 @@ def _memory(profile: Profile, stack: Stack, block: Block, key: MemoryKey, recomp
         elif operator.split in ("replicate", "sequence"):
             dense += operator.parameters
         else:
-            dense += operator.parameters / key.tensor
+            dense += operator.parameters / key.weight_parts
     return BlockMemory(dense, experts, tokens * waiting, tokens * live)
 
 

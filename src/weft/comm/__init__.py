@@ -21,6 +21,8 @@ from weft.comm._device import reset_peak_memory as reset_peak_memory
 from weft.comm._device import seeded_generator as seeded_generator
 from weft.comm._device import synchronize as synchronize
 from weft.comm._device import total_memory_bytes as total_memory_bytes
+from weft.comm._fake import fake_world as fake_world
+from weft.comm._fake import group_of as group_of
 from weft.comm._mesh import GroupName as GroupName
 from weft.comm._mesh import GroupView as GroupView
 from weft.comm._mesh import Mesh as Mesh

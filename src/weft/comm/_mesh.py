@@ -45,11 +45,16 @@ class GroupView:
 
 class Mesh:
     """This rank's place in the plan's mesh.  Build it on every rank with the same plan (it creates groups
-    collectively)."""
+    collectively).
 
-    def __init__(self, plan: MeshPlan, device: torch.device) -> None:
+    `alone` creates this rank's own groups only, for a dry run where nobody else is (see `fake_world`).
+    """
+
+    def __init__(self, plan: MeshPlan, device: torch.device, *, alone: bool = False) -> None:
         self.plan = plan
         self.device = device
+        self._alone = alone
+        self._device_meshes: dict[tuple[Axis, ...], DeviceMesh] = {}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.coordinates = axis_coordinates(plan, self.rank)
         self._views = {name: self._create(axes) for name, axes in _PRODUCTS.items()}
@@ -66,8 +71,13 @@ class Mesh:
     def device_mesh(self, *axes: Axis) -> DeviceMesh:
         """Return a DeviceMesh over `axes`, all larger than 1, with this rank's other coordinates fixed.
 
-        Call it on every rank.  Axis names of the DeviceMesh are the plan's.
+        Call it on every rank.  Axis names of the DeviceMesh are the plan's; the same axes give the same object.
         """
+        if axes not in self._device_meshes:
+            self._device_meshes[axes] = self._create_device_mesh(axes)
+        return self._device_meshes[axes]
+
+    def _create_device_mesh(self, axes: tuple[Axis, ...]) -> DeviceMesh:
         views = [self._views[axis] for axis in axes if axis != "expert"]
         shape = [view.size for view in views]
         ranks = torch.tensor(self._members(axes)).view(shape)
@@ -81,6 +91,8 @@ class Mesh:
         """Create one group per part of `partition` (global ranks) and return this rank's.  Call on every rank alike."""
         mine: GroupView | None = None
         for ranks in partition:
+            if self._alone and self.rank not in ranks:
+                continue
             group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             if self.rank in ranks:
                 assert not isinstance(group, int), "torch gives a number only to ranks that are no members"

@@ -81,7 +81,7 @@ class _FreshTensors:
             local = layout.split.slice(whole)
         local = local.detach().to(device=self._device, dtype=self._dtype_of(layout.name, whole)).contiguous()
         new = nn.Parameter(local, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else local
-        vars(new).update(vars(old))
+        vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
         for alias in self._aliases[id(old)]:
             _install(self._part, alias, new)
 

@@ -78,6 +78,11 @@ class PipelineRunner:
         self._transport = Transport(mesh, self._ranks, timeout_seconds=timeout_seconds)
         self._known: dict[tuple[bool, int], tuple[Sequence[Action], Routes]] = {}
 
+    @property
+    def transport(self) -> Transport:
+        """The channels to the stages before and after."""
+        return self._transport
+
     def forward_backward(
         self, microbatches: Sequence[Batch], *, step: int, seed: int, scale: float | Tensor, observer: StepObserver
     ) -> LossTotals:

@@ -1,0 +1,75 @@
+"""`weft plan --dry-run`: what single ranks of the plan would hold and send, without devices."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from weft.errors import PlanError
+
+if TYPE_CHECKING:
+    from weft.plan import Plan
+    from weft.recipe import Recipe
+    from weft.rehearse import RankReport, WorldReport
+
+_KINDS = ("weights", "gradients", "masters", "optimizer", "buffers")
+
+
+def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:
+    """Rehearse `ranks` of the plan (by default one of the first, the second and the last stage) and print the reports.
+
+    Raises:
+        PlanError: the plan cannot be run, a rank is outside its world, or ranks of a group would start different
+            collectives (status 1).
+    """
+    from weft.models import build_model
+    from weft.plan import check_runnable
+    from weft.rehearse import rehearse_world
+
+    check_runnable(plan)
+    world = plan.mesh.world_size
+    for rank in ranks:
+        if not 0 <= rank < world:
+            raise PlanError(f"--rank {rank} is outside the plan's world of {world:,}. Use 0 to {world - 1:,}.")
+    report = rehearse_world(recipe, plan, lambda: build_model(recipe), ranks, progress=_tell)
+    print("\n".join(_lines(report, world)))
+    if report.problems:
+        listed = "\n".join(report.problems)
+        raise PlanError(
+            f"Ranks of one group would not start the same operations; the job would hang:\n{listed}", status=1
+        )
+
+
+def _tell(text: str) -> None:
+    print(f"dry run   {text} …", file=sys.stderr)
+
+
+def _lines(report: WorldReport, world: int) -> Iterator[str]:
+    for rank in report.asked:
+        yield from _rank_lines(rank, world)
+    for note in dict.fromkeys(note for rank in report.asked for note in rank.notes):
+        yield f"note      {note}"
+    if report.compared and not report.problems:
+        peers = ", ".join(f"{peer:,}" for peer in report.compared)
+        yield f"agree     rank {report.asked[0].rank:,} and {peers} start the same collectives in the groups they share"
+
+
+def _rank_lines(report: RankReport, world: int) -> Iterator[str]:
+    place = ", ".join(f"{axis} {at}" for axis, at in report.coordinates.items() if at) or "first on every axis"
+    state = report.state
+    yield f"rank      {report.rank:,} of {world:,} ({place})"
+    listed = " · ".join(f"{kind} {spell_bytes(getattr(state, kind))}" for kind in _KINDS if getattr(state, kind))
+    yield f"          holds {spell_bytes(state.total)} of state: {listed}"
+    for (axis, op), (count, size) in sorted(report.per_step.items()):
+        each = spell_bytes(size / count)
+        yield f"          {axis:<9} {op:<15} {count:>9,.0f} × {each:>9} = {spell_bytes(size):>9} per step"
+
+
+def spell_bytes(size: float) -> str:
+    """Return `4.7 MB`, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"

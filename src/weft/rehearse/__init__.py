@@ -1,0 +1,12 @@
+"""Rehearse: one step of any rank of any world, without devices, without peers and without memory."""
+
+from weft.rehearse._agree import disagreements as disagreements
+from weft.rehearse._agree import peers_to_ask as peers_to_ask
+from weft.rehearse._agree import rank_at as rank_at
+from weft.rehearse._rehearse import RankReport as RankReport
+from weft.rehearse._rehearse import StateBytes as StateBytes
+from weft.rehearse._rehearse import rehearse as rehearse
+from weft.rehearse._witness import Issued as Issued
+from weft.rehearse._world import WorldReport as WorldReport
+from weft.rehearse._world import rehearse_world as rehearse_world
+from weft.rehearse._world import representative_ranks as representative_ranks

@@ -1,0 +1,197 @@
+"""Build one rank of any world on fake tensors and let it take one step: what it holds, and what it would send."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode  # pyright: ignore[reportPrivateImportUsage]
+
+from weft.comm import Mesh, fake_world
+from weft.engine import TrainingState, create_training
+from weft.models import Batch, Blueprint
+from weft.parallel.pipeline import PipelineRunner
+from weft.plan import Axis, Plan, axis_coordinates
+from weft.recipe import Recipe
+from weft.record import Recorder
+from weft.rehearse._witness import Issued, Witness
+
+ActivationShape = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """What a rank holds between steps, exactly, padding included."""
+
+    weights: int
+    """Parameters in the compute precision; under fp32 they are the masters as well."""
+    gradients: int
+    masters: int
+    """fp32 copies under bf16 and fp16."""
+    optimizer: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.masters + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """One rank's rehearsal."""
+
+    rank: int
+    coordinates: Mapping[Axis, int]
+    state: StateBytes
+    issued: tuple[Issued, ...]
+    """In order, of one step with `rehearsed_microbatches` microbatches."""
+    rehearsed_microbatches: int
+    per_step: Mapping[tuple[str, str], tuple[float, float]]
+    """(axis, operation) → (count, bytes) of a whole step of the plan."""
+    activation: ActivationShape | None
+    """What passes from stage to stage; None without a pipeline."""
+    notes: tuple[str, ...]
+
+
+def rehearse(
+    recipe: Recipe,
+    plan: Plan,
+    build: Callable[[], Blueprint],
+    rank: int = 0,
+    *,
+    activation: ActivationShape | None = None,
+) -> RankReport:
+    """Let `rank` of the plan's world build its share and take a step.  Not collective; needs no devices.
+
+    The process must have joined no group.  Collectives are those of a backend with reduce-scatter and all-gather
+    (NCCL); on Gloo Weft sends direct messages of the same bytes instead.  A long step is rehearsed twice with few
+    microbatches, and what each further one adds is added up: every action of a schedule issues the same collectives
+    wherever it stands.
+
+    Args:
+        build: the blueprint; called in here, outside of fake tensors.
+        activation: shape and dtype of what earlier stages send, from the report of a rank of the first stage.  Ranks of
+            later stages need it, because nothing arrives that would tell.
+
+    Raises:
+        PlanError: what building the plan's rank refuses.
+    """
+    whole = max(plan.microbatch.shares(plan.mesh.data)[_data_index(plan, rank)], 1)
+    few = plan.mesh.pipeline * (2 if plan.pipeline_parallel.chunks_per_rank > 1 else 1)
+    counts = (whole,) if whole <= 2 * few or whole % few else (few, 2 * few)
+    runs = [_run(recipe, plan, build, rank, count, activation) for count in counts]
+    totals = [_totals(run.issued) for run in runs]
+    per_step = totals[0]
+    if len(runs) > 1:
+        further = whole / few - 1
+        per_step = {key: _extend(totals[0].get(key, (0.0, 0.0)), totals[1][key], further) for key in totals[1]}
+    return replace(runs[-1], per_step=per_step)
+
+
+def _extend(first: tuple[float, float], second: tuple[float, float], by: float) -> tuple[float, float]:
+    """Continue the line through two steps' (count, bytes)."""
+    return first[0] + (second[0] - first[0]) * by, first[1] + (second[1] - first[1]) * by
+
+
+def _data_index(plan: Plan, rank: int) -> int:
+    place = axis_coordinates(plan.mesh, rank)
+    return place["replicate"] * plan.mesh.shard + place["shard"]
+
+
+def _run(
+    recipe: Recipe,
+    plan: Plan,
+    build: Callable[[], Blueprint],
+    rank: int,
+    microbatches: int,
+    activation: ActivationShape | None,
+) -> RankReport:
+    notes = ["compile was left out: it changes neither bytes nor collectives"] if plan.compute.compile else []
+    plan = replace(plan, compute=replace(plan.compute, compile=False, device="cpu"))
+    with fake_world(rank, plan.mesh.world_size), warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        mesh = Mesh(plan.mesh, torch.device("cpu"), alone=True)
+        _prepare_device_mesh(plan, mesh)
+        blueprint = build()
+        with FakeTensorMode(allow_non_fake_inputs=True), Witness(mesh) as witness:
+            training = create_training(recipe, plan, blueprint, mesh, Recorder())
+            runner = training.model.runner
+            if isinstance(runner, PipelineRunner):
+                runner.transport.assume(activation)
+            witness.issued.clear()  # only those of the step count
+            if blueprint.example is None:
+                notes.append("the model brings no example batch, so no step was taken: no gradients, no collectives")
+            else:
+                training.stepper([_batch(blueprint, plan)] * microbatches, step=0, learning_rate=1e-3)
+            state = _state_bytes(training)
+        notes += [str(warning.message) for warning in heard if not issubclass(warning.category, DeprecationWarning)]
+        return RankReport(
+            rank=rank,
+            coordinates=mesh.coordinates,
+            state=state,
+            issued=tuple(witness.issued),
+            rehearsed_microbatches=microbatches,
+            per_step={},
+            activation=runner.transport.activation if isinstance(runner, PipelineRunner) else None,
+            notes=tuple(dict.fromkeys(notes)),
+        )
+
+
+def _prepare_device_mesh(plan: Plan, mesh: Mesh) -> None:
+    """Make ZeRO-3's DeviceMesh while tensors still have values; the mesh keeps it."""
+    if plan.data_parallel.zero == 3 and plan.mesh.shard > 1:
+        axes: tuple[Axis, ...] = ("replicate", "shard") if plan.mesh.replicate > 1 else ("shard",)
+        mesh.device_mesh(*axes)
+
+
+def _batch(blueprint: Blueprint, plan: Plan) -> Batch:
+    """One microbatch of the example's shapes."""
+    assert blueprint.example is not None
+    example = blueprint.example(plan.microbatch.size)
+    batch = {name: torch.zeros(like.shape, dtype=like.dtype) for name, like in example.items()}
+    return {"sample_ids": torch.zeros(plan.microbatch.size, dtype=torch.int64), **batch}
+
+
+def _totals(issued: Iterable[Issued]) -> dict[tuple[str, str], tuple[float, float]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for one in issued:
+        counts[one.axis, one.op] += 1
+        sizes[one.axis, one.op] += one.size_bytes
+    return {key: (float(counts[key]), float(sizes[key])) for key in counts}
+
+
+def _state_bytes(training: TrainingState) -> StateBytes:
+    """Bytes of the storages behind each kind of state, each storage once, in the order weights, masters, …"""
+    seen: set[int] = set()
+    parts = training.model.parts
+    shards = training.model.stores.shards
+    parameters = [parameter for part in parts for parameter in part.module.parameters()]
+    weights = _bytes_of(parameters, seen)
+    masters = _bytes_of((shard.master for shard in shards), seen)
+    gradients = _bytes_of(_gradients(parameters), seen)
+    gradients += _bytes_of((shard.gradient for shard in shards if shard.gradient is not None), seen)
+    optimizer = _bytes_of((piece.tensor for piece in training.optimizer.pieces()), seen)
+    buffers = _bytes_of((buffer for part in parts for buffer in part.module.buffers()), seen)
+    return StateBytes(weights=weights, gradients=gradients, masters=masters, optimizer=optimizer, buffers=buffers)
+
+
+def _gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            yield parameter.grad
+
+
+def _bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        identity = storage._cdata  # pyright: ignore[reportPrivateUsage]  fake storages have no address
+        if identity not in seen:
+            seen.add(identity)
+            total += storage.nbytes()
+    return total

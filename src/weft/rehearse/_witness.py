@@ -1,0 +1,112 @@
+"""Stands between a rehearsed step and torch: writes every collective down, and answers what only real numbers could."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.comm import GroupName, Mesh, group_of
+
+_AXES: tuple[GroupName, ...] = ("tensor", "context", "shard", "replicate", "data", "pipeline", "world")
+_NAMES: Mapping[str, str] = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "send": "send",
+    "recv_": "receive",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """One collective or message, as this rank starts it."""
+
+    op: str
+    axis: str
+    """Name of the mesh's group; `pair` for a channel between two pipeline ranks."""
+    ranks: tuple[int, ...]
+    """Global ranks of the group."""
+    size_bytes: int
+    """Of the largest of its tensors: what an all-gather ends with and a reduce-scatter starts from."""
+    dtype: torch.dtype
+    peer: int | None = None
+    """Global rank of a message's other end, or a broadcast's source."""
+
+
+class Witness(TorchDispatchMode):
+    """Use it inside a `FakeTensorMode`.
+
+    Fake tensors have shapes and no values.  Where the engine asks for a value it gets that of a step in which all goes
+    well: norms and counts are 1, a comparison is true, every label counts.  One parameter counts as unused, so the small
+    all-reduces of flags by which ranks agree on it are among the collectives.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.issued: list[Issued] = []
+        self._mesh = mesh
+        self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for axis in _AXES:
+            view = mesh[axis]
+            if view.group is not None:
+                self._groups.setdefault(view.group.group_name, (axis, view.ranks))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if args and isinstance(args[0], FakeTensor):  # a DeviceMesh steps out of fake tensors to look at its ranks
+            aten = torch.ops.aten
+            if func is aten.equal.default:
+                return True
+            if func is aten._local_scalar_dense.default:
+                return _one(args[0].dtype)
+            if func is aten.nonzero.default:
+                return _all_of(args[0])
+        if func.namespace == "c10d" and func._opname in _NAMES:
+            self._write_down(func._opname, func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _write_down(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        given.update(kwargs)
+        group = group_of(given["process_group"])
+        axis, ranks = self._groups.get(group.group_name, ("pair", ()))
+        if not ranks:
+            ranks = tuple(torch.distributed.get_process_group_ranks(group))
+        largest = max(_tensors(args), key=lambda tensor: tensor.nbytes)
+        peer = given.get("dst", given.get("src", given.get("root_rank")))
+        self.issued.append(
+            Issued(_NAMES[name], axis, ranks, largest.nbytes, largest.dtype, None if peer is None else ranks[int(peer)])
+        )
+
+
+def _one(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def _all_of(tensor: Tensor) -> Tensor:
+    """What `nonzero` returns when nothing is zero: (elements, dims)."""
+    return torch.zeros((tensor.numel(), tensor.ndim), dtype=torch.int64, device=tensor.device)
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found

@@ -1,0 +1,67 @@
+"""Rehearse the ranks of a plan that differ: one of every few stages, and the neighbours that share groups with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weft.models import Blueprint
+from weft.plan import Plan, axis_coordinates
+from weft.recipe import Recipe
+from weft.rehearse._agree import disagreements, peers_to_ask, rank_at
+from weft.rehearse._rehearse import ActivationShape, RankReport, rehearse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldReport:
+    """Several ranks' rehearsals."""
+
+    asked: tuple[RankReport, ...]
+    """By rank, those that were asked for."""
+    compared: tuple[int, ...]
+    """Neighbours of the first of them whose collectives were compared with its own."""
+    problems: tuple[str, ...]
+    """Where two ranks of a group would start different operations."""
+
+
+def representative_ranks(plan: Plan) -> tuple[int, ...]:
+    """Return a rank of the first, second and last stage: data and tensor ranks of a stage are alike."""
+    stages = sorted({0, min(1, plan.mesh.pipeline - 1), plan.mesh.pipeline - 1})
+    origin = axis_coordinates(plan.mesh, 0)
+    return tuple(rank_at(plan.mesh, {**origin, "pipeline": stage}) for stage in stages)
+
+
+def rehearse_world(
+    recipe: Recipe,
+    plan: Plan,
+    build: Callable[[], Blueprint],
+    ranks: Sequence[int] = (),
+    *,
+    progress: Callable[[str], None] = lambda text: None,
+) -> WorldReport:
+    """Rehearse `ranks` (by default `representative_ranks`) and compare the first of them with its neighbours.
+
+    Activations between stages are taken to have the shape that leaves the first stage.  Not collective.
+
+    Raises:
+        PlanError: what building a rank refuses.
+    """
+    asked = tuple(ranks) or representative_ranks(plan)
+    known: dict[int, RankReport] = {}
+    activation: ActivationShape | None = None
+    if plan.mesh.pipeline > 1:
+        progress("first stage")
+        first = rank_at(plan.mesh, {**axis_coordinates(plan.mesh, asked[0]), "pipeline": 0})
+        known[first] = rehearse(recipe, plan, build, first)
+        activation = known[first].activation
+
+    def of(rank: int) -> RankReport:
+        if rank not in known:
+            progress(f"rank {rank:,} of {plan.mesh.world_size:,}")
+            known[rank] = rehearse(recipe, plan, build, rank, activation=activation)
+        return known[rank]
+
+    reports = tuple(of(rank) for rank in asked)
+    peers = peers_to_ask(plan.mesh, asked[0])
+    problems = [problem for peer in peers for problem in disagreements(reports[0], of(peer))]
+    return WorldReport(asked=reports, compared=peers, problems=tuple(dict.fromkeys(problems)))

@@ -1,0 +1,175 @@
+"""A rehearsed rank holds and sends what a real one does, in worlds of any size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.comm import Mesh
+from weft.engine import create_training
+from weft.errors import PlanError
+from weft.models import Blueprint, build_model
+from weft.plan import (
+    ComputePlan,
+    DataParallelPlan,
+    MeshPlan,
+    MicrobatchPlan,
+    PipelineParallelPlan,
+    Plan,
+    TensorParallelPlan,
+)
+from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
+from weft.record import Recorder
+from weft.rehearse import peers_to_ask, rehearse, rehearse_world, representative_ranks
+from weft.rehearse._rehearse import _batch, _state_bytes
+from weft.rehearse._witness import Witness
+
+SHAPE = DecoderShape(
+    num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=24, vocabulary_size=64, sequence_length=9
+)
+
+
+def recipe_of(batch: int, shape: DecoderShape = SHAPE) -> Recipe:
+    return Recipe(
+        model=ModelRecipe(reference="decoder", shape=shape),
+        batch=BatchRecipe(global_batch_size=batch),
+        run=RunRecipe(steps=2),
+        permit=PermitRecipe(precision=("fp32", "bf16")),
+    )
+
+
+CASES = {
+    "zero1_tensor": Plan(
+        mesh=MeshPlan(replicate=2, tensor=2),
+        data_parallel=DataParallelPlan(zero=1),
+        tensor_parallel=TensorParallelPlan(sequence=True),
+        microbatch=MicrobatchPlan(size=1, per_step=2),
+    ),
+    "zero2_bf16": Plan(
+        mesh=MeshPlan(replicate=4),
+        data_parallel=DataParallelPlan(zero=2),
+        microbatch=MicrobatchPlan(size=1, per_step=2),
+        compute=ComputePlan(precision="bf16"),
+    ),
+    "zero3_hybrid": Plan(
+        mesh=MeshPlan(replicate=2, shard=2),
+        data_parallel=DataParallelPlan(zero=3),
+        microbatch=MicrobatchPlan(size=1, per_step=1),
+    ),
+    "pipeline_interleaved": Plan(
+        mesh=MeshPlan(pipeline=2, tensor=2),
+        pipeline_parallel=PipelineParallelPlan(schedule="interleaved_1f1b", chunks_per_rank=2),
+        microbatch=MicrobatchPlan(size=1, per_step=8),
+    ),
+}
+
+
+def really(name: str) -> tuple[Any, dict[tuple[str, str], tuple[int, int]]]:
+    """State bytes after a real step, and what went over the tensor and the pipeline axis in it."""
+    plan = CASES[name]
+    recipe = recipe_of(plan.global_batch_size)
+    mesh = Mesh(plan.mesh, torch.device("cpu"))
+    blueprint = build_model(recipe)
+    training = create_training(recipe, plan, blueprint, mesh, Recorder())
+    with Witness(mesh) as witness:
+        training.stepper(
+            [_batch(blueprint, plan)] * max(plan.microbatch.shares(plan.mesh.data)), step=0, learning_rate=1e-3
+        )
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for one in witness.issued:
+        if one.axis in ("tensor", "pipeline") and one.op in ("all_reduce", "all_gather", "send", "receive"):
+            counts[one.axis, one.op] += 1
+            sizes[one.axis, one.op] += one.size_bytes
+    return _state_bytes(training), {key: (counts[key], sizes[key]) for key in counts}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rehearsed_is_real(ranks: Any, name: str) -> None:
+    plan = CASES[name]
+    recipe = recipe_of(plan.global_batch_size)
+    real = ranks.run(4, really, name)
+    report = rehearse_world(recipe, plan, lambda: build_model(recipe), (0, 3))
+    assert not report.problems
+    for rehearsed, (state, passed) in zip(report.asked, (real[0], real[3]), strict=True):
+        assert rehearsed.state == state
+        reduced = passed.pop(("tensor", "all_reduce"), (0, 0))
+        if name == "pipeline_interleaved":  # with sequence parallelism Gloo's reduce-scatters are all-reduces, too
+            assert rehearsed.per_step["tensor", "all_reduce"][0] == reduced[0] + 1  # flags of unused parameters
+        assert {key: rehearsed.per_step[key] for key in passed} == passed
+
+
+def test_every_rank_of_a_large_world() -> None:
+    """A world of 4,096 ranks, of which one stage is rehearsed in the middle; bytes follow from the plan's formulas."""
+    shape = DecoderShape(
+        num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=8, ffn_size=1024, vocabulary_size=1024,
+        sequence_length=64, tie_embeddings=False,
+    )  # fmt: skip
+    plan = Plan(
+        mesh=MeshPlan(pipeline=4, replicate=128, tensor=8),
+        data_parallel=DataParallelPlan(zero=1),
+        pipeline_parallel=PipelineParallelPlan(cuts=(2, 4, 6)),
+        microbatch=MicrobatchPlan(size=1, per_step=12),
+        compute=ComputePlan(precision="bf16"),
+    )
+    recipe = recipe_of(plan.global_batch_size, shape)
+    middle = representative_ranks(plan)[1]
+    report = rehearse_world(recipe, plan, lambda: build_model(recipe), [middle]).asked[0]
+    block = (4 * 512 * 512 + 3 * 512 * 1024) // 8 + 2 * 512
+    assert report.state.weights == pytest.approx(2 * 2 * block, rel=0.005)  # buckets are padded
+    assert report.state.masters == pytest.approx(4 * 2 * block / 128, rel=0.005)
+    assert report.state.gradients == pytest.approx(4 * 2 * block, rel=0.005)
+    sends = report.per_step["pipeline", "send"]
+    assert sends[0] == 2 * 12 + 1  # activations, their gradients, and one header
+    assert sends[1] == 2 * 12 * 64 * 512 * 2 + 80
+    assert report.per_step["tensor", "all_reduce"][0] >= 4 * 2 * 12
+
+
+class Divergent(nn.Module):
+    """Its first rank reduces once more than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            dist.all_reduce(x.detach().clone())
+        return self.layer(x)
+
+
+def build_divergent() -> Blueprint:
+    def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        return outputs.square().sum(), torch.tensor(float(len(batch["sample_ids"])))
+
+    return Blueprint(
+        module=Divergent(),
+        inputs={"x": "x"},
+        loss=loss,
+        initialise=None,
+        example=lambda size: {"x": torch.empty(size, 4, device="meta")},
+    )
+
+
+def test_a_rank_that_goes_its_own_way_is_named() -> None:
+    plan = Plan(mesh=MeshPlan(replicate=2), data_parallel=DataParallelPlan(zero=0))
+    report = rehearse_world(recipe_of(2), plan, build_divergent)
+    assert len(report.problems) == 1
+    assert "rank 0 starts all_reduce of 16 bytes of float32" in report.problems[0]
+
+
+def test_peers_share_a_group() -> None:
+    assert peers_to_ask(MeshPlan(pipeline=2, replicate=2, tensor=2), 5) == (1, 7, 4)
+
+
+def test_what_cannot_be_built_is_refused() -> None:
+    plan = Plan(mesh=MeshPlan(tensor=3), microbatch=MicrobatchPlan(size=2))
+    recipe = recipe_of(2)
+    with pytest.raises(PlanError, match="3"):
+        rehearse(recipe, plan, lambda: build_model(recipe))
+    assert not dist.is_initialized()

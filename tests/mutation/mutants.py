@@ -2,7 +2,7 @@
 
 The tool is universalmutator (Groce et al. 2018, ICSE, https://agroce.github.io/icse18t.pdf), whose rules drop
 statements and arguments, negate conditions, exchange operators and numbers, and return nothing.  What cannot change
-what a program computes is left out before anything is drawn: text that does not parse, and changes to comments,
+what a program computes is left out before anything is drawn: text that does not compile, and changes to comments,
 docstrings, type hints and the messages of errors.
 """
 
@@ -57,24 +57,24 @@ def sources(root: Path) -> list[Path]:
     return found
 
 
-def mutants_of(root: Path, path: Path) -> dict[int, list[Mutant]]:
-    """Every mutant of a file that could change what it computes, by the first line of its statement."""
+def mutants_of(root: Path, path: Path, statement: int) -> list[Mutant]:
+    """Every mutant of a statement (by its first line) that could change what the file computes."""
     from universalmutator import mutator
 
     text = path.read_text()
     lines = text.splitlines(keepends=True)
-    meaning, statements = _meaning(text), _statements(text)
+    meaning = _meaning(text)
+    wanted = _spans(text)[statement]
+    # The tool reads line by line: others are blank, so that it proposes for this statement alone.
+    seen = [line if number in wanted else "\n" for number, line in enumerate(lines, 1)]
     with contextlib.redirect_stdout(io.StringIO()):
-        proposed = mutator.mutants_regexp(lines, ruleFiles=list(RULES), ignorePatterns=[])
-    found: dict[int, list[Mutant]] = {}
+        proposed = mutator.mutants_regexp(seen, ruleFiles=list(RULES), ignorePatterns=[])
+    found: list[Mutant] = []
     for line, after, _, (pattern, replacement) in proposed:
-        statement = statements.get(line)
-        if statement is None:
-            continue
         changed = _meaning("".join([*lines[: line - 1], after, *lines[line:]]))
         if changed is None or changed == meaning:
             continue
-        found.setdefault(statement, []).append(
+        found.append(
             Mutant(
                 file=str(path.relative_to(root)),
                 line=line,
@@ -88,16 +88,21 @@ def mutants_of(root: Path, path: Path) -> dict[int, list[Mutant]]:
 
 
 def draw(root: Path, executed: Mapping[str, Iterable[int]], count: int, seed: int) -> list[Mutant]:
-    """Draw `count` statements among those executed (file → lines), and one mutant of each."""
-    pool: list[list[Mutant]] = []
+    """Draw `count` statements among those executed (file → lines), and one mutant of each that has any."""
+    pool: list[tuple[Path, int]] = []
     for path in sources(root):
         lines = set(executed.get(str(path.relative_to(root)), ()))
-        spans = _spans(path.read_text())
-        for statement, mutants in sorted(mutants_of(root, path).items()):
-            if lines & set(spans[statement]):
-                pool.append(mutants)
+        pool += [(path, first) for first, span in sorted(_spans(path.read_text()).items()) if lines & set(span)]
     chooser = random.Random(seed)
-    return [chooser.choice(mutants) for mutants in chooser.sample(pool, count)]
+    chooser.shuffle(pool)
+    drawn: list[Mutant] = []
+    for path, statement in pool:
+        mutants = mutants_of(root, path, statement)
+        if mutants:
+            drawn.append(chooser.choice(mutants))
+        if len(drawn) == count:
+            break
+    return drawn
 
 
 # ── what a text means ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -116,14 +121,6 @@ def _spans(text: str) -> dict[int, range]:
             end = body[0].lineno - 1 if isinstance(body, list) else node.end_lineno or node.lineno
             spans[node.lineno] = range(node.lineno, max(end, node.lineno) + 1)
     return spans
-
-
-def _statements(text: str) -> dict[int, int]:
-    """Line → first line of its statement, for all lines inside functions."""
-    owner: dict[int, int] = {}
-    for start, lines in sorted(_spans(text).items()):
-        owner.update(dict.fromkeys(lines, start))
-    return owner
 
 
 class _Bare(ast.NodeTransformer):
@@ -163,8 +160,9 @@ def _is_text(line: ast.stmt) -> bool:
 
 
 def _meaning(text: str) -> str | None:
-    """What a text computes, as a tree written out; None when it does not parse."""
+    """What a text computes, as a tree written out; None when it does not compile."""
     try:
+        compile(text, "mutant", "exec", dont_inherit=True)  # also finds a `break` outside of any loop
         return ast.dump(_Bare().visit(ast.parse(text)))
     except (SyntaxError, ValueError):
         return None

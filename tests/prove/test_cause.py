@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from pool import RankPool  # noqa: E402
 from weft.models import Blueprint, build_model  # noqa: E402
 from weft.plan import Plan  # noqa: E402
 from weft.prove import (  # noqa: E402
+    Contributions,
     Evidence,
     Outcome,
     Trial,
@@ -42,29 +43,47 @@ def run_broken(recipe: Recipe, chosen: Plan, breakage: str) -> Trial:
         return run_trial(recipe, chosen, lambda: awaken(build(recipe)), steps=STEPS)
 
 
-def explain(ranks: RankPool, recipe: Recipe, chosen: Plan, trials: list[Trial]) -> tuple[str, str]:
-    """Kind and name of the first difference, and its likely cause."""
-    del ranks
+@dataclass
+class Bench:
+    """Compares trials with one process, which runs once for every recipe and plan."""
+
+    known: dict[str, tuple[Outcome, Contributions]] = field(default_factory=dict)
+
+    def explain(self, recipe: Recipe, chosen: Plan, trials: list[Trial]) -> tuple[str, str]:
+        """Kind and name of the first difference, and its likely cause."""
+        key = recipe.digest + chosen.digest
+        if key not in self.known:
+            self.known[key] = one(recipe, chosen)
+        wanted, apart = self.known[key]
+        found = join_trials(trials, chosen)
+        verdict = judge(wanted, found, precision="fp64", order=apart.order)
+        evidence = Evidence(
+            plan=chosen,
+            blueprint=build_model(recipe),
+            wanted=wanted,
+            found=found,
+            trials=trials,
+            contributions=apart,
+            verdict=verdict,
+        )
+        first = verdict.departures[0]
+        return f"{first.kind} {first.name}", likely_cause(evidence)
+
+
+def one(recipe: Recipe, chosen: Plan) -> tuple[Outcome, Contributions]:
+    """What one process computes, and its first gradient taken apart."""
 
     def build() -> Blueprint:
         return awaken(build_model(recipe))
 
     alone = one_process(chosen)
-    wanted = join_trials([run_trial(recipe, alone, build, steps=STEPS)], alone)
-    apart = contributions(recipe, chosen, build)
-    found = join_trials(trials, chosen)
-    verdict = judge(wanted, found, precision="fp64", order=apart.order)
-    evidence = Evidence(
-        plan=chosen,
-        blueprint=build_model(recipe),
-        wanted=wanted,
-        found=found,
-        trials=trials,
-        contributions=apart,
-        verdict=verdict,
-    )
-    first = verdict.departures[0]
-    return f"{first.kind} {first.name}", likely_cause(evidence)
+    trial = run_trial(recipe, alone, build, steps=STEPS)
+    return join_trials([trial], alone), contributions(recipe, chosen, build)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
 
 
 BROKEN = (
@@ -88,11 +107,11 @@ BROKEN = (
 
 @pytest.mark.parametrize(("breakage", "cell", "first", "cause"), BROKEN, ids=[f"{b[0]}-{b[1]}" for b in BROKEN])
 def test_the_broken_piece_is_named(
-    ranks: RankPool, tmp_path: Path, breakage: str, cell: Cell, first: str, cause: str
+    ranks: RankPool, bench: Bench, tmp_path: Path, breakage: str, cell: Cell, first: str, cause: str
 ) -> None:
     recipe = cells.recipe_of(cells.models(tmp_path)[cell.model], "fp64")
     trials = ranks.run(cell.world, run_broken, recipe, cell.plan, breakage)
-    seen, sentence = explain(ranks, recipe, cell.plan, trials)
+    seen, sentence = bench.explain(recipe, cell.plan, trials)
     assert seen.startswith(first), (seen, sentence)
     assert cause in sentence, sentence
 
@@ -140,22 +159,22 @@ def changed(trials: list[Trial], kind: str, scale: float, only: str = "") -> lis
         (1.25, "exactly 1.25 times the right one: a wrong divisor"),
     ],
 )
-def test_factors(ranks: RankPool, sound: tuple[Recipe, list[Trial]], factor: float, sentence: str) -> None:
+def test_factors(bench: Bench, sound: tuple[Recipe, list[Trial]], factor: float, sentence: str) -> None:
     recipe, trials = sound
-    _, cause = explain(ranks, recipe, SOUND.plan, changed(trials, "gradients", factor))
+    _, cause = bench.explain(recipe, SOUND.plan, changed(trials, "gradients", factor))
     assert cause.startswith("every gradient is")
     assert sentence in cause
 
 
-def test_one_tensor_by_a_factor_names_its_kind(ranks: RankPool, sound: tuple[Recipe, list[Trial]]) -> None:
+def test_one_tensor_by_a_factor_names_its_kind(bench: Bench, sound: tuple[Recipe, list[Trial]]) -> None:
     recipe, trials = sound
-    seen, cause = explain(ranks, recipe, SOUND.plan, changed(trials, "gradients", 2.0, "blocks.1.ffn.down"))
+    seen, cause = bench.explain(recipe, SOUND.plan, changed(trials, "gradients", 2.0, "blocks.1.ffn.down"))
     assert seen == "gradient blocks.1.ffn.down.weight"
     assert "exactly 2 times too large" in cause
     assert "cut over tensor" in cause
 
 
-def test_a_wrong_slice_of_initial_weights(ranks: RankPool, sound: tuple[Recipe, list[Trial]]) -> None:
+def test_a_wrong_slice_of_initial_weights(bench: Bench, sound: tuple[Recipe, list[Trial]]) -> None:
     recipe, trials = sound
     name = "model/blocks.0.ffn.up.weight"
 
@@ -171,41 +190,41 @@ def test_a_wrong_slice_of_initial_weights(ranks: RankPool, sound: tuple[Recipe, 
         ]
         return replace(mine, initial=kept + swapped)
 
-    seen, cause = explain(ranks, recipe, SOUND.plan, [other(rank) for rank in range(SOUND.world)])
+    seen, cause = bench.explain(recipe, SOUND.plan, [other(rank) for rank in range(SOUND.world)])
     assert seen == "initial weight blocks.0.ffn.up.weight"
     assert "lie in another order, [1, 0]: a wrong slice" in cause
 
 
-def test_a_part_that_is_never_filled(ranks: RankPool, sound: tuple[Recipe, list[Trial]]) -> None:
+def test_a_part_that_is_never_filled(bench: Bench, sound: tuple[Recipe, list[Trial]]) -> None:
     recipe, trials = sound
     last = changed(trials[3:], "gradients", 0.0, "attention.query")
-    _, cause = explain(ranks, recipe, SOUND.plan, [*trials[:3], *last])
+    _, cause = bench.explain(recipe, SOUND.plan, [*trials[:3], *last])
     assert "elements are zero" in cause
     assert "rank 3" in cause
 
 
-def test_replicas_that_disagree_name_their_axis(ranks: RankPool, tmp_path: Path) -> None:
+def test_replicas_that_disagree_name_their_axis(ranks: RankPool, bench: Bench, tmp_path: Path) -> None:
     cell = Cell("decoder", plan(replicate=2))
     recipe = cells.recipe_of(cells.models(tmp_path)[cell.model], "fp64")
     trials = ranks.run(2, run_sound, recipe, cell.plan)
     apart = [trials[0], *changed(trials[1:], "initial", 1.5, "blocks.2.")]
-    seen, cause = explain(ranks, recipe, cell.plan, apart)
+    seen, cause = bench.explain(recipe, cell.plan, apart)
     assert seen == "initial weight blocks.2.attention_norm.weight"
     assert "ranks along replicate hold different copies" in cause
 
 
-def test_weights_that_never_change(ranks: RankPool, sound: tuple[Recipe, list[Trial]]) -> None:
+def test_weights_that_never_change(bench: Bench, sound: tuple[Recipe, list[Trial]]) -> None:
     recipe, trials = sound
     stale = [replace(trial, state=trial.initial) for trial in trials]
-    seen, cause = explain(ranks, recipe, SOUND.plan, stale)
+    seen, cause = bench.explain(recipe, SOUND.plan, stale)
     assert seen.startswith("weight ")
     assert "never changed" in cause
 
 
-def test_ranks_that_disagree_about_the_loss(ranks: RankPool, sound: tuple[Recipe, list[Trial]]) -> None:
+def test_ranks_that_disagree_about_the_loss(bench: Bench, sound: tuple[Recipe, list[Trial]]) -> None:
     recipe, trials = sound
     own = [replace(trial, losses=[loss + rank for loss in trial.losses]) for rank, trial in enumerate(trials)]
-    seen, cause = explain(ranks, recipe, SOUND.plan, own)
+    seen, cause = bench.explain(recipe, SOUND.plan, own)
     assert seen == "loss step 1"
     assert "ranks report different losses" in cause
 

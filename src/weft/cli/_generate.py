@@ -38,7 +38,5 @@ def generate(
     from weft.entry import generate as continue_text
 
     print(
-        continue_text(
-            run, prompt, max_new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-        )
+        continue_text(run, prompt, max_new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     )

@@ -16,10 +16,12 @@ def plan(
     recipe: Path,
     /,
     *,
+    plan: str = "auto",
     cluster: str | None = None,
     processes: int | None = None,
     set: Annotated[tuple[str, ...], Parameter(negative=())] = (),  # noqa: A002 - the option is called --set
     output: Path | None = None,
+    eject: Path | None = None,
 ) -> None:
     """Choose a plan for a recipe, and say why.
 
@@ -27,6 +29,8 @@ def plan(
     ----------
     recipe
         TOML file that says what to train.
+    plan
+        TOML file that says how to split it, to look at or to eject; `auto` chooses one.
     cluster
         TOML file, or a spec such as 4x8xh100; by default this machine.
     processes
@@ -35,10 +39,12 @@ def plan(
         One setting, such as recipe.batch.global_batch_size=64 or plan.mesh.tensor=2. May be given again.
     output
         File to write the plan to, for `weft train --plan`.
+    eject
+        Script to write: plain PyTorch that trains the recipe under the plan to the same losses, without Weft.
     """
     from weft.plan import describe_plan, dump_plan
 
-    choice = read_choice(recipe, "auto", set, processes, cluster)
+    choice = read_choice(recipe, plan, set, processes, cluster)
     print("\n".join(describe_plan(choice.plan, choice.reasons, choice.facts, choice.cluster)))
     if output is not None:
         text = dump_plan(choice.plan, choice.reasons, header=[f"chosen by weft plan {recipe}"])
@@ -47,3 +53,7 @@ def plan(
         except OSError as error:
             raise PlanError(f"{output} cannot be written: {error.strerror}. Name a file you may write.") from None
         print(f"\nwritten to {output}", file=sys.stderr)
+    if eject is not None:
+        from weft.cli._eject import eject_script
+
+        eject_script(choice.recipe, choice.plan, eject)

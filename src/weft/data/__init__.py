@@ -11,6 +11,8 @@ from weft.data._open import DataModule as DataModule
 from weft.data._open import PreparedData as PreparedData
 from weft.data._open import open_data as open_data
 from weft.data._open import prepare_data as prepare_data
+from weft.data._order import PlainSamples as PlainSamples
+from weft.data._order import write_samples as write_samples
 from weft.data._prepare import prepare as prepare
 from weft.data._progress import ConsoleProgress as ConsoleProgress
 from weft.data._progress import Progress as Progress

@@ -1,1 +1,9 @@
-"""Describe: any module or recipe becomes a Profile.  Needs torch; from a few numbers weft.profile makes one."""
+"""Describe: any module to its profile, and a proposal of how it splits."""
+
+from weft.describe._describe import Description as Description
+from weft.describe._describe import describe as describe
+from weft.describe._describe import examine as examine
+from weft.describe._proposal import Proposal as Proposal
+from weft.describe._proposal import ProposedRule as ProposedRule
+from weft.describe._proposal import lines_of as lines_of
+from weft.describe._propose import propose_split as propose_split

@@ -46,7 +46,7 @@ from weft.recipe import Precision, Recipe, dump_recipe, load_recipe
 
 _MEMORY_SHARE = 0.5
 """Of this machine's memory, that a model which cannot be shrunk may take."""
-_SEARCH_SECONDS = 90.0
+_SEARCH_SECONDS = 180.0
 """After so long, no further technique is taken out to find the cause."""
 
 

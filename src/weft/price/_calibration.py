@@ -49,6 +49,13 @@ ATTENTION_LIKE: Mapping[str, str] = {
 }
 
 
+SUSTAINED_SHARES: Mapping[str, float] = {
+    **dict.fromkeys(("h100", "h200", "gh200", "b200", "b300", "gb200", "gb300"), 0.93),
+}
+"""Part → what is left of its best matrix product at the power limit: since Hopper, parts clock down by 5 to 10 % on
+random operands (H. He, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data", 2024)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """What the data sheet does not say.  `DATASHEET` holds published measurements of parts, never of training runs."""
@@ -56,6 +63,7 @@ class Calibration:
     name: str
     matmul_shares: Mapping[str, Mapping[str, float]] = field(default_factory=lambda: MATMUL_SHARES)
     """Part → precision → share of peak that large matrix products reach."""
+    sustained_shares: Mapping[str, float] = field(default_factory=lambda: SUSTAINED_SHARES)
     other_matmul_share: float = 0.75
     """The same, of parts and precisions that the table lacks."""
     attention_shares: Mapping[str, tuple[float, float]] = field(default_factory=lambda: ATTENTION_SHARES)
@@ -76,8 +84,8 @@ class Calibration:
     """Overhead of an operator on cores."""
     memory_share: float = 0.85
     """Of the data sheet's memory bandwidth, that kernels over plain memory reach."""
-    unfused_factor: float = 2.5
-    """Bytes that norms, activations and rotations move as chains of plain kernels, over one fused kernel's."""
+    unfused_factor: float = 1.0
+    """On what norms, activations and rotations move more as chains of plain kernels than as one."""
     cpu_memory_bytes_per_second: float = 1.2e10
     """Of one core, where the cluster does not say."""
     overlap_slowdown: float = 1.06
@@ -105,8 +113,9 @@ class Calibration:
     """Optimizer state that a core's share of the host works through."""
 
     def matmul_share(self, kind: str, precision: str) -> float:
-        shares = self.matmul_shares.get(part_of(kind, self.matmul_shares), {})
-        return shares.get(precision, self.other_matmul_share) * self.matmul_factor
+        part = part_of(kind, self.matmul_shares)
+        share = self.matmul_shares.get(part, {}).get(precision, self.other_matmul_share)
+        return share * self.sustained_shares.get(part, 1.0) * self.matmul_factor
 
     def attention_share(self, kind: str) -> tuple[float, float]:
         """Forward and backward."""

@@ -69,6 +69,10 @@ _BACKWARD_ELEMENTS = 1.5
 """Elements moved by an element-wise operator's backward over those of its forward: it reads its input again."""
 _DISPATCH_KERNELS = 8.0
 """Of sorting tokens by expert or bringing them back: scores, choice, counts, offsets, copies."""
+_UNFUSED: Mapping[str, tuple[float, float]] = {"norm": (8.0, 6.0), "activation": (0.7, 2.0), "rotary": (3.0, 6.0)}
+"""Operator → bytes moved beyond one fused kernel's, as a multiple of these, and kernels, where PyTorch runs it as a chain.
+A root-mean-square norm casts to fp32, squares, means, multiplies, casts back and scales: 36 bytes for 4.  LayerNorm, which
+has a bias, is one kernel everywhere."""
 _CAUSAL_HALF_LENGTH = 400.0
 _FULL_HALF_LENGTH = 150.0
 """Keys at which fused attention reaches half of its best: tiles on the diagonal, waves."""
@@ -302,14 +306,27 @@ def operator_work(device: Device, operator: Operator, share: Share, imbalance: f
     )
     tokens = share.tokens * operator.rows_per_token / (share.tensor if split else 1)
     size = tokens * operator.elements_moved_per_token / max(operator.rows_per_token, 1e-9) * share.element_bytes
-    kernels = 1.0 if device.stack.fused_elementwise else 3.0
+    factor, kernels = _chain(device, operator)
     if operator.kind == "gather" and operator.split == "expert":
         kernels = _DISPATCH_KERNELS
-    factor = 1.0 if device.stack.fused_elementwise else device.calibration.unfused_factor
     backward = _BACKWARD_ELEMENTS if operator.kind == "elementwise" else 2.0
     return OperatorWork(
         device.moved(size * factor, kernels), device.moved(size * factor * backward, kernels + 1.0), Work()
     )
+
+
+def _chain(device: Device, operator: Operator) -> tuple[float, float]:
+    """Return bytes moved over one fused kernel's, and kernels, of an element-wise operator as the stack runs it."""
+    stack = device.stack
+    _, _, part = operator.name.rpartition(".")
+    fused = {"norm": stack.memory.fused_norms, "activation": stack.memory.fused_activations}.get(part)
+    has_bias = operator.parameters >= operator.elements_moved_per_token > 0
+    if stack.fused_elementwise if fused is None else fused:
+        return 1.0, 1.0
+    if part == "norm" and has_bias:
+        return 1.0, 1.0
+    more, kernels = _UNFUSED.get(part, (0.0, 2.0))
+    return 1.0 + more * device.calibration.unfused_factor, kernels
 
 
 def _products(device: Device, operator: Operator, share: Share, imbalance: float) -> OperatorWork:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from weft.plan import SPLIT_BACKWARD, Action, Schedule, bubble_seconds, schedule_orders, stage_ranks
 
-_ROUNDS = 3
+_ROUNDS = 4
 """Rounds of `pipeline` microbatches that are played before the rest is added."""
 
 
@@ -62,7 +62,8 @@ class Timelines:
             return self._played(schedule, pipeline, chunks, microbatches, times)
         long = self._played(schedule, pipeline, chunks, rounds, times)
         short = self._played(schedule, pipeline, chunks, rounds - pipeline, times)
-        period = (long.seconds - short.seconds) / pipeline
+        # Before the steady state a rank may still catch up; in it, it never takes less than its own work.
+        period = max((long.seconds - short.seconds) / pipeline, _busiest(schedule, pipeline, chunks, times))
         return Step(long.seconds + period * (microbatches - rounds), long.slack)
 
     def spans(
@@ -105,14 +106,11 @@ def closed_form(schedule: Schedule, pipeline: int, chunks: int, microbatches: in
         work = [ahead + back for ahead, back in zip(forward, both, strict=True)]
         period = _slowest_window(work, 2.0 * hop)
         return Step(sum(work) + hops + (microbatches - 1) * period, _slacks(pipeline, both, hop))
-    busy = [0.0] * pipeline
-    for stage, rank in enumerate(stage_ranks(schedule, pipeline, chunks)):
-        busy[rank] += forward[stage] + both[stage]
     stages = len(forward)
     means = [sum(part) / stages for part in (forward, inputs, weight)]
     wait = max(0.0, bubble_seconds(schedule, pipeline, *means))
     slack = [0.0] * pipeline if schedule in SPLIT_BACKWARD else _slacks(pipeline, both, hop)
-    return Step(microbatches * max(busy) + wait + hops, slack)
+    return Step(microbatches * _busiest(schedule, pipeline, chunks, times) + wait + hops, slack)
 
 
 def _slowest_window(work: Sequence[float], hop: float) -> float:
@@ -137,6 +135,15 @@ def _slowest_window(work: Sequence[float], hop: float) -> float:
                 low -= 1
             best = max(best, total / (high - low + 1))
     return best
+
+
+def _busiest(schedule: Schedule, pipeline: int, chunks: int, times: StageTimes) -> float:
+    """Seconds that one microbatch takes of the rank that works longest on it."""
+    busy = [0.0] * pipeline
+    rows = zip(stage_ranks(schedule, pipeline, chunks), times.forward, times.input, times.weight, strict=True)
+    for rank, forward, inputs, weight in rows:
+        busy[rank] += forward + inputs + weight
+    return max(busy)
 
 
 def _slacks(pipeline: int, both: Sequence[float], hop: float) -> list[float]:

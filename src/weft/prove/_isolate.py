@@ -64,16 +64,17 @@ def _without_tensor(plan: Plan) -> Plan:
 
 
 _REMOVALS: Mapping[str, Callable[[Plan], Plan]] = {
-    "recomputation": _without_recompute,
-    "the fused loss": _without_fused_loss,
-    "the pipeline's schedule": _with_plain_schedule,
-    "ZeRO": _without_zero,
     "the pipeline": _without_pipeline,
     "data ranks": _without_data,
-    "accumulation": _without_accumulation,
-    "sequence parallelism": _without_sequence,
     "tensor ranks": _without_tensor,
+    "sequence parallelism": _without_sequence,
+    "the pipeline's schedule": _with_plain_schedule,
+    "ZeRO": _without_zero,
+    "recomputation": _without_recompute,
+    "the fused loss": _without_fused_loss,
+    "accumulation": _without_accumulation,
 }
+"""Whole axes first: what is tried after them runs on fewer processes."""
 TECHNIQUES = (*_REMOVALS, "dropout")
 
 

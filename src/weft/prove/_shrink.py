@@ -140,18 +140,17 @@ def _shrink_transformer(
         ffn=default_ffn_size(shape) or 0,
         vocabulary=shape.vocabulary_size,
     ).shrunk(tensor, folded_tensor)
-    small = replace(
-        shape,
-        num_layers=num_blocks,
-        hidden_size=widths.hidden,
-        num_heads=widths.heads,
-        ffn_size=widths.ffn,
-        vocabulary_size=widths.vocabulary,
-        sequence_length=min(shape.sequence_length, SEQUENCE_LENGTH),
-    )
-    if isinstance(small, DecoderShape) and kv_heads is not None:
-        return replace(small, num_kv_heads=widths.kv_heads)
-    return small
+    sizes = {
+        "num_layers": num_blocks,
+        "hidden_size": widths.hidden,
+        "num_heads": widths.heads,
+        "ffn_size": widths.ffn,
+        "vocabulary_size": widths.vocabulary,
+        "sequence_length": min(shape.sequence_length, SEQUENCE_LENGTH),
+    }
+    if kv_heads is not None:
+        sizes["num_kv_heads"] = widths.kv_heads
+    return replace(shape, **sizes)
 
 
 def _label_range(model: ModelRecipe) -> int | None:

@@ -37,9 +37,9 @@ class Widths:
         if self.is_narrow and tensor == folded_tensor:
             return self
         group = max(1, self.heads // self.kv_heads)
-        per_rank = 1 if self.kv_heads <= tensor > 1 else 2
+        per_rank = 1 if self.kv_heads <= tensor > 1 or folded_tensor * group > 32 else 2
         kv_heads = folded_tensor * per_rank if self.kv_heads > 1 or folded_tensor > 1 else 1
-        while kv_heads * group > 64:
+        while kv_heads * group > 128:
             group //= 2
         heads = kv_heads * group
         head_size = 2 if heads >= 16 else 4 if heads >= 8 else 6

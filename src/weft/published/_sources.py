@@ -102,7 +102,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"hagemann|parallelization-layouts|aleph", Framework(name="hagemann", overlaps_gradients_since=_NEVER)),
     (r"llama-megatron|megatron-llama", replace(_NVIDIA, name="megatron-llama")),
     (r"megatron|korthikanti|narayanan|sc21", _NVIDIA),
-    (r"llm-foundry|mosaic|composer", replace(_FSDP, name="llm-foundry")),
+    (r"llm-foundry|mosaic|composer", replace(_FSDP, name="llm-foundry", fuses_since=2020)),
     (r"torchtitan", replace(_FSDP, name="torchtitan")),
     (r"fms-fsdp|foundation-model", replace(_FSDP, name="fms-fsdp", fuses_since=2023, lean_since=2023)),
     (r"nanotron|ultra-?scale", Framework(name="nanotron", memory="allocated", habits="nanotron")),

@@ -48,8 +48,8 @@ class Witness(TorchDispatchMode):
     """Use it inside a `FakeTensorMode`.
 
     Fake tensors have shapes and no values.  Where the engine asks for a value it gets that of a step in which all goes
-    well: norms and counts are 1, a comparison is true, every label counts.  One parameter counts as unused, so the small
-    all-reduces of flags by which ranks agree on it are among the collectives.
+    well: norms and counts are 1, a comparison is true, every label counts.  One parameter counts as unused, so the
+    small all-reduces of flags by which ranks agree on it are among the collectives.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -1,1 +1,14 @@
 """Search: the layouts of a model on a cluster, priced and ranked.  Importable without torch."""
+
+from weft.search._convert import plan_of as plan_of
+from weft.search._objective import OBJECTIVES as OBJECTIVES
+from weft.search._objective import Objective as Objective
+from weft.search._orders import distinct_orders as distinct_orders
+from weft.search._result import Candidate as Candidate
+from weft.search._result import Counts as Counts
+from weft.search._result import SearchResult as SearchResult
+from weft.search._search import search as search
+from weft.search._shares import unequal_shares as unequal_shares
+from weft.search._space import Space as Space
+from weft.search._space import runnable_space as runnable_space
+from weft.search._space import space_of as space_of

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.errors import PlanError, did_you_mean
-from weft.price import Prediction
 
 OBJECTIVES = ("throughput", "time", "cost")
 Quantity = Literal["throughput", "time", "cost"]
@@ -38,8 +37,9 @@ class Objective:
             if value is not None and not value > 0:
                 raise PlanError(f"{name} = {value:g} must be above 0.")
 
-    def pessimistic_seconds(self, prediction: Prediction) -> float:
-        return prediction.step_seconds * math.exp(self.pessimism * prediction.spread)
+    def pessimistic_seconds(self, step_seconds: float, spread: float) -> float:
+        """`spread` is the standard deviation of the logarithm of the step time."""
+        return step_seconds * math.exp(self.pessimism * spread)
 
     def score(self, step_seconds: float, devices: int) -> float:
         """Return what is compared, for steps of one global batch: less is better."""

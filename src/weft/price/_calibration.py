@@ -51,6 +51,7 @@ ATTENTION_LIKE: Mapping[str, str] = {
 
 SUSTAINED_SHARES: Mapping[str, float] = {
     **dict.fromkeys(("h100", "h200", "gh200", "b200", "b300", "gb200", "gb300"), 0.93),
+    "a100": 0.95,
 }
 """Part → what is left of its best matrix product at the power limit: since Hopper, parts clock down by 5 to 10 % on
 random operands (H. He, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data", 2024)."""

@@ -70,9 +70,9 @@ _BACKWARD_ELEMENTS = 1.5
 _DISPATCH_KERNELS = 8.0
 """Of sorting tokens by expert or bringing them back: scores, choice, counts, offsets, copies."""
 _UNFUSED: Mapping[str, tuple[float, float]] = {"norm": (8.0, 6.0), "activation": (0.7, 2.0), "rotary": (3.0, 6.0)}
-"""Operator → bytes moved beyond one fused kernel's, as a multiple of these, and kernels, where PyTorch runs it as a chain.
-A root-mean-square norm casts to fp32, squares, means, multiplies, casts back and scales: 36 bytes for 4.  LayerNorm, which
-has a bias, is one kernel everywhere."""
+"""Operator → bytes moved beyond one fused kernel's, as a multiple of these, and kernels, where PyTorch runs a chain.
+A root-mean-square norm casts to fp32, squares, means, multiplies, casts back and scales: 36 bytes for 4.  LayerNorm,
+which has a bias, is one kernel everywhere."""
 _CAUSAL_HALF_LENGTH = 400.0
 _FULL_HALF_LENGTH = 150.0
 """Keys at which fused attention reaches half of its best: tiles on the diagonal, waves."""

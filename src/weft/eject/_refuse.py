@@ -1,0 +1,119 @@
+"""What cannot be ejected, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from weft.document import spell
+from weft.errors import PlanError, RecipeError
+from weft.plan import Plan, facts_of, runnability
+from weft.recipe import DecoderShape, Recipe, read_hf_config
+
+_SPLIT_FAMILIES = ("llama", "mistral", "qwen2")
+"""Of transformers: their layers bear the names that the fragments use."""
+
+
+def check_ejectable(recipe: Recipe, plan: Plan) -> None:
+    """Raise unless a plain script can train this recipe under this plan to the same losses.
+
+    Raises:
+        RecipeError: for settings of the recipe, one sentence each; PlanError: for those of the plan.
+    """
+    if reasons := list(recipe_refusals(recipe)):
+        raise RecipeError("\n".join(["This recipe cannot be ejected:", *reasons]))
+    if reasons := [*runnability(plan), *plan_refusals(recipe, plan)]:
+        raise PlanError("\n".join(["This plan cannot be ejected:", *reasons]))
+
+
+def recipe_refusals(recipe: Recipe) -> Iterator[str]:
+    """Yield why a recipe has no plain script."""
+    model, optimizer = recipe.model, recipe.optimizer
+    if model.shape is not None and not isinstance(model.shape, DecoderShape):
+        yield (
+            f'model.reference = "{model.reference}": only decoders are written out. Use reference = "decoder", or '
+            f"model.factory with a language model of your own."
+        )
+    if model.loss not in (None, "tokens"):
+        yield f'model.loss = "{model.loss}": the script knows the loss over tokens only. Leave it out.'
+    if recipe.data.documents == "isolated":
+        yield 'data.documents = "isolated": the script does not pass document borders. Use "packed".'
+    if any(source.source == "digits" for source in recipe.data.train):
+        yield 'data.train has the source "digits": the script reads token shards. Use text.'
+    if model.freeze:
+        yield f"model.freeze = {spell(list(model.freeze))}: the script trains every parameter. Leave it out."
+    if optimizer.name not in ("adamw", "sgd"):
+        yield f'optimizer.name = "{optimizer.name}": plain torch has none of the same kind. Use "adamw" or "sgd".'
+    if optimizer.groups:
+        yield "optimizer.groups: the script has one group that decays and one that does not. Leave them out."
+    if optimizer.sparse_rule is not None:
+        yield f'optimizer.sparse_rule = "{optimizer.sparse_rule}": the script has dense gradients only. Leave it out.'
+    if model.hf is not None:
+        yield from _hf_refusals(model.hf, read_hf_config(model.hf))
+
+
+def _hf_refusals(path: str, config: Mapping[str, object]) -> Iterator[str]:
+    architectures = config.get("architectures") or ()
+    masked = config.get("model_type") == "bert" if not architectures else "MaskedLM" in str(architectures)
+    if masked:
+        yield f'model.hf = "{path}": a masked language model; the script asks for the next token. Use a causal one.'
+
+
+def plan_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Yield why a plan that can be run has no plain script."""
+    mesh, zero, schedule = plan.mesh, plan.data_parallel.zero, plan.pipeline_parallel
+    if plan.compute.precision == "fp16":
+        yield 'plan.compute.precision = "fp16": the script scales no losses. Use "bf16" or "fp32".'
+    if plan.data_parallel.reduce_precision != "fp32" and plan.compute.precision == "bf16":
+        yield 'plan.data_parallel.reduce_precision = "compute": the script sums gradients in fp32. Use "fp32".'
+    if schedule.schedule not in ("gpipe", "1f1b") or schedule.chunks_per_rank > 1:
+        yield (
+            f'plan.pipeline_parallel.schedule = "{schedule.schedule}": torch\'s own schedules with several stages per '
+            f'rank are not used here. Use "1f1b" or "gpipe".'
+        )
+    if plan.memory.recompute not in ("none", "full"):
+        yield f'plan.memory.recompute = {spell(plan.memory.recompute)}: the script knows "none" and "full". Use one.'
+    if zero >= 2 and len(set(plan.microbatch.shares(mesh.data))) > 1:
+        yield (
+            f"plan.microbatch.per_step = {spell(plan.microbatch.per_step)}: `fully_shard` communicates in every "
+            f"microbatch, so ranks with fewer of them would be waited for. Use equal shares, or zero = 1."
+        )
+    yield from _order_refusals(plan)
+    yield from _model_refusals(recipe, plan)
+
+
+def _order_refusals(plan: Plan) -> Iterator[str]:
+    mesh, zero = plan.mesh, plan.data_parallel.zero
+    order = [axis for axis in mesh.order if getattr(mesh, axis) > 1 and axis != "expert"]
+    data = [order.index(axis) for axis in ("replicate", "shard") if axis in order]
+    if len(data) == 2 and data[1] - data[0] != 1:
+        yield "plan.mesh.order puts replicate and shard apart or shard first: the script needs them side by side."
+    if zero >= 2 and "tensor" in order and data and order.index("tensor") < data[-1]:
+        yield "plan.mesh.order has tensor outside the data axes, where `fully_shard` cannot cut. Put tensor last."
+
+
+def _model_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    mesh, model, zero = plan.mesh, recipe.model, plan.data_parallel.zero
+    splits = mesh.tensor > 1 or mesh.pipeline > 1
+    length, sequence = facts_of(recipe).sequence_length, plan.tensor_parallel.sequence
+    if mesh.tensor > 1 and model.split:
+        yield "model.split: the script splits layers as Weft's own table says. Leave it out, or use tensor = 1."
+    if sequence and (model.hf is not None or length is None or length % mesh.tensor):
+        yield (
+            f"plan.tensor_parallel.sequence = true needs the decoder and a sequence_length that {mesh.tensor} divides. "
+            f"Use false."
+        )
+    if model.factory is not None and (splits or plan.memory.recompute != "none" or plan.compute.compile):
+        yield f'model.factory = "{model.factory}": the script does not know its layers. Use data axes alone.'
+    if model.hf is None:
+        return
+    config = read_hf_config(model.hf)
+    kind = str(config.get("model_type"))
+    windows = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    if (splits or zero >= 2) and (kind not in _SPLIT_FAMILIES or windows):
+        yield f'model.hf = "{model.hf}": of a {kind} the script does not know the layers. Use zero = 1 and data axes.'
+    if plan.memory.recompute != "none" or plan.compute.compile:
+        yield "plan.memory.recompute and plan.compute.compile are for the decoder here. Use none and false."
+    if mesh.pipeline > 1 and zero >= 2 and mesh.data > 1:
+        yield f"plan.data_parallel.zero = {zero} with stages of a Hugging Face model. Use zero = 1."
+    if mesh.pipeline > 1 and plan.tensor_parallel.sequence:
+        yield "plan.tensor_parallel.sequence = true with stages of a Hugging Face model. Use false."

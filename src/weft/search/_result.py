@@ -1,0 +1,78 @@
+"""What a search found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.cluster import Cluster
+from weft.plan import Plan, runnability
+from weft.price import Layout, Prediction
+from weft.profile import Profile
+from weft.search._objective import Objective
+from weft.search._space import Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan with its price."""
+
+    layout: Layout
+    prediction: Prediction
+    plan: Plan | None
+    """None where the layout has what no plan can say, such as fp8."""
+    score: float
+    """What candidates are ranked by: less is better."""
+    pessimistic_seconds: float
+    """Of a step: step · exp(z · spread)."""
+    tokens_per_second: float
+    """Samples per second where samples are no sequences."""
+    model_flops_utilization: float
+    """The model's FLOPs (forward and backward, nothing computed again, causal attention counted half) of the whole
+    batch over what all used devices could do at their dense peak in the precision of the plan."""
+    cost_per_million_tokens: float | None = None
+    """In the currency of the price that was given; None without one."""
+    training_seconds: float | None = None
+    """Until the objective's tokens are trained on; None where their number was not given."""
+
+    @property
+    def not_runnable(self) -> tuple[str, ...]:
+        """Why the engine cannot run it today; empty where it can."""
+        return ("no plan can say its precision",) if self.plan is None else tuple(runnability(self.plan))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """How many plans there were, and what became of them."""
+
+    searched: int
+    """All valid combinations of the space, lesser settings of the finalists left out."""
+    invalid: Mapping[str, int]
+    """Combinations of axis sizes that were left out because they cannot be, by cause."""
+    memory_bound: int
+    """Splits of which even a lower bound of the model states does not fit."""
+    time_bound: int
+    """Splits that cannot be among the best, whatever is chosen besides."""
+    estimated: int
+    """Plans that were estimated, and fit by the estimate."""
+    priced: int
+    out_of_memory: int
+    """Of the priced ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best plans, best first, and how they were found."""
+
+    profile: Profile
+    cluster: Cluster
+    global_batch_size: int
+    objective: Objective
+    space: Space
+    best: tuple[Candidate, ...]
+    """Empty where nothing fits."""
+    counts: Counts
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.profile.sequence_length

@@ -1,0 +1,316 @@
+"""The best plans of a model on a cluster: enumerate, bound, estimate, price, refine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.cluster import Cluster
+from weft.errors import PlanError
+from weft.plan import ComputePlan
+from weft.price import DATASHEET, WEFT, Calibration, Layout, Prediction, PricedPrecision, Pricer, Stack, model_flops
+from weft.profile import Profile
+from weft.recipe import OptimizerRecipe, PermitRecipe
+from weft.search._bounds import Floats, figures_of, memory_bounds, time_bounds
+from weft.search._convert import plan_of
+from weft.search._finalists import Finalists, Priced
+from weft.search._group import GroupCosts, group_costs
+from weft.search._objective import Objective
+from weft.search._result import Candidate, Counts, SearchResult
+from weft.search._rows import Rows, join
+from weft.search._screen import Screen
+from weft.search._space import Space, space_of
+from weft.search._splits import Ints, Splits, enumerate_splits
+
+_MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
+_CLOSE = 1.03
+"""Estimates this much above the last one that is kept are kept too: they may be priced better."""
+
+
+def search(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    permit: PermitRecipe | None = None,
+    objective: Objective | None = None,
+    space: Space | None = None,
+    runnable_only: bool = False,
+    optimizer: OptimizerRecipe | None = None,
+    stack: Stack = WEFT,
+    calibration: Calibration = DATASHEET,
+    top: int = 10,
+    finalists: int = 160,
+    pricer: Pricer | None = None,
+    compute: ComputePlan | None = None,
+) -> SearchResult:
+    """Return the best plans for a model on a cluster.  Deterministic; needs no torch and no devices.
+
+    Every combination in `space` is looked at: dropped by a bound that no pricing goes below, or estimated; the best
+    `finalists` estimates are priced, and the best `top` of those refined in their lesser settings and played action by
+    action, as well as up to as many that are then as good.
+
+    Args:
+        global_batch_size: samples per step; kept exactly.
+        permit: what may be done to the numerics; None: bf16 on accelerators, fp32 on cores.
+        objective: what to be best at; by default throughput.
+        space: what to choose among; by default everything (`space_of`).
+        runnable_only: only what the engine can run today.
+        optimizer: sets the bytes of optimizer state; by default AdamW.
+        top: how many plans to return.
+        finalists: how many estimates are priced.
+        pricer: one to share parts of prices with other searches of the same model, cluster, stack and calibration.
+        compute: threads, device and compilation of the plans.
+
+    Raises:
+        PlanError: impossible arguments.  That nothing fits is no error: `best` is then empty.
+    """
+    if global_batch_size < 1:
+        raise PlanError(f"global_batch_size = {global_batch_size} must be at least 1.")
+    objective = objective or Objective()
+    given = space or space_of(
+        profile, cluster, global_batch_size=global_batch_size, permit=permit, runnable_only=runnable_only
+    )
+    if objective.quantity == "cost":
+        given = replace(given, fewer_devices=True)
+    hunt = _Hunt(
+        pricer=pricer or Pricer(profile, cluster, stack, calibration),
+        space=given,
+        objective=objective,
+        global_batch_size=global_batch_size,
+        optimizer=optimizer,
+        finalists=finalists,
+    )
+    found, counts = hunt.run(top)
+    whole = _Finish(hunt, compute)
+    return SearchResult(
+        profile=profile,
+        cluster=cluster,
+        global_batch_size=global_batch_size,
+        objective=objective,
+        space=given,
+        best=tuple(whole.candidate(each) for each in found),
+        counts=counts,
+    )
+
+
+class _Pool(NamedTuple):
+    """Rows of one precision with the costs that they refer to."""
+
+    rows: Rows
+    base: Layout
+
+
+@dataclass(slots=True, kw_only=True)
+class _Hunt:
+    pricer: Pricer
+    space: Space
+    objective: Objective
+    global_batch_size: int
+    optimizer: OptimizerRecipe | None
+    finalists: int
+    searched: int = 0
+    estimated: int = 0
+    time_bound: int = 0
+    memory_bound: int = 0
+
+    def run(self, top: int) -> tuple[list[Priced], Counts]:
+        splits, dropped = enumerate_splits(
+            self.space, devices=self.pricer.cluster.num_devices, global_batch_size=self.global_batch_size
+        )
+        pools = [self._pool(splits, self._base(precision)) for precision in self.space.precisions]
+        finalists = Finalists(self.pricer, self.space, self.objective)
+        found = self._price(finalists, [pool for pool in pools if pool is not None], top)
+        counts = Counts(
+            searched=self.searched,
+            invalid={"devices": dropped.devices, "batch": dropped.batch, "experts": dropped.experts},
+            memory_bound=self.memory_bound,
+            time_bound=self.time_bound,
+            estimated=self.estimated,
+            priced=finalists.tally.priced,
+            out_of_memory=finalists.tally.out_of_memory,
+        )
+        return found, counts
+
+    def _base(self, precision: PricedPrecision) -> Layout:
+        """What all layouts of a precision share."""
+        mixed = precision not in ("fp32", "tf32", "fp64")
+        element = 8 if precision == "fp64" else 4
+        optimizer = self.optimizer or OptimizerRecipe()
+        copies = _MOMENTS[optimizer.name] + mixed + (optimizer.average_decay is not None)
+        return Layout(
+            precision=precision,
+            gradient_bytes=element,
+            master_bytes=copies * element,
+            fused_loss=self.space.fused_losses[0],
+            bucket_bytes=self.space.bucket_bytes[0],
+            compression=self.space.compressions[0],
+            algorithm=self.space.algorithms[0],
+            tensor_scheme=self.space.tensor_schemes[0],
+            context_scheme=self.space.context_schemes[0],
+            sequence_parallel=True in self.space.sequence_parallels,
+            **({} if self.space.orders is None else {"order": self.space.orders[0]}),
+        )
+
+    # ── bounds and estimates ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _pool(self, splits: Splits, base: Layout) -> _Pool | None:
+        """The rows with the best estimates, twice as many as will be priced."""
+        figures = figures_of(self.pricer.profile, self.pricer.cluster, self.space, self.pricer, base)
+        least = memory_bounds(
+            figures,
+            splits,
+            zero=max(self.space.zeros),
+            master_bytes=base.master_bytes,
+            offload="optimizer" in self.space.offloads,
+        )
+        fits = least <= figures.usable_bytes
+        self.memory_bound += int((~fits).sum())
+        splits = splits.take(fits)
+        bounds = self._weighed(time_bounds(figures, splits), splits.world)
+        screen, limit = Screen(self.pricer, self.space), np.inf
+        kept: list[Rows] = []
+        for group, rows in enumerate(_groups(splits, bounds)):
+            rows = rows[bounds[rows] < limit]
+            if not len(rows):
+                continue
+            here = splits.take(rows)
+            found, count = self._screened(screen, group, here, base, limit)
+            self.searched += count
+            kept += found
+            kept, limit = self._best(kept, limit)
+        self.time_bound += int((bounds >= limit).sum())
+        return _Pool(join(kept), base) if kept else None
+
+    def _screened(
+        self, screen: Screen, group: int, splits: Splits, base: Layout, limit: float
+    ) -> tuple[list[Rows], int]:
+        costs = self._costs(splits, base)
+        by_devices = self.objective.quantity == "cost"
+        found, count, _ = screen.rows(group, costs, splits, np.inf if by_devices else limit)
+        self.estimated += sum(len(table) for table in found)
+        return found, count
+
+    def _costs(self, splits: Splits, base: Layout) -> GroupCosts:
+        row = int(np.argmax(splits.pipeline > 1))
+        tensor = int(splits.tensor[row])
+        layout = replace(
+            base,
+            pipeline=int(splits.pipeline[row]),
+            tensor=tensor,
+            context=int(splits.context[row]),
+            expert=int(splits.expert[row]),
+            shard=int(splits.data[row]),
+            microbatch_size=int(splits.size[row]),
+            sequence_parallel=base.sequence_parallel and tensor > 1,
+        )
+        return group_costs(self.pricer, self.space, layout)
+
+    def _weighed(self, seconds: Floats, world: Ints) -> Floats:
+        """What rows are compared by."""
+        return seconds * world if self.objective.quantity == "cost" else seconds
+
+    def _best(self, kept: list[Rows], limit: float) -> tuple[list[Rows], float]:
+        """Keep the best rows, and return what later ones must be below."""
+        wanted = self.finalists
+        if sum(len(table) for table in kept) < 2 * wanted:
+            return kept, limit
+        table = join(kept)
+        weighed = self._weighed(table.seconds, table.splits.world)
+        last = float(np.partition(weighed, wanted - 1)[wanted - 1]) * _CLOSE
+        order = np.flatnonzero(weighed <= last)
+        if len(order) > 8 * wanted:
+            order = order[np.argsort(weighed[order], kind="stable")[: 8 * wanted]]
+        return [table.take(order)], min(limit, last)
+
+    # ── prices ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _price(self, finalists: Finalists, pools: Sequence[_Pool], top: int) -> list[Priced]:
+        ordered: list[tuple[float, int, int]] = []
+        for number, pool in enumerate(pools):
+            weighed = self._weighed(pool.rows.seconds, pool.rows.splits.world)
+            ordered += [(float(score), number, row) for row, score in enumerate(weighed)]
+        priced: list[Priced] = []
+        for _, number, row in sorted(ordered):
+            if len(priced) >= self.finalists:
+                break
+            layout, level = pools[number].rows.layout(row, pools[number].base, self.space)
+            found = finalists.price(layout, level)
+            if found is not None:
+                priced.append(found)
+        leaders = sorted(priced, key=_rank)[:top]
+        refined = {each.layout: each for each in (finalists.refine(leader) for leader in leaders)}
+        others = {each.layout: each for each in priced}
+        return self._played(finalists, list({**others, **refined}.values()), top)
+
+    def _played(self, finalists: Finalists, priced: list[Priced], top: int) -> list[Priced]:
+        """Play the best until the best `top` have all been played."""
+        played: list[Priced] = []
+        for each in sorted(priced, key=_rank):
+            best = sorted(played, key=_rank)[:top]
+            if len(played) == 2 * top or (len(best) == top and best[-1].score <= each.score):
+                break
+            played.append(finalists.played(each))
+        return sorted(played, key=_rank)[:top]
+
+
+def _rank(priced: Priced) -> tuple[object, ...]:
+    """Lower scores first; of equals, the simpler layout."""
+    layout = priced.layout
+    axes = (layout.pipeline, layout.tensor, layout.context, layout.expert, layout.chunks, layout.zero, layout.shard)
+    return (priced.score, *axes, layout.microbatch_size, layout.schedule, str(layout.recompute), layout.order)
+
+
+def _groups(splits: Splits, bounds: Floats) -> list[Ints]:
+    """Rows that share microbatch and tensor, context and expert axes; the group with the lowest bound first."""
+    if not len(splits):
+        return []
+    keys = np.stack([splits.tensor, splits.context, splits.expert, splits.size])
+    _, inverse = np.unique(keys, axis=1, return_inverse=True)
+    inverse = inverse.ravel()
+    order = np.argsort(inverse, kind="stable")
+    edges = np.flatnonzero(np.diff(inverse[order])) + 1
+    groups = np.split(order, edges)
+    return sorted(groups, key=lambda rows: float(bounds[rows].min()))
+
+
+class _Finish:
+    """Turns priced layouts into candidates."""
+
+    def __init__(self, hunt: _Hunt, compute: ComputePlan | None) -> None:
+        self._hunt, self._compute = hunt, compute
+        self._sample_flops = model_flops(hunt.pricer.profile)
+
+    def candidate(self, priced: Priced) -> Candidate:
+        hunt, layout = self._hunt, priced.layout
+        prediction = hunt.pricer.predict(layout, exact=True)
+        tokens = hunt.global_batch_size * hunt.pricer.profile.sequence_length
+        pessimistic = hunt.objective.pessimistic_seconds(prediction.step_seconds, prediction.spread)
+        price = hunt.objective.price_per_device_hour
+        return Candidate(
+            layout=layout,
+            prediction=prediction,
+            plan=self._plan(layout),
+            score=priced.score,
+            pessimistic_seconds=pessimistic,
+            tokens_per_second=tokens / prediction.step_seconds,
+            model_flops_utilization=self._utilization(layout, prediction),
+            cost_per_million_tokens=None
+            if price is None
+            else hunt.objective.cost_per_million_tokens(prediction.step_seconds, layout.world_size, tokens),
+            training_seconds=hunt.objective.training_seconds(pessimistic, tokens),
+        )
+
+    def _utilization(self, layout: Layout, prediction: Prediction) -> float:
+        peak = self._hunt.pricer.device(layout).peak(layout.precision)
+        flops = self._sample_flops * self._hunt.global_batch_size
+        return flops / (layout.world_size * peak * prediction.step_seconds)
+
+    def _plan(self, layout: Layout):
+        try:
+            return plan_of(layout, global_batch_size=self._hunt.global_batch_size, compute=self._compute)
+        except PlanError:
+            return None

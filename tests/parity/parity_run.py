@@ -151,7 +151,7 @@ class Matrix:
         """Run a plan on its world, after the checks that `weft train` makes."""
         check_plan(plan, recipe, facts_of(recipe), plan.mesh.world_size)
         check_runnable(plan)
-        timeout = 240.0 if plan.compute.compile else 60.0
+        timeout = 480.0 if plan.compute.compile else 240.0  # of a hang; a busy machine takes its time
         trials = self.ranks.run(plan.mesh.world_size, run_rank, recipe, plan, self.steps, breakage, timeout=timeout)
         return joined(trials, plan)
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Literal
 
 from weft.errors import DataError
@@ -141,7 +141,7 @@ def _adapted(
     places: Sequence[int],
     few_shot: int,
 ) -> set[int]:
-    """Correct the forecasts of a family by the mean error of few of its rows; return these rows.
+    """Correct the forecasts of a family by the median error of few of its rows; return these rows.
 
     They are drawn evenly from its timed rows, and are never more than half of them.
     """
@@ -156,7 +156,7 @@ def _adapted(
         return set()
     chosen = [timed[(2 * shot + 1) * len(timed) // (2 * count)] for shot in range(count)]
     trust = count / (count + (_ROW_SPREAD / _STACK_SPREAD) ** 2)
-    factor = math.exp(trust * fmean(sorted(errors[place] for place in chosen)))
+    factor = math.exp(trust * median([errors[place] for place in chosen]))
     for place in places:
         seconds = forecasts[place].step_seconds
         if seconds is not None:

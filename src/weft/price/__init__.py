@@ -14,7 +14,9 @@ from weft.price._habits import MemoryHabits as MemoryHabits
 from weft.price._in_flight import in_flight as in_flight
 from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision
+from weft.price._memory import PROCESS_BYTES as PROCESS_BYTES
 from weft.price._memory import Memories as Memories
+from weft.price._memory import holds_whole_gradients as holds_whole_gradients
 from weft.price._memory import memory_of as memory_of
 from weft.price._placement import Group as Group
 from weft.price._placement import Groups as Groups

@@ -13,14 +13,13 @@ import numpy as np
 
 from weft.cluster import Collective
 from weft.plan import SPLIT_BACKWARD, Schedule
-from weft.price import Layout, Pricer
+from weft.price import PROCESS_BYTES, Layout, Pricer
 from weft.search._bounds import Floats
 from weft.search._group import GroupCosts, Held, Passes
 from weft.search._options import Options
 from weft.search._space import Offload
 from weft.search._splits import Bools, Ints
 
-_PROCESS_BYTES = 330e6
 _LARGE_BYTES = float(1 << 26)
 """Of the collectives whose speed stands for all of ZeRO-3's."""
 
@@ -101,9 +100,11 @@ class Estimates:
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def seconds(self, passes: Passes, offload: Offload) -> Floats:
+    def seconds(self, passes: Passes, held: Held, offload: Offload) -> Floats:
         """Return the seconds of a step."""
-        waits = self._gathering(passes) if self._zero == 3 else 0.0
+        waits = self._gathering(passes) if self._zero == 3 else np.zeros(len(self._options))
+        if offload == "activations":
+            waits = waits + self._unloading(passes, held)
         blocks = len(self._pricer.profile.blocks)
         pipeline = pipeline_seconds(self._schedules, blocks, self._costs.hop, self._options, passes, waits)
         step = pipeline + self._reductions(passes) + self._optimizer(offload)
@@ -149,6 +150,12 @@ class Estimates:
         back = sent + self._dense * self._rates.reduce
         ahead = np.maximum(0.0, sent - overlap * passes.forward / p)
         return ahead + np.maximum(0.0, back - overlap * (passes.input + passes.weight) / p)
+
+    def _unloading(self, passes: Passes, held: Held) -> Floats:
+        """Exposed seconds of one microbatch's activations on their way to host memory and back, on one rank."""
+        moved = held.kept / self._pricer.calibration.host_link_bytes_per_second
+        exposed = max(0.0, moved - passes.forward) + max(0.0, moved - passes.input)
+        return exposed / self._options.splits.pipeline
 
     def _reductions(self, passes: Passes) -> Floats:
         """Exposed seconds of reducing gradients, and of gathering renewed weights."""
@@ -235,7 +242,7 @@ class Estimates:
 
     def _outside(self, allocated: Floats) -> Floats:
         if not self._pricer.memories.on_accelerator:
-            return allocated + _PROCESS_BYTES
+            return allocated + PROCESS_BYTES
         habits, splits = self._pricer.stack.memory, self._options.splits
         axes = (splits.data, splits.tensor, splits.pipeline, splits.context, splits.expert)
         groups = sum((axis > 1).astype(float) for axis in axes)

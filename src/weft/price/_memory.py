@@ -22,8 +22,8 @@ from weft.profile import Profile
 _CPU_CHUNK_BYTES = float(8 << 20)
 """Of logits that exist at once in a loss by chunks, on a CPU."""
 PROCESS_BYTES = 380e6
-"""What a rank on a CPU holds beside its tensors: the interpreter, torch, the network, the allocator's remains.  Measured
-on two small models (2026-11, torch 2.13): 378 and 386 MB."""
+"""What a rank on a CPU holds beside its tensors: the interpreter, torch, the network, the allocator's remains.
+Measured on two small models (2026-11, torch 2.13): 378 and 386 MB."""
 
 
 class StageSizes(NamedTuple):

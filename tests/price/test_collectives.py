@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from weft.cluster import Collective, CollectiveTime, LinkTier, Topology, parse_cluster_spec
 from weft.plan import AXES, Axis
 from weft.price import _algorithms as cost
-from weft.price._collectives import algorithm_choices, choose_algorithm, collective_seconds
+from weft.price._collectives import _fixed, algorithm_choices, choose_algorithm, collective_seconds
 from weft.price._layout import Layout
 from weft.price._placement import Group, Network
 
@@ -253,3 +253,21 @@ def test_oversubscription_costs_what_crosses_it() -> None:
         assert slow < 1.3 * fast, "32 members of a leaf have uplinks enough for one ring"
     exchange = [collective_seconds("all_to_all", 1e9, net.group(layout, "replicate")) for net in (narrow, wide)]
     assert exchange[0] > 3 * exchange[1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["8xh100", "4x8xh100", "3x4xgh200", "2x8xmi300x", "2x72xgb200", "7x8xh100+1x6xh100"]),
+    st.sampled_from(KINDS),
+    st.floats(1.0, 1e11),
+    st.permutations(AXES).map(tuple),
+)
+def test_lines_say_what_formulas_say(spec: str, kind: Collective, size: float, order: tuple[Axis, ...]) -> None:
+    cluster = parse_cluster_spec(spec)
+    layout = Layout(tensor=2, replicate=cluster.num_devices // 2, order=order)
+    for axis in ("tensor", "replicate"):
+        group = Network(cluster).group(layout, axis)
+        assert group.is_affine
+        cheapest = min(choice.seconds for choice in algorithm_choices(kind, size, group))
+        fixed = collective_seconds(kind, size, group) - cheapest
+        assert fixed == pytest.approx(_fixed(kind, size, group), rel=1e-6, abs=1e-7 * cheapest)

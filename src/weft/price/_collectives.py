@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from weft.cluster import Collective, CollectiveTime
 from weft.price import _algorithms as cost
-from weft.price._placement import Group, Leg
+from weft.price._placement import CostLine, Group, Leg
 
 _COPIES = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_gather": 0.5, "all_to_all": 0.5, "broadcast": 0.5}
 """Of γ: an all-reduce passes over its tensor twice, the others once."""
@@ -57,8 +57,28 @@ def choose_algorithm(kind: Collective, size_bytes: float, group: Group) -> Choic
     known = _looked_up(kind, size_bytes, group)
     if known is not None:
         return Choice("measured", known)
-    best = min(algorithm_choices(kind, size_bytes, group), key=lambda choice: choice.seconds)
+    if group.is_affine:
+        lines = group.lines.get(kind) or _lines(kind, group)
+        return min((Choice(name, fixed + slope * size_bytes) for name, fixed, slope in lines), key=_seconds)
+    best = min(algorithm_choices(kind, size_bytes, group), key=_seconds)
     return Choice(best.algorithm, best.seconds + _fixed(kind, size_bytes, group))
+
+
+def _lines(kind: Collective, group: Group) -> tuple[CostLine, ...]:
+    """Work out every algorithm at two sizes, and keep the lines through them in the group."""
+    far = 1e12
+    low, high = (algorithm_choices(kind, size, group) for size in (0.0, far))
+    start, copies = _fixed(kind, 0.0, group), _fixed(kind, far, group)
+    found = tuple(
+        CostLine(a.algorithm, a.seconds + start, (b.seconds - a.seconds + copies - start) / far)
+        for a, b in zip(low, high, strict=True)
+    )
+    group.lines[kind] = found
+    return found
+
+
+def _seconds(choice: Choice) -> float:
+    return choice.seconds
 
 
 def algorithm_choices(kind: Collective, size_bytes: float, group: Group) -> Iterator[Choice]:
@@ -119,7 +139,7 @@ def _all_reduce_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choi
     if len(group.legs) == 1:
         yield from _leg_all_reduces(size, group.legs[0])
     else:
-        yield _hierarchical(size, group)
+        yield from _hierarchical(size, group)
         yield Choice("ring", cost.ring_all_reduce(n, size, flat.hop, flat.per_byte))
         if flat.rings > 1:
             yield Choice("double_ring", cost.double_ring_all_reduce(n, size, flat.hop, flat.per_byte))
@@ -150,7 +170,7 @@ def _leg_all_reduces(size: float, leg: Leg) -> Iterator[Choice]:
         yield Choice("in_network", cost.in_network_all_reduce(n, size, leg.latency, 1 / leg.ring))
 
 
-def _hierarchical(size: float, group: Group) -> Choice:
+def _hierarchical(size: float, group: Group) -> Iterator[Choice]:
     """Reduce-scatter leg by leg outwards, all-reduce among the outermost units, gather on the way back.
 
     Σ 2·half(uⱼ, S/Πinner) + all_reduce(u, S/Πinner): Jain and Sabharwal's bucket algorithm, one leg at a time; the
@@ -160,9 +180,8 @@ def _hierarchical(size: float, group: Group) -> Choice:
     for leg, outer in zip(group.legs, group.legs[1:], strict=False):
         seconds += 2 * _leg_half(part, leg, group)
         part = size / outer.members
-    choices = (choice for choice in _leg_all_reduces(part, group.legs[-1]) if _is_allowed(choice, group))
-    best = min(choices, key=lambda choice: choice.seconds)
-    return Choice(f"hierarchical+{best.algorithm}", seconds + best.seconds)
+    for choice in _leg_all_reduces(part, group.legs[-1]):
+        yield Choice(f"hierarchical+{choice.algorithm}", seconds + choice.seconds)
 
 
 def _leg_half(size: float, leg: Leg, group: Group) -> float:

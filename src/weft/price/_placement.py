@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from weft.cluster import Cluster
+from weft.cluster import Cluster, Collective
 from weft.plan import Axis
 from weft.price._algorithms import COPY_PASSES
 from weft.price._layout import Layout
@@ -52,6 +52,14 @@ class Leg:
         return self.level.latency * hops
 
 
+class CostLine(NamedTuple):
+    """Seconds of an algorithm: `fixed` and `per_byte` times the size."""
+
+    algorithm: str
+    fixed: float
+    per_byte: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """The ranks of an axis that work together, as the worst placed of its groups lies; compared by identity."""
@@ -65,6 +73,13 @@ class Group:
     """γ of an all-reduce: see `COPY_PASSES`."""
     algorithms: frozenset[str] | None
     """What the library of these devices has; None: all of them."""
+    lines: dict[Collective, tuple[CostLine, ...]] = field(default_factory=dict["Collective", "tuple[CostLine, ...]"])
+    """Costs that were worked out once; see `is_affine`."""
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether each algorithm's seconds are a line over the size: NCCL's are, where no torus has its axes wait."""
+        return self.algorithms is not None and self.algorithms <= NCCL and not any(x.level.is_torus for x in self.legs)
 
     @property
     def members(self) -> tuple[int, ...]:

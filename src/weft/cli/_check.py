@@ -25,9 +25,8 @@ def check(
 ) -> int:
     """Prove that a plan computes what one process computes, before a costly run.
 
-    The model is made small and the plan's axes are folded onto CPU processes of this machine; gradients and three
-    optimizer steps are compared in fp64, in fp32 and in the plan's own precision. Status 0: equal; 1: something
-    differs, and is named; 2: the plan or recipe is wrong, or cannot be checked.
+    The model is made small and the plan's axes are folded onto CPU processes of this machine. Status 0: equal; 1:
+    something differs, and is named; 2: the plan or recipe is wrong, or cannot be checked.
 
     Parameters
     ----------

@@ -135,10 +135,10 @@ class Memories:
         if index not in self._held:
             of_stages = self._table(key, layout.recompute).stages(chosen, stages)
             ranks = stage_ranks(layout.schedule, layout.pipeline, layout.chunks) if stages > 1 else (0,)
-            self._held[index] = tuple(
-                tuple(stage for stage, owner in zip(of_stages, ranks, strict=True) if owner == rank)
-                for rank in range(layout.pipeline)
-            )
+            held: list[list[StageSizes]] = [[] for _ in range(layout.pipeline)]
+            for stage, owner in zip(of_stages, ranks, strict=True):
+                held[owner].append(stage)
+            self._held[index] = tuple(map(tuple, held))
         return self._held[index]
 
     def _table(self, key: MemoryKey, words: Recompute | tuple[Recompute, ...]) -> _Tables:
@@ -257,10 +257,15 @@ class _Tables:
     """Sums over runs of stem, blocks and tail, so that any cut into stages is a subtraction."""
 
     def __init__(self, memories: Sequence[BlockMemory]) -> None:
-        self._memories = memories
+        self._length = len(memories)
         self._dense, self._experts, self._kept = (
             [0.0, *accumulate(memory[column] for memory in memories)] for column in range(3)
         )
+        # Of each kind of block, how many stand before a place: few kinds, so that a run's maxima are quick to find.
+        inside = [None, *memories[1:-1], None]
+        self._before = [
+            (kind, [0, *accumulate(memory is kind for memory in inside)]) for kind in _distinct(memories[1:-1])
+        ]
         self._found: dict[tuple[tuple[int, ...] | None, int], tuple[StageSizes, ...]] = {}
 
     def stages(self, cuts: tuple[int, ...] | None, count: int) -> tuple[StageSizes, ...]:
@@ -268,22 +273,27 @@ class _Tables:
         ends."""
         key = (cuts, count)
         if key not in self._found:
-            blocks = len(self._memories) - 2
+            blocks = self._length - 2
             chosen = cuts if cuts is not None else tuple(blocks * stage // count for stage in range(1, count))
             starts = [0, *(cut + 1 for cut in chosen)]
-            ends = [*starts[1:], len(self._memories)]
+            ends = [*starts[1:], self._length]
             self._found[key] = tuple(self._stage(start, end) for start, end in zip(starts, ends, strict=True))
         return self._found[key]
 
     def _stage(self, start: int, end: int) -> StageSizes:
-        inside = self._memories[max(1, start) : min(end, len(self._memories) - 1)]
+        inside = [kind for kind, before in self._before if before[end] > before[start]]
         return StageSizes(
             dense=self._dense[end] - self._dense[start],
             experts=self._experts[end] - self._experts[start],
             kept=self._kept[end] - self._kept[start],
-            live=max((memory.live_bytes for memory in inside), default=0.0),
-            widest=max((memory.dense_parameters + memory.expert_parameters for memory in inside), default=0.0),
+            live=max((kind.live_bytes for kind in inside), default=0.0),
+            widest=max((kind.dense_parameters + kind.expert_parameters for kind in inside), default=0.0),
         )
+
+
+def _distinct(memories: Sequence[BlockMemory]) -> list[BlockMemory]:
+    """Each object once: alike blocks share theirs."""
+    return list({id(memory): memory for memory in memories}.values())
 
 
 def memory_of(

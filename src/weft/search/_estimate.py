@@ -96,6 +96,7 @@ class Estimates:
         self._device = pricer.device(costs.base)
         element = {"fp64": 8, "fp32": 4, "tf32": 4}.get(costs.base.precision, 2)
         self._element, self._gradient = float(element), float(costs.base.gradient_bytes)
+        self._waiting = self._whole_gradients()
         self._rates = self._find_rates()
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -213,7 +214,7 @@ class Estimates:
         zero, master = self._zero, 0.0 if offload == "optimizer" else float(self._costs.base.master_bytes)
         parts = 1.0 / shards
         weights = self._element * (parts if zero == 3 else 1.0)
-        gradients = np.where(self._whole_gradients(), 1.0, parts) if zero >= 2 else 1.0
+        gradients = np.where(self._waiting, 1.0, parts) if zero >= 2 else 1.0
         return weights + self._gradient * gradients + master * parts
 
     def _whole_gradients(self) -> Bools:

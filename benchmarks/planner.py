@@ -1,6 +1,6 @@
 """Fit the planner to published runs, and draw its predictions beside the measurements.
 
-python -m benchmarks.planner fit      writes src/weft/published/data/fitted.toml, in about two minutes
+python -m benchmarks.planner fit      writes src/weft/price/fitted.toml, in about two minutes
 python -m benchmarks.planner report   writes docs/pictures/planner-*.png and prints the tables of docs/planner.md
 """
 
@@ -24,7 +24,7 @@ from weft.published import (
 )
 
 ROOT = Path(__file__).parents[1]
-_FITTED = ROOT / "src/weft/published/data/fitted.toml"
+_FITTED = ROOT / "src/weft/price/fitted.toml"
 _PICTURES = ROOT / "docs/pictures"
 _LARGE = 10
 """Families with fewer timed rows share one colour."""

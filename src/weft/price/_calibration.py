@@ -148,5 +148,3 @@ def part_of(kind: str, known: Mapping[str, object]) -> str:
 
 DATASHEET = Calibration(name="datasheet")
 """Nothing learnt from training runs."""
-FITTED = Calibration(name="fitted")
-"""Constants fitted on published training runs; `weft plan validate` says how well."""

@@ -14,9 +14,9 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import DataError
-from weft.price import DATASHEET
+from weft.price import DATASHEET, FACTORS, with_factors
 from weft.published._cases import Case, Forecaster
-from weft.published._knowledge import FACTORS, Knowledge, StackScalar, datasheet_knowledge, with_factors
+from weft.published._knowledge import Knowledge, StackScalar, datasheet_knowledge
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

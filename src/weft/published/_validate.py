@@ -65,7 +65,8 @@ def validate(path: Path, mode: Mode, *, cross_validate: bool = False, few_shot: 
             forecasts[place] = forecaster.forecast(cases[place])
         floors[family] = _floor_without(rows, cases, family)
         if few_shot:
-            used |= _adapted(rows, cases, forecasts, places, few_shot)
+            # A family with a single timed row has none to spare, and is not scored.
+            used |= _adapted(rows, cases, forecasts, places, few_shot) or set(places)
     outcomes = outcomes_of(rows, cases, forecasts, lambda case: floors[case.run.family](case))
     scored = [outcome for place, outcome in enumerate(outcomes) if place not in used]
     return Validation(

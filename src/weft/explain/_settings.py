@@ -1,0 +1,150 @@
+"""Settings of a plan as a question spells them: `tensor=8`, `mesh.tensor = 8`, `pipeline=4, recompute=full`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from weft.errors import PlanError, did_you_mean
+from weft.plan import Axis, Recompute, Schedule
+from weft.price import Layout, PricedPrecision
+from weft.search import Space
+
+
+@dataclass(frozen=True, slots=True)
+class _Knob:
+    field: str
+    """Of a `Layout`; `data` stands for replicate × shard."""
+    values: str
+    """Of a `Space`: the tuple of what may be chosen."""
+    words: tuple[str, ...] = ()
+    """The words it takes; empty: a whole number."""
+
+
+_KNOBS: Mapping[str, _Knob] = {
+    "pipeline": _Knob("pipeline", "pipelines"),
+    "data": _Knob("data", "datas"),
+    "context": _Knob("context", "contexts"),
+    "tensor": _Knob("tensor", "tensors"),
+    "expert": _Knob("expert", "experts"),
+    "shard": _Knob("shard", "shards"),
+    "zero": _Knob("zero", "zeros"),
+    "chunks_per_rank": _Knob("chunks", "chunks"),
+    "schedule": _Knob("schedule", "schedules", get_args(Schedule)),
+    "size": _Knob("microbatch_size", "microbatch_sizes"),
+    "recompute": _Knob("recompute", "recomputes", get_args(Recompute)),
+    "offload": _Knob("offload", "offloads", ("none", "optimizer", "activations")),
+    "sequence": _Knob("sequence_parallel", "sequence_parallels", ("false", "true")),
+    "precision": _Knob("precision", "precisions", get_args(PricedPrecision)),
+    "scheme": _Knob("tensor_scheme", "tensor_schemes", ("1d", "2d", "2.5d", "3d")),
+    "bucket_bytes": _Knob("bucket_bytes", "bucket_bytes"),
+    "fused_loss": _Knob("fused_loss", "fused_losses", ("false", "true")),
+}
+_OTHER_NAMES: Mapping[str, str] = {
+    "pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor", "ep": "expert", "chunks": "chunks_per_rank",
+    "microbatch": "size", "micro": "size", "microbatch_size": "size", "sequence_parallel": "sequence",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting of a question."""
+
+    name: str
+    """As a plan spells it, without its section."""
+    value: Any
+
+    @property
+    def text(self) -> str:
+        shown = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"{self.name} = {shown}"
+
+    def of(self, layout: Layout) -> Any:
+        """What a layout has."""
+        return getattr(layout, _KNOBS[self.name].field)
+
+    def allowed(self, space: Space) -> bool:
+        """Whether a space has this value."""
+        values = getattr(space, _KNOBS[self.name].values)
+        return values is None or self.value in values
+
+    def fixed(self, space: Space) -> Space:
+        """The space in which only this value may be chosen."""
+        changed: dict[str, Any] = {_KNOBS[self.name].values: (self.value,)}
+        if self.name == "recompute":
+            changed["per_block_recompute"] = False
+        return replace(space, **changed)
+
+    def applied(self, layout: Layout, *, devices: int, global_batch_size: int) -> Layout:
+        """A layout with this setting and as little else changed as can be: the data ranks make up for an axis."""
+        field = _KNOBS[self.name].field
+        changed = layout if field == "data" else replace(layout, **{field: self.value})
+        rest = changed.pipeline * changed.context * changed.tensor
+        most = max(1, devices // rest)
+        wanted = int(self.value) if field == "data" else min(layout.data * _model_ranks(layout) // rest or 1, most)
+        return _spread(changed, wanted, global_batch_size)
+
+
+def parse_settings(text: str) -> tuple[Setting, ...]:
+    """Read `tensor=8` or `pipeline = 4, recompute = full`.
+
+    Raises:
+        PlanError: no such setting, or a value that it cannot have.
+    """
+    found = [_parse(part) for part in text.replace(";", ",").split(",") if part.strip()]
+    if not found:
+        raise PlanError('the question is empty. Ask for a setting, such as "tensor=8".')
+    return tuple(found)
+
+
+def apply_settings(settings: Sequence[Setting], layout: Layout, *, devices: int, global_batch_size: int) -> Layout:
+    """Return a layout with all settings; see `Setting.applied`."""
+    for setting in settings:
+        layout = setting.applied(layout, devices=devices, global_batch_size=global_batch_size)
+    return layout
+
+
+def _parse(part: str) -> Setting:
+    name, sign, value = (word.strip() for word in part.partition("="))
+    short = name.rpartition(".")[2]
+    short = _OTHER_NAMES.get(short, short)
+    if short not in _KNOBS:
+        hint = did_you_mean(short, [*_KNOBS, *_OTHER_NAMES]) or f" Known are {', '.join(_KNOBS)}."
+        raise PlanError(f'"{part.strip()}" asks about {name or "nothing"}, which is no setting of a plan.{hint}')
+    knob, value = _KNOBS[short], value.strip("\"'").lower()
+    if not sign or not value:
+        raise PlanError(f'"{part.strip()}" has no value. Write for example "{short}={(knob.words or ("8",))[0]}".')
+    if knob.words:
+        if value not in knob.words:
+            hint = did_you_mean(value, knob.words) or f" Use {', '.join(knob.words)}."
+            raise PlanError(f'{short} cannot be "{value}".{hint}')
+        return Setting(short, value == "true" if knob.words == ("false", "true") else value)
+    digits = value.replace("_", "")
+    if not digits.isdigit() or (int(digits) < 1 and short != "zero"):
+        raise PlanError(f'{short} cannot be "{value}". Use a whole number above 0.')
+    return Setting(short, int(digits))
+
+
+def _model_ranks(layout: Layout) -> int:
+    return layout.pipeline * layout.context * layout.tensor
+
+
+def _spread(layout: Layout, data: int, global_batch_size: int) -> Layout:
+    """The layout over `data` data ranks: ZeRO-3 keeps its shards as far as they divide, the batch stays."""
+    data = max(1, min(data, global_batch_size // layout.microbatch_size or 1))
+    shard = layout.shard if layout.zero == 3 and data % layout.shard == 0 else (data if layout.zero == 3 else 1)
+    microbatches = -(-global_batch_size // (layout.microbatch_size * data))
+    order: tuple[Axis, ...] = layout.order
+    cuts = layout.cuts if layout.cuts is None or len(layout.cuts) == layout.num_stages - 1 else None
+    sequence = layout.sequence_parallel and layout.tensor > 1
+    return replace(
+        layout,
+        shard=shard,
+        replicate=data // shard,
+        microbatches=microbatches,
+        order=order,
+        cuts=cuts,
+        sequence_parallel=sequence,
+        **({} if layout.pipeline > 1 else {"schedule": "1f1b", "chunks": 1, "cuts": None}),
+    )

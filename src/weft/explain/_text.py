@@ -1,0 +1,126 @@
+"""Prices in words: where the time goes, what fills the memory, what a plan is in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from weft.price import Layout, MemoryKinds, Prediction, TimeTerms
+
+_WORDS = {
+    "ideal": "ideal",
+    "matrix_shapes": "matrix shapes",
+    "memory_bound": "memory-bound",
+    "recompute": "recompute",
+    "tensor": "tensor",
+    "context": "context",
+    "expert": "expert",
+    "pipeline": "pipeline sends",
+    "bubble": "bubble",
+    "data": "data",
+    "optimizer": "optimizer",
+    "offload": "offload",
+    "other": "other",
+}
+_NEGLIGIBLE = 0.002
+"""Share of a step below which a cause is not worth a word."""
+_GIGA = 1e9
+
+
+def waterfall(time: TimeTerms) -> list[tuple[str, float]]:
+    """Return (cause, seconds) from the ideal to the whole step; they add up to it.
+
+    Causes that take less than 1/500 of the step are joined with `other`.
+    """
+    terms = [(_WORDS[field.name], float(getattr(time, field.name))) for field in dataclasses.fields(time)]
+    kept = [(word, seconds) for word, seconds in terms if abs(seconds) >= _NEGLIGIBLE * time.total and word != "other"]
+    rest = time.total - sum(seconds for _, seconds in kept)
+    return [*kept, ("other", rest)] if abs(rest) >= _NEGLIGIBLE * time.total else kept
+
+
+def time_line(time: TimeTerms) -> str:
+    """Return `ideal 2.31 s │ matrix shapes +0.41 │ …`."""
+    (first, ideal), *rest = waterfall(time)
+    unit, scale = time_unit(time.total)
+    return " │ ".join([f"{first} {ideal * scale:.3g} {unit}", *(f"{word} {s * scale:+.2g}" for word, s in rest)])
+
+
+def memory_line(prediction: Prediction) -> str:
+    """Return `weights 12.6 · gradients 12.6 · … · margin 11.9 GB` of the fullest rank."""
+    fullest = prediction.fullest
+    parts = [*memory_parts(fullest.kinds), ("fragmentation", fullest.reserved - fullest.kinds.allocated)]
+    parts += [("communicators", fullest.device - fullest.reserved)]
+    margin = prediction.usable_bytes - fullest.device
+    shown = [
+        f"{word} {size / _GIGA:.3g}" for word, size in parts if size >= 0.005 * _GIGA or size > 0.01 * fullest.device
+    ]
+    return " · ".join([*shown, f"margin {margin / _GIGA:.3g} GB"])
+
+
+def memory_parts(kinds: MemoryKinds) -> list[tuple[str, float]]:
+    """Return (kind, bytes) of what a rank has allocated at its peak."""
+    return [(field.name, float(getattr(kinds, field.name))) for field in dataclasses.fields(kinds)]
+
+
+def layout_line(layout: Layout) -> str:
+    """Return a layout in one line: `pipeline 16 (1f1b) × data 128 × tensor 8, ZeRO-1, microbatch 1, …`."""
+    pipeline = f"pipeline {layout.pipeline} ({layout.schedule}"
+    pipeline += f" × {layout.chunks} chunks)" if layout.chunks > 1 else ")"
+    axes = [pipeline] if layout.pipeline > 1 else []
+    axes += [f"{name} {size}" for name, size in _axes(layout) if size > 1]
+    words = [" × ".join(axes) or "1 device", f"ZeRO-{layout.zero}", f"microbatch {layout.microbatch_size}"]
+    words.append(f"recompute {spell_recompute(layout)}")
+    if layout.offload != "none":
+        words.append(f"offload {layout.offload}")
+    return ", ".join(words)
+
+
+def spell_recompute(layout: Layout) -> str:
+    """Return `selective`, or `full of 12 of 126 blocks` where blocks differ."""
+    words = layout.recompute
+    if isinstance(words, str):
+        return words
+    counts = {word: words.count(word) for word in ("full", "selective") if word in words}
+    return " and ".join(f"{word} of {count} of {len(words)} blocks" for word, count in counts.items()) or "none"
+
+
+def spell_seconds(seconds: float) -> str:
+    """Return `5.6 s` or `412 ms`."""
+    unit, scale = time_unit(seconds)
+    return f"{seconds * scale:.3g} {unit}"
+
+
+def spell_change(ratio: float) -> str:
+    """Return `12 % slower than` for a time that is 1.12 times another, `as fast as` for an equal one."""
+    percent = (ratio - 1) * 100
+    if abs(percent) < 0.05:
+        return "as fast as"
+    return f"{abs(percent):.2g} % {'slower' if percent > 0 else 'faster'} than"
+
+
+def differences(one: TimeTerms, other: TimeTerms, *, most: int = 4) -> list[tuple[str, float]]:
+    """Return the causes by whose seconds two steps differ most: `other` − `one`, largest first."""
+    found = [
+        (_WORDS[field.name], float(getattr(other, field.name)) - float(getattr(one, field.name)))
+        for field in dataclasses.fields(one)
+    ]
+    whole = max(one.total, other.total)
+    return sorted((pair for pair in found if abs(pair[1]) >= _NEGLIGIBLE * whole), key=lambda p: -abs(p[1]))[:most]
+
+
+def difference_line(pairs: Iterable[tuple[str, float]], total: float) -> str:
+    """Return `bubble +0.4, tensor -0.1 s`."""
+    unit, scale = time_unit(total)
+    return ", ".join(f"{word} {seconds * scale:+.2g}" for word, seconds in pairs) + f" {unit}"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit that a time is told in, and how many of it make a second."""
+    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("µs", 1e6)
+
+
+def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
+    data = (("data", layout.data),)
+    if layout.zero == 3 and layout.replicate > 1:
+        data = (("replicate", layout.replicate), ("shard", layout.shard))
+    return (*data, ("context", layout.context), ("tensor", layout.tensor), ("expert", layout.expert))

@@ -1,0 +1,177 @@
+"""`--why-not "tensor=8"`: what a choice costs, or why it cannot be, and what would have to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from weft.errors import PlanError
+from weft.explain._settings import Setting, apply_settings, parse_settings
+from weft.explain._text import (
+    difference_line,
+    differences,
+    layout_line,
+    memory_parts,
+    spell_change,
+    spell_seconds,
+)
+from weft.price import Layout, Prediction, Pricer, check_layout
+from weft.search import Candidate, SearchResult, search
+
+_GIGA = 1e9
+_MOST_FIXES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    result: SearchResult
+    pricer: Pricer
+    settings: Sequence[Setting]
+
+    @property
+    def text(self) -> str:
+        return ", ".join(setting.text for setting in self.settings)
+
+    def with_settings(self, layout: Layout) -> Layout:
+        devices, batch = self.result.cluster.num_devices, self.result.global_batch_size
+        return apply_settings(self.settings, layout, devices=devices, global_batch_size=batch)
+
+
+def explain_choice(result: SearchResult, pricer: Pricer, question: str) -> list[str]:
+    """Answer why the best plan of a search does not have some settings.
+
+    Says what the plan would take with them and nothing else changed, or why that cannot be; the smallest further
+    changes with which it fits; and the best plan that has them, found by a search among those alone.
+
+    Args:
+        pricer: the one of the search, or one like it.
+        question: such as `tensor=8` or `pipeline=4, recompute=full`.
+
+    Raises:
+        PlanError: the question names no setting, or nothing was found that it could be compared with.
+    """
+    settings = parse_settings(question)
+    if not result.best:
+        raise PlanError("nothing fits on this cluster, so there is no plan to compare with. Use more devices.")
+    best, case = result.best[0], _Case(result, pricer, settings)
+    if all(setting.of(best.layout) == setting.value for setting in settings):
+        return [f"{case.text} is what the best plan has."]
+    alone = _alone(case, best)
+    return [*_changed_alone(case, best), *_best_with(case, best, alone)]
+
+
+def _alone(case: _Case, best: Candidate) -> float:
+    """Step seconds of the best plan with nothing but the settings changed; infinite where that cannot be."""
+    layout = case.with_settings(best.layout)
+    if check_layout(case.result.profile, case.result.cluster, layout):
+        return math.inf
+    prediction = case.pricer.predict(layout, exact=True)
+    return prediction.step_seconds if prediction.fits else math.inf
+
+
+def _changed_alone(case: _Case, best: Candidate) -> Iterator[str]:
+    layout = case.with_settings(best.layout)
+    problems = check_layout(case.result.profile, case.result.cluster, layout)
+    if problems:
+        yield f"{case.text} cannot be changed alone: {' '.join(problems)}"
+        return
+    prediction = case.pricer.predict(layout, exact=True)
+    if prediction.fits:
+        yield _cost(f"{case.text} and nothing else changed would take", best, layout, prediction)
+        return
+    yield _too_much(case.text, prediction)
+    fixes = [_fix(best, words, found) for words, found in _fitting(case, layout)][:_MOST_FIXES]
+    yield f"Smallest changes that fit: {', or '.join(fixes)}." if fixes else "No single further change makes it fit."
+
+
+def _best_with(case: _Case, best: Candidate, alone: float) -> Iterator[str]:
+    """`alone`: step seconds of the plan with nothing else changed; a search that finds nothing faster is not told."""
+    space = case.result.space
+    for setting in case.settings:
+        space = setting.fixed(space)
+    found = search(
+        case.result.profile,
+        case.result.cluster,
+        global_batch_size=case.result.global_batch_size,
+        objective=case.result.objective,
+        space=space,
+        stack=case.pricer.stack,
+        calibration=case.pricer.calibration,
+        pricer=case.pricer,
+        top=1,
+    )
+    if not found.best:
+        if alone == math.inf:
+            yield f"No plan with {case.text} fits, whatever else is changed."
+        return
+    rival = found.best[0]
+    if rival.prediction.step_seconds >= alone:
+        return
+    yield _cost(
+        f"The best plan with {case.text} ({layout_line(rival.layout)}) takes", best, rival.layout, rival.prediction
+    )
+
+
+def _cost(start: str, best: Candidate, layout: Layout, prediction: Prediction) -> str:
+    """Compare step times of one global batch."""
+    mine, theirs = best.prediction.time, prediction.time
+    ratio = prediction.step_seconds / best.prediction.step_seconds
+    text = f"{start} {spell_seconds(prediction.step_seconds)}, {spell_change(ratio)} the best plan's "
+    text += spell_seconds(best.prediction.step_seconds)
+    if layout.world_size != best.layout.world_size:
+        text += f", on {layout.world_size:,} devices instead of {best.layout.world_size:,}"
+    pairs = differences(mine, theirs)
+    return f"{text}: {difference_line(pairs, mine.total)}." if pairs else f"{text}."
+
+
+def _too_much(text: str, prediction: Prediction) -> str:
+    fullest = prediction.fullest
+    over = fullest.device - prediction.usable_bytes
+    parts = sorted(memory_parts(fullest.kinds), key=lambda pair: -pair[1])[:2]
+    listed = ", ".join(f"{word} {size / _GIGA:.1f}" for word, size in parts)
+    need = f"needs {fullest.device / _GIGA:.1f} GB on pipeline rank {fullest.rank} ({listed})"
+    return f"{text} {need}: {over / _GIGA:.1f} GB too much."
+
+
+def _fitting(case: _Case, layout: Layout) -> list[tuple[str, Prediction]]:
+    """Single further changes under which the layout fits, the fastest first."""
+    fixed = {setting.name for setting in case.settings}
+    found: list[tuple[str, Prediction]] = []
+    for name, text, changed in _further(layout):
+        if name in fixed:
+            continue
+        (further,) = parse_settings(text)
+        changed = _Case(case.result, case.pricer, (further,)).with_settings(changed)
+        if not further.allowed(case.result.space) or check_layout(case.result.profile, case.result.cluster, changed):
+            continue
+        prediction = case.pricer.predict(changed, exact=True)
+        if prediction.fits:
+            found.append((text, prediction))
+    return sorted(found, key=lambda pair: pair[1].step_seconds)
+
+
+def _further(layout: Layout) -> Iterator[tuple[str, str, Layout]]:
+    """(setting, text, layout) of changes that save memory."""
+    for word in ("selective", "full"):
+        if layout.recompute != word:
+            yield "recompute", f"recompute={word}", layout
+    for stage in range(layout.zero + 1, 4):
+        yield "zero", f"zero={stage}", layout
+    for factor in (2, 4):
+        yield "tensor", f"tensor={layout.tensor * factor}", layout
+        yield "pipeline", f"pipeline={layout.pipeline * factor}", layout
+        yield "context", f"context={layout.context * factor}", layout
+    if layout.microbatch_size % 2 == 0:
+        yield "size", f"size={layout.microbatch_size // 2}", layout
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        yield "sequence", "sequence=true", replace(layout, sequence_parallel=True)
+    if layout.offload == "none":
+        yield "offload", "offload=optimizer", layout
+
+
+def _fix(best: Candidate, words: str, prediction: Prediction) -> str:
+    name, _, value = words.partition("=")
+    ratio = prediction.step_seconds / best.prediction.step_seconds
+    size = prediction.fullest.device / _GIGA
+    return f"{name} = {value} ({size:.1f} GB, {spell_change(ratio)} the best plan)"

@@ -1,0 +1,88 @@
+"""What a forward did: its operators in order, on values known by where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor as an operator saw it: a view of a storage."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Value:
+        storage = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage] # the only name of a storage without memory
+        return cls(storage, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One operator of a forward."""
+
+    index: int
+    name: str
+    """`mm`, `native_layer_norm`; `attention` and `rms_norm` for what fused kernels compute."""
+    arguments: tuple[Any, ...]
+    """As passed, with a `Value` for each tensor."""
+    keywords: Mapping[str, Any]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    module: str
+    """Innermost module that was running."""
+    call: int
+    """Number of the user-level call (`F.linear`, `x * y`) that it belongs to."""
+    is_view: bool
+    mutates: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A storage that autograd keeps for backward, and the call that wants it."""
+
+    storage: int
+    call: int
+    module: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Trace:
+    """A forward and its loss, of `samples` samples."""
+
+    samples: int
+    events: list[Event]
+    saves: list[Save]
+    storage_bytes: Mapping[int, int]
+    storage_dtypes: Mapping[int, torch.dtype]
+    parameters: Mapping[int, tuple[str, ...]]
+    """Storage → all names of the parameter in it, the first one first."""
+    buffers: frozenset[int]
+    """Storages of buffers."""
+    per_sample: frozenset[int]
+    """Storages of what is computed from the batch: the others are as large whatever the batch."""
+    entries: Mapping[str, tuple[int, Value]]
+    """Module → index of the first event inside, and the first tensor that enters it."""
+    exits: Mapping[str, int]
+    """Module → index of the event after its last one."""
+    outputs: tuple[Value, ...]
+    """What the model returns."""
+    loss_event: int
+    """Index of the first event of the loss."""
+    notes: tuple[str, ...]

@@ -1,0 +1,98 @@
+"""Chooses which layers are column-parallel and which row-parallel, from what a flow found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from weft.describe._flow import Flow, Layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A layer of a group, and where the divided atom lies in its features."""
+
+    layer: Layer
+    blocks: int
+    """Equal blocks that are fused in front of the divided size, each cut on its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Layers that are divided together: columns first, rows make the sum."""
+
+    atom: int
+    size: int
+    columns: tuple[Member, ...]
+    rows: tuple[Member, ...]
+
+    @property
+    def first(self) -> int:
+        return min(member.layer.index for member in self.columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    groups: tuple[Group, ...]
+    left: tuple[tuple[str, str], ...]
+    """Layers that stay whole, and why."""
+
+
+def choose(flow: Flow, blocks: Sequence[str], refused: Iterable[int] = (), ruled: Iterable[str] = ()) -> Choice:
+    """Take groups that lie in one block first, then in order; a layer is in one group only.  `refused` are atoms that
+    a rehearsal found wanting, `ruled` layers for which the model has rules already."""
+    found = _groups(flow, set(refused))
+    chosen: list[Group] = []
+    taken = set(ruled)
+    for group in sorted(found, key=lambda group: (not _is_local(group, blocks), group.first)):
+        names = {member.layer.name for member in (*group.columns, *group.rows)}
+        if names & taken:
+            continue
+        taken |= names
+        chosen.append(group)
+    chosen.sort(key=lambda group: group.first)
+    left = [(name, _why(flow, layer)) for name, layer in flow.layers.items() if name not in taken]
+    return Choice(groups=tuple(chosen), left=tuple(left))
+
+
+def _groups(flow: Flow, refused: set[int]) -> list[Group]:
+    atoms = flow.atoms
+    columns: dict[int, list[Member]] = {}
+    for layer in flow.layers.values():
+        for member, atom in _places(flow, layer, (layer.made,)):
+            columns.setdefault(atom, []).append(member)
+    groups: list[Group] = []
+    for atom, members in columns.items():
+        if atoms.reason(atom) is not None or atom in refused or atoms.size(atom) < 2:
+            continue
+        entering = [place for layer in flow.layers.values() for place in _places(flow, layer, layer.entering)]
+        rows = [member for member, other in entering if other == atom]
+        names = [member.layer.name for member in (*members, *rows)]
+        kinds = {member.layer.kind for member in (*members, *rows)}
+        if rows and len(names) == len(set(names)) and len(kinds) == 1:
+            groups.append(Group(atom=atom, size=atoms.size(atom), columns=tuple(members), rows=tuple(rows)))
+    return groups
+
+
+def _places(flow: Flow, layer: Layer, dim: Iterable[int]) -> list[tuple[Member, int]]:
+    """Each atom of a layer's features, with the blocks in front of it."""
+    found: list[tuple[Member, int]] = []
+    before = 1
+    for leaf in (leaf for atom in dim for leaf in flow.atoms.leaves(atom)):
+        found.append((Member(layer=layer, blocks=before), flow.atoms.find(leaf)))
+        before *= flow.atoms.size(leaf)
+    return found
+
+
+def _is_local(group: Group, blocks: Sequence[str]) -> bool:
+    """Whether all its layers lie in one block of the model."""
+    names = [member.layer.name for member in (*group.columns, *group.rows)]
+    return any(all(f"{name}.".startswith(block + ".") for name in names) for block in blocks)
+
+
+def _why(flow: Flow, layer: Layer) -> str:
+    leaves = sorted(flow.atoms.leaves(layer.made), key=flow.atoms.size, reverse=True)
+    reasons = [flow.atoms.reason(leaf) for leaf in leaves]
+    if reasons[0] is not None and None not in reasons:
+        return "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
+    return "no layer takes its result in parts, or that layer is split with others already"

@@ -1,0 +1,321 @@
+"""One forward and loss of a model on the meta device: its operators and what it keeps for backward, written down."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from weft.describe._events import Event, Save, Trace, Value
+from weft.describe._fused import FUSED, FusedCall
+from weft.describe._stand_in import StandIns
+from weft.errors import RecipeError
+from weft.models import Blueprint
+
+SAMPLES = 2
+"""Of a traced batch: batch statistics want more than one."""
+LOSS = "loss"
+"""Stands for the loss where a module's name is asked."""
+
+
+def trace(
+    blueprint: Blueprint, dtype: torch.dtype, parameters: Mapping[str, Tensor] | None = None, *, loss: bool = True
+) -> Trace:
+    """Run the model in `dtype` as it is (training or evaluation mode), and its loss if wanted; nothing is computed.
+
+    The model's own tensors are not touched: meta tensors of their shapes, or the given `parameters`, stand in for the
+    run.
+
+    Raises:
+        RecipeError: the model has no example batch, its forward raises, or asks what only a real run can answer.
+    """
+    recorder = _Recorder(blueprint, dtype, parameters or {})
+    return recorder.run(loss)
+
+
+class Unfinished(RecipeError):
+    """A forward that raised, and what it had done until then."""
+
+    def __init__(self, message: str, events: Sequence[Event]) -> None:
+        super().__init__(message)
+        self.events = events
+
+
+class _Held:
+    """What autograd keeps in place of a saved tensor; alive as long as its node is."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Recorder:
+    def __init__(self, blueprint: Blueprint, dtype: torch.dtype, parameters: Mapping[str, Tensor]) -> None:
+        self._blueprint, self._dtype = blueprint, dtype
+        self._stand_ins = StandIns()
+        self._events: list[Event] = []
+        self._saves: list[tuple[Save, weakref.ref[_Held]]] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._per_sample: set[int] = set()
+        self._entries: dict[str, tuple[int, Value]] = {}
+        self._exits: dict[str, int] = {}
+        self._modules: list[str] = [""]
+        self._call = 0
+        self._paused = False
+        self._inner: dict[int, Value] = {}
+        self._tensors = _stand_in_tensors(blueprint, dtype, parameters)
+        self._parameters, self._buffers = self._name_storages(parameters)
+
+    def run(self, loss: bool) -> Trace:
+        module = self._blueprint.module
+        fields = _fields(self._blueprint, self._dtype)
+        for tensor in fields.values():
+            self._per_sample.add(self.value(tensor).storage)
+        inputs = {keyword: fields[name] for keyword, name in self._blueprint.inputs.items() if name in fields}
+        with ExitStack() as stack:
+            stack.enter_context(self._hooked(module))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            stack.enter_context(_Dispatch(self))
+            stack.enter_context(_Functions(self))
+            with self._explained(module):
+                outputs = torch.func.functional_call(module, self._tensors, (), inputs)
+                found = tuple(self.value(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+                loss_event = len(self._events)
+                self._modules.append(LOSS)
+                total = self._blueprint.loss(outputs, fields) if loss else None
+        made = self._finished(found, loss_event)
+        del outputs, total
+        return made
+
+    @contextmanager
+    def _explained(self, module: nn.Module) -> Generator[None]:
+        try:
+            yield
+        except Unfinished:
+            raise
+        except RecipeError as problem:
+            raise Unfinished(str(problem), self._events) from problem
+        except Exception as problem:
+            first = next(iter(str(problem).splitlines()), "")
+            raise Unfinished(
+                f"{type(module).__name__} cannot be described: its forward or its loss raised"
+                f" {type(problem).__name__}: {first.rstrip('.')}. Make one forward of its example batch work first.",
+                self._events,
+            ) from problem
+
+    def _finished(self, outputs: tuple[Value, ...], loss_event: int) -> Trace:
+        return Trace(
+            samples=SAMPLES,
+            events=self._events,
+            saves=[save for save, held in self._saves if held() is not None],
+            storage_bytes={key: storage.nbytes() for key, storage in self._storages.items()},
+            storage_dtypes=self._dtypes,
+            parameters=self._parameters,
+            buffers=self._buffers,
+            per_sample=frozenset(self._per_sample),
+            entries=self._entries,
+            exits=self._exits,
+            outputs=outputs,
+            loss_event=loss_event,
+            notes=tuple(self._stand_ins.notes),
+        )
+
+    def value(self, tensor: Tensor) -> Value:
+        """The value of a tensor, whose storage is kept from now on: so no other gets its address."""
+        found = Value.of(tensor)
+        if found.storage not in self._storages:
+            self._storages[found.storage] = tensor.untyped_storage()
+            self._dtypes[found.storage] = tensor.dtype
+        return found
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one ATen operator and write it down."""
+        result = self._stand_ins.run(func, args, kwargs, self._modules[-1])
+        if not self._paused:
+            is_view = any(returned.alias_info and not returned.alias_info.is_write for returned in func._schema.returns)
+            self._note(func.overloadpacket.__name__, args, kwargs, result, is_view, func._schema.is_mutable)
+        return result
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one call of the model or the loss, in one kernel where devices have one."""
+        self._call += 1
+        fused = FUSED.get(func)
+        if fused is None:
+            return func(*args, **kwargs)
+        planned: FusedCall | None = fused(args, kwargs)
+        if planned is None:
+            return func(*args, **kwargs)
+        self._paused, first = True, len(self._saves)
+        try:
+            result = planned.run()
+        finally:
+            self._paused = False
+        if planned.name is not None:
+            within = [save.storage for save, _ in self._saves[first:]]
+            self._note(planned.name, planned.operands, planned.settings, result, False, False, within)
+        return result
+
+    def _note(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        is_view: bool,
+        mutates: bool,
+        within: Sequence[int] = (),
+    ) -> None:
+        """`within` are storages that a fused kernel keeps: those that are not its operands it has made."""
+
+        def convert(leaf: Any) -> Any:
+            return self.value(leaf) if isinstance(leaf, Tensor) else leaf
+
+        arguments, keywords = tree_map(convert, tuple(args)), tree_map(convert, dict(kwargs))
+        inputs = tuple(leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Value))
+        outputs = tuple(self.value(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        known = {value.storage for value in (*inputs, *outputs)}
+        outputs += tuple(self._inner[key] for key in dict.fromkeys(within) if key not in known)
+        if any(value.storage in self._per_sample for value in inputs):
+            self._per_sample.update(value.storage for value in outputs if value.storage not in self._parameters)
+        self._events.append(
+            Event(
+                index=len(self._events),
+                name=name,
+                arguments=arguments,
+                keywords=keywords,
+                inputs=inputs,
+                outputs=outputs,
+                module=self._modules[-1],
+                call=self._call,
+                is_view=is_view,
+                mutates=mutates,
+            )
+        )
+
+    def _pack(self, tensor: Tensor) -> _Held:
+        held, value = _Held(), self.value(tensor)
+        if self._paused:
+            self._inner[value.storage] = value
+        self._saves.append((Save(value.storage, self._call, self._modules[-1]), weakref.ref(held)))
+        return held
+
+    def _unpack(self, held: Any) -> Tensor:
+        raise RecipeError(
+            "the model's forward or its loss runs a backward of its own, which cannot be described without a real run."
+            " Take the gradient outside the forward."
+        )
+
+    @contextmanager
+    def _hooked(self, module: nn.Module) -> Generator[None]:
+        """Know which module is running."""
+        with ExitStack() as stack:
+            for name, child in module.named_modules():
+                if name:
+                    enter = child.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
+                    leave = child.register_forward_hook(partial(self._leave, name), always_call=True)
+                    stack.callback(enter.remove)
+                    stack.callback(leave.remove)
+            yield
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        if first is not None and name not in self._entries:
+            self._entries[name] = (len(self._events), self.value(first))
+        self._modules.append(name)
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._exits[name] = len(self._events)
+        while len(self._modules) > 1 and self._modules.pop() != name:
+            pass
+
+    def _name_storages(self, given: Mapping[str, Tensor]) -> tuple[dict[int, tuple[str, ...]], frozenset[int]]:
+        """Storages of the stand-ins and of the real tensors, for modules that hold on to those."""
+        parameters: dict[int, tuple[str, ...]] = {}
+        buffers: set[int] = set()
+        module = self._blueprint.module
+        owners = dict(module.named_parameters(remove_duplicate=False))
+        for name, tensor in self._tensors.items():
+            keys = {self.value(tensor).storage}
+            if name in owners:
+                keys.add(self.value(owners[name]).storage)
+                for key in keys:
+                    parameters[key] = (*parameters.get(key, ()), name)
+            else:
+                buffers.update(keys)
+        return parameters, frozenset(buffers)
+
+
+class _Dispatch(TorchDispatchMode):
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.dispatch(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):
+            return func(*args, **(kwargs or {}))
+        return self._recorder.call(func, args, kwargs or {})
+
+
+def _stand_in_tensors(blueprint: Blueprint, dtype: torch.dtype, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters and buffers by name, on meta and in `dtype`; what is tied stays tied, small integer buffers real."""
+    made: dict[int, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    module = blueprint.module
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    for name, tensor in (*parameters, *buffers):
+        if id(tensor) not in made:
+            made[id(tensor)] = given[name] if name in given else _stand_in(name, tensor, dtype, blueprint.keep_dtype)
+        tensors[name] = made[id(tensor)]
+    return tensors
+
+
+def _stand_in(name: str, tensor: Tensor, dtype: torch.dtype, keep: Sequence[str]) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    keeps = any(fnmatchcase(name, pattern) for pattern in keep)
+    stand_in = torch.empty(tensor.shape, dtype=tensor.dtype if keeps else dtype, device="meta")
+    return nn.Parameter(stand_in, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
+
+
+def _fields(blueprint: Blueprint, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A batch: floats on meta, integers real, all of them permissible."""
+    if blueprint.example is None:
+        raise RecipeError(
+            f"{type(blueprint.module).__name__} brings no example batch, so nobody knows the shapes of its inputs."
+            " Give its Blueprint an `example`."
+        )
+    generator = torch.Generator().manual_seed(0)
+    fields: dict[str, Tensor] = {}
+    for name, like in blueprint.example(SAMPLES).items():
+        fields[name] = _field(name, like, dtype, blueprint.vocabulary_size or 2, generator)
+    return fields
+
+
+def _field(name: str, like: Tensor, dtype: torch.dtype, values: int, generator: torch.Generator) -> Tensor:
+    if like.is_floating_point():
+        return torch.empty(like.shape, dtype=dtype, device="meta")
+    if name == "positions":
+        return torch.arange(like.shape[-1]).expand(like.shape).contiguous()
+    if name == "document_ids":
+        return torch.zeros(like.shape, dtype=like.dtype)
+    if like.dtype == torch.bool or name == "attention_mask":
+        return torch.ones(like.shape, dtype=like.dtype)
+    high = 2 if name == "labels" else values
+    return torch.randint(0, high, like.shape, generator=generator).to(like.dtype)

@@ -139,6 +139,7 @@ def test_a_wrong_split_table_is_named_with_what_it_takes(project: Path) -> None:
     assert "note      checked_models:build is no model that Weft can shrink: it runs as it is" in text
     assert "check     loss step 1 differs from one process by" in text
     assert "likely cause: the forward computes something else" in text
+    assert "the first module that returns something else is output (by" in text  # where the heads are joined again
     assert "it takes tensor ranks: the rest of the plan makes no difference" in text
 
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from weft.cluster import Cluster
+from weft.describe import build_blueprint
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
-from weft.entry._check_worker import awake_model, trial_path, with_precision
+from weft.entry._check_worker import awake_model, outputs_path, trial_path, with_precision
 from weft.entry._facts import facts_of_blueprint
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.launch import RankError, launch_function, place_from_environment
-from weft.models import build_model
 from weft.plan import ModelFacts, Plan, auto_plan, check_plan, check_runnable, dump_plan, facts_of, load_plan
 from weft.prove import (
     STEPS,
@@ -26,12 +26,14 @@ from weft.prove import (
     Contributions,
     Evidence,
     Outcome,
+    Outputs,
     PlainLoop,
     SmallCase,
     Trial,
     Verdict,
     comparable,
     contributions,
+    first_different,
     join_trials,
     judge,
     likely_cause,
@@ -106,7 +108,7 @@ def check(
 
 def _facts(recipe: Recipe) -> ModelFacts:
     """A factory's model is built, because it will run as it is; of others the recipe says enough."""
-    return facts_of(recipe) if recipe.model.factory is None else facts_of_blueprint(build_model(recipe), recipe)
+    return facts_of(recipe) if recipe.model.factory is None else facts_of_blueprint(build_blueprint(recipe), recipe)
 
 
 def _fitting(small: SmallCase) -> ModelFacts:
@@ -115,7 +117,7 @@ def _fitting(small: SmallCase) -> ModelFacts:
     Raises:
         RecipeError: there is nothing to make samples from.
     """
-    blueprint = build_model(small.recipe)
+    blueprint = build_blueprint(small.recipe)
     if blueprint.example is None:
         what = small.recipe.model.factory or type(blueprint.module).__name__
         raise RecipeError(
@@ -157,7 +159,7 @@ class _Runs:
     small: SmallCase
     folder: Path
 
-    def ranks(self, cases: Sequence[tuple[Precision, bool]]) -> None:
+    def ranks(self, cases: Sequence[tuple[Precision, bool]], *, watch: bool = False) -> None:
         """Run the cases on the plan's world, in fresh processes that are started once."""
         launch_function(
             "weft.entry._check_worker:run_rank",
@@ -167,6 +169,7 @@ class _Runs:
                 "cases": [list(case) for case in cases],
                 "label_range": self.small.label_range,
                 "folder": str(self.folder),
+                "watch": watch,
             },
             self.small.plan.mesh.world_size,
             threads_per_rank=1,
@@ -197,6 +200,21 @@ class _Runs:
         wanted = loop.run(blueprint, found.initial)
         return judge(wanted, comparable(found, loop.steps), precision="fp64")
 
+    def first_wrong_output(self) -> str:
+        """The first module of the forward that returns something else than in one process; empty: none is known."""
+        if self.small.plan.mesh.pipeline > 1:
+            return ""
+        try:
+            self.ranks([("fp64", False)], watch=True)
+        except WeftError:
+            return ""
+        recipe, alone = self.small.recipe, Outputs()
+        plan = one_process(with_precision(self.small.plan, "fp64", compiled=False))
+        label_range = self.small.label_range
+        run_trial(recipe, plan, lambda: awake_model(recipe), steps=0, label_range=label_range, inspect=alone.watch)
+        found = first_different(alone.by_module, Outputs.read(outputs_path(self.folder)).by_module)
+        return f"the first module that returns something else is {found[0]} (by {found[1]:.1e})" if found else ""
+
     def taken_apart(self) -> Contributions:
         recipe = self.small.recipe
         plan = with_precision(self.small.plan, "fp64", compiled=False)
@@ -222,7 +240,7 @@ def _compare(
     try:
         runs.ranks(cases)
     except RankError as error:
-        needs = _needed(runs, "fp64") if explain else ()
+        _, needs = _needed(runs, "fp64") if explain else (runs, ())
         return [], CheckFailure(precision="fp64", departure=None, others=0, cause=str(error), needs=needs)
     verdicts: list[Verdict] = []
     exact: Outcome | None = None
@@ -246,7 +264,7 @@ def _failure(runs: _Runs, verdict: Verdict, compiled: bool, explain: bool) -> Ch
             cause = likely_cause(
                 Evidence(
                     plan=runs.small.plan,
-                    blueprint=build_model(runs.small.recipe),
+                    blueprint=build_blueprint(runs.small.recipe),
                     wanted=wanted,
                     found=join_trials(trials, runs.small.plan),
                     trials=trials,
@@ -254,7 +272,9 @@ def _failure(runs: _Runs, verdict: Verdict, compiled: bool, explain: bool) -> Ch
                     verdict=verdict,
                 )
             )
-            needs = _needed(runs, "fp64")
+            simplest, needs = _needed(runs, "fp64")
+            where = simplest.first_wrong_output() if verdict.departures[0].kind == "loss" else ""
+            cause += f"; {where}" if where else ""
     elif compiled:
         cause = f"fp64 and fp32 are equal without compilation, so torch.compile in {verdict.precision} is what differs"
     else:
@@ -274,8 +294,11 @@ def _first_of(verdict: Verdict, cause: str, needs: tuple[str, ...]) -> CheckFail
     )
 
 
-def _needed(runs: _Runs, precision: Precision) -> tuple[str, ...]:
-    """Take out one technique after another, as long as something still differs, and return those that cannot go."""
+def _needed(runs: _Runs, precision: Precision) -> tuple[_Runs, tuple[str, ...]]:
+    """Take out one technique after another, as long as something still differs.
+
+    Returns what is left, and the techniques that cannot go.
+    """
     deadline = time.monotonic() + _SEARCH_SECONDS
     needed: list[str] = []
     small = runs.small
@@ -291,7 +314,7 @@ def _needed(runs: _Runs, precision: Precision) -> tuple[str, ...]:
             small = case
         else:
             needed.append(technique)
-    return tuple(needed)
+    return _Runs(small, runs.folder), tuple(needed)
 
 
 def _still_differs(runs: _Runs, precision: Precision) -> bool:

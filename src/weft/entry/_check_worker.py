@@ -9,28 +9,52 @@ import torch
 import torch._dynamo  # pyright: ignore[reportUnusedImport] - autograd imports it in every rank, for 2 s; so by fork
 
 from weft.comm import Mesh
+from weft.describe import build_blueprint
 from weft.launch import Place, initialise_distributed
-from weft.models import Blueprint, build_model
+from weft.models import Blueprint
 from weft.plan import Plan, parse_plan
-from weft.prove import STEPS, awaken, run_trial, write_trial
+from weft.prove import STEPS, Outputs, awaken, run_trial, write_trial
 from weft.recipe import Precision, Recipe, parse_recipe
 
 TIMEOUT_SECONDS = 60.0
 """Of a collective: one that not all ranks enter must not keep anybody waiting for long."""
+COMPILING_SECONDS = 600.0
+"""The same, where ranks may be minutes apart because they compile."""
 
 
 def run_rank(
-    place: Place, *, recipe: str, plan: str, cases: list[list[str | bool]], label_range: int | None, folder: str
+    place: Place,
+    *,
+    recipe: str,
+    plan: str,
+    cases: list[list[str | bool]],
+    label_range: int | None,
+    folder: str,
+    watch: bool,
 ) -> None:
-    """Run the cases (precision, whether to compile) of a plan; `recipe` and `plan` are TOML."""
+    """Run the cases (precision, whether to compile) of a plan; `recipe` and `plan` are TOML.
+
+    With `watch`, rank 0 also leaves what its modules return.
+    """
     what, how = parse_recipe(recipe), parse_plan(plan)
     torch.set_num_threads(how.compute.threads_per_rank)
-    with initialise_distributed("cpu", place, timeout_seconds=TIMEOUT_SECONDS) as distributed:
+    timeout_seconds = COMPILING_SECONDS if any(compiled for _, compiled in cases) else TIMEOUT_SECONDS
+    with initialise_distributed("cpu", place, timeout_seconds=timeout_seconds) as distributed:
         mesh = Mesh(how.mesh, distributed.device)
+        outputs = Outputs()
         for precision, compiled in cases:
-            chosen = with_precision(how, precision, compiled=bool(compiled))  # pyright: ignore[reportArgumentType]
-            trial = run_trial(what, chosen, lambda: awake_model(what), steps=STEPS, label_range=label_range, mesh=mesh)
+            trial = run_trial(
+                what,
+                with_precision(how, precision, compiled=bool(compiled)),  # pyright: ignore[reportArgumentType]
+                lambda: awake_model(what),
+                steps=STEPS,
+                label_range=label_range,
+                mesh=mesh,
+                inspect=outputs.watch if watch else None,
+            )
             write_trial(trial_path(Path(folder), place.rank, str(precision)), trial)
+        if watch and place.rank == 0:
+            outputs.write(outputs_path(Path(folder)))
 
 
 def with_precision(plan: Plan, precision: Precision, *, compiled: bool) -> Plan:
@@ -40,9 +64,14 @@ def with_precision(plan: Plan, precision: Precision, *, compiled: bool) -> Plan:
 
 def awake_model(recipe: Recipe) -> Blueprint:
     """The recipe's model, with no parameter that starts constant."""
-    return awaken(build_model(recipe))
+    return awaken(build_blueprint(recipe))
 
 
 def trial_path(folder: Path, rank: int, precision: str) -> Path:
     """Where a rank leaves a trial."""
     return folder / f"{precision}-rank{rank}.safetensors"
+
+
+def outputs_path(folder: Path) -> Path:
+    """Where rank 0 leaves what its modules return."""
+    return folder / "outputs.safetensors"

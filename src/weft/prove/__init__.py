@@ -18,6 +18,8 @@ from weft.prove._judge import Outcome as Outcome
 from weft.prove._judge import Verdict as Verdict
 from weft.prove._judge import join_trials as join_trials
 from weft.prove._judge import judge as judge
+from weft.prove._outputs import Outputs as Outputs
+from weft.prove._outputs import first_different as first_different
 from weft.prove._plain import PlainLoop as PlainLoop
 from weft.prove._plain import comparable as comparable
 from weft.prove._plain import without_dropout as without_dropout

@@ -57,16 +57,20 @@ def run_trial(
     device: torch.device | None = None,
     label_range: int | None = None,
     mesh: Mesh | None = None,
+    inspect: Callable[[TrainingState], None] | None = None,
 ) -> Trial:
     """Train `steps` steps on trial data and return what this rank saw.  Call on every rank of the plan's world.
 
-    `mesh` is that of an earlier trial under the same axes, whose groups are used again.
+    `mesh` is that of an earlier trial under the same axes, whose groups are used again.  `inspect` sees the model
+    before the first forward.
     """
     if mesh is None:
         mesh = Mesh(plan.mesh, device if device is not None else torch.device("cpu"))
     blueprint = build()
     training = create_training(recipe, plan, blueprint, mesh, Recorder())
     data = TrialData(blueprint, plan, data_index=mesh.index("data"), seed=recipe.run.seed, label_range=label_range)
+    if inspect is not None:
+        inspect(training)
     initial = _model_state(training)
     gradients = _first_gradients(training, recipe, data)
     results = [

@@ -8,44 +8,159 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from weft.cli._read import read_choice
+from weft.cli._read import Choice, read_choice
+from weft.cli._search import Asked
 from weft.errors import PlanError
+
+_FLAG = Parameter(negative=())
 
 
 def plan(
-    recipe: Path,
+    recipe: Path | None = None,
     /,
     *,
+    model: str | None = None,
     plan: str = "auto",
     cluster: str | None = None,
     processes: int | None = None,
-    set: Annotated[tuple[str, ...], Parameter(negative=())] = (),  # noqa: A002 - the option is called --set
+    global_batch_size: int | None = None,
+    sequence_length: int | None = None,
+    set: Annotated[tuple[str, ...], _FLAG] = (),  # noqa: A002 - the option is called --set
+    top: int = 5,
+    objective: str = "throughput",
+    tokens: str | None = None,
+    deadline: str | None = None,
+    price: float | None = None,
+    runnable: Annotated[bool, _FLAG] = False,
+    json: Annotated[bool, _FLAG] = False,
     output: Path | None = None,
     eject: Path | None = None,
 ) -> None:
-    """Choose a plan for a recipe, and say why.
+    """Choose a plan for a recipe or a well-known model, and say why.
 
     Parameters
     ----------
     recipe
         TOML file that says what to train.
+    model
+        A well-known model instead of a recipe, such as llama-3.1-405b.
     plan
-        TOML file that says how to split it, to look at or to eject; `auto` chooses one.
+        TOML file that says how to split the recipe, to look at or to eject; `auto` chooses one.
     cluster
         TOML file, or a spec such as 4x8xh100; by default this machine.
     processes
         How many processes; by default one per device that the batch can use.
+    global_batch_size
+        Samples per step, with --model; by default 1,024 tokens per device, at least a million.
+    sequence_length
+        Tokens per sample, with --model; by default the model's own.
     set
         One setting, such as recipe.batch.global_batch_size=64 or plan.mesh.tensor=2. May be given again.
+    top
+        How many plans to show.
+    objective
+        What to be best at: throughput, time (until --tokens are trained on) or cost (of a token).
+    tokens
+        Tokens to train on, such as 2T.
+    deadline
+        Find the smallest part of the cluster that trains --tokens in this time, such as 14d.
+    price
+        Of a device and hour, in any currency.
+    runnable
+        Only plans that Weft can run today.
+    json
+        Print everything as JSON.
     output
         File to write the plan to, for `weft train --plan`.
     eject
         Script to write: plain PyTorch that trains the recipe under the plan to the same losses, without Weft.
     """
-    from weft.plan import describe_plan, dump_plan
+    asked = Asked(
+        top=top,
+        objective=objective,
+        tokens=tokens,
+        deadline=deadline,
+        price=price,
+        runnable=runnable,
+        json=json,
+        pins=tuple(text for text in set if text.startswith("plan.")),
+    )
+    if model is not None:
+        _refuse(recipe is not None, "a recipe and --model", "one of them")
+        _refuse(plan != "auto" or processes is not None or eject is not None, "--model", "a recipe with these options")
+        _known(model, cluster, (global_batch_size, sequence_length), asked, output)
+        return
+    if recipe is None:
+        example = "weft plan --model llama-3.1-8b --cluster 8xh100"
+        raise PlanError(f"weft plan needs a RECIPE, or --model NAME. Try: {example}")
+    _refuse(
+        global_batch_size is not None or sequence_length is not None,
+        "--global-batch-size or --sequence-length, which belong to --model,",
+        "--set recipe.batch.global_batch_size=…",
+    )
+    _recipe(recipe, plan, set, processes, cluster, asked, output, eject)
 
-    choice = read_choice(recipe, plan, set, processes, cluster)
-    print("\n".join(describe_plan(choice.plan, choice.reasons, choice.facts, choice.cluster)))
+
+def _refuse(wrong: bool, given: str, instead: str) -> None:
+    if wrong:
+        raise PlanError(f"weft plan was given {given} and something that does not go with it. Use {instead}.")
+
+
+def _known(
+    model: str, spec: str | None, sizes: tuple[int | None, int | None], asked: object, output: Path | None
+) -> None:
+    from weft.cli._search import known_subject, print_search, run_search, write_best
+    from weft.cluster import resolve_cluster
+
+    cluster = resolve_cluster(spec)
+    result, lines = run_search(known_subject(model, cluster, *sizes), cluster, asked)
+    print_search(result, lines, asked)
+    if output is not None:
+        write_best(result, output, model)
+
+
+def _recipe(
+    recipe: Path,
+    plan: str,
+    overrides: tuple[str, ...],
+    processes: int | None,
+    cluster: str | None,
+    asked: Asked,
+    output: Path | None,
+    eject: Path | None,
+) -> None:
+    """For a cluster that is not this machine search chooses the plan; here it is the one that `weft train` would take,
+    with what search finds beside it."""
+    from weft.cli._search import need_subject, print_search, recipe_subject, run_search, write_best
+    from weft.cluster import resolve_cluster
+    from weft.plan import describe_plan
+
+    is_elsewhere = cluster is not None and plan == "auto" and processes is None and eject is None
+    subject = None
+    if plan == "auto" and processes is None and eject is None:
+        subject = recipe_subject(recipe, tuple(text for text in overrides if not text.startswith("plan.")))
+    elif asked.is_special:
+        raise PlanError("--plan, --processes and --eject fix the plan: options of the search do not go with them.")
+    if subject is not None and is_elsewhere:
+        result, lines = run_search(subject, resolve_cluster(cluster), asked)
+        print_search(result, lines, asked)
+        if output is not None:
+            write_best(result, output, str(recipe))
+        return
+    if asked.is_special:
+        subject = need_subject(subject, recipe)
+    choice = read_choice(recipe, plan, overrides, processes, cluster)
+    if not asked.json:
+        print("\n".join(describe_plan(choice.plan, choice.reasons, choice.facts, choice.cluster)))
+    if subject is not None:
+        result, lines = run_search(subject, choice.cluster, asked)
+        print_search(result, lines if asked.json else ["", *lines], asked)
+    _write(choice, recipe, output, eject)
+
+
+def _write(choice: Choice, recipe: Path, output: Path | None, eject: Path | None) -> None:
+    from weft.plan import dump_plan
+
     if output is not None:
         text = dump_plan(choice.plan, choice.reasons, header=[f"chosen by weft plan {recipe}"])
         try:

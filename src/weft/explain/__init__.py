@@ -1,1 +1,20 @@
 """Explain: why a plan is the best one, what it costs and what another would.  Importable without torch."""
+
+from weft.explain._emit import TARGETS as TARGETS
+from weft.explain._emit import Launch as Launch
+from weft.explain._emit import emit as emit
+from weft.explain._next import Change as Change
+from weft.explain._next import next_changes as next_changes
+from weft.explain._plots import PICTURES as PICTURES
+from weft.explain._plots import draw as draw
+from weft.explain._reasons import search_reasons as search_reasons
+from weft.explain._table import plan_table as plan_table
+from weft.explain._table import search_document as search_document
+from weft.explain._table import search_lines as search_lines
+from weft.explain._table import why_not as why_not
+from weft.explain._text import layout_line as layout_line
+from weft.explain._text import memory_line as memory_line
+from weft.explain._text import spell_seconds as spell_seconds
+from weft.explain._text import time_line as time_line
+from weft.explain._text import waterfall as waterfall
+from weft.explain._why_not import explain_choice as explain_choice

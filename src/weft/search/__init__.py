@@ -1,9 +1,13 @@
 """Search: the layouts of a model on a cluster, priced and ranked.  Importable without torch."""
 
 from weft.search._convert import plan_of as plan_of
+from weft.search._deadline import Smallest as Smallest
+from weft.search._deadline import part_of_cluster as part_of_cluster
+from weft.search._deadline import smallest_cluster as smallest_cluster
 from weft.search._objective import OBJECTIVES as OBJECTIVES
 from weft.search._objective import Objective as Objective
 from weft.search._orders import distinct_orders as distinct_orders
+from weft.search._pins import pinned as pinned
 from weft.search._result import Candidate as Candidate
 from weft.search._result import Counts as Counts
 from weft.search._result import SearchResult as SearchResult

@@ -70,7 +70,7 @@ class SearchResult:
     objective: Objective
     space: Space
     best: tuple[Candidate, ...]
-    """Empty where nothing fits."""
+    """Of each combination of axes and ZeRO stage the best one.  Empty where nothing fits."""
     counts: Counts
 
     @property

@@ -73,7 +73,7 @@ class Screen:
                 if offload == 0:
                     fitting |= fits
                     done = fitting.copy()
-                seconds = estimates.seconds(costs.passes[level.light], name)
+                seconds = estimates.seconds(costs.passes[level.light], costs.held[level.light], name)
                 found += self._table(group, options, fits & (seconds < limit), zero, shard, (place, offload), seconds)
         return found, int((~fitting).sum())
 
@@ -82,12 +82,12 @@ class Screen:
     ) -> tuple[Floats, Bools]:
         """Seconds when only as many blocks are computed again as needed, and where that is of use."""
         light, heavy = level
-        more, less = costs.passes[heavy], costs.passes[light]
         saved = estimates.saved_bytes(costs.held[light], costs.held[heavy])
         over = needs[light] - self._usable
         share = np.clip(over / np.maximum(saved, 1.0), 0.0, 1.0) * _MIXED_SHARE
-        seconds = estimates.seconds(less, "none")
-        seconds = seconds + share * (estimates.seconds(more, "none") - seconds)
+        seconds = estimates.seconds(costs.passes[light], costs.held[light], "none")
+        most = estimates.seconds(costs.passes[heavy], costs.held[heavy], "none")
+        seconds = seconds + share * (most - seconds)
         return seconds, (needs[light] > self._usable) & (needs[heavy] <= self._usable)
 
     def _table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -26,6 +27,9 @@ from weft.search._space import Space, space_of
 from weft.search._splits import Ints, Splits, enumerate_splits
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
+_PER_FAMILY = 8
+"""Plans with the same axes and ZeRO stage of which the best estimates are priced, where not all are."""
+_PLAYED_PER_FAMILY = 2
 _CLOSE = 1.03
 """Estimates this much above the last one that is kept are kept too: they may be priced better."""
 
@@ -234,27 +238,48 @@ class _Hunt:
             weighed = self._weighed(pool.rows.seconds, pool.rows.splits.world)
             ordered += [(float(score), number, row) for row, score in enumerate(weighed)]
         priced: list[Priced] = []
+        taken: Counter[Family] = Counter()
         for _, number, row in sorted(ordered):
             if len(priced) >= self.finalists:
                 break
             layout, level = pools[number].rows.layout(row, pools[number].base, self.space)
+            family = family_of(layout)
+            if taken[family] >= _PER_FAMILY and len(ordered) > self.finalists:
+                continue
+            taken[family] += 1
             found = finalists.price(layout, level)
             if found is not None:
                 priced.append(found)
-        leaders = sorted(priced, key=_rank)[:top]
-        refined = {each.layout: each for each in (finalists.refine(leader) for leader in leaders)}
-        others = {each.layout: each for each in priced}
-        return self._played(finalists, list({**others, **refined}.values()), top)
+        refined = [finalists.refine(leader) for leader in _leaders(priced)[:top]]
+        unique = {each.layout: each for each in (*priced, *refined)}
+        return _leaders(self._played(finalists, list(unique.values()), top))[:top]
 
     def _played(self, finalists: Finalists, priced: list[Priced], top: int) -> list[Priced]:
         """Play the best until the best `top` have all been played."""
         played: list[Priced] = []
         for each in sorted(priced, key=_rank):
-            best = sorted(played, key=_rank)[:top]
-            if len(played) == 2 * top or (len(best) == top and best[-1].score <= each.score):
+            best = _leaders(played)[:top]
+            if len(best) == top and (len(played) >= 2 * top or best[-1].score <= each.score):
                 break
-            played.append(finalists.played(each))
-        return sorted(played, key=_rank)[:top]
+            if sum(family_of(other.layout) == family_of(each.layout) for other in played) < _PLAYED_PER_FAMILY:
+                played.append(finalists.played(each))
+        return played
+
+
+Family = tuple[int, ...]
+
+
+def family_of(layout: Layout) -> Family:
+    """What makes two plans different kinds of plans: the axes, and the ZeRO stage."""
+    return layout.pipeline, layout.data, layout.context, layout.tensor, layout.expert, layout.zero
+
+
+def _leaders(priced: Sequence[Priced]) -> list[Priced]:
+    """The best of each family, best first."""
+    found: dict[Family, Priced] = {}
+    for each in sorted(priced, key=_rank):
+        found.setdefault(family_of(each.layout), each)
+    return list(found.values())
 
 
 def _rank(priced: Priced) -> tuple[object, ...]:

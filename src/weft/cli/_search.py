@@ -1,0 +1,213 @@
+"""What `weft plan` searches, prints and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.cli._numbers import parse_count, parse_duration
+from weft.errors import PlanError, RecipeError
+
+if TYPE_CHECKING:
+    from weft.cluster import Cluster
+    from weft.profile import Profile
+    from weft.recipe import OptimizerRecipe, PermitRecipe
+    from weft.search import Objective, SearchResult
+
+_TOKENS_PER_DEVICE = 1024
+_LEAST_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The options of `weft plan` about the search."""
+
+    top: int
+    objective: str
+    tokens: str | None
+    deadline: str | None
+    price: float | None
+    runnable: bool
+    json: bool
+    pins: tuple[str, ...]
+    """Settings of the plan that `--set` has given."""
+
+    @property
+    def is_special(self) -> bool:
+        """Whether anything but a plain plan was asked for."""
+        return bool(self.tokens or self.deadline or self.price or self.runnable or self.json) or (
+            self.objective != "throughput"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What to train, as search sees it."""
+
+    profile: Profile
+    global_batch_size: int
+    permit: PermitRecipe | None
+    optimizer: OptimizerRecipe | None
+
+
+def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_length: int | None) -> Subject:
+    """Return a model of `KNOWN_MODELS` with a batch; without one, 1,024 tokens per device, at least a million.
+
+    Raises:
+        RecipeError: no such model.
+    """
+    from weft.profile import known_model, profile_of_sizes
+
+    profile = profile_of_sizes(known_model(name).sizes, sequence_length)
+    if batch is None:
+        wanted = max(_LEAST_TOKENS, _TOKENS_PER_DEVICE * cluster.num_devices) / profile.sequence_length
+        batch = 1 << max(0, round(wanted) - 1).bit_length()
+    return Subject(profile=profile, global_batch_size=batch, permit=None, optimizer=None)
+
+
+def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject | None:
+    """Return a recipe's model; None where only building it would tell its sizes."""
+    from weft.plan import Plan, apply_overrides, facts_of
+    from weft.profile import profile_of
+    from weft.recipe import load_recipe
+
+    recipe, _ = apply_overrides(load_recipe(recipe_path), Plan(), overrides)
+    profile = profile_of(recipe, facts_of(recipe))
+    if profile is None:
+        return None
+    return Subject(
+        profile=profile,
+        global_batch_size=recipe.batch.global_batch_size,
+        permit=recipe.permit,
+        optimizer=recipe.optimizer,
+    )
+
+
+def run_search(subject: Subject, cluster: Cluster, asked: Asked) -> tuple[SearchResult, list[str]]:
+    """Search, for the smallest part of the cluster where there is a deadline; return what was found, and its lines."""
+    from weft.explain import search_lines
+    from weft.search import smallest_cluster
+
+    started = time.perf_counter()
+    search = _searcher(subject, asked)
+    said: list[str] = []
+    if asked.deadline is None:
+        result = search(cluster)
+    else:
+        limit = parse_duration(asked.deadline, "--deadline")
+        smallest = smallest_cluster(cluster, search, deadline_seconds=limit)
+        result = smallest.result
+        days = (result.best[0].training_seconds or 0.0) / 86400
+        said.append(
+            f"smallest cluster that trains {asked.tokens} tokens in {asked.deadline}: {smallest.nodes:,} nodes, "
+            f"{result.cluster.num_devices:,} devices, {days:.1f} days at the pessimistic step time "
+            f"({smallest.tried} sizes searched)"
+        )
+    lines = search_lines(result, top=asked.top, seconds=time.perf_counter() - started)
+    return result, [*lines, *_totals(result), *said]
+
+
+def print_search(result: SearchResult, lines: list[str], asked: Asked) -> None:
+    """Print a table, or JSON."""
+    from weft.explain import search_document
+
+    print(json.dumps(search_document(result), indent=2) if asked.json else "\n".join(lines))
+
+
+def write_best(result: SearchResult, output: Path, name: str) -> None:
+    """Write the best plan as TOML, with what was predicted of it.
+
+    Raises:
+        PlanError: nothing fits, no plan can say it, or the file cannot be written.
+    """
+    from weft.explain import search_reasons
+    from weft.plan import dump_plan
+
+    if not result.best:
+        raise PlanError(f"no plan of {result.profile.name} fits into memory, so there is none to write.")
+    best = result.best[0]
+    if best.plan is None:
+        raise PlanError(f'no plan can say precision = "{best.layout.precision}". Choose another with --set.')
+    prediction = best.prediction
+    header = [
+        f"chosen by weft plan for {name} on cluster {result.cluster.digest}: predicted {prediction.step_seconds:.3g} "
+        f"s/step (±{100 * prediction.spread:.0f} %), {prediction.fullest.device / 1e9:.3g} GB per rank",
+        *best.not_runnable,
+    ]
+    try:
+        output.write_text(dump_plan(best.plan, search_reasons(result), header=header))
+    except OSError as error:
+        raise PlanError(f"{output} cannot be written: {error.strerror}. Name a file you may write.") from None
+    print(f"\nwritten to {output}", file=sys.stderr)
+
+
+def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResult]:
+    from weft.plan import Plan, apply_overrides
+    from weft.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
+    from weft.search import pinned, search, space_of
+
+    objective = _objective(asked)
+    nothing = Recipe(
+        model=ModelRecipe(factory="model:build"), batch=BatchRecipe(global_batch_size=1), run=RunRecipe(steps=1)
+    )
+    _, given = apply_overrides(nothing, Plan(), asked.pins)
+
+    def searched(cluster: Cluster) -> SearchResult:
+        space = space_of(
+            subject.profile,
+            cluster,
+            global_batch_size=subject.global_batch_size,
+            permit=subject.permit,
+            runnable_only=asked.runnable,
+        )
+        return search(
+            subject.profile,
+            cluster,
+            global_batch_size=subject.global_batch_size,
+            objective=objective,
+            space=pinned(space, given),
+            optimizer=subject.optimizer,
+            top=max(asked.top, 1),
+            compute=dataclasses.replace(given.compute),
+        )
+
+    return searched
+
+
+def _objective(asked: Asked) -> Objective:
+    from weft.search import OBJECTIVES, Objective
+
+    tokens = None if asked.tokens is None else parse_count(asked.tokens, "--tokens")
+    for name in OBJECTIVES:
+        if name == asked.objective:
+            return Objective(quantity=name, tokens=tokens, price_per_device_hour=asked.price)
+    return Objective(quantity=asked.objective)  # pyright: ignore[reportArgumentType] - raises, and says why
+
+
+def _totals(result: SearchResult) -> list[str]:
+    """Training time and cost of the best plan, where they were asked for."""
+    if not result.best:
+        return []
+    best, lines = result.best[0], list[str]()
+    if best.training_seconds is not None:
+        days = best.training_seconds / 86400
+        lines.append(f"training  {days:.1f} days at the pessimistic step time of the best plan")
+    if best.cost_per_million_tokens is not None:
+        lines.append(f"cost      {best.cost_per_million_tokens:.3g} per million tokens of the best plan")
+    return lines
+
+
+def need_subject(subject: Subject | None, recipe: Path) -> Subject:
+    """Raise unless a recipe's sizes are known."""
+    if subject is None:
+        raise RecipeError(
+            f"{recipe}: this model's sizes are not known without building it, so its plans cannot be priced. Use a "
+            "reference model, a Hugging Face config.json of a known family, or --model."
+        )
+    return subject

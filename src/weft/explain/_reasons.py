@@ -1,0 +1,53 @@
+"""Why the best plan has the settings that it has: what the next best other value of each would cost."""
+
+from __future__ import annotations
+
+from weft.document import spell
+from weft.plan import Plan
+from weft.search import SearchResult
+
+_KEYS = (
+    "mesh.pipeline",
+    "mesh.replicate",
+    "mesh.shard",
+    "mesh.context",
+    "mesh.tensor",
+    "mesh.expert",
+    "data_parallel.zero",
+    "pipeline_parallel.schedule",
+    "pipeline_parallel.chunks_per_rank",
+    "microbatch.size",
+    "memory.recompute",
+    "memory.offload",
+    "compute.precision",
+)
+
+
+def search_reasons(result: SearchResult) -> dict[str, str]:
+    """Return dotted key → why, for the best plan's settings of which the other plans found have other values."""
+    best = result.best[0] if result.best else None
+    if best is None or best.plan is None:
+        return {}
+    plan, reasons = best.plan, dict[str, str]()
+    for key in _KEYS:
+        value = _value(plan, key)
+        others = (each for each in result.best if each.plan is not None and _value(each.plan, key) != value)
+        other = next(others, None)
+        if other is not None and other.plan is not None:
+            more = 100 * (other.score / best.score - 1)
+            reasons[key] = f"the best plan found with {_spelled(_value(other.plan, key))} is {more:.1f} % worse"
+    prediction = best.prediction
+    reasons["microbatch.per_step"] = f"keeps the global batch of {result.global_batch_size:,}"
+    if prediction.fits:
+        fullest = prediction.fullest.device / 1e9
+        reasons.setdefault("memory.recompute", f"{fullest:.3g} of {prediction.usable_bytes / 1e9:.3g} GB per rank")
+    return reasons
+
+
+def _value(plan: Plan, key: str) -> object:
+    section, name = key.split(".")
+    return getattr(getattr(plan, section), name)
+
+
+def _spelled(value: object) -> str:
+    return "some of the blocks" if isinstance(value, tuple) else spell(value)

@@ -1,0 +1,59 @@
+"""Settings of a plan that the user has given: search chooses the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from weft.plan import Plan
+from weft.search._space import Space
+
+_FIELDS: Mapping[str, str] = {
+    "mesh.pipeline": "pipelines",
+    "mesh.shard": "shards",
+    "mesh.context": "contexts",
+    "mesh.tensor": "tensors",
+    "mesh.expert": "experts",
+    "mesh.order": "orders",
+    "data_parallel.zero": "zeros",
+    "data_parallel.bucket_bytes": "bucket_bytes",
+    "data_parallel.compression": "compressions",
+    "data_parallel.algorithm": "algorithms",
+    "tensor_parallel.scheme": "tensor_schemes",
+    "tensor_parallel.sequence": "sequence_parallels",
+    "context_parallel.scheme": "context_schemes",
+    "pipeline_parallel.schedule": "schedules",
+    "pipeline_parallel.chunks_per_rank": "chunks",
+    "microbatch.size": "microbatch_sizes",
+    "memory.recompute": "recomputes",
+    "memory.offload": "offloads",
+    "memory.fused_loss": "fused_losses",
+    "compute.precision": "precisions",
+}
+"""Setting of a plan → values of the space."""
+_DATA = ("mesh.replicate", "mesh.shard")
+
+
+def pinned(space: Space, plan: Plan) -> Space:
+    """Return the part of a space that has the settings that a plan was given (its `origins`).
+
+    Settings that search does not choose, such as threads, are left to the caller, to be laid over what it finds.
+    """
+    changes: dict[str, Any] = {}
+    for key in plan.origins:
+        if key in _FIELDS:
+            changes[_FIELDS[key]] = (_value(plan, key),)
+    if "memory.recompute" in plan.origins:
+        changes["per_block_recompute"] = False
+        if isinstance(plan.memory.recompute, tuple):
+            del changes["recomputes"]
+    if any(key in plan.origins for key in _DATA):
+        changes["datas"] = (plan.mesh.data,)
+        changes["shards"] = (plan.mesh.shard,) if plan.mesh.shard > 1 else None
+    return replace(space, **changes)
+
+
+def _value(plan: Plan, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(plan, section), name)

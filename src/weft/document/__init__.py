@@ -17,4 +17,5 @@ from weft.document._rules import Rules as Rules
 from weft.document._text import Path as Path
 from weft.document._text import dotted as dotted
 from weft.document._text import spell as spell
+from weft.document._write import describe_fields as describe_fields
 from weft.document._write import dump as dump

@@ -101,7 +101,9 @@ def _memory(axes: Axes, prediction: Prediction) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     usable = prediction.usable_bytes / _GIGA
     axes.axhline(usable, color=_COLOURS[3], linewidth=1.2)
-    axes.text(len(stages) - 0.5, usable, f" {usable:.3g} GB", va="center", fontsize=8, color=_COLOURS[3])
+    axes.text(len(stages) - 0.5, usable, f"{usable:.3g} GB", ha="right", va="bottom", fontsize=8, color=_COLOURS[3])
+    if len(stages) <= _MOST_ROWS:
+        axes.set_xticks([stage.rank for stage in stages])
     axes.set(xlabel="pipeline rank", ylabel="GB at the peak", title="Memory of each stage")
     axes.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     _tidy(axes)

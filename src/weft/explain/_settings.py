@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from weft.errors import PlanError, did_you_mean
-from weft.plan import Axis, Recompute, Schedule
+from weft.plan import Recompute, Schedule
 from weft.price import Layout, PricedPrecision
 from weft.search import Space
 
@@ -135,16 +135,14 @@ def _spread(layout: Layout, data: int, global_batch_size: int) -> Layout:
     data = max(1, min(data, global_batch_size // layout.microbatch_size or 1))
     shard = layout.shard if layout.zero == 3 and data % layout.shard == 0 else (data if layout.zero == 3 else 1)
     microbatches = -(-global_batch_size // (layout.microbatch_size * data))
-    order: tuple[Axis, ...] = layout.order
-    cuts = layout.cuts if layout.cuts is None or len(layout.cuts) == layout.num_stages - 1 else None
-    sequence = layout.sequence_parallel and layout.tensor > 1
+    if layout.pipeline == 1:
+        layout = replace(layout, schedule="1f1b", chunks=1, cuts=None)
+    if layout.cuts is not None and len(layout.cuts) != layout.num_stages - 1:
+        layout = replace(layout, cuts=None)
     return replace(
         layout,
         shard=shard,
         replicate=data // shard,
         microbatches=microbatches,
-        order=order,
-        cuts=cuts,
-        sequence_parallel=sequence,
-        **({} if layout.pipeline > 1 else {"schedule": "1f1b", "chunks": 1, "cuts": None}),
+        sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
     )

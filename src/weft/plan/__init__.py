@@ -42,5 +42,7 @@ from weft.plan._schedules import peak_activations as peak_activations
 from weft.plan._schedules import schedule_orders as schedule_orders
 from weft.plan._schedules import simulate as simulate
 from weft.plan._schedules import stage_ranks as stage_ranks
+from weft.plan._schema import SCHEMA_VERSION as SCHEMA_VERSION
+from weft.plan._schema import plan_schema as plan_schema
 from weft.plan._shares import even_shares as even_shares
 from weft.plan._shares import split_batch as split_batch

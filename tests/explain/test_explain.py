@@ -1,0 +1,175 @@
+"""Explanations: terms add up, questions are answered with the numbers of the pricer, pictures show something."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weft.cluster import Cluster, Node, parse_cluster_spec
+from weft.errors import PlanError
+from weft.explain import (
+    PICTURES,
+    TARGETS,
+    Launch,
+    draw,
+    emit,
+    explain_choice,
+    layout_line,
+    memory_line,
+    next_changes,
+    time_line,
+    waterfall,
+)
+from weft.price import Layout, Pricer
+from weft.profile import ModelSizes, Profile, profile_of_sizes
+from weft.search import SearchResult, search, space_of
+
+SIZES = ModelSizes(
+    name="small", num_layers=12, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=14336, sequence_length=4096,
+    vocabulary_size=32000,
+)  # fmt: skip
+LAYOUT = Layout(
+    pipeline=4, replicate=2, tensor=2, zero=1, sequence_parallel=True, microbatch_size=1, microbatches=8,
+    recompute="selective",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return profile_of_sizes(SIZES)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return parse_cluster_spec("2x8xh100")
+
+
+@pytest.fixture(scope="module")
+def pricer(profile: Profile, cluster: Cluster) -> Pricer:
+    return Pricer(profile, cluster)
+
+
+@pytest.fixture(scope="module")
+def result(profile: Profile, cluster: Cluster, pricer: Pricer) -> SearchResult:
+    space = replace(
+        space_of(profile, cluster, global_batch_size=32, runnable_only=True),
+        schedules=("1f1b",),
+        per_block_recompute=False,
+        bucket_bytes=(26_214_400,),
+    )
+    return search(profile, cluster, global_batch_size=32, space=space, pricer=pricer, top=3)
+
+
+def test_waterfall_adds_up(pricer: Pricer) -> None:
+    time = pricer.predict(LAYOUT).time
+    assert sum(seconds for _, seconds in waterfall(time)) == pytest.approx(time.total)
+    assert time_line(time).startswith("ideal ")
+
+
+def test_memory_line_adds_up(pricer: Pricer) -> None:
+    prediction = pricer.predict(LAYOUT)
+    parts = [float(part.split()[-2 if "GB" in part else -1]) for part in memory_line(prediction).split(" · ")]
+    assert sum(parts) == pytest.approx(prediction.usable_bytes / 1e9, rel=0.02)
+
+
+def test_layout_line() -> None:
+    wanted = "pipeline 4 (1f1b) × data 2 × tensor 2, ZeRO-1, microbatch 1, recompute selective"
+    assert layout_line(LAYOUT) == wanted
+
+
+def test_the_best_plan_has_it(result: SearchResult, pricer: Pricer) -> None:
+    tensor = result.best[0].layout.tensor
+    assert explain_choice(result, pricer, f"mesh.tensor={tensor}") == [f"tensor = {tensor} is what the best plan has."]
+
+
+def test_what_a_choice_costs(result: SearchResult, pricer: Pricer) -> None:
+    tensor = 4 if result.best[0].layout.tensor != 4 else 8
+    lines = explain_choice(result, pricer, f"tensor={tensor}")
+    assert all(f"tensor = {tensor}" in line or "Smallest changes" in line for line in lines)
+    assert any("slower than the best plan's" in line for line in lines)
+    assert not any("faster than the best plan's" in line for line in lines)
+
+
+def test_what_does_not_fit(result: SearchResult, pricer: Pricer) -> None:
+    small = replace(result.cluster, nodes=tuple(_shrunk(node) for node in result.cluster.nodes))
+    tight = Pricer(result.profile, small)
+    found = search(result.profile, small, global_batch_size=32, space=result.space, pricer=tight, top=1)
+    lines = explain_choice(found, tight, "pipeline=1, tensor=1, zero=0, recompute=none")
+    assert "GB too much" in lines[0]
+
+
+def _shrunk(node: Node) -> Node:
+    return replace(node, devices=replace(node.devices, memory_bytes=30_000_000_000))
+
+
+def test_what_cannot_be(result: SearchResult, pricer: Pricer) -> None:
+    lines = explain_choice(result, pricer, "tensor=3")
+    assert lines[0].startswith("tensor = 3 cannot be changed alone: tensor = 3 does not divide")
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        ("tensro=8", r"tensro, which is no setting of a plan. Did you mean tensor\?"),
+        ("tensor", r'"tensor" has no value. Write for example "tensor=8"'),
+        ("tensor=many", 'tensor cannot be "many". Use a whole number above 0'),
+        ("recompute=ful", r'recompute cannot be "ful". Did you mean full\?'),
+        ("", "the question is empty"),
+    ],
+)
+def test_bad_questions(result: SearchResult, pricer: Pricer, question: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        explain_choice(result, pricer, question)
+
+
+def test_next_changes(result: SearchResult, pricer: Pricer) -> None:
+    changes = next_changes(result, pricer)
+    ratios = [change.tokens_ratio for change in changes]
+    assert ratios == sorted(ratios, reverse=True)
+    assert {"a global batch of 64 samples", "twice the bandwidth of network"} <= {change.what for change in changes}
+    assert all(ratio > 0.999 for ratio in ratios), "none of these can hurt"
+
+
+def test_megatron_flags() -> None:
+    launch = Launch(layout=LAYOUT, global_batch_size=16, sequence_length=4096, devices_per_node=8, sizes=SIZES)
+    text = emit("megatron", launch)
+    assert text.startswith("torchrun --nproc-per-node 8 --nnodes 2")
+    for flag in ("--tensor-model-parallel-size 2", "--use-distributed-optimizer", "--num-query-groups 8", "--swiglu"):
+        assert flag in text
+
+
+def test_documents_for_others_can_be_read() -> None:
+    sharded = replace(LAYOUT, pipeline=1, zero=3, replicate=1, shard=2, recompute="full")
+    launch = Launch(layout=sharded, global_batch_size=16, sequence_length=4096, devices_per_node=8, sizes=SIZES)
+    titan = tomllib.loads(emit("torchtitan", launch))
+    assert titan["parallelism"]["data_parallel_shard_degree"] == 2
+    deepspeed = json.loads(emit("deepspeed", launch))
+    batch = deepspeed["train_micro_batch_size_per_gpu"] * deepspeed["gradient_accumulation_steps"] * sharded.data
+    assert batch == deepspeed["train_batch_size"]
+    assert "parallelism_config_dp_shard_size: 2" in emit("accelerate", launch)
+
+
+def test_what_a_launcher_cannot_do_is_refused() -> None:
+    launch = Launch(layout=LAYOUT, global_batch_size=16, sequence_length=4096, devices_per_node=8)
+    for target, reason in (("torchtitan", "ZeRO-1"), ("deepspeed", "a pipeline"), ("accelerate", "pipeline")):
+        with pytest.raises(PlanError, match=reason):
+            emit(target, launch)
+    zbv = replace(launch, layout=replace(LAYOUT, schedule="zbv", chunks=2))
+    with pytest.raises(PlanError, match="schedule zbv"):
+        emit("megatron", zbv)
+    with pytest.raises(PlanError, match=r"Did you mean megatron\?"):
+        emit("megatorn", launch)
+    assert len(TARGETS) == 4
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures(tmp_path: Path, pricer: Pricer, cluster: Cluster, name: str) -> None:
+    path = tmp_path / f"{name}.svg"
+    draw(name, path, pricer.predict(LAYOUT, spans=True), LAYOUT, cluster)
+    assert path.read_text().count("<path") > 10
+    with pytest.raises(PlanError, match="cannot be drawn to"):
+        draw(name, tmp_path / "absent" / "x.png", pricer.predict(LAYOUT, spans=True), LAYOUT, cluster)

@@ -336,7 +336,8 @@ def _products(device: Device, operator: Operator, share: Share, imbalance: float
     forward = device.matmul(m, n, k, groups, precision, element)
     inputs = device.matmul(m, k, n, groups, precision, element)
     # Gradients of weights are added to those of earlier microbatches: read and written.
-    weights = device.matmul(k, n, m, groups, precision, 2.0 * share.gradient_bytes) if operator.parameters else Work()
+    has_weight = operator.parameters > 0 or operator.split == "vocab"  # a tied head owns none, and has a gradient
+    weights = device.matmul(k, n, m, groups, precision, 2.0 * share.gradient_bytes) if has_weight else Work()
     if precision in _OPERAND_BYTES:
         cast = groups * m * _CAST_BYTES
         forward = forward.plus(device.moved(cast * k))

@@ -94,7 +94,7 @@ class BlockCosts:
         works = [(operator, operator_work(self._device, operator, share, imbalance)) for operator in block.operators]
         if self._device.speeds:
             fit = self._fit(key.precision)
-            works = [(operator, fit.of(work)) for operator, work in works]
+            works = [(operator, self._accumulated(operator, fit.of(work), share)) for operator, work in works]
         selective = [(operator, work) for operator, work in works if operator.selective]
         sent = _Sent(block, share, key, self._seconds, self._device)
         forward, backward = sent.costs([(operator, work) for operator, work in works])
@@ -108,6 +108,16 @@ class BlockCosts:
             expert_parameters=expert,
             kept_bytes=_kept_bytes(block, share),
         )
+
+    def _accumulated(self, operator: Operator, work: OperatorWork, share: Share) -> OperatorWork:
+        """Gradients of weights are added to those of earlier microbatches; a table's are cleared first, all of them."""
+        elements = operator.n * operator.k * operator.groups if operator.kind == "matmul" else operator.parameters
+        if not elements or not (operator.parameters or operator.split == "vocab"):
+            return work
+        parts = share.expert if operator.split == "expert" else share.tensor
+        once = share.element_bytes * (2.0 if operator.kind == "gather" else 1.0) + 2.0 * share.gradient_bytes
+        size = elements / (1 if operator.split in ("replicate", "sequence") else parts) * once
+        return work._replace(weight=work.weight.plus(self._device.moved(size)))
 
     def _fit(self, precision: str) -> BlockFit:
         """What measured blocks took beside the sum of their operators."""

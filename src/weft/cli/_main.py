@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, UnknownOptionError
 
-from weft.cli import _check, _data, _generate, _launch, _plan, _plan_validate, _probe, _train
+from weft.cli import _check, _data, _describe, _generate, _launch, _plan, _plan_validate, _probe, _train
 from weft.errors import WeftError, did_you_mean
 
 USAGE_STATUS = 2
@@ -31,6 +31,7 @@ def build_app() -> App:
     plan.command(_plan_validate.validate)
     app.command(plan)
     app.command(_check.check)
+    app.command(_describe.describe)
     app.command(_probe.probe)
     app.command(_generate.generate)
     app.command(_launch.launch)

@@ -1,5 +1,6 @@
 """Describe: any module to its profile, and a proposal of how it splits."""
 
+from weft.describe._build import build_blueprint as build_blueprint
 from weft.describe._describe import Description as Description
 from weft.describe._describe import describe as describe
 from weft.describe._describe import examine as examine

@@ -16,10 +16,12 @@ from weft.describe._operators import (
     Naming,
     add_event,
     add_kept,
+    add_separate_norms,
     count_groups,
     draft_key,
     finished,
     is_written_norm,
+    separate_norm_bytes,
     settle_norm,
     written_draft,
 )
@@ -83,6 +85,7 @@ class _Builder:
         self._share_out_kept()
         profile = self._profile()
         total = sum(kept.size_bytes for kept in self._kept) / self._trace.samples
+        total += sum(separate_norm_bytes(event, self._dtype) for event in self._trace.events) / self._trace.samples
         return Description(
             profile=profile,
             block_names=self._segments.blocks,
@@ -166,6 +169,7 @@ class _Builder:
         whole = {kept.storage for kept in self._kept if not kept.again}
         for drafts in self._drafts.values():
             for draft in drafts.values():
+                add_separate_norms(draft, self._dtype)
                 if is_written_norm(draft):
                     mine = keeps.get(id(draft), ())
                     settle_norm(draft, self._graph, mine, whole, self._dtype)

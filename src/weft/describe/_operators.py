@@ -174,6 +174,7 @@ def written_draft(draft: Draft, attention: WrittenAttention, samples: int) -> No
     _set_attention(draft, query, (samples, heads, right.shape[2], right.shape[1]), (1, 1, 1, value.shape[2]), samples)
     draft.causal |= attention.masked
     draft.dropout |= attention.dropped
+    draft.kept_bytes += _STATISTIC_BYTES * float(batch * left.shape[1])  # what a fused kernel keeps of the scores
     draft.events.append(attention.second)
 
 
@@ -239,6 +240,24 @@ def settle_norm(draft: Draft, graph: Graph, keeps: Sequence[Kept], elsewhere: se
     else:
         draft.kept_bytes += _STATISTIC_BYTES * statistics
         draft.unfused_bytes -= _STATISTIC_BYTES * statistics
+
+
+def separate_norm_bytes(event: Event, dtype: torch.dtype) -> float:
+    """What `nn.RMSNorm` keeps besides where it has no kernel of its own (torch on the CPU): in fp32 the quotient; in 16
+    bits its fp32 input and quotient in place of its input.  Both statistics are one number per row."""
+    if event.name != "rms_norm":
+        return 0.0
+    elements = event.inputs[0].numel
+    return float(elements * dtype.itemsize) if dtype.itemsize >= 4 else float(elements * (8 - dtype.itemsize))
+
+
+def add_separate_norms(draft: Draft, dtype: torch.dtype) -> None:
+    """The same, to the norm's operator."""
+    extra = sum(separate_norm_bytes(event, dtype) for event in draft.events)
+    if dtype.itemsize >= 4:
+        draft.unfused_elements += extra / dtype.itemsize
+    else:
+        draft.unfused_bytes += extra
 
 
 def is_written_norm(draft: Draft) -> bool:

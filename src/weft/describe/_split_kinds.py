@@ -22,6 +22,8 @@ class SplitKinds:
         """Storages of which each tensor rank has its part."""
         for event in graph.trace.events:
             self._follow(event)
+        in_loss = graph.trace.events[graph.trace.loss_event :]
+        self._loss_is_divided = any(value.storage in self.divided for event in in_loss for value in event.inputs)
 
     def _follow(self, event: Event) -> None:
         inputs = [value.storage for value in event.inputs]
@@ -45,6 +47,8 @@ class SplitKinds:
 
     def of(self, event: Event, *, in_block: bool) -> OperatorSplit:
         """How an event that is no expert's is divided."""
+        if event.index >= self._graph.trace.loss_event:
+            return "vocab" if self._loss_is_divided else "replicate"
         rule = self._rule(event)
         if rule == "vocab_rows":
             return "vocab"
@@ -52,8 +56,6 @@ class SplitKinds:
             is_head = self._blueprint.vocabulary_head in {w.rpartition(".")[0] for w in self._graph.weights(event)}
             return "vocab" if is_head else rule  # pyright: ignore[reportReturnType]
         if any(value.storage in self.divided for value in (*event.inputs, *event.outputs)):
-            if event.index >= self._graph.trace.loss_event:
-                return "vocab"
             return "heads" if event.module in self._attending else "column"
         kind = self._table.kind(event.module)
         if kind == "sequence" or (in_block and self._has_sequence and kind != "replicate"):

@@ -68,7 +68,7 @@ class StandIns:
             args = (args[0], self._numbered(args[1], where), *args[2:])
         try:
             result = func(*_to_meta(args), **_to_meta(dict(kwargs)))
-        except (NotImplementedError, RuntimeError) as problem:
+        except NotImplementedError as problem:
             raise RecipeError(
                 f"the model cannot be described without running it: {name} in {where or 'its forward'} has no answer on"
                 f" the meta device ({str(problem).splitlines()[0]}). Give the sizes it computes as settings of the"

@@ -20,6 +20,7 @@ from weft.checkpoint import export_checkpoint
 from weft.cluster import Cluster
 from weft.comm import device_for_rank
 from weft.data import ConsoleProgress, PreparedData, data_shape, prepare_data, silent
+from weft.describe import build_blueprint
 from weft.engine import format_duration, format_loss
 from weft.engine.optimizers import check_group_globs
 from weft.entry._agreement import check_same_on_all_ranks
@@ -27,7 +28,7 @@ from weft.entry._facts import facts_of_blueprint
 from weft.entry._worker import train_rank
 from weft.errors import CheckpointError, LaunchError, WeftError
 from weft.launch import initialise_distributed, launch_function, place_from_environment
-from weft.models import Blueprint, build_model
+from weft.models import Blueprint
 from weft.plan import Plan, auto_plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.recipe import Recipe, dump_recipe, load_recipe
 from weft.record import RunFolder
@@ -93,7 +94,7 @@ def train(
     recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
     place = place_from_environment()
     world = place.world_size if place is not None else processes
-    blueprint = build_model(recipe)
+    blueprint = build_blueprint(recipe)
     facts = facts_of_blueprint(blueprint, recipe)
     cluster = Cluster.detect()
     if plan == "auto":

@@ -13,10 +13,10 @@ import torch
 from weft.checkpoint import Checkpointer, Peers
 from weft.comm import Mesh
 from weft.data import PreparedData, data_shape, open_data
+from weft.describe import build_blueprint
 from weft.engine import Outcome, Trainer, create_training
 from weft.entry._facts import facts_of_blueprint
 from weft.launch import Place, initialise_distributed
-from weft.models import build_model
 from weft.plan import Plan, check_plan, load_plan
 from weft.recipe import Recipe, load_recipe
 from weft.record import MetricsWriter, Recorder, RunFolder, rank_logging
@@ -49,7 +49,7 @@ def train_rank(
         distributed = stack.enter_context(initialise_distributed(plan.compute.device, place))
         stack.enter_context(rank_logging(run.log(distributed.rank), distributed.rank))
         mesh = Mesh(plan.mesh, distributed.device)
-        blueprint = build_model(recipe)
+        blueprint = build_blueprint(recipe)
         check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
         recorder = Recorder()
         training = create_training(recipe, plan, blueprint, mesh, recorder)

@@ -1,0 +1,153 @@
+"""`weft describe`."""
+
+from __future__ import annotations
+
+import json as to_text
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from weft.describe import Description, Proposal
+    from weft.profile import Block, Operator
+
+
+def describe(
+    recipe: Path,
+    /,
+    *,
+    set: Annotated[tuple[str, ...], Parameter(negative=())] = (),  # noqa: A002 - the option is called --set
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Say what a recipe's model computes and keeps, block by block, and how it could be split.
+
+    Nothing is computed: the model runs on the meta device. Sizes are those of one sample's forward, in bf16 where the
+    recipe permits it.
+
+    Parameters
+    ----------
+    recipe
+        TOML file that says what to train.
+    set
+        One setting, such as recipe.model.sequence_length=2048. May be given again.
+    json
+        Print the profile and the proposal as JSON.
+    """
+    from weft.plan import Plan, apply_overrides
+    from weft.recipe import load_recipe
+
+    given, _ = apply_overrides(load_recipe(recipe), Plan(), set)
+
+    import torch
+
+    from weft.describe import build_blueprint, examine, propose_split
+    from weft.models import build_model
+
+    blueprint = build_blueprint(given)
+    dtype = torch.bfloat16 if "bf16" in given.permit.precision else torch.float32
+    found = examine(blueprint, dtype=dtype)
+    proposal = propose_split(build_model(given))
+    if json:
+        print(to_text.dumps(_as_json(found, proposal, dtype.itemsize), indent=2))
+        return
+    print("\n".join(_lines(found, dtype.itemsize)))
+    print()
+    print("\n".join(_split_lines(proposal, covered=bool(found.profile.divisible))))
+
+
+def _lines(found: Description, element_bytes: int) -> list[str]:
+    profile = found.profile
+    unit = f"sample of {profile.sequence_length:,} tokens" if profile.sequence_length > 1 else "sample"
+    lines = [
+        f"{profile.name}: {profile.num_parameters:,} parameters, {len(profile.blocks)} blocks"
+        + (f", {profile.num_experts} experts" if profile.num_experts else ""),
+        f"One {unit}: {_short(_flops(found))}FLOP forward, {_short(found.kept_bytes_per_sample)}B kept for backward"
+        f" with one kernel per call ({'bf16' if element_bytes == 2 else 'fp32'}).",
+    ]
+    for times, block in _parts(found):
+        lines += ["", f"{block.name}{f' × {times}' if times > 1 else ''}  ({block.parameters:,} parameters)"]
+        lines.append(f"  {'operator':<34}{'kind':<13}{'split':<11}{'parameters':>14}{'FLOP':>9}{'kept':>9}  shape")
+        lines += [_row(operator, profile.sequence_length, element_bytes) for operator in block.operators]
+    return lines + [f"assumed: {note}" for note in found.notes]
+
+
+def _parts(found: Description) -> list[tuple[int, Block]]:
+    """Stem, alike blocks once with their number, tail."""
+    profile = found.profile
+    counted: dict[int, tuple[int, Block]] = {}
+    for block in profile.blocks:
+        times, _ = counted.get(id(block), (0, block))
+        counted[id(block)] = times + 1, block
+    parts = [(1, profile.stem), *counted.values(), (1, profile.tail)]
+    return [(times, block) for times, block in parts if block.operators]
+
+
+def _row(operator: Operator, length: int, element_bytes: int) -> str:
+    kept = operator.kept_elements_per_token * element_bytes + operator.kept_bytes_per_token
+    return (
+        f"  {operator.name:<33} {operator.kind:<13}{operator.split:<11}{operator.parameters:>14,}"
+        f"{_short(operator_flops(operator, length) * length):>9}{_short(kept * length):>9}  {_shape(operator)}"
+    ).rstrip()
+
+
+def _shape(operator: Operator) -> str:
+    if operator.kind == "attention":
+        groups = f" over {operator.kv_heads}" if operator.kv_heads != operator.heads else ""
+        return f"{operator.heads}{groups} heads of {operator.head_size}{', causal' if operator.causal else ''}"
+    if not operator.n:
+        return ""
+    rows = f"{operator.rows_per_token:g} rows per token, " if operator.rows_per_token != 1 else ""
+    return f"{rows}{operator.k} → {operator.n}{f', {operator.groups} groups' if operator.groups > 1 else ''}"
+
+
+def operator_flops(operator: Operator, length: int) -> float:
+    """Forward operations per token; attention is counted without the causal half, as torch's counter does."""
+    if operator.kind == "attention":
+        keys = min(operator.window or length, length)
+        features = operator.head_size + operator.value_head_size
+        return 2.0 * operator.rows_per_token * operator.heads * keys * features
+    groups = operator.groups if operator.kind == "convolution" else 1
+    return 2.0 * operator.rows_per_token * operator.n * operator.k * groups
+
+
+def _flops(found: Description) -> float:
+    """Forward of one sample."""
+    profile = found.profile
+    parts = (profile.stem, *profile.blocks, profile.tail)
+    per_token = sum(operator_flops(o, profile.sequence_length) for part in parts for o in part.operators)
+    return per_token * profile.sequence_length
+
+
+def _short(number: float) -> str:
+    """`1.23 G`."""
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g} "
+
+
+def _split_lines(proposal: Proposal, *, covered: bool) -> list[str]:
+    from weft.describe import lines_of
+
+    if covered and not proposal.splits:
+        return ["The model brings a split table, to which analysis of its graph adds nothing."]
+    head = "Proposed by analysis of the graph" + (", beside the table that the model brings" if covered else "")
+    return [f"# {head}:", *lines_of(proposal)]
+
+
+def _as_json(found: Description, proposal: Proposal, element_bytes: int) -> dict[str, Any]:
+    profile = found.profile
+    return {
+        "name": profile.name,
+        "sequence_length": profile.sequence_length,
+        "parameters": profile.num_parameters,
+        "forward_flops_per_sample": _flops(found),
+        "kept_bytes_per_sample": found.kept_bytes_per_sample,
+        "element_bytes": element_bytes,
+        "blocks": list(found.block_names),
+        "parts": [{"times": times, **asdict(block)} for times, block in _parts(found)],
+        "assumed": list(found.notes),
+        "proposal": {**asdict(proposal), "divisible": dict(proposal.divisible)},
+    }

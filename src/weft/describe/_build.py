@@ -1,0 +1,35 @@
+"""From a recipe to a blueprint with a split table: the model's own, or a proposed one where the recipe wants that."""
+
+from __future__ import annotations
+
+from weft.describe._propose import propose_split
+from weft.models import Blueprint, build_model
+from weft.recipe import Recipe
+
+_CUTTING = ("column", "row", "vocab")
+
+
+def build_blueprint(recipe: Recipe) -> Blueprint:
+    """Return the recipe's model; with `model.propose_split`, what no rule covers is split as its graph allows.
+
+    Every rank proposes the same, for the analysis depends on the recipe alone.
+
+    Raises:
+        RecipeError: the model cannot be built, or not be described.
+    """
+    blueprint = build_model(recipe)
+    if recipe.model.propose_split:
+        proposal = propose_split(blueprint)
+        proposal.apply_to(blueprint)
+        modules = sum(proposed.rule.kind in _CUTTING for proposed in proposal.rules)
+        said = (
+            f"the split table of {modules} rules was proposed by analysis of the graph (model.propose_split); run"
+            " `weft check` before you rely on it"
+            if proposal.splits
+            else "the graph shows nothing that could be split (model.propose_split): data and ZeRO plans only"
+        )
+        blueprint.notes = (*blueprint.notes, said)
+    elif not any(rule.kind in _CUTTING for rule in blueprint.split) and recipe.model.factory is not None:
+        said = "no split table: data and ZeRO plans only. `weft describe` shows what could be split"
+        blueprint.notes = (*blueprint.notes, said)
+    return blueprint

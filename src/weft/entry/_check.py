@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,9 +81,24 @@ def check(
         report = weft.check("recipe.toml", "plan.toml")
         assert report.is_equal, report
     """
-    began = time.monotonic()
     if dist.is_initialized() or place_from_environment() is not None:
         raise LaunchError("weft.check starts its own processes, and this one is a rank already. Call it outside a job.")
+    return check_by(_fresh_processes, recipe, plan, processes=processes, explain=explain)
+
+
+Launch = Callable[[dict[str, Any], int], object]
+"""Calls `weft.entry._check_worker:run_rank` with these arguments on so many ranks, and returns when they have ended."""
+
+
+def _fresh_processes(arguments: dict[str, Any], world_size: int) -> None:
+    launch_function("weft.entry._check_worker:run_rank", arguments, world_size, threads_per_rank=1)
+
+
+def check_by(
+    launch: Launch, recipe: Recipe | str | Path, plan: Plan | str | Path, *, processes: int | None, explain: bool
+) -> CheckReport:
+    """`check`, with ranks started by `launch`."""
+    began = time.monotonic()
     recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
     facts = _facts(recipe)
     if plan == "auto":
@@ -96,7 +112,7 @@ def check(
         budget = int(_MEMORY_SHARE * min(node.memory_bytes for node in Cluster.detect().nodes))
         small = shrink_case(recipe, plan, facts, processes=processes, folder=folder, memory_bytes=budget)
         lines = describe_case(recipe, plan, facts, small, _fitting(small))
-        verdicts, failure = _compare(_Runs(small, folder), _cases(plan), explain)
+        verdicts, failure = _compare(_Runs(small, folder, launch), _cases(plan), explain)
     return CheckReport(
         plan=small.plan,
         lines=tuple(lines),
@@ -158,11 +174,11 @@ class _Runs:
 
     small: SmallCase
     folder: Path
+    launch: Launch
 
     def ranks(self, cases: Sequence[tuple[Precision, bool]], *, watch: bool = False) -> None:
         """Run the cases on the plan's world, in fresh processes that are started once."""
-        launch_function(
-            "weft.entry._check_worker:run_rank",
+        self.launch(
             {
                 "recipe": dump_recipe(self.small.recipe, everything=True),
                 "plan": dump_plan(self.small.plan, everything=True),
@@ -172,7 +188,6 @@ class _Runs:
                 "watch": watch,
             },
             self.small.plan.mesh.world_size,
-            threads_per_rank=1,
         )
 
     def trials(self, precision: Precision) -> list[Trial]:
@@ -310,11 +325,11 @@ def _needed(runs: _Runs, precision: Precision) -> tuple[_Runs, tuple[str, ...]]:
             needed.append(f"{technique} (not tried)")
             continue
         case = replace(small, recipe=simpler[0], plan=simpler[1])
-        if _still_differs(_Runs(case, runs.folder), precision):
+        if _still_differs(replace(runs, small=case), precision):
             small = case
         else:
             needed.append(technique)
-    return _Runs(small, runs.folder), tuple(needed)
+    return replace(runs, small=small), tuple(needed)
 
 
 def _still_differs(runs: _Runs, precision: Precision) -> bool:

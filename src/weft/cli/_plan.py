@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from weft.cli._explain import Questions
 from weft.cli._read import Choice, read_choice
 from weft.cli._search import Asked
 from weft.errors import PlanError
+
+if TYPE_CHECKING:
+    from weft.search import SearchResult
 
 _FLAG = Parameter(negative=())
 
@@ -35,6 +39,13 @@ def plan(
     json: Annotated[bool, _FLAG] = False,
     output: Path | None = None,
     eject: Path | None = None,
+    why_not: str | None = None,
+    next: Annotated[bool, _FLAG] = False,  # noqa: A002 - the option is called --next
+    emit: str | None = None,
+    plots: Path | None = None,
+    dry_run: Annotated[bool, _FLAG] = False,
+    rank: Annotated[tuple[int, ...], _FLAG] = (),
+    schema: Annotated[bool, _FLAG] = False,
 ) -> None:
     """Choose a plan for a recipe or a well-known model, and say why.
 
@@ -74,7 +85,24 @@ def plan(
         File to write the plan to, for `weft train --plan`.
     eject
         Script to write: plain PyTorch that trains the recipe under the plan to the same losses, without Weft.
+    why_not
+        Settings that the best plan does not have, such as tensor=8: what they cost, or why they cannot be.
+    next
+        Also say what would help most beyond the best plan: a larger batch, faster links, more memory.
+    emit
+        Print how to start the best plan elsewhere: megatron, torchtitan, deepspeed or accelerate.
+    plots
+        Folder for pictures of the best plan: time, memory, schedule, map.
+    dry_run
+        Let single ranks of the plan build their share and take a step, without devices: bytes, collectives, mistakes.
+    rank
+        With --dry-run: which ranks; by default one of the first, second and last stage. May be given again.
+    schema
+        Print the JSON Schema of a plan, and nothing else.
     """
+    if schema:
+        _print_schema()
+        return
     asked = Asked(
         top=top,
         objective=objective,
@@ -83,9 +111,13 @@ def plan(
         price=price,
         runnable=runnable,
         json=json,
+        questions=Questions(why_not=why_not, next=next, emit=emit, plots=plots),
         pins=tuple(text for text in set if text.startswith("plan.")),
     )
+    _refuse(bool(rank) and not dry_run, "--rank, which says whom --dry-run lets try,", "both, or neither")
+    _refuse(json and asked.questions.are_asked, "--json and a question about the best plan", "one of them")
     if model is not None:
+        _refuse(dry_run, "--model and --dry-run, which needs a recipe,", "a recipe")
         _refuse(recipe is not None, "a recipe and --model", "one of them")
         _refuse(plan != "auto" or processes is not None or eject is not None, "--model", "a recipe with these options")
         _known(model, cluster, (global_batch_size, sequence_length), asked, output)
@@ -98,7 +130,15 @@ def plan(
         "--global-batch-size or --sequence-length, which belong to --model,",
         "--set recipe.batch.global_batch_size=…",
     )
-    _recipe(recipe, plan, set, processes, cluster, asked, output, eject)
+    _recipe(recipe, plan, set, processes, cluster, asked, output, eject, rank if dry_run else None)
+
+
+def _print_schema() -> None:
+    from json import dumps
+
+    from weft.plan import plan_schema
+
+    print(dumps(plan_schema(), indent=2))
 
 
 def _refuse(wrong: bool, given: str, instead: str) -> None:
@@ -128,6 +168,7 @@ def _recipe(
     asked: Asked,
     output: Path | None,
     eject: Path | None,
+    rehearsed: tuple[int, ...] | None,
 ) -> None:
     """For a cluster that is not this machine search chooses the plan; here it is the one that `weft train` would take,
     with what search finds beside it."""
@@ -146,6 +187,8 @@ def _recipe(
         print_search(result, lines, asked)
         if output is not None:
             write_best(result, output, str(recipe))
+        if rehearsed is not None:
+            _rehearse_best(result, recipe, overrides, rehearsed)
         return
     if asked.is_special:
         subject = need_subject(subject, recipe)
@@ -156,6 +199,22 @@ def _recipe(
         result, lines = run_search(subject, choice.cluster, asked)
         print_search(result, lines if asked.json else ["", *lines], asked)
     _write(choice, recipe, output, eject)
+    if rehearsed is not None:
+        from weft.cli._dry_run import dry_run
+
+        dry_run(choice.recipe, choice.plan, rehearsed)
+
+
+def _rehearse_best(result: SearchResult, path: Path, overrides: tuple[str, ...], rehearsed: tuple[int, ...]) -> None:
+    from weft.cli._dry_run import dry_run
+    from weft.plan import Plan, apply_overrides
+    from weft.recipe import load_recipe
+
+    runnable = [each.plan for each in result.best if each.plan is not None and not each.not_runnable]
+    if not runnable:
+        raise PlanError("none of the plans shown can be run yet, so none can be rehearsed. Add --runnable.")
+    recipe, _ = apply_overrides(load_recipe(path), Plan(), [text for text in overrides if text.startswith("recipe.")])
+    dry_run(recipe, runnable[0], rehearsed)
 
 
 def _write(choice: Choice, recipe: Path, output: Path | None, eject: Path | None) -> None:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.cli._explain import Questions, answer_lines
 from weft.cli._numbers import parse_count, parse_duration
 from weft.errors import PlanError, RecipeError
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster
-    from weft.profile import Profile
+    from weft.profile import ModelSizes, Profile
     from weft.recipe import OptimizerRecipe, PermitRecipe
     from weft.search import Objective, SearchResult
 
@@ -35,14 +36,17 @@ class Asked:
     price: float | None
     runnable: bool
     json: bool
+    questions: Questions
     pins: tuple[str, ...]
     """Settings of the plan that `--set` has given."""
 
     @property
     def is_special(self) -> bool:
         """Whether anything but a plain plan was asked for."""
-        return bool(self.tokens or self.deadline or self.price or self.runnable or self.json) or (
-            self.objective != "throughput"
+        return (
+            bool(self.tokens or self.deadline or self.price or self.runnable or self.json)
+            or self.questions.are_asked
+            or self.objective != "throughput"
         )
 
 
@@ -54,6 +58,8 @@ class Subject:
     global_batch_size: int
     permit: PermitRecipe | None
     optimizer: OptimizerRecipe | None
+    sizes: ModelSizes | None = None
+    """Of a transformer, for other launchers."""
 
 
 def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_length: int | None) -> Subject:
@@ -64,17 +70,18 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
     """
     from weft.profile import known_model, profile_of_sizes
 
-    profile = profile_of_sizes(known_model(name).sizes, sequence_length)
+    sizes = known_model(name).sizes
+    profile = profile_of_sizes(sizes, sequence_length)
     if batch is None:
         wanted = max(_LEAST_TOKENS, _TOKENS_PER_DEVICE * cluster.num_devices) / profile.sequence_length
         batch = 1 << max(0, round(wanted) - 1).bit_length()
-    return Subject(profile=profile, global_batch_size=batch, permit=None, optimizer=None)
+    return Subject(profile=profile, global_batch_size=batch, permit=None, optimizer=None, sizes=sizes)
 
 
 def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject | None:
     """Return a recipe's model; None where only building it would tell its sizes."""
     from weft.plan import Plan, apply_overrides, facts_of
-    from weft.profile import profile_of
+    from weft.profile import profile_of, sizes_of
     from weft.recipe import load_recipe
 
     recipe, _ = apply_overrides(load_recipe(recipe_path), Plan(), overrides)
@@ -86,6 +93,7 @@ def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject | N
         global_batch_size=recipe.batch.global_batch_size,
         permit=recipe.permit,
         optimizer=recipe.optimizer,
+        sizes=sizes_of(recipe),
     )
 
 
@@ -110,7 +118,8 @@ def run_search(subject: Subject, cluster: Cluster, asked: Asked) -> tuple[Search
             f"({smallest.tried} sizes searched)"
         )
     lines = search_lines(result, top=asked.top, seconds=time.perf_counter() - started)
-    return result, [*lines, *_totals(result), *said]
+    answers = [] if asked.json else answer_lines(result, asked.questions, subject.sizes)
+    return result, [*lines, *answers, *_totals(result), *said]
 
 
 def print_search(result: SearchResult, lines: list[str], asked: Asked) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.cluster import Cluster
 from weft.plan import Plan, runnability
-from weft.price import Layout, Prediction
+from weft.price import Calibration, Layout, Prediction, Stack
 from weft.profile import Profile
 from weft.search._objective import Objective
 from weft.search._space import Space
@@ -69,6 +69,9 @@ class SearchResult:
     global_batch_size: int
     objective: Objective
     space: Space
+    stack: Stack
+    calibration: Calibration
+    """What the prices were made with."""
     best: tuple[Candidate, ...]
     """Of each combination of axes and ZeRO stage the best one.  Empty where nothing fits."""
     counts: Counts

@@ -29,7 +29,6 @@ from weft.search._splits import Ints, Splits, enumerate_splits
 _MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
 _PER_FAMILY = 8
 """Plans with the same axes and ZeRO stage of which the best estimates are priced, where not all are."""
-_PLAYED_PER_FAMILY = 2
 _CLOSE = 1.03
 """Estimates this much above the last one that is kept are kept too: they may be priced better."""
 
@@ -46,8 +45,8 @@ def search(
     optimizer: OptimizerRecipe | None = None,
     stack: Stack = WEFT,
     calibration: Calibration = DATASHEET,
-    top: int = 10,
-    finalists: int = 160,
+    top: int = 5,
+    finalists: int = 96,
     pricer: Pricer | None = None,
     compute: ComputePlan | None = None,
 ) -> SearchResult:
@@ -96,6 +95,8 @@ def search(
         global_batch_size=global_batch_size,
         objective=objective,
         space=given,
+        stack=hunt.pricer.stack,
+        calibration=hunt.pricer.calibration,
         best=tuple(whole.candidate(each) for each in found),
         counts=counts,
     )
@@ -261,7 +262,7 @@ class _Hunt:
             best = _leaders(played)[:top]
             if len(best) == top and (len(played) >= 2 * top or best[-1].score <= each.score):
                 break
-            if sum(family_of(other.layout) == family_of(each.layout) for other in played) < _PLAYED_PER_FAMILY:
+            if all(family_of(other.layout) != family_of(each.layout) for other in played):
                 played.append(finalists.played(each))
         return played
 

@@ -1,0 +1,104 @@
+"""What `weft plan` says of the best plan: where its time goes, what fills the memory, and what else was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.errors import PlanError
+
+if TYPE_CHECKING:
+    from weft.price import Pricer
+    from weft.profile import ModelSizes
+    from weft.search import SearchResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """The options of `weft plan` about the best plan."""
+
+    why_not: str | None = None
+    next: bool = False
+    emit: str | None = None
+    plots: Path | None = None
+
+    @property
+    def are_asked(self) -> bool:
+        return bool(self.why_not or self.next or self.emit or self.plots)
+
+
+def answer_lines(result: SearchResult, questions: Questions, sizes: ModelSizes | None) -> list[str]:
+    """Return the lines below the table: time and memory of the best plan, and an answer to every question.
+
+    Raises:
+        PlanError: a question that cannot be answered; nothing fits, and something was asked about the best plan.
+    """
+    if not result.best:
+        if questions.are_asked:
+            raise PlanError("no plan fits into memory, so there is none to explain. Use more devices.")
+        return []
+    return list(_lines(result, questions, sizes))
+
+
+def _lines(result: SearchResult, questions: Questions, sizes: ModelSizes | None) -> Iterator[str]:
+    from weft.explain import explain_choice, memory_line, time_line
+    from weft.price import Pricer
+
+    best = result.best[0]
+    yield f"time      {time_line(best.prediction.time)}"
+    yield f"memory    {memory_line(best.prediction)}"
+    if not questions.are_asked:
+        return
+    pricer = Pricer(result.profile, result.cluster, result.stack, result.calibration)
+    if questions.next:
+        yield from _next_lines(result, pricer)
+    if questions.why_not:
+        yield from _block("why not", explain_choice(result, pricer, questions.why_not))
+    if questions.emit:
+        yield ""
+        yield _emitted(result, questions.emit, sizes)
+    if questions.plots:
+        yield from _drawn(result, pricer, questions.plots)
+
+
+def _next_lines(result: SearchResult, pricer: Pricer) -> Iterator[str]:
+    from weft.explain import next_changes
+
+    yield from _block("next", [change.line for change in next_changes(result, pricer)])
+
+
+def _block(label: str, lines: list[str]) -> Iterator[str]:
+    for index, line in enumerate(lines):
+        yield f"{label if index == 0 else '':<10}{line}"
+
+
+def _emitted(result: SearchResult, target: str, sizes: ModelSizes | None) -> str:
+    from weft.explain import Launch, emit
+
+    best = result.best[0]
+    return emit(
+        target,
+        Launch(
+            layout=best.layout,
+            global_batch_size=result.global_batch_size,
+            sequence_length=result.profile.sequence_length,
+            devices_per_node=min(node.devices.count for node in result.cluster.nodes),
+            sizes=sizes,
+        ),
+    )
+
+
+def _drawn(result: SearchResult, pricer: Pricer, folder: Path) -> Iterator[str]:
+    from weft.explain import PICTURES, draw
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"--plots {folder}: {error.strerror}. Name a folder you may write.") from None
+    layout = result.best[0].layout
+    prediction = pricer.predict(layout, spans=True)
+    for name in PICTURES:
+        draw(name, folder / f"{name}.png", prediction, layout, result.cluster)
+    yield f"pictures  {', '.join(f'{name}.png' for name in PICTURES)} in {folder}"

@@ -155,7 +155,8 @@ def _beside(layout: Layout, whole: float, window: float) -> tuple[float, float]:
     microbatches; only the last stage's share must hide in its own.
     """
     chunks = layout.chunks
-    wide = window * (1.0 + (layout.pipeline - 1) * (chunks - 1) / chunks)
+    round_size = min(layout.pipeline, layout.microbatches)
+    wide = window * (1.0 + (round_size - 1) * (chunks - 1) / chunks)
     exposed = max(0.0, whole - wide, (whole - window) / chunks)
     return exposed, whole - exposed
 
@@ -164,7 +165,7 @@ def _optimizer(layout: Layout, load: RankLoad, device: Device) -> tuple[float, f
     """Seconds of the optimizer's step, and of moving what it needs from and to host memory."""
     ranks = layout.data * layout.context
     shards = 1 if layout.zero == 0 else ranks if layout.zero < 3 else layout.shard * layout.context
-    expert_shards = max(1, shards // layout.expert)
+    expert_shards = 1 if layout.zero == 0 else max(1, shards * layout.tensor // layout.expert)
     mine = load.dense / shards + load.experts / expert_shards
     held = mine if layout.zero >= 2 else load.dense + load.experts
     if layout.offload == "optimizer":

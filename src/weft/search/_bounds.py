@@ -106,7 +106,7 @@ def memory_bounds(figures: Figures, splits: Splits, *, zero: int, master_bytes: 
     experts = figures.expert_parameters / splits.expert / splits.pipeline
     ranks = splits.data * splits.context
     return dense * _state_bytes(figures, ranks, zero, master_bytes, offload) + experts * _state_bytes(
-        figures, np.maximum(1, ranks // splits.expert), zero, master_bytes, offload
+        figures, np.maximum(1, ranks * splits.tensor // splits.expert), zero, master_bytes, offload
     )
 
 

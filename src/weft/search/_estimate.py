@@ -69,6 +69,8 @@ class Rates(NamedTuple):
     gather: float
     reduce_experts: float
     gather_experts: float
+    copies: float = 0.0
+    """ZeRO-3: of adding up the gradients of its copies."""
 
 
 class Estimates:
@@ -82,13 +84,15 @@ class Estimates:
         options: Options,
         zero: int,
         shard: Ints,
+        rates: Rates | None = None,
     ) -> None:
+        """`rates` are those of other estimates of the same group and way of sharding."""
         self._pricer, self._schedules, self._costs, self._options = pricer, schedules, costs, options
         self._zero, self._shard = zero, shard
         splits = options.splits
         self._ranks = splits.data * splits.context
         self._shards = np.ones_like(shard) if zero == 0 else self._ranks if zero < 3 else shard * splits.context
-        self._expert_shards = np.maximum(1, self._shards // splits.expert)
+        self._expert_shards = np.maximum(1, self._shards * (splits.tensor if zero else 1) // splits.expert)
         weights, p = costs.weights, splits.pipeline
         self._dense = weights.dense / p + np.where(options.joined_ends, weights.stem + weights.tail, weights.stem)
         self._last_dense = weights.dense / p + np.where(options.joined_ends, weights.stem + weights.tail, weights.tail)
@@ -97,7 +101,7 @@ class Estimates:
         element = {"fp64": 8, "fp32": 4, "tf32": 4}.get(costs.base.precision, 2)
         self._element, self._gradient = float(element), float(costs.base.gradient_bytes)
         self._waiting = self._whole_gradients()
-        self._rates = self._find_rates()
+        self.rates = rates or self._find_rates()
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -130,9 +134,7 @@ class Estimates:
             scatter = seconds("reduce_scatter", _LARGE_BYTES, groups.shard) / _LARGE_BYTES
             experts = seconds("all_reduce", bucket, groups.expert_data) / bucket * self._gradient
             copies = seconds("all_reduce", bucket, groups.replicate) / bucket * self._gradient / max(1, shard)
-            self._copies = copies
-            return Rates(scatter * self._gradient, gather * self._element, experts, 0.0)
-        self._copies = 0.0
+            return Rates(scatter * self._gradient, gather * self._element, experts, 0.0, copies)
         kind: Collective = "all_reduce" if zero == 0 else "reduce_scatter"
         sharded = self._element if zero else 0.0
         return Rates(
@@ -147,8 +149,8 @@ class Estimates:
         p, overlap = self._options.splits.pipeline, self._pricer.calibration.overlap_share
         if not self._pricer.stack.overlap_parameters:
             overlap = 0.0
-        sent = self._dense * self._rates.gather
-        back = sent + self._dense * self._rates.reduce
+        sent = self._dense * self.rates.gather
+        back = sent + self._dense * self.rates.reduce
         ahead = np.maximum(0.0, sent - overlap * passes.forward / p)
         return ahead + np.maximum(0.0, back - overlap * (passes.input + passes.weight) / p)
 
@@ -160,9 +162,9 @@ class Estimates:
 
     def _reductions(self, passes: Passes) -> Floats:
         """Exposed seconds of reducing gradients, and of gathering renewed weights."""
-        p, rates, stack = self._options.splits.pipeline, self._rates, self._pricer.stack
+        p, rates, stack = self._options.splits.pipeline, self.rates, self._pricer.stack
         overlap = self._pricer.calibration.overlap_share
-        dense_rate = self._copies if self._zero == 3 else rates.reduce
+        dense_rate = rates.copies if self._zero == 3 else rates.reduce
         whole = self._dense * dense_rate + self._experts * rates.reduce_experts
         times = self._options.splits.microbatches if self._zero == 2 else 1
         hidden = overlap * (passes.input + passes.weight) / p if stack.overlap_gradients else 0.0

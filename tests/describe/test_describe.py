@@ -165,7 +165,7 @@ class Measured:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt", "gated-gpt", "width-from-input", "vision", "perceptron", "recommender"]
+    "name", ["gpt", "gated-gpt", "width-from-input", "vision", "torch-encoder", "perceptron", "recommender"]
 )
 def test_kept_bytes_are_those_of_a_real_run(name: str) -> None:
     """Per added sample, in fp32, without dropout (whose masks Weft keeps in bytes and torch on the CPU in floats)."""

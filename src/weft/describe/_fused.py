@@ -7,7 +7,8 @@ element, as `weft.parallel.randomness` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,8 @@ class FusedCall:
     run: Callable[[], Any]
     name: str | None
     """Of the event; None: the call is made of others, which are written down themselves."""
+    composed: bool = False
+    """Whether those others may be fused in their turn."""
     operands: tuple[Any, ...] = ()
     settings: Mapping[str, Any]
 
@@ -96,6 +99,44 @@ def _dropout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | No
     return FusedCall(run=run, name="dropout" if training and rate > 0 else None, operands=(x,), settings={"rate": rate})
 
 
+def _packed_projections(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None
+) -> Sequence[Tensor]:
+    """Query, key and value of one matrix: one product, then a copy that parts them; or a product each."""
+    if query is key and key is value:
+        whole = F.linear(query, weight, bias).unflatten(-1, (3, query.shape[-1]))
+        return whole.movedim(-2, 0).contiguous().unbind(0)
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases, strict=True)]
+
+
+def _multi_head_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
+    """`nn.MultiheadAttention` without its weights returned, as it computes on a device: through fused attention."""
+    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    odd = ("key_padding_mask", "bias_k", "bias_v", "static_k", "static_v", "add_zero_attn", "use_separate_proj_weight")
+    query, heads = given["query"], given["num_heads"]
+    if query.dim() != 3 or given.get("need_weights", True) or any(given.get(n) not in (None, False) for n in odd):
+        return None
+    length, samples, width = query.shape
+
+    def split(projected: Tensor) -> Tensor:
+        keys = projected.shape[0]
+        return projected.view(keys, samples * heads, -1).transpose(0, 1).view(samples, heads, keys, -1)
+
+    def run() -> Any:
+        packed = _packed_projections(
+            query, given["key"], given["value"], given["in_proj_weight"], given["in_proj_bias"]
+        )
+        causal = bool(given.get("is_causal"))
+        mask = None if causal else given.get("attn_mask")
+        rate = given["dropout_p"] if given.get("training", True) else 0.0
+        mixed = F.scaled_dot_product_attention(*map(split, packed), attn_mask=mask, dropout_p=rate, is_causal=causal)
+        flat = mixed.permute(2, 0, 1, 3).contiguous().view(samples * length, width)
+        return F.linear(flat, given["out_proj_weight"], given["out_proj_bias"]).view(length, samples, width), None
+
+    return FusedCall(run=run, name=None, composed=True, settings={})
+
+
 FUSED: Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], FusedCall | None]] = {
     F.scaled_dot_product_attention: _attention,
     F.rms_norm: _rms_norm,
@@ -105,6 +146,7 @@ FUSED: Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], FusedCall | N
     F.dropout2d: _dropout,
     F.dropout3d: _dropout,
     torch.dropout: _dropout,
+    F.multi_head_attention_forward: _multi_head_attention,
 }
 """Function → how it runs."""
 FUSED_NAMES = ("attention", "rms_norm", "dropout")

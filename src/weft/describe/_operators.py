@@ -86,6 +86,8 @@ def draft_key(naming: Naming, graph: Graph, event: Event) -> tuple[str, Operator
     place, _ = naming.place(event.module)
     is_leaf = event.module and not any(True for _ in naming.root.get_submodule(event.module).children())
     suffix = "" if is_leaf and kind == "elementwise" else _SUFFIXES[kind]
+    if kind == "matmul":  # of activations: one operator for each shape
+        suffix += f".{event.inputs[-1].shape[-2]}x{event.inputs[-1].shape[-1]}"
     return f"{place}.{suffix}".strip("."), kind
 
 

@@ -153,6 +153,9 @@ class _Recorder:
         planned: FusedCall | None = fused(args, kwargs)
         if planned is None:
             return func(*args, **kwargs)
+        if planned.composed:
+            with _Functions(self):
+                return planned.run()
         self._paused, first = True, len(self._saves)
         try:
             result = planned.run()

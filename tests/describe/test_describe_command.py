@@ -1,0 +1,75 @@
+"""`weft describe`, and recipes that let the graph say how a model splits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.cli._main import run
+from weft.describe import build_blueprint
+from weft.recipe import load_recipe
+
+RECIPE = """
+[model]
+factory = "own_models:Gpt"
+sequence_length = 6
+{more}
+[batch]
+global_batch_size = 8
+[run]
+steps = 2
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(more=""))
+    return path
+
+
+def test_table_and_proposal(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["describe", str(recipe)]) == 0
+    text = capsys.readouterr().out
+    assert "Gpt: 5,344 parameters, 2 blocks" in text
+    assert "GptBlock × 2  (2,224 parameters)" in text
+    assert '"blocks.*.attention.qkv"  = "column"  # blocks=3' in text
+    assert "blocks.*.attention: num_heads is divided too" in text
+    assert "propose_split = true" in text
+
+
+def test_json(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["describe", str(recipe), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 5344
+    assert [part["times"] for part in found["parts"]] == [1, 2, 1]
+    assert found["proposal"]["localise"] == [{"match": "blocks.*.attention", "attribute": "num_heads"}]
+
+
+def test_a_wrong_recipe_is_one_paragraph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(more="").replace("own_models:Gpt", "own_models:Gtp"))
+    assert run(["describe", str(path)]) == 2
+    assert "Did you mean Gpt?" in capsys.readouterr().err
+
+
+def test_a_recipe_may_ask_for_the_proposed_table(tmp_path: Path, recipe: Path) -> None:
+    plain = build_blueprint(load_recipe(recipe))
+    assert not plain.split
+    assert any("weft describe" in note for note in plain.notes)
+    path = tmp_path / "proposed.toml"
+    path.write_text(RECIPE.format(more="propose_split = true"))
+    found = build_blueprint(load_recipe(path))
+    assert found.vocabulary_head == "head"
+    assert {rule.kind for rule in found.split} == {"vocab", "column", "row", "heads", "sequence"}
+    assert any("weft check" in note for note in found.notes)
+
+
+def test_without_anything_to_split_the_user_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    text = RECIPE.format(more="propose_split = true").replace("own_models:Gpt", "own_models:SharedGate")
+    path.write_text(text.replace("sequence_length = 6\n", "").replace("[run]", "[data]\n[run]"))
+    with pytest.raises(Exception, match="no example batch"):
+        build_blueprint(load_recipe(path))

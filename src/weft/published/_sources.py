@@ -21,7 +21,7 @@ class Framework:
     flops: FlopConvention = "full"
     memory: MemoryFigure = "reserved"
     """Which of the three peaks it publishes."""
-    habits: str = "weft"
+    habits: str = "megatron-lm"
     """What it keeps in memory, by name in `weft.price.HABITS`."""
     reports_first: bool = False
     """Whether it publishes the memory of the first pipeline rank instead of the fullest."""

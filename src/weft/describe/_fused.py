@@ -22,8 +22,7 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        *batch, heads, queries, _ = query.shape
-        mixed = query.new_empty((*batch, queries, heads, value.shape[-1]), device="meta").transpose(-2, -3)
+        mixed = _laid_out_like(query, value.shape[-1])
         statistics = query.new_empty(query.shape[:-1], dtype=torch.float32, device="meta")
         held = () if mask is None else (mask,)
         ctx.save_for_backward(query, key, value, mixed, statistics, *held)
@@ -32,6 +31,14 @@ class FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise NotImplementedError("a description has no backward")
+
+
+def _laid_out_like(query: Tensor, features: int) -> Tensor:
+    """Attention's result: its dims lie in memory in the order of the query's, as kernels on CPUs and GPUs write it."""
+    order = sorted(range(query.dim()), key=query.stride, reverse=True)
+    shape = (*query.shape[:-1], features)
+    laid = query.new_empty([shape[dim] for dim in order], device="meta")
+    return laid.permute([order.index(dim) for dim in range(query.dim())])
 
 
 class FusedNorm(torch.autograd.Function):

@@ -1,9 +1,14 @@
 """Search: the layouts of a model on a cluster, priced and ranked.  Importable without torch."""
 
+from weft.search._choose import Choice as Choice
+from weft.search._choose import choose_plan as choose_plan
 from weft.search._convert import plan_of as plan_of
 from weft.search._deadline import Smallest as Smallest
 from weft.search._deadline import part_of_cluster as part_of_cluster
 from weft.search._deadline import smallest_cluster as smallest_cluster
+from weft.search._irregular import Placement as Placement
+from weft.search._irregular import place_ranks as place_ranks
+from weft.search._irregular import placement_of as placement_of
 from weft.search._objective import OBJECTIVES as OBJECTIVES
 from weft.search._objective import Objective as Objective
 from weft.search._orders import distinct_orders as distinct_orders

@@ -121,12 +121,10 @@ def shardings(space: Space, splits: Splits) -> list[tuple[int, Ints]]:
 
 
 def _shards(space: Space, data: Ints) -> list[Ints]:
-    """Ranks over which ZeRO-3 shards: those of the space, or all data ranks and their powers-of-two parts, which the
+    """Ranks over which ZeRO-3 shards: those of the space, or all data ranks and two sizes between them and 1, which the
     finalists refine to all divisors."""
     if space.shards is not None:
         return [np.where(data % shard == 0, shard, 0) for shard in space.shards if shard > 1]
-    parts, divisor = [data], 2
-    while divisor < int(data.max(initial=1)):
-        parts.append(np.where((data % divisor == 0) & (data > divisor), data // divisor, 0))
-        divisor *= 2
-    return parts
+    powers = int(data.max(initial=1)).bit_length() - 1
+    divisors = dict.fromkeys((1, 1 << powers // 3, 1 << 2 * powers // 3))
+    return [np.where((data % divisor == 0) & (data > divisor), data // divisor, 0) for divisor in divisors]

@@ -31,6 +31,11 @@ def distinct_orders(layout: Layout, tiers: tuple[int, ...]) -> Iterator[tuple[Ax
             yield _complete(order)
 
 
+def outermost(order: tuple[Axis, ...], axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """Return an order with some axes put before all others."""
+    return (*(axis for axis in order if axis in axes), *(axis for axis in order if axis not in axes))
+
+
 def _signature(layout: Layout, order: tuple[Axis, ...], tiers: tuple[int, ...]) -> Signature:
     stride = 1
     found: list[tuple[Axis, tuple[int, ...]]] = []

@@ -53,29 +53,56 @@ class Screen:
         self, group: int, costs: GroupCosts, options: Options, zero: int, shard: Ints, limit: float
     ) -> tuple[list[Rows], int]:
         """Rows under one way of sharding, and how many do not fit whatever is computed again or offloaded."""
+        first = self._levels[0].light
         estimates = Estimates(self._pricer, self._space.schedules, costs, options, zero, shard)
+        # More recomputation and offloading make a step longer, so what is too slow without stays so.
+        seconds = estimates.seconds(costs.passes[first], costs.held[first], "none")
+        near = seconds < limit
+        if not near.any():
+            return [], 0
+        options, shard = options.take(near), shard[near]
+        estimates = Estimates(self._pricer, self._space.schedules, costs, options, zero, shard, estimates.rates)
         found: list[Rows] = []
         fitting = np.zeros(len(options), dtype=bool)
         needs: dict[Recompute, Floats] = {}
         for place, level in enumerate(self._levels):
             if level.is_mixed:
-                seconds, fits = self._mixed(estimates, costs, needs, level)
-                found += self._table(group, options, fits & (seconds < limit), zero, shard, (place, 0), seconds)
-                continue
-            done = fitting.copy()
-            for offload, name in enumerate(self._space.offloads):
-                need = estimates.device_bytes(costs.held[level.light], name)
-                if offload == 0:
-                    needs[level.light] = need
-                fits = (need <= self._usable) & ~done
-                if not fits.any():
-                    continue
-                if offload == 0:
-                    fitting |= fits
-                    done = fitting.copy()
-                seconds = estimates.seconds(costs.passes[level.light], costs.held[level.light], name)
-                found += self._table(group, options, fits & (seconds < limit), zero, shard, (place, offload), seconds)
+                if level.light in needs and level.heavy in needs:
+                    seconds, fits = self._mixed(estimates, costs, needs, level)
+                    found += self._table(group, options, fits & (seconds < limit), zero, shard, (place, 0), seconds)
+            elif not fitting.all():
+                found += self._plain(group, costs, estimates, (options, zero, shard), place, fitting, needs, limit)
         return found, int((~fitting).sum())
+
+    def _plain(
+        self,
+        group: int,
+        costs: GroupCosts,
+        estimates: Estimates,
+        ways: tuple[Options, int, Ints],
+        place: int,
+        fitting: Bools,
+        needs: dict[Recompute, Floats],
+        limit: float,
+    ) -> list[Rows]:
+        """Rows with all blocks alike; marks in `fitting` those that fit without offloading, and notes their needs."""
+        options, zero, shard = ways
+        word = self._levels[place].light
+        found: list[Rows] = []
+        done = fitting.copy()
+        for offload, name in enumerate(self._space.offloads):
+            if done.all():
+                break
+            need = estimates.device_bytes(costs.held[word], name)
+            fits = (need <= self._usable) & ~done
+            if name == "none":
+                needs[word] = need
+                fitting |= fits
+                done = fitting.copy()
+            if fits.any():
+                seconds = estimates.seconds(costs.passes[word], costs.held[word], name)
+                found += self._table(group, options, fits & (seconds < limit), zero, shard, (place, offload), seconds)
+        return found
 
     def _mixed(
         self, estimates: Estimates, costs: GroupCosts, needs: dict[Recompute, Floats], level: Level

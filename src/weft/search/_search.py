@@ -11,8 +11,8 @@ import numpy as np
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
-from weft.plan import ComputePlan
-from weft.price import DATASHEET, WEFT, Calibration, Layout, Prediction, PricedPrecision, Pricer, Stack, model_flops
+from weft.plan import ComputePlan, Plan
+from weft.price import FITTED, WEFT, Calibration, Layout, PricedPrecision, Pricer, Stack, model_flops
 from weft.profile import Profile
 from weft.recipe import OptimizerRecipe, PermitRecipe
 from weft.search._bounds import Floats, figures_of, memory_bounds, time_bounds
@@ -25,6 +25,7 @@ from weft.search._rows import Rows, join
 from weft.search._screen import Screen
 from weft.search._space import Space, space_of
 from weft.search._splits import Ints, Splits, enumerate_splits
+from weft.search._unequal import Balancer, kinds_of, speed_of
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
 _PER_FAMILY = 8
@@ -44,7 +45,7 @@ def search(
     runnable_only: bool = False,
     optimizer: OptimizerRecipe | None = None,
     stack: Stack = WEFT,
-    calibration: Calibration = DATASHEET,
+    calibration: Calibration = FITTED,
     top: int = 5,
     finalists: int = 96,
     pricer: Pricer | None = None,
@@ -88,7 +89,7 @@ def search(
         finalists=finalists,
     )
     found, counts = hunt.run(top)
-    whole = _Finish(hunt, compute)
+    finish = _Finish(hunt, compute)
     return SearchResult(
         profile=profile,
         cluster=cluster,
@@ -97,7 +98,7 @@ def search(
         space=given,
         stack=hunt.pricer.stack,
         calibration=hunt.pricer.calibration,
-        best=tuple(whole.candidate(each) for each in found),
+        best=tuple(sorted((finish.candidate(each) for each in found), key=lambda each: each.score)),
         counts=counts,
     )
 
@@ -309,34 +310,47 @@ class _Finish:
     def __init__(self, hunt: _Hunt, compute: ComputePlan | None) -> None:
         self._hunt, self._compute = hunt, compute
         self._sample_flops = model_flops(hunt.pricer.profile)
+        cluster = hunt.pricer.cluster
+        self._balancer = Balancer(hunt.pricer) if len(kinds_of(cluster)) > 1 else None
 
     def candidate(self, priced: Priced) -> Candidate:
-        hunt, layout = self._hunt, priced.layout
-        prediction = hunt.pricer.predict(layout, exact=True)
+        """Return a layout with its plan and all that is said of it; its data ranks balanced over unequal devices."""
+        hunt, layout, shares = self._hunt, priced.layout, None
+        balanced = self._balancer.balance(layout, hunt.global_batch_size) if self._balancer is not None else None
+        if balanced is None:
+            prediction = hunt.pricer.predict(layout, exact=True)
+        else:
+            layout, shares, prediction = balanced.layout, balanced.shares, balanced.prediction
+        objective, step = hunt.objective, prediction.step_seconds
         tokens = hunt.global_batch_size * hunt.pricer.profile.sequence_length
-        pessimistic = hunt.objective.pessimistic_seconds(prediction.step_seconds, prediction.spread)
-        price = hunt.objective.price_per_device_hour
+        pessimistic = objective.pessimistic_seconds(step, prediction.spread)
+        has_price = objective.price_per_device_hour is not None
+        cost = objective.cost_per_million_tokens(step, layout.world_size, tokens) if has_price else None
         return Candidate(
             layout=layout,
             prediction=prediction,
-            plan=self._plan(layout),
-            score=priced.score,
+            plan=self._plan(layout, shares),
+            score=objective.score(pessimistic, layout.world_size),
             pessimistic_seconds=pessimistic,
-            tokens_per_second=tokens / prediction.step_seconds,
-            model_flops_utilization=self._utilization(layout, prediction),
-            cost_per_million_tokens=None
-            if price is None
-            else hunt.objective.cost_per_million_tokens(prediction.step_seconds, layout.world_size, tokens),
-            training_seconds=hunt.objective.training_seconds(pessimistic, tokens),
+            tokens_per_second=tokens / step,
+            model_flops_utilization=self._utilization(layout, step),
+            cost_per_million_tokens=cost,
+            training_seconds=objective.training_seconds(pessimistic, tokens),
         )
 
-    def _utilization(self, layout: Layout, prediction: Prediction) -> float:
-        peak = self._hunt.pricer.device(layout).peak(layout.precision)
+    def _utilization(self, layout: Layout, step_seconds: float) -> float:
+        """Of the used devices; where devices are unequal, of as many mean ones."""
+        cluster, pricer = self._hunt.pricer.cluster, self._hunt.pricer
+        speed = pricer.device(layout).peak(layout.precision)
+        if self._balancer is not None:
+            speeds = [(node.count * node.devices.count, speed_of(node.devices)) for node in cluster.nodes]
+            speed *= sum(count * each for count, each in speeds) / cluster.num_devices / min(each for _, each in speeds)
         flops = self._sample_flops * self._hunt.global_batch_size
-        return flops / (layout.world_size * peak * prediction.step_seconds)
+        return flops / (layout.world_size * speed * step_seconds)
 
-    def _plan(self, layout: Layout):
+    def _plan(self, layout: Layout, shares: tuple[int, ...] | None) -> Plan | None:
+        batch = self._hunt.global_batch_size
         try:
-            return plan_of(layout, global_batch_size=self._hunt.global_batch_size, compute=self._compute)
+            return plan_of(layout, global_batch_size=batch, shares=shares, compute=self._compute)
         except PlanError:
             return None

@@ -1,0 +1,180 @@
+"""Search finds what pricing everything would find, and more links or memory never make its choice slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from search_kit import all_layouts, best_by_brute_force, cluster_of, narrow, tiny
+
+from weft.errors import PlanError
+from weft.plan import check_plan, facts_of
+from weft.price import Layout, Pricer
+from weft.profile import profile_of
+from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
+from weft.search import Objective, Space, pinned, search, smallest_cluster, space_of
+
+BASE = Layout(precision="bf16", fused_loss=True, gradient_bytes=4, master_bytes=12)
+
+
+def small_space(spec: str, batch: int, experts: int = 0, **changes: object) -> Space:
+    return narrow(space_of(tiny(experts=experts), cluster_of(spec), global_batch_size=batch), **changes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "batch", "experts", "memory", "changes"),
+    [
+        ("4xh100", 8, 0, 1.0, {"contexts": (1, 2)}),
+        ("2x2xh100", 6, 0, 0.2, {"contexts": (1,)}),
+        ("2x2xa100", 4, 4, 1.0, {"contexts": (1,), "pipelines": (1, 2)}),
+        ("3xh100", 5, 0, 0.08, {"contexts": (1,), "schedules": ("1f1b", "zbv")}),
+    ],
+)
+def test_equals_brute_force(
+    spec: str, batch: int, experts: int, memory: float, changes: dict[str, object]
+) -> None:
+    profile, cluster = tiny(experts=experts), cluster_of(spec, memory=memory)
+    space = small_space(spec, batch, experts, **changes)
+    pricer = Pricer(profile, cluster)
+    best, count = best_by_brute_force(pricer, space, batch, BASE)
+    result = search(profile, cluster, global_batch_size=batch, space=space, pricer=pricer, finalists=10**6, top=8)
+    assert count > 100
+    assert result.best[0].prediction.step_seconds == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from([1.0, 1.3, 2.0, 8.0]), st.sampled_from([1.0, 1.5, 4.0]), st.sampled_from([4, 6, 16]))
+def test_more_links_or_memory_are_no_slower(bandwidth: float, memory: float, batch: int) -> None:
+    space = small_space("2x4xh100", batch, contexts=(1, 2))
+
+    def best(bandwidth: float, memory: float) -> float:
+        cluster = cluster_of("2x4xh100", bandwidth=bandwidth, memory=memory)
+        return search(tiny(), cluster, global_batch_size=batch, space=space, finalists=400).best[0].score
+
+    before = best(1.0, 0.05)
+    assert best(bandwidth, 0.05) <= before * (1 + 1e-9)
+    assert best(1.0, 0.05 * memory) <= before * (1 + 1e-9)
+
+
+def test_no_layout_of_the_space_is_faster() -> None:
+    profile, cluster = tiny(layers=6), cluster_of("2x4xh100", memory=0.1)
+    space = narrow(space_of(profile, cluster, global_batch_size=12), contexts=(1, 2))
+    result = search(profile, cluster, global_batch_size=12, space=space)
+    pricer = Pricer(profile, cluster)
+    layouts = list(all_layouts(profile, cluster, space, 12, BASE))[::97]
+    assert len(layouts) > 50
+    for layout in layouts:
+        prediction = pricer.predict(layout, exact=True)
+        if prediction.fits:
+            assert prediction.step_seconds >= result.best[0].prediction.step_seconds * (1 - 1e-9), layout
+
+
+def test_the_same_search_finds_the_same() -> None:
+    first, second = (search(tiny(), cluster_of("8xh100"), global_batch_size=16) for _ in range(2))
+    assert [each.layout for each in first.best] == [each.layout for each in second.best]
+    assert first.counts == second.counts
+
+
+def test_the_batch_is_kept_and_devices_suffice() -> None:
+    result = search(tiny(), cluster_of("7xh100"), global_batch_size=13)
+    for each in result.best:
+        assert each.plan is not None
+        assert each.plan.global_batch_size == 13
+        assert each.layout.world_size == each.plan.mesh.world_size <= 7
+        assert each.prediction.fits
+
+
+def test_runnable_plans_pass_every_check_of_their_recipe() -> None:
+    shape = DecoderShape(num_layers=6, hidden_size=512, num_heads=8, num_kv_heads=4)
+    recipe = Recipe(
+        model=ModelRecipe(shape=shape),
+        batch=BatchRecipe(global_batch_size=24),
+        run=RunRecipe(steps=1),
+        permit=PermitRecipe(precision=("fp32", "bf16")),
+    )
+    facts = facts_of(recipe)
+    profile = profile_of(recipe, facts)
+    assert profile is not None
+    result = search(
+        profile, cluster_of("8xh100"), global_batch_size=24, permit=recipe.permit, runnable_only=True, top=12
+    )
+    assert len(result.best) > 3
+    for each in result.best:
+        assert each.plan is not None
+        assert each.not_runnable == ()
+        check_plan(each.plan, recipe, facts)
+
+
+def test_what_cannot_run_yet_says_so() -> None:
+    space = replace(small_space("8xh100", 8), contexts=(2,))
+    result = search(tiny(), cluster_of("8xh100"), global_batch_size=8, space=space)
+    assert any("context" in reason for reason in result.best[0].not_runnable)
+
+
+def test_nothing_fits() -> None:
+    result = search(tiny(), cluster_of("2xh100", memory=0.001), global_batch_size=4)
+    assert result.best == ()
+    assert result.counts.memory_bound > 0
+
+
+def test_some_blocks_are_computed_again_when_all_need_not() -> None:
+    profile = tiny(layers=8, length=8192)
+    loose = search(profile, cluster_of("2xh100"), global_batch_size=8).best[0]
+    for share in (0.9, 0.8, 0.7, 0.6, 0.5):
+        memory = share * loose.prediction.fullest.device / 80e9
+        result = search(profile, cluster_of("2xh100", memory=memory), global_batch_size=8, top=20)
+        mixed = [each for each in result.best if not isinstance(each.layout.recompute, str)]
+        assert all(each.prediction.fits for each in result.best)
+        if mixed:
+            assert len(mixed[0].layout.recompute) == 8
+            return
+    pytest.fail("no plan computes only some blocks again")
+
+
+def test_cost_prefers_fewer_devices_when_more_do_not_help() -> None:
+    fast = search(tiny(), cluster_of("8xh100"), global_batch_size=8).best[0]
+    cheap = search(tiny(), cluster_of("8xh100"), global_batch_size=8, objective=Objective(quantity="cost")).best[0]
+    cost = [each.prediction.step_seconds * each.layout.world_size for each in (fast, cheap)]
+    assert cost[1] <= cost[0]
+
+
+def test_the_smallest_cluster_that_meets_a_deadline() -> None:
+    profile, cluster = tiny(), cluster_of("8x2xh100")
+    objective = Objective(quantity="time", tokens=1e9)
+
+    def searched(part: object):
+        return search(profile, part, global_batch_size=32, objective=objective)  # pyright: ignore[reportArgumentType]
+
+    whole = searched(cluster).best[0].training_seconds
+    assert whole is not None
+    found = smallest_cluster(cluster, searched, deadline_seconds=2 * whole)
+    seconds = found.result.best[0].training_seconds
+    assert seconds is not None
+    assert seconds <= 2 * whole
+    assert found.nodes < 8
+    with pytest.raises(PlanError, match="more than the .* days of the deadline. Allow"):
+        smallest_cluster(cluster, searched, deadline_seconds=whole / 2)
+
+
+def test_given_settings_are_kept() -> None:
+    from weft.plan import parse_plan
+
+    given_plan = parse_plan("[mesh]\ntensor = 2\n[data_parallel]\nzero = 3\n[memory]\nrecompute = 'full'\n")
+    space = pinned(space_of(tiny(), cluster_of("8xh100"), global_batch_size=16), given_plan)
+    for each in search(tiny(), cluster_of("8xh100"), global_batch_size=16, space=space).best:
+        assert (each.layout.tensor, each.layout.zero, each.layout.recompute) == (2, 3, "full")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quantity": "trouhgput"}, "Did you mean throughput"),
+        ({"quantity": "time"}, "needs the tokens to train on. Give --tokens"),
+        ({"tokens": -1.0}, "tokens = -1 must be above 0"),
+    ],
+)
+def test_impossible_objectives(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Objective(**arguments)  # pyright: ignore[reportArgumentType]

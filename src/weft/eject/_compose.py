@@ -80,8 +80,13 @@ def prune_imports(imports: str, body: str) -> str:
     return "\n\n".join(group for group in groups if group)
 
 
+def _place(statement: ast.stmt) -> tuple[bool, str]:
+    """Where a statement stands in its group: plain imports first, then by module."""
+    return (True, statement.module or "") if isinstance(statement, ast.ImportFrom) else (False, "")
+
+
 def _pruned(group: str, used: Collection[str]) -> Iterator[str]:
-    for statement in ast.parse(group).body:
+    for statement in sorted(ast.parse(group).body, key=_place):
         assert isinstance(statement, ast.Import | ast.ImportFrom)
         kept = [name for name in statement.names if (name.asname or name.name.partition(".")[0]) in used]
         if not kept:

@@ -97,7 +97,6 @@ def _model_values(recipe: Recipe, plan: Plan) -> dict[str, str]:
     return {
         "blocks": blocks,
         "units": f"(*{blocks}, model)" if model.factory is None else "(model,)",
-        "stage": "model" if model.hf is None else "Logits(model)",
         "logits": ".logits" if model.hf is not None else "",
         "function": (model.factory or ":").partition(":")[2],
         "arguments": ", ".join(f"{key}={value!r}" for key, value in model.arguments.items()),

@@ -149,12 +149,13 @@ def test_blocks_of_several_sizes_show_a_factor_and_an_extra() -> None:
     for samples, hidden in ((1, 32), (4, 256), (8, 512)):
         shape = replace(row, samples=samples, hidden_size=hidden, ffn_size=3 * hidden)
         there, back = _summed(device, _block(shape), shape)
-        rows.append(replace(shape, forward_seconds=1.5 * there + 2e-3, backward_seconds=1.2 * back + 3e-3))
+        forward, backward = there[0] + 3 * there[1] + 2e-3, back[0] + 2 * back[1] + 3e-3
+        rows.append(replace(shape, forward_seconds=forward, backward_seconds=backward))
     found = Device(replace(plain, measured=replace(plain.measured, blocks=tuple(rows))), DATASHEET, WEFT, 1.0)
     operators = len(_block(row).operators)
     fit = block_fit(found, "fp32")
-    assert fit.forward.factor == pytest.approx(1.5, rel=0.02)
-    assert fit.backward.factor == pytest.approx(1.2, rel=0.02)
+    assert fit.forward.factor == pytest.approx(3, rel=0.02)
+    assert fit.backward.factor == pytest.approx(2, rel=0.02)
     assert fit.forward.extra * operators == pytest.approx(2e-3, rel=0.05)
     assert fit.backward.extra * operators == pytest.approx(3e-3, rel=0.05)
     assert block_fit(found, "bf16") == BlockFit()

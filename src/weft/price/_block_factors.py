@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from weft.cluster import BlockTime
 from weft.price._compute import ELEMENT_BYTES, Device, OperatorWork, Share, Work, operator_work
-from weft.profile import Block, ModelSizes, profile_of_sizes
+from weft.profile import Block, ModelSizes, Operator, profile_of_sizes
 
-_LEAST, _MOST = 0.5, 3.0
+_LEAST, _MOST = 0.5, 8.0
 """Factors beyond these say that something else ran during the measurement, not what a block costs."""
-_ROUNDS = 4
+_STEPS = 200
 
 
 class PassFit(NamedTuple):
-    """One pass of an operator within a block takes `extra` seconds, and `factor` times what its size says."""
+    """One pass: element-wise work takes `factor` times what its bytes say, and every operator `extra` seconds more."""
 
     factor: float = 1.0
     extra: float = 0.0
@@ -28,45 +28,66 @@ class BlockFit(NamedTuple):
     forward: PassFit = PassFit()
     backward: PassFit = PassFit()
 
-    def of(self, work: OperatorWork) -> OperatorWork:
-        """The passes of one operator within a block."""
+    def of(self, operator: Operator, work: OperatorWork, *, inside: bool) -> OperatorWork:
+        """The passes of one operator inside a block, or of the stem or tail: a loss in chunks has no norms to slow it,
+        and its chunks stay in the cache."""
+        is_plain = inside and operator.kind in ("elementwise", "gather")
+        forward, backward = (self.forward.factor, self.backward.factor) if is_plain else (1.0, 1.0)
         return OperatorWork(
-            work.forward.times(self.forward.factor).plus(Work(memory=self.forward.extra)),
-            work.input.times(self.backward.factor).plus(Work(memory=self.backward.extra)),
-            work.weight.times(self.backward.factor),
+            work.forward.times(forward).plus(Work(memory=self.forward.extra)),
+            work.input.times(backward).plus(Work(memory=self.backward.extra)),
+            work.weight,
         )
+
+
+class _Seen(NamedTuple):
+    """One pass of a measured block, in seconds."""
+
+    products: float
+    """Matrix products and attention, as they were measured alone."""
+    plain: float
+    """Element-wise work, after its bytes."""
+    measured: float
 
 
 def block_fit(device: Device, precision: str) -> BlockFit:
     """Return what blocks of this precision cost beside their operators, as measured on this device.
 
-    Norms, activations, rotations of heads and allocation cost more than the bytes that they move, in proportion to a
-    block's size; calls and bookkeeping cost the same whatever it is.  Measured blocks of several sizes show both.
+    Norms, activations and rotations of heads compute more than they move, in proportion to their size; calls,
+    bookkeeping and allocation cost the same whatever it is.  Measured blocks of several sizes show both.
     """
     speeds = device.speeds
     rows = [row for row in speeds.blocks if row.precision == precision] if speeds else []
     if not rows or speeds is None:
         return BlockFit()
-    blocks = [_block(row) for row in rows]
-    sums = [_summed(device, block, row) for block, row in zip(blocks, rows, strict=True)]
-    operators = len(blocks[0].operators)
-    measured = [(row.forward_seconds * speeds.scale, row.backward_seconds * speeds.scale) for row in rows]
-    return BlockFit(
-        _fit([(there, seen) for (there, _), (seen, _) in zip(sums, measured, strict=True)], operators),
-        _fit([(back, seen) for (_, back), (_, seen) in zip(sums, measured, strict=True)], operators),
-    )
+    forward: list[_Seen] = []
+    backward: list[_Seen] = []
+    operators = 1
+    for row in rows:
+        block = _block(row)
+        operators = len(block.operators)
+        there, back = _summed(device, block, row)
+        forward.append(_Seen(*there, row.forward_seconds * speeds.scale))
+        backward.append(_Seen(*back, row.backward_seconds * speeds.scale))
+    return BlockFit(_fit(forward, operators), _fit(backward, operators))
 
 
-def _fit(pairs: Sequence[tuple[float, float]], operators: int) -> PassFit:
-    """Of (summed, measured) seconds: the smallest block says the extra time, the others the mean factor."""
-    (smallest, least), *others = sorted(pairs)
-    factor, extra = _bounded(least / smallest), 0.0
-    if others:
-        for _ in range(_ROUNDS):
-            ratios = [math.log(max(measured - extra, 0.1 * measured) / summed) for summed, measured in others]
-            factor = _bounded(math.exp(sum(ratios) / len(ratios)))
-            extra = max(0.0, least - factor * smallest)
-    return PassFit(factor, extra / operators)
+def _fit(seen: Sequence[_Seen], operators: int) -> PassFit:
+    """The factor with the least squared logarithm of predicted over measured; the smallest block says the extra."""
+    smallest = min(seen, key=lambda one: one.measured)
+
+    def extra(factor: float) -> float:
+        if len(seen) == 1:
+            return 0.0
+        return max(0.0, smallest.measured - smallest.products - factor * smallest.plain)
+
+    def loss(factor: float) -> float:
+        more = extra(factor)
+        return sum(math.log((one.products + factor * one.plain + more) / one.measured) ** 2 for one in seen)
+
+    factors = [_LEAST * (_MOST / _LEAST) ** (step / _STEPS) for step in range(_STEPS + 1)]
+    factor = min(factors, key=loss)
+    return PassFit(factor, extra(factor) / operators)
 
 
 def _block(row: BlockTime) -> Block:
@@ -81,18 +102,18 @@ def _block(row: BlockTime) -> Block:
     return profile_of_sizes(sizes).blocks[0]
 
 
-def _summed(device: Device, block: Block, row: BlockTime) -> tuple[float, float]:
-    """Seconds of the block's operators, forward and backward."""
+def _summed(device: Device, block: Block, row: BlockTime) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds of products and of element-wise work, forward; the same, backward."""
     share = Share(
         samples=row.samples,
         sequence=row.tokens,
         precision=row.precision,  # pyright: ignore[reportArgumentType]
         gradient_bytes=ELEMENT_BYTES.get(row.precision, 2),
     )
-    works = [operator_work(device, operator, share, 1.0) for operator in block.operators]
-    forward = sum(work.forward.seconds for work in works)
-    return forward, sum(work.input.seconds + work.weight.seconds for work in works)
-
-
-def _bounded(factor: float) -> float:
-    return min(_MOST, max(_LEAST, factor))
+    forward, backward = [0.0, 0.0], [0.0, 0.0]
+    for operator in block.operators:
+        work = operator_work(device, operator, share, 1.0)
+        kind = 1 if operator.kind in ("elementwise", "gather") else 0
+        forward[kind] += work.forward.seconds
+        backward[kind] += work.input.seconds + work.weight.seconds
+    return (forward[0], forward[1]), (backward[0], backward[1])

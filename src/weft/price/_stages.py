@@ -94,7 +94,10 @@ class BlockCosts:
         works = [(operator, operator_work(self._device, operator, share, imbalance)) for operator in block.operators]
         if self._device.speeds:
             fit = self._fit(key.precision)
-            works = [(operator, self._accumulated(operator, fit.of(work), share)) for operator, work in works]
+            works = [
+                (operator, self._accumulated(operator, fit.of(operator, work, inside=not wide), share))
+                for operator, work in works
+            ]
         selective = [(operator, work) for operator, work in works if operator.selective]
         sent = _Sent(block, share, key, self._seconds, self._device)
         forward, backward = sent.costs([(operator, work) for operator, work in works])

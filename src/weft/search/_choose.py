@@ -1,0 +1,234 @@
+"""`plan = "auto"`: the plan that search finds best among those that run here, with the reason of each setting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from weft.cluster import Cluster, table_links
+from weft.errors import PlanError
+from weft.plan import ComputePlan, ModelFacts, Plan, auto_plan, check_plan
+from weft.price import DATASHEET, Calibration, Pricer
+from weft.profile import Profile
+from weft.recipe import Recipe
+from weft.search._result import Candidate
+from weft.search._search import search
+from weft.search._space import Space, divisors, space_of
+
+_MOST_WORLDS = 64
+"""Processes up to which every split of exactly that many is searched one by one."""
+_CLOSE = 0.2
+"""Predictions closer than this share of their spread cannot be told apart; of those the simplest plan is taken."""
+_ZERO_SIMPLICITY = (1, 0, 2, 3)
+"""ZeRO stages, the simplest that saves memory first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A plan and what it was chosen from."""
+
+    plan: Plan
+    reasons: Mapping[str, str]
+    """Dotted key → why."""
+    rivals: tuple[Candidate, ...] = ()
+    """What was predicted, best first, the chosen plan first of all; empty where nothing could be predicted."""
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Of the rivals."""
+        return tuple(rival.plan for rival in self.rivals if rival.plan is not None)
+
+
+def choose_plan(
+    recipe: Recipe,
+    cluster: Cluster,
+    facts: ModelFacts,
+    processes: int | None = None,
+    *,
+    profile: Profile | None = None,
+    calibration: Calibration = DATASHEET,
+    top: int = 8,
+) -> Choice:
+    """Choose a plan that the engine can run: the fastest that search finds and `check_plan` accepts.
+
+    Needs no torch.  Without a profile (a factory's model that nobody described) it is the largest data-parallel split
+    that fits (`weft.plan.auto_plan`).
+
+    Args:
+        processes: exactly so many ranks; None: as many of the cluster's devices as are of use.
+        profile: of the recipe's model; None where nothing is known of it.
+
+    Raises:
+        PlanError: nothing fits, or the batch cannot be divided over the processes.
+    """
+    if processes is not None and processes < 1:
+        raise PlanError(f"processes = {processes} is too few. Use 1 or more.")
+    if profile is None:
+        plan, reasons = auto_plan(recipe, cluster, facts, processes)
+        return Choice(plan=plan, reasons=reasons)
+    rivals = _rivals(recipe, cluster, facts, processes, profile, calibration, top)
+    if not rivals:  # its message says what is too large, or which number of processes could share the batch
+        plan, reasons = auto_plan(recipe, cluster, facts, processes)
+        return Choice(plan=plan, reasons=reasons)
+    best = rivals[0]
+    assert best.plan is not None
+    return Choice(plan=best.plan, reasons=explain_settings(best.plan, recipe, cluster, rivals), rivals=tuple(rivals))
+
+
+def _rivals(
+    recipe: Recipe,
+    cluster: Cluster,
+    facts: ModelFacts,
+    processes: int | None,
+    profile: Profile,
+    calibration: Calibration,
+    top: int,
+) -> list[Candidate]:
+    """Candidates that can be run, best first."""
+    if processes is not None and processes > cluster.num_devices and not cluster.has_accelerators:
+        cluster = _crowded(cluster, processes)
+    pricer = Pricer(profile, cluster, calibration=calibration)
+    found: list[Candidate] = []
+    for space in _spaces(recipe, cluster, processes, profile):
+        result = search(
+            profile,
+            cluster,
+            global_batch_size=recipe.batch.global_batch_size,
+            permit=recipe.permit,
+            space=space,
+            optimizer=recipe.optimizer,
+            calibration=calibration,
+            pricer=pricer,
+            top=top,
+        )
+        found += [_with_threads(each, cluster) for each in result.best]
+    fitting = [each for each in found if _is_accepted(each, recipe, facts, processes)]
+    return _simplest_first(sorted(fitting, key=lambda each: (each.score, each.layout.world_size)))[:top]
+
+
+def _crowded(cluster: Cluster, processes: int) -> Cluster:
+    """A cluster of cores with more devices than cores: ranks that share them, and the memory."""
+    count = -(-processes // cluster.num_nodes)
+    nodes = [
+        replace(node, devices=replace(node.devices, count=count, memory_bytes=node.memory_bytes // count))
+        for node in cluster.nodes
+    ]
+    links = cluster.links or table_links("cpu", cluster.num_nodes, count)
+    grown = [replace(tier, devices=max(tier.devices, count)) for tier in links[:1]]
+    grown += [replace(tier, devices=max(tier.devices, count * cluster.num_nodes)) for tier in links[1:]]
+    return replace(cluster, nodes=tuple(nodes), links=tuple(grown))
+
+
+def _simplest_first(ranked: list[Candidate]) -> list[Candidate]:
+    """Put the simplest of those that cannot be told apart from the first to the front."""
+    if not ranked:
+        return []
+    limit = ranked[0].score * (1 + _CLOSE * ranked[0].prediction.spread)
+    close = [each for each in ranked if each.score <= limit]
+    first = min(close, key=_complexity)
+    return [first, *(each for each in ranked if each is not first)]
+
+
+def _complexity(candidate: Candidate) -> tuple[object, ...]:
+    layout = candidate.layout
+    axes = (layout.pipeline, layout.tensor, layout.chunks, layout.recompute != "none")
+    return (*axes, _ZERO_SIMPLICITY.index(layout.zero), layout.world_size, -layout.microbatch_size, candidate.score)
+
+
+def _spaces(recipe: Recipe, cluster: Cluster, processes: int | None, profile: Profile) -> Iterator[Space]:
+    """One space, or one per split of a given number of processes."""
+    batch = recipe.batch.global_batch_size
+    space = space_of(profile, cluster, global_batch_size=batch, permit=recipe.permit, runnable_only=True)
+    if recipe.model.split:
+        space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
+    if processes is None:
+        yield space
+        return
+    for tensor in (size for size in divisors(processes) if size in space.tensors and processes <= _MOST_WORLDS * size):
+        for pipeline in (size for size in divisors(processes // tensor) if size in space.pipelines):
+            data = processes // (tensor * pipeline)
+            if data <= batch and (space.datas is None or data in space.datas):
+                yield replace(space, tensors=(tensor,), pipelines=(pipeline,), datas=(data,))
+
+
+def _with_threads(candidate: Candidate, cluster: Cluster) -> Candidate:
+    """The candidate with what a layout does not say: the cores of a rank."""
+    if candidate.plan is None:
+        return candidate
+    per_node = -(-candidate.plan.mesh.world_size // cluster.num_nodes)
+    if cluster.has_accelerators:  # the other devices' ranks may be another job's
+        per_node = max(per_node, *(node.devices.count for node in cluster.nodes))
+    threads = max(1, min(node.cores for node in cluster.nodes) // per_node)
+    compute: ComputePlan = replace(candidate.plan.compute, threads_per_rank=threads)
+    return replace(candidate, plan=replace(candidate.plan, compute=compute))
+
+
+def _is_accepted(candidate: Candidate, recipe: Recipe, facts: ModelFacts, processes: int | None) -> bool:
+    if candidate.plan is None or candidate.not_runnable:
+        return False
+    try:
+        check_plan(candidate.plan, recipe, facts, processes)
+    except PlanError:
+        return False
+    return True
+
+
+def explain_settings(plan: Plan, recipe: Recipe, cluster: Cluster, rivals: Sequence[Candidate]) -> dict[str, str]:
+    """Return why each setting of the best of `rivals` is as it is, by dotted key."""
+    best, world = rivals[0], plan.mesh.world_size
+    prediction = best.prediction
+    memory = f"{prediction.fullest.device / 1e9:.2g} of {prediction.usable_bytes / 1e9:.3g} GB"
+    count = f"{world} processes" if world > 1 else "1 process"
+    axis = next((axis for axis in ("shard", "replicate", "tensor", "pipeline") if getattr(plan.mesh, axis) > 1), None)
+    shares = plan.microbatch.shares(plan.mesh.data)
+    listed = f"{shares[0]} × {plan.mesh.data} data rank{'s' if plan.mesh.data > 1 else ''}"
+    if len(set(shares)) > 1:
+        listed = f"({' + '.join(map(str, shares))})"
+    reasons = {
+        f"mesh.{axis or 'replicate'}": f"predicted {_seconds(prediction.step_seconds)} per step, {memory} per process"
+        f"{_margin(rivals)}",
+        "microbatch.size": f"{plan.microbatch.size} × {listed} = the recipe's {recipe.batch.global_batch_size}",
+        "compute.threads_per_rank": f"{cluster.num_cores:,} cores over {count}",
+        "compute.precision": "the fastest here that the recipe permits",
+    }
+    if plan.mesh.data > 1:
+        reasons["data_parallel.zero"] = _other_stage(rivals)
+    if plan.memory.recompute != "none":
+        reasons["memory.recompute"] = "without it the activations do not fit, or only slower plans do"
+    return reasons
+
+
+def _margin(rivals: Sequence[Candidate]) -> str:
+    """How far the next plan with other axes is."""
+    first = rivals[0]
+    for rival in rivals[1:]:
+        if rival.plan is not None and first.plan is not None and _sizes(rival.plan) != _sizes(first.plan):
+            sizes = [f"{name} {size}" for name, size in _sizes(rival.plan) if size > 1] or ["1 process"]
+            return f"; {' × '.join(sizes)} {_compared(rival, first)}"
+    return ""
+
+
+def _sizes(plan: Plan) -> tuple[tuple[str, int], ...]:
+    return (("data", plan.mesh.data), ("tensor", plan.mesh.tensor), ("pipeline", plan.mesh.pipeline))
+
+
+def _other_stage(rivals: Sequence[Candidate]) -> str:
+    """Why this ZeRO stage: what the best plan with another one would take."""
+    first = rivals[0]
+    for rival in rivals[1:]:
+        if rival.layout.zero != first.layout.zero and rival.layout.data == first.layout.data:
+            return f"ZeRO-{rival.layout.zero} {_compared(rival, first)}"
+    return "no other stage is among the best"
+
+
+def _compared(rival: Candidate, first: Candidate) -> str:
+    """`is 12 % slower`; what is within the predictions' spread cannot be told apart."""
+    slower = (rival.prediction.step_seconds / first.prediction.step_seconds - 1) * 100
+    if slower < _CLOSE * first.prediction.spread * 100:
+        return "is predicted as fast"
+    return f"is {slower:.2g} % slower"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 or not math.isfinite(seconds) else f"{seconds * 1e3:.3g} ms"

@@ -1,20 +1,24 @@
 """Fit the planner to published runs, and draw its predictions beside the measurements.
 
-python -m benchmarks.planner fit      writes src/weft/price/fitted.toml, in about two minutes
-python -m benchmarks.planner report   writes docs/pictures/planner-*.png and prints the tables of docs/planner.md
+python -m benchmarks.planner fit      writes src/weft/price/fitted.toml, in about a minute
+python -m benchmarks.planner report   writes docs/planner-accuracy.md, docs/pictures/planner-*.png and the figures that
+                                      ship with Weft, in about three minutes
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
 from weft.published import (
     PUBLISHED_RUNS,
+    Accuracy,
     Mode,
     Validation,
+    accuracy_of,
     dump_knowledge,
     fit,
     predictable_samples,
@@ -25,7 +29,13 @@ from weft.published import (
 
 ROOT = Path(__file__).parents[1]
 _FITTED = ROOT / "src/weft/price/fitted.toml"
+_ACCURACY = ROOT / "src/weft/published/data/accuracy.toml"
+_PAGE = ROOT / "docs/planner-accuracy.md"
 _PICTURES = ROOT / "docs/pictures"
+_HEAD = """# How well the planner predicts
+
+Written by `python -m benchmarks.planner report` from the published runs that ship with Weft; do not edit.
+[The planner](planner.md) says how predictions are made, what the columns mean, and why some families are off."""
 _LARGE = 10
 """Families with fewer timed rows share one colour."""
 
@@ -58,19 +68,39 @@ def write_fit(path: Path) -> None:
 
 
 def write_report(path: Path) -> None:
-    """Print the tables of all modes and draw each."""
+    """Validate in all modes; write the page, the pictures and the figures that ship with Weft."""
     modes: tuple[tuple[str, str, Mode, bool, int], ...] = (
         ("datasheet", "Data sheets only", "datasheet", True, 0),
         ("fitted", "Constants of all other families", "fitted", True, 0),
         ("few-shot", "Constants of all other families, five rows of this one", "fitted", True, 5),
     )
+    page = [_HEAD]
     for name, title, mode, cross_validate, few_shot in modes:
         validation = validate(path, mode, cross_validate=cross_validate, few_shot=few_shot)
         report = report_of(validation)
-        print(f"\n## {title}\n")
-        print(_markdown(report.header, report.table))
-        print("\n".join(report.lines[:3]))
         _draw(validation, title, _PICTURES / f"planner-{name}.png")
+        page += [f"\n## {title}\n", f"![predicted against measured](pictures/planner-{name}.png)\n"]
+        page += [_markdown(report.header, report.table), "", *(f"- {line.strip()}" for line in report.lines[:3])]
+        if name == "fitted":
+            _ACCURACY.write_text(_toml(accuracy_of(validation)))
+        if name == "datasheet":
+            refused = [line for line in report.lines if line.startswith("           ")]
+    page += ["\n## Rows without a prediction\n", *(f"- {line.strip()}" for line in refused)]
+    _PAGE.write_text("\n".join(page) + "\n")
+    print(f"{_PAGE.relative_to(ROOT)} written")
+
+
+def _toml(found: Accuracy) -> str:
+    lines = ["# Written by `python -m benchmarks.planner report`; do not edit."]
+    for name, value in dataclasses.asdict(found).items():
+        lines.append(
+            f'{name} = "{value}"'
+            if isinstance(value, str)
+            else f"{name} = {value:.4g}"
+            if isinstance(value, float)
+            else f"{name} = {value}"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _markdown(header: Sequence[str], table: Sequence[Sequence[str]]) -> str:

@@ -92,7 +92,11 @@ def test_layout(tmp_path: Path) -> None:
 def test_what_is_not_said_is_left_open(tmp_path: Path) -> None:
     layouts = case(tmp_path, micro_batch="", recompute="").layouts
     assert {layout.microbatch_size for layout in layouts} == {1, 2, 4, 8, 16}
-    assert {layout.recompute for layout in layouts} == {"none", "full"}
+    recomputed = {
+        layout.recompute if isinstance(layout.recompute, str) else layout.recompute.count("full") / 32
+        for layout in layouts
+    }
+    assert recomputed == {"none", 0.25, 0.5, 0.75, "full"}
     assert all(layout.microbatch_size * layout.microbatches == 16 for layout in layouts)
 
 

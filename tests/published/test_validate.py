@@ -10,7 +10,17 @@ from published_examples import LLAMA, shipped, write
 
 from weft.cli._main import run
 from weft.errors import DataError
-from weft.published import MEASURED_COLUMNS, dump_forecasts, report_of, validate
+from weft.price import FACTORS
+from weft.published import (
+    MEASURED_COLUMNS,
+    accuracy,
+    datasheet_knowledge,
+    dump_forecasts,
+    dump_knowledge,
+    fitted_knowledge,
+    report_of,
+    validate,
+)
 
 
 @pytest.mark.parametrize("mode", ["datasheet", "fitted"])
@@ -92,3 +102,22 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "validate", str(path), "--json", str(tmp_path / "no" / "out.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert run(["plan", "validate", str(path), "--mode", "guess"]) == 2
+
+
+def test_the_shipped_figures_are_those_of_the_shipped_page() -> None:
+    found = accuracy()
+    assert found.rows == 2095
+    assert f"median {found.median:.1%}" in found.line
+    page = (Path(__file__).parents[2] / "docs" / "planner-accuracy.md").read_text()
+    medians = [line.split(" | ")[2] for line in page.splitlines() if line.startswith("| median of families")]
+    assert f"{found.median:.1%}" in medians
+
+
+def test_shipped_constants_stay_near_the_data_sheets() -> None:
+    fitted, sheet = fitted_knowledge(), datasheet_knowledge()
+    assert fitted.calibration.name == "fitted"
+    assert 0.8 < fitted.calibration.matmul_share("a100", "bf16") / sheet.calibration.matmul_share("a100", "bf16") < 1.2
+    assert all(0.5 < scalar.slowdown < 2.5 for scalar in fitted.stacks.values())
+    assert 0.1 < fitted.unseen.spread < 0.35
+    assert fitted.scalar("a stack that nobody knows") == fitted.unseen
+    assert dump_knowledge(fitted, dict.fromkeys(FACTORS, 1.0), ["told"]).startswith("# told\n")

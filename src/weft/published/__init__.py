@@ -1,5 +1,8 @@
 """Published: other people's measured runs, predicted row by row, and what is learnt from them.  Without torch."""
 
+from weft.published._accuracy import Accuracy as Accuracy
+from weft.published._accuracy import accuracy as accuracy
+from weft.published._accuracy import accuracy_of as accuracy_of
 from weft.published._fit import Fit as Fit
 from weft.published._fit import Sample as Sample
 from weft.published._fit import fit as fit

@@ -21,8 +21,8 @@ from weft.published._score import Outcome, Score, outcomes_of, score_of, seconds
 
 Mode = Literal["datasheet", "fitted"]
 
-_ROW_SPREAD = 0.12
-_STACK_SPREAD = 0.25
+_ROW_SPREAD = 0.2
+_STACK_SPREAD = 0.12
 """Before five rows are seen: of one row around its family, and of families around one another."""
 
 

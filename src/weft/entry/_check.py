@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -91,7 +92,11 @@ Launch = Callable[[dict[str, Any], int], object]
 
 
 def _fresh_processes(arguments: dict[str, Any], world_size: int) -> None:
-    launch_function("weft.entry._check_worker:run_rank", arguments, world_size, threads_per_rank=1)
+    # This process has built the model already; importing transformers takes longer than the rest of a check.
+    known = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+    launch_function(
+        "weft.entry._check_worker:run_rank", arguments, world_size, threads_per_rank=1, preload=sorted(known)
+    )
 
 
 def check_by(

@@ -22,6 +22,8 @@ class Job:
     num_processes: int
     threads_per_rank: int
     import_path: list[str]
+    preload: list[str]
+    """Modules that every rank will import: the ranks' parent does it once for all."""
     logs: str | None
     """Folder of `rank<r>.out`, with what each rank prints; None: ranks print where their parent prints."""
 

@@ -67,6 +67,7 @@ def launch_function(
     threads_per_rank: int | None = None,
     logs: Path | None = None,
     import_path: Sequence[str] | None = None,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Call `function(place, **arguments)` in fresh processes on this machine and return what each returned, by rank.
 
@@ -79,13 +80,15 @@ def launch_function(
         threads_per_rank: OpenMP threads of each; by default the cores are shared out.
         logs: folder that gets `rank<r>.out` with what each rank prints; rank 0 prints to the terminal all the same.
         import_path: where ranks find modules; by default where this process does.
+        preload: modules that the ranks will need beside that of the function, and get by fork if they are named here.
+            Importing them must neither compute nor start threads.
 
     Raises:
         WeftError: the one that a rank raised, of its own class.
         RankError: a rank died, or raised an error of another kind.
         KeyboardInterrupt: Ctrl-C ended the ranks.
     """
-    job = _job("function", function, dict(arguments), num_processes, threads_per_rank, logs, import_path)
+    job = _job("function", function, dict(arguments), num_processes, threads_per_rank, logs, import_path, preload)
     with _private_folder() as folder:
         watch = _run(job, folder)
         outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
@@ -135,6 +138,7 @@ def _job(
     threads: int | None,
     logs: Path | None,
     import_path: Sequence[str] | None,
+    preload: Sequence[str] = (),
 ) -> Job:
     if num_processes < 1:
         raise LaunchError(f"num_processes = {num_processes}: a job has at least 1 process.")
@@ -148,6 +152,7 @@ def _job(
         num_processes=num_processes,
         threads_per_rank=threads or max(1, (os.cpu_count() or 1) // num_processes),
         import_path=path,
+        preload=list(preload),
         logs=None if logs is None else str(logs.resolve()),
     )
 

@@ -64,7 +64,8 @@ def _preload(job: Job) -> None:
         importlib.import_module(name)
     if job.kind == "function":
         try:
-            importlib.import_module(job.target.partition(":")[0])
+            for name in (job.target.partition(":")[0], *job.preload):
+                importlib.import_module(name)
         except Exception:  # the ranks meet the same error, and report it
             return
     gc.freeze()  # no rank needs to look through these modules for garbage, nor to copy their pages

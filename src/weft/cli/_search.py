@@ -85,7 +85,8 @@ def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject | N
     from weft.recipe import load_recipe
 
     recipe, _ = apply_overrides(load_recipe(recipe_path), Plan(), overrides)
-    profile = profile_of(recipe, facts_of(recipe))
+    facts = facts_of(recipe)
+    profile = profile_of(recipe, facts)
     if profile is None:
         return None
     return Subject(
@@ -93,7 +94,7 @@ def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject | N
         global_batch_size=recipe.batch.global_batch_size,
         permit=recipe.permit,
         optimizer=recipe.optimizer,
-        sizes=sizes_of(recipe),
+        sizes=sizes_of(recipe, facts),
     )
 
 

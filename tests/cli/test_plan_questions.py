@@ -1,0 +1,69 @@
+"""`weft plan` answers: what a choice costs, what would help, other launchers, pictures, a dry run, the schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.cli._main import run
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+RECIPE = str(DEMO / "recipe.toml")
+ELSEWHERE = ("plan", RECIPE, "--cluster", "8xh100", "--runnable", "--top", "2")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+def test_the_best_plan_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    text = said(capsys, *ELSEWHERE, "--next", "--why-not", "tensor=2", "--plots", str(folder))
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert lines["time"].startswith("time      ideal ")
+    assert "margin" in lines["memory"]
+    assert "tokens per second" in lines["next"]
+    assert "tensor = 2" in lines["why not"]
+    assert {path.name for path in folder.iterdir()} == {"waterfall.png", "memory.png", "timeline.png", "map.png"}
+
+
+def test_for_another_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    pins = ("--set", "plan.mesh.tensor=2", "--set", "plan.data_parallel.zero=1", "--set", "plan.mesh.pipeline=1")
+    text = said(capsys, *ELSEWHERE, *pins, "--emit", "megatron")
+    assert "--tensor-model-parallel-size 2" in text
+    assert "--num-layers 4" in text
+    assert "--swiglu" in text
+
+
+def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "plan", RECIPE, "--plan", str(DEMO / "plan.toml"), "--dry-run", "--rank", "7")
+    assert "rank      7 of 8 (pipeline 1, replicate 1, tensor 1)" in text
+    assert "agree     rank 7 and" in text
+
+
+def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(said(capsys, "plan", "--schema"))["title"] == "Weft plan"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((RECIPE, "--rank", "3"), "--rank"),
+        ((RECIPE, "--plan", str(DEMO / "plan.toml"), "--dry-run", "--rank", "8"), "outside the plan's world of 8"),
+        ((RECIPE, "--json", "--next"), "--json"),
+        (("--model", "llama-3.1-8b", "--cluster", "8xh100", "--dry-run"), "--dry-run, which needs a recipe"),
+        ((RECIPE, "--cluster", "8xh100", "--emit", "megatorn"), "Did you mean megatron?"),
+        ((RECIPE, "--cluster", "8xh100", "--why-not", "tensro=2"), "Did you mean tensor?"),
+        ((RECIPE, "--cluster", "8xh100", "--plots", "/proc/absent"), "--plots /proc/absent"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+    assert message in complaint(capsys, "plan", *arguments)

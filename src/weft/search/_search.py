@@ -30,6 +30,9 @@ from weft.search._unequal import Balancer, kinds_of, speed_of
 _MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
 _PER_FAMILY = 8
 """Plans with the same axes and ZeRO stage of which the best estimates are priced, where not all are."""
+_PLAYED_PER_FAMILY = 3
+_PLAYED_ACTIONS = 250_000
+"""Actions of schedules that are played at least, before the rest of the finalists keep their closed forms."""
 _CLOSE = 1.03
 """Estimates this much above the last one that is kept are kept too: they may be priced better."""
 
@@ -47,7 +50,7 @@ def search(
     stack: Stack = WEFT,
     calibration: Calibration = FITTED,
     top: int = 5,
-    finalists: int = 96,
+    finalists: int = 80,
     pricer: Pricer | None = None,
     compute: ComputePlan | None = None,
 ) -> SearchResult:
@@ -257,15 +260,29 @@ class _Hunt:
         return _leaders(self._played(finalists, list(unique.values()), top))[:top]
 
     def _played(self, finalists: Finalists, priced: list[Priced], top: int) -> list[Priced]:
-        """Play the best until the best `top` have all been played."""
+        """Play all, where that is little work; else the best until `top` families and enough of each are played."""
+        work = sum(actions_of(each.layout) for each in priced)
         played: list[Priced] = []
+        spent, of_family = 0, Counter[Family]()
         for each in sorted(priced, key=_rank):
-            best = _leaders(played)[:top]
-            if len(best) == top and (len(played) >= 2 * top or best[-1].score <= each.score):
-                break
-            if all(family_of(other.layout) != family_of(each.layout) for other in played):
-                played.append(finalists.played(each))
+            family = family_of(each.layout)
+            if work > _PLAYED_ACTIONS:
+                if spent > _PLAYED_ACTIONS and len(of_family) >= top:
+                    break
+                most = 1 if spent > _PLAYED_ACTIONS else _PLAYED_PER_FAMILY
+                if of_family[family] >= most or (len(of_family) >= top and family not in of_family):
+                    continue
+            of_family[family] += 1
+            spent += actions_of(each.layout)
+            played.append(finalists.played(each))
         return played
+
+
+def actions_of(layout: Layout) -> int:
+    """How many actions of a pipeline are played to price a layout exactly: at most three rounds of its ranks."""
+    if layout.pipeline == 1:
+        return 1
+    return 3 * layout.num_stages * min(layout.microbatches, 4 * layout.pipeline)
 
 
 Family = tuple[int, ...]

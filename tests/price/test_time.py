@@ -103,7 +103,7 @@ def test_terms_add_up_and_none_is_negative(layout: Layout) -> None:
 def test_the_closed_form_is_close_to_the_played_step(layout: Layout) -> None:
     pricer = Pricer(SMALL, NODES)
     played = pricer.predict(layout, exact=True).step_seconds
-    assert pricer.predict(layout).step_seconds == pytest.approx(played, rel=0.25 if layout.microbatches < 8 else 0.08)
+    assert pricer.predict(layout).step_seconds == pytest.approx(played, rel=0.1)
 
 
 @given(layout=layouts(), faster=st.floats(1.0, 8.0))

@@ -153,11 +153,11 @@ class Pricer:
         return play(*shape, times), play(*shape, free).seconds
 
     def _update(self, case: _Case, step: Step) -> Update:
-        layout, stages = case.layout, case.stages
+        layout, stages, times = case.layout, case.stages, case.times
         ranks = stage_ranks(layout.schedule, layout.pipeline, layout.chunks) if layout.num_stages > 1 else (0,)
         totals = [[0.0] * 4 for _ in range(layout.pipeline)]
         rows = zip(
-            ranks, stages.dense_parameters, stages.expert_parameters, stages.forward, stages.input, stages.weight,
+            ranks, stages.dense_parameters, stages.expert_parameters, times.forward, times.input, times.weight,
             strict=True,
         )  # fmt: skip
         for rank, dense, experts, forward, inputs, weight in rows:

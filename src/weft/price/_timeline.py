@@ -110,7 +110,11 @@ def closed_form(schedule: Schedule, pipeline: int, chunks: int, microbatches: in
     means = [sum(part) / stages for part in (forward, inputs, weight)]
     wait = max(0.0, bubble_seconds(schedule, pipeline, *means))
     slack = [0.0] * pipeline if schedule in SPLIT_BACKWARD else _slacks(pipeline, both, hop)
-    return Step(microbatches * _busiest(schedule, pipeline, chunks, times) + wait + hops, slack)
+    back = inputs if schedule in SPLIT_BACKWARD else both
+    work = [one + other for one, other in zip(forward, back, strict=True)]
+    # The first microbatch passes all stages, and the others follow it through the slowest.
+    passing = sum(work) + (microbatches - 1) * max(work)
+    return Step(max(microbatches * _busiest(schedule, pipeline, chunks, times) + wait, passing) + hops, slack)
 
 
 def _slowest_window(work: Sequence[float], hop: float) -> float:

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.describe._atoms import Atoms, Dim, Factor
 from weft.describe._events import Event, Trace, Value
-from weft.describe._graph import Graph
+from weft.describe._graph import MATMULS, Graph
 
 Dims = list[Dim]
 
@@ -84,7 +84,7 @@ class _Walker:
             **dict.fromkeys(("native_layer_norm", "rms_norm"), self._norm),
             **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "native_group_norm"), self._channel_norm),
             **dict.fromkeys(("mean", "sum", "var", "var_mean", "amax", "amin", "std"), self._reduce),
-            **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), self._product),
+            **dict.fromkeys(MATMULS, self._product),
             **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), self._pool),
             "attention": self._attention,
             "convolution": self._convolution,

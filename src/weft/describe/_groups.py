@@ -41,10 +41,10 @@ class Choice:
 def choose(flow: Flow, blocks: Sequence[str], refused: Iterable[int] = (), ruled: Iterable[str] = ()) -> Choice:
     """Take groups that lie in one block first, then in order; a layer is in one group only.  `refused` are atoms that
     a rehearsal found wanting, `ruled` layers for which the model has rules already."""
-    found = _groups(flow, set(refused))
+    found, places = _groups(flow, set(refused)), frozenset(blocks)
     chosen: list[Group] = []
     taken = set(ruled)
-    for group in sorted(found, key=lambda group: (not _is_local(group, blocks), group.first)):
+    for group in sorted(found, key=lambda group: (not _is_local(group, places), group.first)):
         names = {member.layer.name for member in (*group.columns, *group.rows)}
         if names & taken:
             continue
@@ -61,12 +61,15 @@ def _groups(flow: Flow, refused: set[int]) -> list[Group]:
     for layer in flow.layers.values():
         for member, atom in _places(flow, layer, (layer.made,)):
             columns.setdefault(atom, []).append(member)
+    entering: dict[int, list[Member]] = {}
+    for layer in flow.layers.values():
+        for member, atom in _places(flow, layer, layer.entering):
+            entering.setdefault(atom, []).append(member)
     groups: list[Group] = []
     for atom, members in columns.items():
         if atoms.reason(atom) is not None or atom in refused or atoms.size(atom) < 2:
             continue
-        entering = [place for layer in flow.layers.values() for place in _places(flow, layer, layer.entering)]
-        rows = [member for member, other in entering if other == atom]
+        rows = entering.get(atom, [])
         names = [member.layer.name for member in (*members, *rows)]
         kinds = {member.layer.kind for member in (*members, *rows)}
         if rows and len(names) == len(set(names)) and len(kinds) == 1:
@@ -84,10 +87,16 @@ def _places(flow: Flow, layer: Layer, dim: Iterable[int]) -> list[tuple[Member, 
     return found
 
 
-def _is_local(group: Group, blocks: Sequence[str]) -> bool:
+def _is_local(group: Group, blocks: frozenset[str]) -> bool:
     """Whether all its layers lie in one block of the model."""
-    names = [member.layer.name for member in (*group.columns, *group.rows)]
-    return any(all(f"{name}.".startswith(block + ".") for name in names) for block in blocks)
+    found = {_block_of(member.layer.name, blocks) for member in (*group.columns, *group.rows)}
+    return len(found) == 1 and None not in found
+
+
+def _block_of(name: str, blocks: frozenset[str]) -> str | None:
+    while name and name not in blocks:
+        name = name.rpartition(".")[0]
+    return name or None
 
 
 def _why(flow: Flow, layer: Layer) -> str:

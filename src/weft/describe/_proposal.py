@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,16 +82,3 @@ def _beyond(proposal: Proposal) -> list[str]:
     if fused or proposal.localise or proposal.vocabulary_head:
         lines.append("# [model.split] alone cannot say all that: write propose_split = true under [model] instead.")
     return lines
-
-
-def glob_of(name: str) -> str:
-    """`blocks.3.attention` → `blocks.*.attention`."""
-    return next(globs_of(name))
-
-
-def globs_of(name: str) -> Iterator[str]:
-    """Globs for alike places, widest first: all numbers open, only the first, none."""
-    parts = name.split(".")
-    numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
-    for open_ in (numbers, numbers[:1], []):
-        yield ".".join("*" if at in open_ else part for at, part in enumerate(parts))

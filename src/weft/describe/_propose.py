@@ -13,7 +13,8 @@ from weft.describe._events import Event, Trace
 from weft.describe._flow import Flow, Layer, follow
 from weft.describe._graph import Graph
 from weft.describe._groups import Choice, Group, Member, choose
-from weft.describe._proposal import Confidence, Proposal, ProposedRule, glob_of, globs_of
+from weft.describe._names import glob_of, globs_of
+from weft.describe._proposal import Confidence, Proposal, ProposedRule
 from weft.describe._rehearse import Attribute, Rehearsal
 from weft.describe._segment import find_blocks
 from weft.describe._trace import trace
@@ -37,7 +38,7 @@ def propose_split(blueprint: Blueprint) -> Proposal:
     Raises:
         RecipeError: the forward cannot be described (see `examine`).
     """
-    found = trace(blueprint, torch.float32, loss=False)
+    found = trace(blueprint, torch.bfloat16, loss=False)
     return _Proposer(blueprint, found, follow(found, blueprint.module)).proposal()
 
 
@@ -59,12 +60,14 @@ class _Proposer:
     flow: Flow
     graph: Graph = field(init=False)
     blocks: tuple[str, ...] = field(init=False)
+    places: dict[int, list[tuple[Event, int]]] = field(init=False)
     refusals: dict[str, str] = field(default_factory=dict[str, str])
     """Layer → why a rehearsal left it whole."""
 
     def __post_init__(self) -> None:
         self.graph = Graph.of(self.trace)
         self.blocks = find_blocks(self.blueprint, self.trace)
+        self.places = self._places()
 
     def proposal(self) -> Proposal:
         choice, attributes, parts = self._rehearsed()
@@ -170,12 +173,16 @@ class _Proposer:
 
     def _events_on(self, groups: Sequence[Group]) -> list[tuple[Event, int]]:
         """Events that work on parts, and the dim of their first result that is divided."""
-        chosen, atoms = {group.atom for group in groups}, self.flow.atoms
-        found: list[tuple[Event, int]] = []
+        found = [pair for group in groups for pair in self.places.get(group.atom, ())]
+        return sorted(found, key=lambda pair: (pair[0].index, pair[1]))
+
+    def _places(self) -> dict[int, list[tuple[Event, int]]]:
+        """Atom → events whose result it divides, and along which dim."""
+        atoms, found = self.flow.atoms, dict[int, list[tuple[Event, int]]]()
         for event in self.trace.events:
             for at, dim in enumerate(self.flow.dims.get(event.outputs[0], ()) if event.outputs else ()):
-                if chosen & {atoms.find(leaf) for atom in dim for leaf in atoms.leaves(atom)}:
-                    found.append((event, at))
+                for root in {atoms.find(leaf) for atom in dim for leaf in atoms.leaves(atom)}:
+                    found.setdefault(root, []).append((event, at))
         return found
 
     def _unit(self, group: Group) -> str:

@@ -17,7 +17,7 @@ from weft.describe._events import Event, Trace, Value
 from weft.describe._flow import Flow
 from weft.describe._fused import FUSED_NAMES
 from weft.describe._groups import Group
-from weft.describe._proposal import glob_of
+from weft.describe._names import glob_of
 from weft.describe._trace import Unfinished, trace
 from weft.models import Blueprint
 
@@ -84,7 +84,7 @@ class Rehearsal:
         problem: str | None = None
         with _divided(self.blueprint.module, attributes, self._transposed(), self.parts):
             try:
-                events: Sequence[Event] = trace(self.blueprint, torch.float32, self._share(), loss=False).events
+                events: Sequence[Event] = trace(self.blueprint, torch.bfloat16, self._share(), loss=False).events
             except Unfinished as stopped:
                 cause = stopped.__cause__
                 events = stopped.events

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from weft.describe._names import glob_of
 from weft.errors import RecipeError
 
 _CARRIED_ELEMENTS = 1 << 22
@@ -31,6 +32,7 @@ class StandIns:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str) -> Any:
         """Run one ATen operator; `where` names the module for notes and messages."""
+        where = glob_of(where)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(tensor.is_meta for tensor in tensors):
             return self._on_values(func, args, kwargs, tensors)
@@ -53,7 +55,13 @@ class StandIns:
         floats = any(leaf.is_floating_point() for leaf in _tensors(shapes))
         if sum(leaf.numel() for leaf in _tensors(shapes)) > _CARRIED_ELEMENTS or (wants_meta and floats):
             return shapes
-        return func(*args, **{**moved, "device": torch.device("cpu")} if has_device and not tensors else moved)
+        if has_device and not tensors:
+            moved = {**moved, "device": torch.device("cpu")}
+        try:
+            return func(*args, **moved)
+        except NotImplementedError:  # of integers, on the CPU (`histc`): small enough for exact floats
+            result = func(*_as_floats(args), **moved)
+            return result.to(tensors[0].dtype) if isinstance(result, Tensor) else result
 
     def _probe(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result on meta; None where shapes depend on values."""
@@ -113,7 +121,15 @@ class StandIns:
             "argsort": self._sort,
             "multinomial": self._multinomial,
             "_assert_async": lambda *given: None,
+            "_grouped_mm": self._grouped,
         }
+
+    def _grouped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> Tensor:
+        """Kernels take bf16 only; other precisions have the same shapes."""
+        narrow = [
+            arg.to(torch.bfloat16) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args
+        ]
+        return func(*_to_meta(tuple(narrow)), **_to_meta(dict(kwargs))).to(args[0].dtype)
 
     def _read_back(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str) -> Any:
         dtype = args[0].dtype
@@ -169,6 +185,13 @@ class StandIns:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _as_floats(tree: Any) -> Any:
+    def convert(leaf: Any) -> Any:
+        return leaf.to(torch.float64) if isinstance(leaf, Tensor) and not leaf.is_floating_point() else leaf
+
+    return tree_map(convert, tree)
 
 
 def _is_meta(device: Any) -> bool:

@@ -19,7 +19,7 @@ from weft.describe._events import Event, Save, Trace, Value
 from weft.describe._fused import FUSED, FusedCall
 from weft.describe._stand_in import StandIns
 from weft.errors import RecipeError
-from weft.models import Blueprint
+from weft.models import Blueprint, token_example
 
 SAMPLES = 2
 """Of a traced batch: batch statistics want more than one."""
@@ -299,14 +299,17 @@ def _stand_in(name: str, tensor: Tensor, dtype: torch.dtype, keep: Sequence[str]
 
 def _fields(blueprint: Blueprint, dtype: torch.dtype) -> dict[str, Tensor]:
     """A batch: floats on meta, integers real, all of them permissible."""
-    if blueprint.example is None:
+    example = blueprint.example
+    if example is None and blueprint.sequence_length is not None:  # whatever it reads has one entry per token
+        example = token_example(blueprint.sequence_length, blueprint.inputs.values())
+    if example is None:
         raise RecipeError(
             f"{type(blueprint.module).__name__} brings no example batch, so nobody knows the shapes of its inputs."
             " Give its Blueprint an `example`."
         )
     generator = torch.Generator().manual_seed(0)
     fields: dict[str, Tensor] = {}
-    for name, like in blueprint.example(SAMPLES).items():
+    for name, like in example(SAMPLES).items():
         fields[name] = _field(name, like, dtype, blueprint.vocabulary_size or 2, generator)
     return fields
 

@@ -15,6 +15,7 @@ from weft.models._build import build_reference as build_reference
 from weft.models._convnet import build_convnet as build_convnet
 from weft.models._decoder import build_decoder as build_decoder
 from weft.models._encoder import build_encoder as build_encoder
+from weft.models._examples import token_example as token_example
 from weft.models._factory import build_factory as build_factory
 from weft.models._generate import generate as generate
 from weft.models._hf import build_hf as build_hf

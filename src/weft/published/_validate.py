@@ -21,9 +21,11 @@ from weft.published._score import Outcome, Score, outcomes_of, score_of, seconds
 
 Mode = Literal["datasheet", "fitted"]
 
-_ROW_SPREAD = 0.2
-_STACK_SPREAD = 0.12
-"""Before five rows are seen: of one row around its family, and of families around one another."""
+_ROW_SPREAD = 0.12
+_ROW_SPREAD_ROWS = 2
+"""Standard deviation of a row around its family, and as how many seen rows this counts."""
+_FAMILY_SPREAD = 0.12
+"""The same of families around what predictions know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +158,17 @@ def _adapted(
     if not count:
         return set()
     chosen = [timed[(2 * shot + 1) * len(timed) // (2 * count)] for shot in range(count)]
-    trust = count / (count + (_ROW_SPREAD / _STACK_SPREAD) ** 2)
-    factor = math.exp(trust * median([errors[place] for place in chosen]))
+    factor = math.exp(_scalar_of([errors[place] for place in chosen]))
     for place in places:
         seconds = forecasts[place].step_seconds
         if seconds is not None:
             forecasts[place] = replace(forecasts[place], step_seconds=seconds * factor)
     return set(chosen)
+
+
+def _scalar_of(errors: Sequence[float]) -> float:
+    """Return the scalar's logarithm after few rows: their median, less as they differ among themselves."""
+    centre, count = median(errors), len(errors)
+    seen = 1.4826 * median([abs(error - centre) for error in errors])
+    variance = (_ROW_SPREAD_ROWS * _ROW_SPREAD**2 + count * seen**2) / (_ROW_SPREAD_ROWS + count)
+    return centre * count / (count + variance / _FAMILY_SPREAD**2)

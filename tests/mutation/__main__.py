@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -125,35 +126,49 @@ def _runs(lines: Mapping[str, Sequence[int]], mutant: Mutant) -> bool:
     return bool(set(lines.get(mutant.file, ())) & set(near))
 
 
-def table(rows: Sequence[Mapping[str, Any]], seed: int, notes: Mapping[str, str]) -> str:
+def table(rows: Sequence[Mapping[str, Any]], seed: int, explained: Mapping[str, str]) -> str:
     """The results as Markdown."""
-    caught = sum(row["caught"] for row in rows)
+    caught = [row for row in rows if row["caught"]]
+    hows = Counter(row["how"] for row in caught)
     out = [
         "# Mutants of Weft's own source, looked for by `weft check`",
         "",
-        f"{len(rows)} mutants drawn with seed {seed}: {caught} caught, {len(rows) - caught} survived.",
+        f"{len(rows)} mutants of statements that the plans run, proposed by universalmutator, drawn with seed {seed}:"
+        f" {len(caught)} caught ({', '.join(f'{count} {how}' for how, count in hows.most_common())}),"
+        f" {len(rows) - len(caught)} not.",
+        "`different`: a number is not that of one process; `error`: the ranks stop with one; `refused`: the plan is;"
+        " `hang`: nothing comes in ten minutes.",
         "",
         "| # | where | before | after | caught | by | what it said |",
         "|---|---|---|---|---|---|---|",
     ]
     for number, row in enumerate(rows, 1):
         mutant = row["mutant"]
+        said = row["what"].splitlines()[0][:160] if row["caught"] else "see below"
         cells = [
             str(number),
             f"{mutant['file'].removeprefix('src/weft/')}:{mutant['line']}",
-            f"`{mutant['before'].strip()}`",
-            f"`{mutant['after'].strip()}`",
+            f"`{_one_line(mutant['before'])}`",
+            f"`{_one_line(mutant['after'])}`",
             row["how"] if row["caught"] else "**no**",
-            row["by"] if row["caught"] else f"{row['cases_run']} cases",
-            row["what"].splitlines()[0][:160] if row["caught"] else notes.get(key_of(mutant), "to be explained"),
+            row["by"] if row["caught"] else f"{row['cases_run']} plans, all equal",
+            said,
         ]
         out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    left = [row["mutant"] for row in rows if not row["caught"]]
+    if left:
+        out += ["", "## Not caught", ""]
+        out += [f"- `{_one_line(m['after'])}` ({m['file']}:{m['line']}): {explained[key_of(m)]}" for m in left]
     return "\n".join(out) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return " ⏎ ".join(line.strip() for line in text.strip().splitlines())
 
 
 def key_of(mutant: Mapping[str, Any]) -> str:
     """What names a mutant in the file of explanations, whatever line it stands in."""
-    return f"{mutant['file']}: {mutant['before'].strip()} => {mutant['after'].strip()}"
+    return f"{mutant['file']}: {_one_line(mutant['before'])} => {_one_line(mutant['after'])}"
 
 
 def main() -> None:
@@ -163,9 +178,20 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--lines", type=Path, help="lines noted by an earlier run, instead of step 1")
     parser.add_argument("--name", default="mutations", help="of the result files")
+    parser.add_argument("--table", action="store_true", help="only write the Markdown anew, from the JSON")
     options = parser.parse_args()
-    explained = HERE / "explained.json"
-    notes: dict[str, str] = json.loads(explained.read_text()) if explained.exists() else {}
+    path = RESULTS / f"{options.name}.json"
+    if not options.table:
+        report = {"seed": options.seed, "cases": list(CASES), "mutants": look_for_all(options)}
+        path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    report = json.loads(path.read_text())
+    explained = json.loads((HERE / "explained.json").read_text())
+    path.with_suffix(".md").write_text(table(report["mutants"], report["seed"], explained))
+    print(f"{sum(row['caught'] for row in report['mutants'])} of {len(report['mutants'])} caught")
+
+
+def look_for_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Note the lines, draw the mutants, and look for each."""
     with tempfile.TemporaryDirectory(prefix="weft-mutation-") as name:
         folder = Path(name)
         trees: queue.Queue[Path] = queue.Queue()
@@ -185,11 +211,7 @@ def main() -> None:
         chosen = draw(first, executed, options.count, options.seed)
         trees.put(first)
         with ThreadPoolExecutor(options.jobs) as workers:
-            rows = list(workers.map(lambda mutant: judge(mutant, trees, lines), chosen))
-    report = {"seed": options.seed, "cases": list(CASES), "mutants": rows}
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    (RESULTS / f"{options.name}.md").write_text(table(rows, options.seed, notes))
-    print(f"{sum(row['caught'] for row in rows)} of {len(rows)} caught")
+            return list(workers.map(lambda mutant: judge(mutant, trees, lines), chosen))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from weft.cluster import Cluster
 from weft.describe import build_blueprint
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
-from weft.entry._check_worker import awake_model, outputs_path, trial_path, with_precision
+from weft.entry._check_worker import awake_model, case_name, outputs_path, trial_path, with_precision
 from weft.entry._facts import facts_of_blueprint
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.launch import RankError, launch_function, place_from_environment
-from weft.plan import ModelFacts, Plan, auto_plan, check_plan, check_runnable, dump_plan, facts_of, load_plan
+from weft.plan import ModelFacts, Plan, check_plan, check_runnable, dump_plan, facts_of, load_plan
 from weft.prove import (
     STEPS,
     TECHNIQUES,
@@ -107,7 +107,8 @@ def check_by(
     recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
     facts = _facts(recipe)
     if plan == "auto":
-        plan, _ = auto_plan(recipe, Cluster.detect(), facts)
+        profile = profile_of_built(recipe)[0] if recipe.model.factory is not None else profile_of(recipe, facts)
+        plan = choose_plan(recipe, known_machine().cluster, facts, profile=profile).plan
     elif not isinstance(plan, Plan):
         plan = load_plan(plan)
     check_plan(plan, recipe, facts)
@@ -155,7 +156,7 @@ def _cases(plan: Plan) -> list[tuple[Precision, bool]]:
     """fp64 and fp32 for the mathematics, then what the plan says."""
     cases: list[tuple[Precision, bool]] = [("fp64", False), ("fp32", False)]
     own = (plan.compute.precision, plan.compute.compile)
-    return cases if own in cases else [*(case for case in cases if case[0] != own[0] or own[0] == "fp64"), own]
+    return cases if own in cases else [*cases, own]
 
 
 @contextmanager
@@ -195,10 +196,10 @@ class _Runs:
             self.small.plan.mesh.world_size,
         )
 
-    def trials(self, precision: Precision) -> list[Trial]:
+    def trials(self, precision: Precision, compiled: bool) -> list[Trial]:
         """What the ranks left of a case."""
-        world = range(self.small.plan.mesh.world_size)
-        return [read_trial(trial_path(self.folder, rank, precision)) for rank in world]
+        case, world = case_name(precision, compiled), range(self.small.plan.mesh.world_size)
+        return [read_trial(trial_path(self.folder, rank, case)) for rank in world]
 
     def alone(self, precision: Precision) -> Outcome:
         """One process: no axis, no technique, the whole batch in one microbatch."""
@@ -225,7 +226,7 @@ class _Runs:
         if self.small.plan.mesh.pipeline > 1:
             return ""
         try:
-            self.ranks([("fp64", False)], watch=True)
+            self.ranks([_EXACT], watch=True)
         except WeftError:
             return ""
         recipe, alone = self.small.recipe, Outputs()
@@ -241,12 +242,17 @@ class _Runs:
         return contributions(recipe, plan, lambda: awake_model(recipe), label_range=self.small.label_range)
 
     def verdict(
-        self, precision: Precision, exact: Outcome | None, order: Sequence[str] = ()
+        self, case: tuple[Precision, bool], exact: Outcome | None, order: Sequence[str] = ()
     ) -> tuple[Verdict, Outcome]:
         """Judge what the ranks left of a case."""
+        precision, compiled = case
         wanted = self.alone(precision)
-        found = join_trials(self.trials(precision), self.small.plan)
-        return judge(wanted, found, precision=precision, exact=exact, order=order), wanted
+        found = join_trials(self.trials(precision, compiled), self.small.plan)
+        verdict = judge(wanted, found, precision=precision, exact=exact, order=order)
+        return replace(verdict, precision=case_name(precision, compiled)), wanted
+
+
+_EXACT: tuple[Precision, bool] = ("fp64", False)
 
 
 def _compare(
@@ -260,27 +266,27 @@ def _compare(
     try:
         runs.ranks(cases)
     except RankError as error:
-        _, needs = _needed(runs, "fp64") if explain else (runs, ())
+        _, needs = _needed(runs) if explain else (runs, ())
         return [], CheckFailure(precision="fp64", departure=None, others=0, cause=str(error), needs=needs)
     verdicts: list[Verdict] = []
     exact: Outcome | None = None
-    for precision, compiled in cases:
-        verdict, wanted = runs.verdict(precision, exact)
+    for case in cases:
+        verdict, wanted = runs.verdict(case, exact)
         verdicts.append(verdict)
         exact = exact or wanted
         if not verdict.is_equal:
-            return verdicts, _failure(runs, verdict, compiled, explain)
+            return verdicts, _failure(runs, verdict, case, explain)
     return verdicts, None
 
 
-def _failure(runs: _Runs, verdict: Verdict, compiled: bool, explain: bool) -> CheckFailure:
+def _failure(runs: _Runs, verdict: Verdict, case: tuple[Precision, bool], explain: bool) -> CheckFailure:
     """What differs first, in the order of the forward, and why."""
     cause, needs = "", ()
-    if verdict.precision == "fp64":
+    if case == _EXACT:
         apart = runs.taken_apart()
-        verdict, wanted = runs.verdict("fp64", None, apart.order)
+        verdict, wanted = runs.verdict(_EXACT, None, apart.order)
         if explain:
-            trials = runs.trials("fp64")
+            trials = runs.trials(*_EXACT)
             cause = likely_cause(
                 Evidence(
                     plan=runs.small.plan,
@@ -292,11 +298,11 @@ def _failure(runs: _Runs, verdict: Verdict, compiled: bool, explain: bool) -> Ch
                     verdict=verdict,
                 )
             )
-            simplest, needs = _needed(runs, "fp64")
+            simplest, needs = _needed(runs)
             where = simplest.first_wrong_output() if verdict.departures[0].kind == "loss" else ""
             cause += f"; {where}" if where else ""
-    elif compiled:
-        cause = f"fp64 and fp32 are equal without compilation, so torch.compile in {verdict.precision} is what differs"
+    elif case[1]:
+        cause = f"fp64 and fp32 are equal without compilation: it is torch.compile, or rounding, in {case[0]}"
     else:
         cause = (
             f"fp64 is equal, so the mathematics is right: rounding in {verdict.precision} differs more than it should"
@@ -314,7 +320,7 @@ def _first_of(verdict: Verdict, cause: str, needs: tuple[str, ...]) -> CheckFail
     )
 
 
-def _needed(runs: _Runs, precision: Precision) -> tuple[_Runs, tuple[str, ...]]:
+def _needed(runs: _Runs) -> tuple[_Runs, tuple[str, ...]]:
     """Take out one technique after another, as long as something still differs.
 
     Returns what is left, and the techniques that cannot go.
@@ -330,18 +336,18 @@ def _needed(runs: _Runs, precision: Precision) -> tuple[_Runs, tuple[str, ...]]:
             needed.append(f"{technique} (not tried)")
             continue
         case = replace(small, recipe=simpler[0], plan=simpler[1])
-        if _still_differs(replace(runs, small=case), precision):
+        if _still_differs(replace(runs, small=case)):
             small = case
         else:
             needed.append(technique)
     return replace(runs, small=small), tuple(needed)
 
 
-def _still_differs(runs: _Runs, precision: Precision) -> bool:
+def _still_differs(runs: _Runs) -> bool:
     try:
-        runs.ranks([(precision, False)])
+        runs.ranks([_EXACT])
     except RankError:
         return True
     except WeftError:
         return False  # a plan that is refused shows nothing
-    return not runs.verdict(precision, None)[0].is_equal
+    return not runs.verdict(_EXACT, None)[0].is_equal

@@ -52,7 +52,7 @@ def run_rank(
                 mesh=mesh,
                 inspect=outputs.watch if watch else None,
             )
-            write_trial(trial_path(Path(folder), place.rank, str(precision)), trial)
+            write_trial(trial_path(Path(folder), place.rank, case_name(str(precision), bool(compiled))), trial)
         if watch and place.rank == 0:
             outputs.write(outputs_path(Path(folder)))
 
@@ -67,9 +67,14 @@ def awake_model(recipe: Recipe) -> Blueprint:
     return awaken(build_blueprint(recipe))
 
 
-def trial_path(folder: Path, rank: int, precision: str) -> Path:
+def case_name(precision: str, compiled: bool) -> str:
+    """How a case is called in files and in reports."""
+    return f"{precision} compiled" if compiled else precision
+
+
+def trial_path(folder: Path, rank: int, case: str) -> Path:
     """Where a rank leaves a trial."""
-    return folder / f"{precision}-rank{rank}.safetensors"
+    return folder / f"{case.replace(' ', '-')}-rank{rank}.safetensors"
 
 
 def outputs_path(folder: Path) -> Path:

@@ -50,8 +50,8 @@ class Finalists:
         if not level.is_mixed:
             return self._priced(layout)
         best: Priced | None = None
-        for words in self._mixtures(layout, level):
-            best = _better(best, self._priced(replace(layout, recompute=words)))
+        for words, cuts in self._mixtures(layout, level):
+            best = _better(best, self._priced(replace(layout, recompute=words, cuts=cuts or None)))
         return best
 
     def refine(self, start: Priced) -> Priced:
@@ -130,8 +130,11 @@ class Finalists:
         found.append(("fused_loss", space.fused_losses))
         return [(name, values) for name, values in found if len(values) > 1]
 
-    def _mixtures(self, layout: Layout, level: Level) -> Iterator[tuple[Recompute, ...]]:
-        """Words per block: in every stage as few `heavy` ones as fit, stages cut for the light word, then for these."""
+    def _mixtures(
+        self, layout: Layout, level: Level
+    ) -> Iterator[tuple[tuple[Recompute, ...], tuple[int, ...]]]:
+        """Words per block and cuts: in every stage as few `heavy` blocks as fit, stages cut for the light word, then
+        for these words."""
         blocks = len(self._pricer.profile.blocks)
         words: tuple[Recompute, ...] = (level.light,) * blocks
         for _ in range(3):
@@ -140,7 +143,7 @@ class Finalists:
             if found is None or found == words:
                 return
             words = found
-            yield words
+            yield words, cuts
 
     def _fewest(self, layout: Layout, level: Level, cuts: tuple[int, ...]) -> tuple[Recompute, ...] | None:
         """The fewest heavy blocks of every pipeline rank, exactly; None where even all of them do not fit."""

@@ -366,7 +366,9 @@ class _Finish:
         return flops / (layout.world_size * speed * step_seconds)
 
     def _plan(self, layout: Layout, shares: tuple[int, ...] | None) -> Plan | None:
-        batch = self._hunt.global_batch_size
+        batch, pricer = self._hunt.global_batch_size, self._hunt.pricer
+        if layout.pipeline > 1:
+            layout = replace(layout, cuts=pricer.whole(layout).cuts(layout))  # the ones that were priced
         try:
             return plan_of(layout, global_batch_size=batch, shares=shares, compute=self._compute)
         except PlanError:

@@ -35,6 +35,8 @@ class Space:
     fewer_devices: bool = False
     """Whether the rule may also leave half of the data ranks out, again and again: where devices cost money."""
     microbatch_sizes: tuple[int, ...]
+    single_microbatch: bool = False
+    """Whether the data ranks must have one microbatch each: statistics of the whole batch (BatchNorm)."""
     schedules: tuple[Schedule, ...] = (
         "1f1b",
         "gpipe",
@@ -89,6 +91,7 @@ def space_of(
         experts=tuple(e for e in divisors(profile.num_experts) if e <= devices) if profile.num_experts else (1,),
         datas=(1,) if whole_batch else None,
         microbatch_sizes=(global_batch_size,) if whole_batch else divisors(global_batch_size),
+        single_microbatch=profile.has_batch_norm,
         precisions=_precisions(cluster, permit),
         recomputes=("none",) if profile.has_batch_norm else ("none", "selective", "full"),
         per_block_recompute=not profile.has_batch_norm,

@@ -62,6 +62,8 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
     total = global_batch_size // size
     row, data = _data_ranks(space, np.minimum(most, total), total, most)
     kept = (data >= 1) & (data <= total[row])
+    if space.single_microbatch:
+        kept &= data == total[row]
     row, data = row[kept], data[kept]
     splits = Splits(
         pipeline=pipeline[row],

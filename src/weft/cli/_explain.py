@@ -45,10 +45,13 @@ def answer_lines(result: SearchResult, questions: Questions, sizes: ModelSizes |
 def _lines(result: SearchResult, questions: Questions, sizes: ModelSizes | None) -> Iterator[str]:
     from weft.explain import explain_choice, memory_line, time_line
     from weft.price import Pricer
+    from weft.published import accuracy
 
     best = result.best[0]
     yield f"time      {time_line(best.prediction.time)}"
     yield f"memory    {memory_line(best.prediction)}"
+    if result.cluster.has_accelerators:
+        yield f"accuracy  {accuracy().line}"
     if not questions.are_asked:
         return
     pricer = Pricer(result.profile, result.cluster, result.stack, result.calibration)

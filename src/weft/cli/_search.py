@@ -159,6 +159,7 @@ def write_best(result: SearchResult, output: Path, name: str) -> None:
 
 def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResult]:
     from weft.plan import Plan, apply_overrides
+    from weft.price import DATASHEET, FITTED
     from weft.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
     from weft.search import pinned, search, space_of
 
@@ -183,6 +184,8 @@ def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResul
             objective=objective,
             space=pinned(space, given),
             optimizer=subject.optimizer,
+            # What was fitted on published runs of accelerators; cores are priced by what was measured of them.
+            calibration=FITTED if cluster.has_accelerators else DATASHEET,
             top=max(asked.top, 1),
             compute=dataclasses.replace(given.compute),
         )

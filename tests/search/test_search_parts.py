@@ -128,10 +128,11 @@ def test_uneven_shares_go_into_the_plan() -> None:
 
 @pytest.mark.parametrize("room", ["search", "explain", "price", "profile", "published"])
 def test_imports_in_less_than_300_ms_without_torch(room: str) -> None:
+    # Processor time of the best of some runs: what importing costs when nobody else uses the machine.
     code = f"import time, sys; import weft.{room}; print(time.process_time(), 'torch' in sys.modules)"
     runs = [
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-        for _ in range(3)
+        for _ in range(5)
     ]
     assert {run[1] for run in runs} == {"False"}
     assert min(float(run[0]) for run in runs) < 0.3

@@ -33,7 +33,7 @@ from weft.probe import probe
 from weft.probe._devices import Setting, number_of_figures
 from weft.probe._links import KINDS, line_of, number_of_times, peers_of
 from weft.probe._probe import cluster_of, findings_from_json
-from weft.probe._rank import Findings, probe_rank, settings_of
+from weft.probe._rank import Findings, probe_rank, settings_of, unsteady
 from weft.probe._timing import Timing, slowest, summarise
 
 CPU = torch.device("cpu")
@@ -111,11 +111,12 @@ def test_ranks_measure_together_and_agree(ranks: pool.RankPool) -> None:
     assert len(rows) + 2 * len(found.measured.blocks) + 2 == 2 * number_of_figures(CPU, ["fp32"])
     assert all(math.isfinite(row.seconds) and 0 < row.seconds < 60 for row in [*rows, *found.links["inside"]])
     assert 0 < found.measured.operator_seconds < 1e-2
-    assert [line.split(":")[0] for line in first["said"]] == [
+    assert [line.split(":")[0] for line in first["said"]][:3] == [
         "1 rank x 1 thread",
         "2 ranks x 1 thread",
         "links inside a node",
     ]
+    assert len(first["said"]) == 3 + (unsteady(found.measured) is not None)
     cluster = cluster_of(found, parse_cluster_spec("cpu").nodes[0])
     assert parse_cluster(dump_cluster(cluster)) == cluster
     assert cluster.is_predictable
@@ -222,6 +223,15 @@ def test_a_line_through_sends() -> None:
     assert latency == pytest.approx(2 * (1e-4 + 4096e-9))
     assert speed == pytest.approx(1e9 / 2, rel=0.01)
     assert 0 < spread < 1
+
+
+def test_a_busy_machine_is_noticed() -> None:
+    quiet = findings().measured
+    assert unsteady(quiet) is None
+    shaken = dataclasses.replace(quiet, matrix=tuple(dataclasses.replace(row, spread=0.3) for row in quiet.matrix * 9))
+    warning = unsteady(shaken)
+    assert warning is not None
+    assert "vary by more than 30%" in warning
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def probe(
     *,
     output: Path | None = None,
     processes: int | None = None,
-    seconds: float = 200.0,
+    seconds: float = 150.0,
     precision: Annotated[tuple[str, ...], Parameter(negative=())] = (),
 ) -> None:
     """Measure this machine, or the nodes of a job, and describe them as a cluster for weft plan --cluster.
@@ -27,7 +27,8 @@ def probe(
     Parameters
     ----------
     output
-        File for the cluster, such as cluster.toml; by default it is printed.
+        File for the cluster, such as cluster.toml; by default it is printed, and on one machine also kept in
+        ~/.cache/weft/machines/ for weft train and weft plan.
     processes
         How many processes to start here; by default one per device, and twice the cores where these are few.
     seconds
@@ -41,7 +42,7 @@ def probe(
         raise ClusterError(f"--seconds {seconds:g} must be above 0.")
     if output is not None and not output.parent.is_dir():
         raise ClusterError(f"{output} cannot be written: there is no folder {output.parent}. Create it first.")
-    from weft.cluster import dump_cluster
+    from weft.cluster import dump_cluster, keep_machine
     from weft.probe import probe as measure
 
     cluster = measure(processes=processes, budget_seconds=seconds, precisions=precision)
@@ -50,6 +51,8 @@ def probe(
     text = dump_cluster(cluster, header=["measured by weft probe"])
     if output is None:
         print(text, end="")
+        if cluster.num_nodes == 1:
+            print(f"kept in {keep_machine(cluster)}; plans for this machine use it", file=sys.stderr)
         return
     try:
         output.write_text(text)

@@ -10,7 +10,7 @@ from weft.cluster import BlockTime
 from weft.price._compute import ELEMENT_BYTES, Device, OperatorWork, Share, Work, operator_work
 from weft.profile import Block, ModelSizes, Operator, profile_of_sizes
 
-_LEAST, _MOST = 0.5, 8.0
+_LEAST, _MOST = 0.5, 12.0
 """Factors beyond these say that something else ran during the measurement, not what a block costs."""
 _STEPS = 200
 

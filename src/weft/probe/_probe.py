@@ -27,7 +27,7 @@ from weft.probe._devices import DTYPES
 from weft.probe._links import Reach, line_of
 from weft.probe._rank import Findings, probe_rank
 
-BUDGET_SECONDS = 200.0
+BUDGET_SECONDS = 150.0
 """For the timings.  With starting the ranks, a probe stays under five minutes."""
 _ADD_BYTES = 12
 """Per element of `add`: two reads and a write."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -76,13 +77,17 @@ def probe_rank(
         if len(settings) <= _BEFORE_LINKS and place.world_size > 1:
             links = measure_links(place, device, each, tell)
         torch.set_num_threads(before)
+        measured = _joined(parts)
+        warning = unsteady(measured)
+        if warning is not None:
+            tell(warning)
         return Findings(
             device=device.type,
             cores=cores,
             memory_bytes=memory_bytes,
             num_nodes=place.world_size // place.local_world_size,
             ranks_per_node=place.local_world_size,
-            measured=_joined(parts),
+            measured=measured,
             links=links,
             seconds=time.perf_counter() - start,
         )
@@ -90,6 +95,21 @@ def probe_rank(
 
 _BEFORE_LINKS = 2
 """Settings that are measured before the links; the others, as long as there is time."""
+
+
+_QUIET_SPREAD = 0.1
+
+
+def unsteady(measured: Measured) -> str | None:
+    """Return a warning where most figures vary so much that something else must have run."""
+    spreads = [row.spread for row in (*measured.matrix, *measured.attention, *measured.memory, *measured.blocks)]
+    middle = statistics.median(spreads)
+    if middle <= _QUIET_SPREAD:
+        return None
+    return (
+        f"half of the figures vary by more than {middle:.0%} between runs: something else used this machine. "
+        "Measure again while it is quiet; plans made from these figures will be off by as much."
+    )
 
 
 def _elapsed(start: float) -> float:

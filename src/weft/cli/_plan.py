@@ -16,7 +16,7 @@ from weft.errors import PlanError
 if TYPE_CHECKING:
     from weft.search import SearchResult
 
-_FLAG = Parameter(negative=())
+_FLAG = Parameter(negative=(), show_default=False)
 
 
 def plan(
@@ -195,6 +195,8 @@ def _recipe(
     choice = read_choice(recipe, plan, overrides, processes, cluster)
     if not asked.json:
         print("\n".join(describe_plan(choice.plan, choice.reasons, choice.facts, choice.cluster)))
+        if choice.note:
+            print(f"note      {choice.note}")
     if subject is not None:
         result, lines = run_search(subject, choice.cluster, asked)
         print_search(result, lines if asked.json else ["", *lines], asked)

@@ -67,9 +67,13 @@ def test_a_recipe_may_ask_for_the_proposed_table(tmp_path: Path, recipe: Path) -
     assert any("weft check" in note for note in found.notes)
 
 
-def test_without_anything_to_split_the_user_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    text = RECIPE.format(more="propose_split = true").replace("own_models:Gpt", "own_models:SharedGate")
-    path.write_text(text.replace("sequence_length = 6\n", "").replace("[run]", "[data]\n[run]"))
-    with pytest.raises(Exception, match="no example batch"):
-        build_blueprint(load_recipe(path))
+def test_a_proposed_table_divides_the_profile(tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "proposed.toml"
+    path.write_text(RECIPE.format(more="propose_split = true"))
+    assert run(["describe", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    splits = {operator["name"]: operator["split"] for operator in found["parts"][1]["operators"]}
+    assert splits["attention.qkv"] == "column"
+    assert splits["attention.scores"] == "heads"
+    assert splits["attention.proj"] == "row"
+    assert splits["norm1"] == "sequence"

@@ -48,13 +48,16 @@ def describe(
     blueprint = build_blueprint(given)
     dtype = torch.bfloat16 if "bf16" in given.permit.precision else torch.float32
     found = examine(blueprint, dtype=dtype)
-    proposal = propose_split(build_model(given))
+    plain = build_model(given)
+    proposal = propose_split(plain)
     if json:
         print(to_text.dumps(_as_json(found, proposal, dtype.itemsize), indent=2))
         return
     print("\n".join(_lines(found, dtype.itemsize)))
     print()
-    print("\n".join(_split_lines(proposal, covered=bool(found.profile.divisible))))
+    print(
+        "\n".join(_split_lines(proposal, covered=any(rule.kind in ("column", "row", "vocab") for rule in plain.split)))
+    )
 
 
 def _lines(found: Description, element_bytes: int) -> list[str]:

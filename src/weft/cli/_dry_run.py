@@ -23,7 +23,7 @@ def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:
         PlanError: the plan cannot be run, a rank is outside its world, or ranks of a group would start different
             collectives (status 1).
     """
-    from weft.models import build_model
+    from weft.describe import build_blueprint
     from weft.plan import check_runnable
     from weft.rehearse import rehearse_world
 
@@ -32,7 +32,7 @@ def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:
     for rank in ranks:
         if not 0 <= rank < world:
             raise PlanError(f"--rank {rank} is outside the plan's world of {world:,}. Use 0 to {world - 1:,}.")
-    report = rehearse_world(recipe, plan, lambda: build_model(recipe), ranks, progress=_tell)
+    report = rehearse_world(recipe, plan, lambda: build_blueprint(recipe), ranks, progress=_tell)
     print("\n".join(_lines(report, world)))
     if report.problems:
         listed = "\n".join(report.problems)

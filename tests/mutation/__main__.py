@@ -15,13 +15,14 @@ import compileall
 import json
 import os
 import queue
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +38,7 @@ from mutants import Mutant, draw  # noqa: E402 - beside this file
 
 RESULTS = ROOT / "benchmarks" / "results"
 TIMEOUT_SECONDS = 600.0
-"""Of all cases of a mutant: one that keeps every rank busy for ever is caught so."""
+"""Of one case of a mutant: one that keeps every rank busy for ever is caught so."""
 
 
 def copy_tree(folder: Path) -> Path:
@@ -51,19 +52,27 @@ def run_child(tree: Path, names: Sequence[str]) -> list[dict[str, Any]]:
     """Check cases with the sources of a tree and return what came of each."""
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, str(HERE / "child.py"), *names]
-    process = subprocess.Popen(
-        command, env=environment, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()  # its ranks die with it
-        process.communicate()
-        return [{"case": names[0], "equal": False, "how": "hang", "what": f"no result after {TIMEOUT_SECONDS:.0f} s"}]
-    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    if process.returncode != 0:
-        last = (err.strip().splitlines() or ["died"])[-1]
-        found.append({"case": names[len(found)], "equal": False, "how": "error", "what": last})
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryFile("w+") as complaints:
+        process = subprocess.Popen(
+            command, env=environment, cwd=tree, stdout=subprocess.PIPE, stderr=complaints, bufsize=0
+        )
+        assert process.stdout is not None
+        with process, process.stdout as out:
+            while len(found) < len(names):
+                if not select.select([out], [], [], TIMEOUT_SECONDS)[0]:
+                    process.kill()  # its ranks die with it
+                    what = f"no result after {TIMEOUT_SECONDS:.0f} s"
+                    found.append({"case": names[len(found)], "equal": False, "how": "hang", "what": what})
+                    return found
+                line = out.readline().decode()
+                if not line:
+                    break
+                found += [json.loads(line)] if line.startswith("{") else []
+        if process.returncode != 0:
+            complaints.seek(0)
+            last = (complaints.read().strip().splitlines() or ["died"])[-1]
+            found.append({"case": names[len(found)], "equal": False, "how": "error", "what": last})
     for one in found:
         assert "tree" not in one or str(one["tree"]).startswith(str(tree)), f"{one['tree']} is not of {tree}"
     return found
@@ -178,11 +187,17 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--lines", type=Path, help="lines noted by an earlier run, instead of step 1")
     parser.add_argument("--name", default="mutations", help="of the result files")
+    parser.add_argument("--again", type=int, help="look once more for the mutant of this number")
     parser.add_argument("--table", action="store_true", help="only write the Markdown anew, from the JSON")
     options = parser.parse_args()
     path = RESULTS / f"{options.name}.json"
-    if not options.table:
-        report = {"seed": options.seed, "cases": list(CASES), "mutants": look_for_all(options)}
+    if options.again:
+        report = json.loads(path.read_text())
+        mutant = Mutant(**report["mutants"][options.again - 1]["mutant"])
+        report["mutants"][options.again - 1] = look_for(options, lambda *_: [mutant])[0]
+        path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    elif not options.table:
+        report = {"seed": options.seed, "cases": list(CASES), "mutants": look_for(options, draw)}
         path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     report = json.loads(path.read_text())
     explained = json.loads((HERE / "explained.json").read_text())
@@ -190,8 +205,8 @@ def main() -> None:
     print(f"{sum(row['caught'] for row in report['mutants'])} of {len(report['mutants'])} caught")
 
 
-def look_for_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Note the lines, draw the mutants, and look for each."""
+def look_for(options: argparse.Namespace, choose: Callable[..., list[Mutant]]) -> list[dict[str, Any]]:
+    """Note the lines, choose mutants of them, and look for each."""
     with tempfile.TemporaryDirectory(prefix="weft-mutation-") as name:
         folder = Path(name)
         trees: queue.Queue[Path] = queue.Queue()
@@ -208,7 +223,7 @@ def look_for_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         for files in lines.values():
             for file, numbers in files.items():
                 executed.setdefault(file, set()).update(numbers)
-        chosen = draw(first, executed, options.count, options.seed)
+        chosen = choose(first, executed, options.count, options.seed)
         trees.put(first)
         with ThreadPoolExecutor(options.jobs) as workers:
             return list(workers.map(lambda mutant: judge(mutant, trees, lines), chosen))

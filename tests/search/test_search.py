@@ -61,8 +61,8 @@ def test_more_links_or_memory_are_no_slower(bandwidth: float, memory: float, bat
 def test_no_layout_of_the_space_is_faster() -> None:
     profile, cluster = tiny(layers=6), cluster_of("2x4xh100", memory=0.1)
     space = narrow(space_of(profile, cluster, global_batch_size=12), contexts=(1, 2))
-    result = search(profile, cluster, global_batch_size=12, space=space)
     pricer = Pricer(profile, cluster)
+    result = search(profile, cluster, global_batch_size=12, space=space, pricer=pricer)
     layouts = list(all_layouts(profile, cluster, space, 12, BASE))[::97]
     assert len(layouts) > 50
     for layout in layouts:

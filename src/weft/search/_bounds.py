@@ -32,6 +32,10 @@ class Figures:
 
     sample_flops: float
     """Forward and backward."""
+    sequence_length: int
+    inner_half: float
+    """Inner size at which a product reaches half of its best: that of the products for the weights' gradients is the
+    number of tokens."""
     flops_per_second: float
     """Of one device at its best, in the fastest precision of the space."""
     memory_bytes_per_second: float
@@ -53,8 +57,10 @@ class Figures:
 def figures_of(profile: Profile, cluster: Cluster, space: Space, pricer: Pricer, base: Layout) -> Figures:
     """Return the figures of the bounds.  `base` has the precision and bytes of all layouts of the search."""
     device = pricer.device(base)
+    calibration = pricer.calibration
+    attention = max(calibration.attention_share(device.kind))
     best = max(
-        device.peak(precision) * max(pricer.calibration.matmul_share(device.kind, precision), 0.8)
+        device.peak(precision) * max(calibration.matmul_share(device.kind, precision), attention)
         for precision in space.precisions
     )
     blocks = (profile.stem, *profile.blocks, profile.tail)
@@ -70,6 +76,8 @@ def figures_of(profile: Profile, cluster: Cluster, space: Space, pricer: Pricer,
     scale = 1.0 if cores is None else 1.0 / cores  # `base` is one rank, with all cores of a node
     return Figures(
         sample_flops=model_flops(profile),
+        sequence_length=profile.sequence_length,
+        inner_half=0.0 if cores is not None else calibration.inner_size_half,
         flops_per_second=best * scale,
         memory_bytes_per_second=device.memory_bytes_per_second * scale,
         element_bytes=element,
@@ -91,6 +99,8 @@ def time_bounds(figures: Figures, splits: Splits) -> Floats:
     if figures.cores_per_node is not None:
         speed = figures.cores_per_node / -(-splits.world // figures.num_nodes)
     compute = figures.sample_flops * splits.size / ranks / (figures.flops_per_second * speed)
+    tokens = splits.size * figures.sequence_length / splits.context
+    compute = compute * (2.0 + (tokens + figures.inner_half) / tokens) / 3.0
     held = figures.dense_parameters / splits.tensor + figures.expert_parameters / splits.expert
     moved = held * (2 * figures.element_bytes + figures.gradient_bytes) / (figures.memory_bytes_per_second * speed)
     share = _NETWORK_HALVES * 2 * (splits.tensor - 1) / splits.tensor

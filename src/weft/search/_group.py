@@ -64,6 +64,12 @@ class GroupCosts:
     """Bytes around the loss."""
 
 
+def blocks_seconds(pricer: Pricer, base: Layout) -> float:
+    """Return the seconds of one microbatch in all blocks with nothing computed again: what a group takes at least."""
+    costs = ((pricer.block_cost(block, base), count) for block, count in count_blocks(pricer.profile))
+    return sum(count * (cost.forward.seconds + cost.input.seconds + cost.weight.seconds) for cost, count in costs)
+
+
 def group_costs(pricer: Pricer, space: Space, base: Layout) -> GroupCosts:
     """Return the costs of a group of splits; `base` is one of them."""
     profile = pricer.profile

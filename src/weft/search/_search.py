@@ -18,7 +18,7 @@ from weft.recipe import OptimizerRecipe, PermitRecipe
 from weft.search._bounds import Floats, figures_of, memory_bounds, time_bounds
 from weft.search._convert import plan_of
 from weft.search._finalists import Finalists, Priced
-from weft.search._group import GroupCosts, group_costs
+from weft.search._group import GroupCosts, blocks_seconds, group_costs
 from weft.search._objective import Objective
 from weft.search._result import Candidate, Counts, SearchResult
 from weft.search._rows import Rows, join
@@ -186,8 +186,15 @@ class _Hunt:
             rows = rows[bounds[rows] < limit]
             if not len(rows):
                 continue
-            here = splits.take(rows)
-            found, count = self._screened(screen, group, here, base, limit)
+            here, base_here = splits.take(rows), self._group_base(splits.take(rows), base)
+            # What the group's blocks take is a closer bound than that of their FLOPs.
+            whole = blocks_seconds(self.pricer, base_here)
+            near = self._weighed(whole * here.microbatches / here.pipeline, here.world) < limit
+            self.time_bound += int((~near).sum())
+            if not near.any():
+                continue
+            costs = group_costs(self.pricer, self.space, base_here)
+            found, count = self._screened(screen, group, costs, here.take(near), limit)
             self.searched += count
             kept += found
             kept, limit = self._best(kept, limit)
@@ -195,18 +202,18 @@ class _Hunt:
         return _Pool(join(kept), base) if kept else None
 
     def _screened(
-        self, screen: Screen, group: int, splits: Splits, base: Layout, limit: float
+        self, screen: Screen, group: int, costs: GroupCosts, splits: Splits, limit: float
     ) -> tuple[list[Rows], int]:
-        costs = self._costs(splits, base)
         by_devices = self.objective.quantity == "cost"
         found, count, _ = screen.rows(group, costs, splits, np.inf if by_devices else limit)
         self.estimated += sum(len(table) for table in found)
         return found, count
 
-    def _costs(self, splits: Splits, base: Layout) -> GroupCosts:
+    def _group_base(self, splits: Splits, base: Layout) -> Layout:
+        """One layout of a group, for what all of them have in common."""
         row = int(np.argmax(splits.pipeline > 1))
         tensor = int(splits.tensor[row])
-        layout = replace(
+        return replace(
             base,
             pipeline=int(splits.pipeline[row]),
             tensor=tensor,
@@ -216,7 +223,6 @@ class _Hunt:
             microbatch_size=int(splits.size[row]),
             sequence_parallel=base.sequence_parallel and tensor > 1,
         )
-        return group_costs(self.pricer, self.space, layout)
 
     def _weighed(self, seconds: Floats, world: Ints) -> Floats:
         """What rows are compared by."""

@@ -56,6 +56,7 @@ def train(
         resume=resume,
         name=run_name(recipe),
         reasons=choice.reasons,
+        note=choice.note,
     )
     if result.stopped_early:
         return 128 + (result.stop_signal or signal.SIGINT)

@@ -3,6 +3,9 @@
 from weft.cluster._cluster import Cluster as Cluster
 from weft.cluster._devices import find_kind as find_kind
 from weft.cluster._devices import table_links as table_links
+from weft.cluster._known import KnownMachine as KnownMachine
+from weft.cluster._known import keep_machine as keep_machine
+from weft.cluster._known import known_machine as known_machine
 from weft.cluster._links import Collective as Collective
 from weft.cluster._links import CollectiveTime as CollectiveTime
 from weft.cluster._links import LinkTier as LinkTier

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.cluster import Cluster
+from weft.cluster import Cluster, known_machine
 from weft.describe import build_blueprint
+from weft.entry._auto import profile_of_built
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
 from weft.entry._check_worker import awake_model, case_name, outputs_path, trial_path, with_precision
 from weft.entry._facts import facts_of_blueprint
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.launch import RankError, launch_function, place_from_environment
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, dump_plan, facts_of, load_plan
+from weft.profile import profile_of
 from weft.prove import (
     STEPS,
     TECHNIQUES,
@@ -47,6 +49,7 @@ from weft.prove import (
     without_dropout,
 )
 from weft.recipe import Precision, Recipe, dump_recipe, load_recipe
+from weft.search import choose_plan
 
 _MEMORY_SHARE = 0.5
 """Of this machine's memory, that a model which cannot be shrunk may take."""

@@ -23,8 +23,9 @@ from weft.entry._user_optimizer import group_indices
 from weft.errors import DataError, RecipeError
 from weft.launch import Distributed, initialise_distributed
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
-from weft.plan import MeshPlan, Plan, auto_plan, check_plan, check_runnable, describe_plan, load_plan
+from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Precision, Recipe, RunRecipe
+from weft.search import choose_plan
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +255,9 @@ class Session:
         reasons: Mapping[str, str] = {}
         plan = self._plan
         if plan is None:
-            plan, reasons = auto_plan(recipe, cluster, facts, self.world_size)
+            # Not described: the user's forward and loss are run for what they are for, and not once more.
+            choice = choose_plan(recipe, cluster, facts, self.world_size)
+            plan, reasons = choice.plan, choice.reasons
         check_plan(plan, recipe, facts, self.world_size)
         check_runnable(plan)
         check_same_on_all_ranks(recipe, plan)

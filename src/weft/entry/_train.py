@@ -17,21 +17,22 @@ import torch.distributed as dist
 
 import weft
 from weft.checkpoint import export_checkpoint
-from weft.cluster import Cluster
 from weft.comm import device_for_rank
 from weft.data import ConsoleProgress, PreparedData, data_shape, prepare_data, silent
 from weft.describe import build_blueprint
 from weft.engine import format_duration, format_loss
 from weft.engine.optimizers import check_group_globs
 from weft.entry._agreement import check_same_on_all_ranks
+from weft.entry._auto import machine_for, profile_of_blueprint
 from weft.entry._facts import facts_of_blueprint
 from weft.entry._worker import train_rank
 from weft.errors import CheckpointError, LaunchError, WeftError
 from weft.launch import initialise_distributed, launch_function, place_from_environment
 from weft.models import Blueprint
-from weft.plan import Plan, auto_plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
+from weft.plan import Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.recipe import Recipe, dump_recipe, load_recipe
 from weft.record import RunFolder
+from weft.search import choose_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,7 @@ def train(
     resume: str | Path | None = None,
     name: str | None = None,
     reasons: Mapping[str, str] | None = None,
+    note: str = "",
     quiet: bool = False,
 ) -> RunResult:
     """Train a recipe under a plan and return what came of it.
@@ -79,6 +81,7 @@ def train(
         resume: a run's folder to go on with (in that folder), or `latest` for the newest one in `runs/`.
         name: of the run; by default that of the recipe's file.
         reasons: why settings of the plan have their values, to be printed.
+        note: what is to be said below the plan.
         quiet: print nothing.
 
     Raises:
@@ -96,9 +99,12 @@ def train(
     world = place.world_size if place is not None else processes
     blueprint = build_blueprint(recipe)
     facts = facts_of_blueprint(blueprint, recipe)
-    cluster = Cluster.detect()
+    machine = machine_for(place)
+    cluster = machine.cluster
     if plan == "auto":
-        plan, reasons = auto_plan(recipe, cluster, facts, world)
+        profile = profile_of_blueprint(blueprint, recipe, facts)
+        choice = choose_plan(recipe, cluster, facts, world, profile=profile)
+        plan, reasons, note = choice.plan, choice.reasons, machine.note if choice.rivals else ""
     elif not isinstance(plan, Plan):
         plan = load_plan(plan)
     check_plan(plan, recipe, facts, world)
@@ -106,7 +112,7 @@ def train(
     # What a rank would refuse is refused before anything is prepared or written.
     device_for_rank(plan.compute.device, place.local_rank if place is not None else 0)
     check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
-    lines = describe_plan(plan, reasons or {}, facts, cluster)
+    lines = describe_plan(plan, reasons or {}, facts, cluster) + ([f"note      {note}"] if note else [])
     job = _Job(recipe, plan, blueprint, lines, cluster.summary, quiet)
     if place is not None:
         return job.run_as_rank(name, folder, resume)

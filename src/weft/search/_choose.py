@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 from weft.cluster import Cluster, table_links
 from weft.errors import PlanError
-from weft.plan import ComputePlan, ModelFacts, Plan, auto_plan, check_plan
+from weft.plan import ComputePlan, DataParallelPlan, ModelFacts, Plan, check_plan
 from weft.price import DATASHEET, Calibration, Pricer
 from weft.profile import Profile
 from weft.recipe import Recipe
+from weft.search._fallback import enough_processes, plan_by_rule
+from weft.search._pins import has_pins, pinned
 from weft.search._result import Candidate
 from weft.search._search import search
 from weft.search._space import Space, divisors, space_of
@@ -47,6 +49,7 @@ def choose_plan(
     processes: int | None = None,
     *,
     profile: Profile | None = None,
+    given: Plan | None = None,
     calibration: Calibration = DATASHEET,
     top: int = 8,
 ) -> Choice:
@@ -58,22 +61,30 @@ def choose_plan(
     Args:
         processes: exactly so many ranks; None: as many of the cluster's devices as are of use.
         profile: of the recipe's model; None where nothing is known of it.
+        given: a plan whose `origins` name settings that are fixed: search chooses the others.  Those that search does
+            not choose, such as `compile`, are for the caller to lay over the plan.
 
     Raises:
         PlanError: nothing fits, or the batch cannot be divided over the processes.
     """
     if processes is not None and processes < 1:
         raise PlanError(f"processes = {processes} is too few. Use 1 or more.")
-    if profile is None:
-        plan, reasons = auto_plan(recipe, cluster, facts, processes)
-        return Choice(plan=plan, reasons=reasons)
-    rivals = _rivals(recipe, cluster, facts, processes, profile, calibration, top)
-    if not rivals:  # its message says what is too large, or which number of processes could share the batch
-        plan, reasons = auto_plan(recipe, cluster, facts, processes)
-        return Choice(plan=plan, reasons=reasons)
+    given = given or Plan()
+    processes = enough_processes(given, cluster, processes)
+    rivals: list[Candidate] = []
+    if profile is not None:
+        rivals = _rivals(recipe, cluster, facts, processes, profile, given, calibration, top)
+    if not rivals:  # the rule's message says what is too large, or which number of processes could share the batch
+        plan, reasons = plan_by_rule(recipe, cluster, facts, processes, given)
+        return Choice(plan=plan, reasons=_unless_given(reasons, given))
     best = rivals[0]
     assert best.plan is not None
-    return Choice(plan=best.plan, reasons=explain_settings(best.plan, recipe, cluster, rivals), rivals=tuple(rivals))
+    reasons = _unless_given(explain_settings(best.plan, recipe, cluster, rivals), given)
+    return Choice(plan=best.plan, reasons=reasons, rivals=tuple(rivals))
+
+
+def _unless_given(reasons: Mapping[str, str], given: Plan) -> dict[str, str]:
+    return {key: why for key, why in reasons.items() if key not in given.origins}
 
 
 def _rivals(
@@ -82,6 +93,7 @@ def _rivals(
     facts: ModelFacts,
     processes: int | None,
     profile: Profile,
+    given: Plan,
     calibration: Calibration,
     top: int,
 ) -> list[Candidate]:
@@ -90,7 +102,7 @@ def _rivals(
         cluster = _crowded(cluster, processes)
     pricer = Pricer(profile, cluster, calibration=calibration)
     found: list[Candidate] = []
-    for space in _spaces(recipe, cluster, processes, profile):
+    for space in _spaces(recipe, cluster, processes, profile, given):
         result = search(
             profile,
             cluster,
@@ -103,7 +115,7 @@ def _rivals(
             top=top,
         )
         found += [_with_threads(each, cluster) for each in result.best]
-    fitting = [each for each in found if _is_accepted(each, recipe, facts, processes)]
+    fitting = [each for each in found if _is_accepted(each, recipe, facts, processes, given)]
     return _simplest_first(sorted(fitting, key=lambda each: (each.score, each.layout.world_size)))[:top]
 
 
@@ -136,12 +148,13 @@ def _complexity(candidate: Candidate) -> tuple[object, ...]:
     return (*axes, _ZERO_SIMPLICITY.index(layout.zero), layout.world_size, -layout.microbatch_size, candidate.score)
 
 
-def _spaces(recipe: Recipe, cluster: Cluster, processes: int | None, profile: Profile) -> Iterator[Space]:
+def _spaces(recipe: Recipe, cluster: Cluster, processes: int | None, profile: Profile, given: Plan) -> Iterator[Space]:
     """One space, or one per split of a given number of processes."""
     batch = recipe.batch.global_batch_size
     space = space_of(profile, cluster, global_batch_size=batch, permit=recipe.permit, runnable_only=True)
     if recipe.model.split:
         space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
+    space = pinned(space, given)
     if processes is None:
         yield space
         return
@@ -164,8 +177,8 @@ def _with_threads(candidate: Candidate, cluster: Cluster) -> Candidate:
     return replace(candidate, plan=replace(candidate.plan, compute=compute))
 
 
-def _is_accepted(candidate: Candidate, recipe: Recipe, facts: ModelFacts, processes: int | None) -> bool:
-    if candidate.plan is None or candidate.not_runnable:
+def _is_accepted(candidate: Candidate, recipe: Recipe, facts: ModelFacts, processes: int | None, given: Plan) -> bool:
+    if candidate.plan is None or candidate.not_runnable or not has_pins(candidate.plan, given):
         return False
     try:
         check_plan(candidate.plan, recipe, facts, processes)
@@ -194,6 +207,8 @@ def explain_settings(plan: Plan, recipe: Recipe, cluster: Cluster, rivals: Seque
     }
     if plan.mesh.data > 1:
         reasons["data_parallel.zero"] = _other_stage(rivals)
+    if plan.data_parallel.bucket_bytes != DataParallelPlan().bucket_bytes:
+        reasons["data_parallel.bucket_bytes"] = "gradients travel in fewer, larger messages"
     if plan.memory.recompute != "none":
         reasons["memory.recompute"] = "without it the activations do not fit, or only slower plans do"
     return reasons

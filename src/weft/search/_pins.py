@@ -54,6 +54,12 @@ def pinned(space: Space, plan: Plan) -> Space:
     return replace(space, **changes)
 
 
+def has_pins(plan: Plan, given: Plan) -> bool:
+    """Whether a plan has those of the given settings that search chooses."""
+    keys = [key for key in given.origins if key in _FIELDS or key in _DATA]
+    return all(_value(plan, key) == _value(given, key) for key in keys)
+
+
 def _value(plan: Plan, key: str) -> Any:
     section, name = key.split(".")
     return getattr(getattr(plan, section), name)

@@ -1,0 +1,58 @@
+"""What `weft probe` has measured of this machine, kept for later runs."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.cluster._cluster import Cluster
+from weft.cluster._load import dump_cluster, load_cluster
+from weft.errors import ClusterError
+
+_ADVICE = "weft probe measures this machine once, and predictions get better"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownMachine:
+    """This machine, as well as it is known."""
+
+    cluster: Cluster
+    note: str
+    """What would make it better known; empty where it was measured."""
+
+
+def known_machine(folder: Path | None = None) -> KnownMachine:
+    """Return what `keep_machine` has kept of this machine, or what the system says of it.  Never imports torch."""
+    machine = Cluster.detect()
+    path = _path(machine, folder)
+    if not path.is_file():
+        return KnownMachine(cluster=machine, note=_ADVICE)
+    try:
+        return KnownMachine(cluster=load_cluster(path), note="")
+    except ClusterError:  # of another version, perhaps
+        return KnownMachine(cluster=machine, note=f"{path} cannot be read and is not used: run weft probe again")
+
+
+def keep_machine(measured: Cluster, folder: Path | None = None) -> Path:
+    """Keep what was measured of this machine for `known_machine`, and return the file.
+
+    Raises:
+        ClusterError: the file cannot be written.
+    """
+    path = _path(Cluster.detect(), folder)
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(dump_cluster(measured, header=["measured by weft probe"]))
+        aside.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise ClusterError(f"{path} cannot be written: {error.strerror}. Give weft probe an --output.") from None
+    return path
+
+
+def _path(machine: Cluster, folder: Path | None) -> Path:
+    return (folder or Path.home() / ".cache" / "weft" / "machines") / f"{machine.digest}.toml"

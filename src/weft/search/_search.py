@@ -161,7 +161,7 @@ class _Hunt:
             tensor_scheme=self.space.tensor_schemes[0],
             context_scheme=self.space.context_schemes[0],
             sequence_parallel=True in self.space.sequence_parallels,
-            **({} if self.space.orders is None else {"order": self.space.orders[0]}),
+            order=AXES if self.space.orders is None else self.space.orders[0],
         )
 
     # ── bounds and estimates ──────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
-from weft.plan import ComputePlan, Plan
+from weft.plan import AXES, ComputePlan, Plan
 from weft.price import FITTED, WEFT, Calibration, Layout, PricedPrecision, Pricer, Stack, model_flops
 from weft.profile import Profile
 from weft.recipe import OptimizerRecipe, PermitRecipe

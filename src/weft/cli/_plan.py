@@ -147,7 +147,7 @@ def _refuse(wrong: bool, given: str, instead: str) -> None:
 
 
 def _known(
-    model: str, spec: str | None, sizes: tuple[int | None, int | None], asked: object, output: Path | None
+    model: str, spec: str | None, sizes: tuple[int | None, int | None], asked: Asked, output: Path | None
 ) -> None:
     from weft.cli._search import known_subject, print_search, run_search, write_best
     from weft.cluster import resolve_cluster

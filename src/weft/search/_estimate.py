@@ -168,7 +168,7 @@ class Estimates:
         whole = self._dense * dense_rate + self._experts * rates.reduce_experts
         times = self._options.splits.microbatches if self._zero == 2 else 1
         hidden = overlap * (passes.input + passes.weight) / p if stack.overlap_gradients else 0.0
-        exposed: Floats = np.maximum(0.0, whole - hidden) * (1.0 * times)
+        exposed: Floats = (np.maximum(0.0, whole - hidden) * (1.0 * times)).astype(np.float64)
         if self._zero in (1, 2):
             publish = self._dense * rates.gather + self._experts * rates.gather_experts
             beside = overlap * passes.forward / p if stack.overlap_parameters else 0.0

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-REPEATS = 5
+REPEATS = 8
 WEFT = Path(sys.executable).with_name("weft")
 
 
 def best_seconds(*command: str) -> float:
-    """Return the shortest of some runs: what the command costs when nobody else uses the machine."""
+    """Return the least processor time of some runs: what the command takes when nobody else uses the machine.
+
+    The wall clock would measure the other jobs of a busy machine.
+    """
     times: list[float] = []
     for _ in range(REPEATS):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        times.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
     return min(times)
 
 
@@ -40,8 +44,8 @@ def test_imports_no_torch(module: str) -> None:
 
 def test_import_weft_adds_less_than_200_ms() -> None:
     code = (
-        "import torch, torch.distributed, time; start = time.perf_counter(); import weft; "
-        "print(time.perf_counter() - start)"
+        "import torch, torch.distributed, time; start = time.process_time(); import weft; "
+        "print(time.process_time() - start)"
     )
     times = [
         float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)

@@ -117,10 +117,10 @@ class Estimates:
         return step * stack.slowdown + calibration.step_seconds
 
     def _find_rates(self) -> Rates:
-        base, data = self._costs.base, int(np.median(self._options.splits.data))
-        pricer, zero = self._pricer, self._zero
-        seconds = pricer.seconds
-        shard = int(np.median(self._shard))
+        base, pricer, zero = self._costs.base, self._pricer, self._zero
+        seconds, every = pricer.seconds, self._options.splits.data
+        row = int(np.argsort(every, kind="stable")[len(every) // 2])
+        data, shard = int(every[row]), int(self._shard[row])
         layout = replace(
             base,
             pipeline=1,

@@ -318,9 +318,10 @@ def _groups(splits: Splits, bounds: Floats) -> list[Ints]:
     """Rows that share microbatch and tensor, context and expert axes; the group with the lowest bound first."""
     if not len(splits):
         return []
-    keys = np.stack([splits.tensor, splits.context, splits.expert, splits.size])
-    _, inverse = np.unique(keys, axis=1, return_inverse=True)
-    inverse = inverse.ravel()
+    key = splits.tensor
+    for column in (splits.context, splits.expert, splits.size):
+        key = key * (int(column.max()) + 1) + column
+    _, inverse = np.unique(key, return_inverse=True)
     order = np.argsort(inverse, kind="stable")
     edges = np.flatnonzero(np.diff(inverse[order])) + 1
     groups = np.split(order, edges)

@@ -38,7 +38,7 @@ def check(ranks: RankPool, cell: Cell, folder: Path) -> CheckReport:
     recipe = cells.recipe_of(cells.models(folder)[cell.model], "fp64")
 
     def launch(arguments: dict[str, Any], world_size: int) -> object:
-        return ranks.run(world_size, on_a_rank, arguments)
+        return ranks.run(world_size, on_a_rank, arguments, timeout=300.0)  # two or three trials in one run
 
     return check_by(launch, recipe, cell.plan, processes=None, explain=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +29,17 @@ class Choice:
 
 
 def read_choice(
-    recipe_path: Path, plan_path: str, overrides: Iterable[str], processes: int | None, cluster: str | None = None
+    recipe_path: Path,
+    plan_path: str,
+    overrides: Iterable[str],
+    processes: int | None,
+    cluster: str | None = None,
+    *,
+    trials: bool = False,
 ) -> Choice:
     """Read a recipe and its plan, choose the plan when it is `auto`, and check that both fit.
+
+    With `trials`, a few steps decide between plans that predictions cannot tell apart, where that pays.
 
     Raises:
         WeftError: RecipeError, PlanError or ClusterError for what is wrong with them.
@@ -52,6 +60,8 @@ def read_choice(
     reasons: Mapping[str, str] = {}
     if plan_path == "auto":
         choice = _choose(recipe, machine, facts, processes, given)
+        if trials and len(choice.rivals) > 1:
+            choice = _tried(recipe, machine, choice, of_plan)
         plan, reasons = choice.plan, choice.reasons
         note = note if choice.rivals else ""
     else:
@@ -72,3 +82,16 @@ def _choose(recipe: Recipe, machine: Cluster, facts: ModelFacts, processes: int 
 
         profile, facts = profile_of_built(recipe)
     return choose_plan(recipe, machine, facts, processes, profile=profile, given=given)
+
+
+def _tried(recipe: Recipe, machine: Cluster, choice: Chosen, of_plan: Iterable[str]) -> Chosen:
+    from weft.entry import decide_by_trials
+    from weft.plan import apply_overrides
+
+    texts = list(of_plan)
+    rivals = tuple(
+        replace(rival, plan=apply_overrides(recipe, rival.plan, texts)[1])
+        for rival in choice.rivals
+        if rival.plan is not None
+    )
+    return decide_by_trials(recipe, replace(choice, rivals=rivals), machine, tell=print)

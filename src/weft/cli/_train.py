@@ -23,6 +23,7 @@ def train(
     set: Annotated[tuple[str, ...], Parameter(negative=())] = (),  # noqa: A002 - the option is called --set
     run_folder: Path | None = None,
     resume: str | None = None,
+    trials: bool = True,
 ) -> int:
     """Train a recipe.
 
@@ -40,10 +41,12 @@ def train(
         Where the run is kept; by default a new folder in runs/.
     resume
         Folder of an earlier run to go on with, or `latest`.
+    trials
+        With `auto`, let a few steps decide between plans that look equally fast, where the run is long enough.
     """
     from weft.plan import check_runnable
 
-    choice = read_choice(recipe, plan, set, processes)
+    choice = read_choice(recipe, plan, set, processes, trials=trials)
     check_runnable(choice.plan)  # before torch is imported
     from weft.entry import run_name
     from weft.entry import train as run

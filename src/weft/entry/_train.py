@@ -25,6 +25,7 @@ from weft.engine.optimizers import check_group_globs
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import machine_for, profile_of_blueprint
 from weft.entry._facts import facts_of_blueprint
+from weft.entry._trials import decide_by_trials
 from weft.entry._worker import train_rank
 from weft.errors import CheckpointError, LaunchError, WeftError
 from weft.launch import initialise_distributed, launch_function, place_from_environment
@@ -66,6 +67,7 @@ def train(
     name: str | None = None,
     reasons: Mapping[str, str] | None = None,
     note: str = "",
+    trials: bool = True,
     quiet: bool = False,
 ) -> RunResult:
     """Train a recipe under a plan and return what came of it.
@@ -82,6 +84,8 @@ def train(
         name: of the run; by default that of the recipe's file.
         reasons: why settings of the plan have their values, to be printed.
         note: what is to be said below the plan.
+        trials: with `auto`, let a few steps decide between plans that predictions cannot tell apart, where the run is
+            long enough for that to pay.
         quiet: print nothing.
 
     Raises:
@@ -104,6 +108,8 @@ def train(
     if plan == "auto":
         profile = profile_of_blueprint(blueprint, recipe, facts)
         choice = choose_plan(recipe, cluster, facts, world, profile=profile)
+        if trials:
+            choice = decide_by_trials(recipe, choice, cluster, tell=_keep_quiet if quiet else print)
         plan, reasons, note = choice.plan, choice.reasons, machine.note if choice.rivals else ""
     elif not isinstance(plan, Plan):
         plan = load_plan(plan)
@@ -117,6 +123,10 @@ def train(
     if place is not None:
         return job.run_as_rank(name, folder, resume)
     return job.run_as_parent(name, folder, resume)
+
+
+def _keep_quiet(line: str) -> None:
+    """Nobody wants to know."""
 
 
 def run_name(recipe: Path) -> str:

@@ -2,6 +2,7 @@
 
 from weft.search._choose import Choice as Choice
 from weft.search._choose import choose_plan as choose_plan
+from weft.search._choose import explain_settings as explain_settings
 from weft.search._convert import plan_of as plan_of
 from weft.search._deadline import Smallest as Smallest
 from weft.search._deadline import part_of_cluster as part_of_cluster

@@ -1,0 +1,81 @@
+"""Steps that decide where predictions cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weft.cluster import Cluster
+from weft.entry import decide_by_trials, time_plan
+from weft.entry._trials import close_rivals
+from weft.plan import facts_of
+from weft.profile import profile_of
+from weft.recipe import Recipe, parse_recipe
+from weft.search import Choice, choose_plan
+
+RECIPE = """[model]
+reference = "mlp"
+num_layers = 2
+input_size = 16
+hidden_size = 32
+num_classes = 3
+[batch]
+global_batch_size = 8
+[run]
+steps = 10_000_000
+"""
+
+
+def chosen(recipe: Recipe) -> tuple[Choice, Cluster]:
+    facts, machine = facts_of(recipe), Cluster.detect()
+    choice = choose_plan(recipe, machine, facts, 2, profile=profile_of(recipe, facts))
+    # Two that predictions do not tell apart: the chosen one, and the same with another ZeRO stage.
+    first = choice.rivals[0]
+    assert first.plan is not None
+    plan = replace(first.plan, data_parallel=replace(first.plan.data_parallel, zero=0))
+    other = replace(first, plan=plan)
+    return replace(choice, rivals=(first, other)), machine
+
+
+def test_the_fastest_is_taken_and_remembered(tmp_path: Path) -> None:
+    recipe = parse_recipe(RECIPE)
+    choice, machine = chosen(recipe)
+    assert choice.plan.data_parallel.zero != 0
+    assert len(close_rivals(choice)) == 2
+    told: list[str] = []
+    decided = decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path)
+    assert [line.split(":")[0] for line in told] == ["trial     1 of 2", "trial     2 of 2"]
+    why = next(why for key, why in decided.reasons.items() if key.startswith("mesh."))
+    assert why.startswith("measured ")
+    assert why.count("ZeRO-") == 1
+    (kept,) = tmp_path.glob("*.json")
+    kept.write_text('{"seconds": [2.0, 0.5]}')
+    again = decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path)
+    assert len(told) == 2  # nothing was run again
+    assert again.plan.data_parallel.zero == 0
+    assert "measured 500 ms per step, data 2 ZeRO-1 fp32: 2 s" in again.reasons.values()
+
+
+def test_nothing_is_tried_where_it_does_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = parse_recipe(RECIPE)
+    choice, machine = chosen(recipe)
+    told: list[str] = []
+    assert decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=10) is choice
+    alone = replace(choice, rivals=choice.rivals[:1])
+    assert decide_by_trials(recipe, alone, machine, tell=told.append, folder=tmp_path) is alone
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path) is choice
+    assert told == []
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_plan_is_timed() -> None:
+    recipe = parse_recipe(RECIPE)
+    choice, _ = chosen(recipe)
+    timed = time_plan(recipe, choice.plan, steps=2)
+    assert len(timed.seconds) == 2
+    assert 0 < timed.best_seconds == min(timed.seconds)
+    assert timed.peak_bytes > 1e7

@@ -15,7 +15,7 @@ import weft
 from weft.cluster import Cluster
 from weft.entry._timed import time_plan
 from weft.errors import WeftError
-from weft.launch import place_from_environment
+from weft.launch import RankError, place_from_environment
 from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.search import Candidate, Choice, explain_settings
@@ -25,6 +25,7 @@ _STEPS = 4
 """Of a trial, the first of them not timed."""
 _START_SECONDS = 8.0
 """Of a trial: fresh processes, and a model."""
+_STOPPED = ("SIGINT", "SIGTERM")
 _WORTH = 30
 """Trials may take this part of the predicted run: a thirtieth."""
 
@@ -87,9 +88,12 @@ def _measure(recipe: Recipe, plans: Sequence[Plan], tell: Callable[[str], None],
         try:
             seconds.append(time_plan(recipe, plan, steps=_STEPS - 1).best_seconds)
         except WeftError as problem:
+            if isinstance(problem, RankError) and problem.kind in _STOPPED:
+                raise  # somebody wants the whole command to end
             tell(f"          failed: {str(problem).splitlines()[0]}")
             seconds.append(None)
-    _keep(path, {"plans": [_name(plan) for plan in plans], "seconds": seconds})
+    if None not in seconds:
+        _keep(path, {"plans": [_name(plan) for plan in plans], "seconds": seconds})
     return seconds
 
 

@@ -6,16 +6,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import combinations, permutations, product
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_kit import cluster_of, tiny
 
+from weft.cluster import parse_cluster_spec
 from weft.errors import PlanError
 from weft.plan import AXES, balanced_cuts, even_shares
 from weft.price import Layout, Pricer
-from weft.search import distinct_orders, plan_of, unequal_shares
+from weft.search import distinct_orders, place_ranks, placement_of, plan_of, unequal_shares
 
 costs = st.integers(0, 9).map(float)
 
@@ -126,13 +129,57 @@ def test_uneven_shares_go_into_the_plan() -> None:
         plan_of(replace(layout, precision="fp8"), global_batch_size=13)
 
 
+REFERENCE_SECONDS = 0.07
+"""In which the machine that the limit is for counts to a million: what shares its cores slows both down alike."""
+COUNT = """
+import time
+start, number = time.process_time(), 0
+while number < 1_000_000:
+    number += 1
+print(time.process_time() - start)
+"""
+
+
 @pytest.mark.parametrize("room", ["search", "explain", "price", "profile", "published"])
 def test_imports_in_less_than_300_ms_without_torch(room: str) -> None:
-    # Processor time of the best of some runs: what importing costs when nobody else uses the machine.
     code = f"import time, sys; import weft.{room}; print(time.process_time(), 'torch' in sys.modules)"
-    runs = [
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-        for _ in range(5)
-    ]
-    assert {run[1] for run in runs} == {"False"}
-    assert min(float(run[0]) for run in runs) < 0.3
+    shares: list[float] = []
+    for _ in range(5):
+        count, load = (
+            subprocess.run([sys.executable, "-c", each], check=True, capture_output=True, text=True).stdout.split()
+            for each in (COUNT, code)
+        )
+        assert load[1] == "False"
+        shares.append(float(load[0]) / max(1.0, float(count[0]) / REFERENCE_SECONDS))
+        if shares[-1] < 0.3:
+            return
+    pytest.fail(f"importing weft.{room} takes {min(shares):.2f} s of a quiet machine")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 6), st.randoms(use_true_random=False))
+def test_ranks_on_irregular_links_are_placed_well(ranks: int, random: Random) -> None:
+    def symmetric() -> np.ndarray:
+        matrix = np.array([[float(random.randint(0, 9)) for _ in range(ranks)] for _ in range(ranks)])
+        return np.triu(matrix, 1) + np.triu(matrix, 1).T
+
+    traffic, distance = symmetric(), symmetric()
+
+    def cost(devices: tuple[int, ...]) -> float:
+        return float((traffic * distance[np.ix_(devices, devices)]).sum() / 2)
+
+    placed = tuple(int(device) for device in place_ranks(traffic, distance))
+    assert sorted(placed) == list(range(ranks))
+    assert cost(placed) <= cost(tuple(range(ranks)))
+    best = min(map(cost, permutations(range(ranks))))
+    assert cost(placed) <= 1.5 * best + 1e-9
+
+
+def test_neighbours_of_a_ring_become_neighbours_of_a_torus() -> None:
+    torus = parse_cluster_spec("16xtpu-v5p")
+    assert any(tier.topology == "torus" for tier in torus.links)
+    layout = Layout(replicate=4, tensor=4, order=("tensor", "pipeline", "replicate", "shard", "expert", "context"))
+    placed = placement_of(tiny(), torus, layout)
+    assert placed is not None
+    assert sorted(placed.devices) == list(range(16))
+    assert placed.cost <= placed.in_order

@@ -174,7 +174,7 @@ RECIPES = {
     "unknown Hugging Face model": (model('hf = "strange"\nsequence_length = 16'), "transformers cannot read strange"),
     "impossible Hugging Face model": (
         model('hf = "odd"\nsequence_length = 16'),
-        "transformers cannot construct gpt2 from its config: .*divisible",
+        r'model.hf = "odd": its config.json makes no gpt2: num_heads = 4 does not divide hidden_size = 33',
     ),
     "missing corpus": (
         change('"corpus"', '"corpsu"', TEXT),

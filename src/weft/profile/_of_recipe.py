@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from weft.errors import RecipeError
 from weft.plan import ModelFacts, default_ffn_size
 from weft.profile._plain import (
     ConvolutionSizes,
@@ -60,7 +61,12 @@ def sizes_of(recipe: Recipe, facts: ModelFacts) -> ModelSizes | None:
     config = read_hf_config(recipe.model.hf)
     readers = {"gpt2": _gpt2, "bert": _bert}
     reader = readers.get(facts.name, _llama)
-    return reader(config, facts.sequence_length or 1)
+    try:
+        return reader(config, facts.sequence_length or 1)
+    except RecipeError as impossible:
+        raise RecipeError(
+            f'model.hf = "{recipe.model.hf}": its config.json makes no {facts.name}: {impossible}'
+        ) from None
 
 
 def _decoder(shape: DecoderShape) -> ModelSizes:

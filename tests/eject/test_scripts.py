@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import gc
 import json
 import os
 import re
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from pool import RankPool
 from weft.cli._eject import eject_script
@@ -27,6 +32,7 @@ from weft.recipe import load_recipe, parse_recipe
 ROOT = Path(__file__).parents[2]
 WEFT = str(Path(sys.executable).with_name("weft"))
 PATIENCE_SECONDS = 300
+WARM_SECONDS = 120
 MAX_LINES = 250
 RECIPE = """
 [model]
@@ -201,26 +207,52 @@ def losses_in(text: str) -> list[float]:
     return [float(found[1]) for found in re.finditer(r"^step +\d+  loss ([\d.]+)", text, re.M)]
 
 
-def run_here(script: str) -> str:
-    """Run a script in this process, which has joined a process group already, and return what it printed."""
-    printed, folder, environment = io.StringIO(), str(Path(script).parent), dict(os.environ)
-    sys.path.insert(0, folder)  # as python does for a script: modules that lie beside it
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.chdir(folder):
-            runpy.run_path(script, run_name="__main__")
-    finally:
-        sys.path.remove(folder)
-        os.environ.clear()  # torch's optimizers set a variable
-        os.environ.update(environment)
-    return printed.getvalue()
+def run_warm(script: str, port: int) -> str:
+    """Run a script as torchrun would, in a child of this rank, and return what it printed.
+
+    A child, because DTensor keeps the meshes of a script alive, and their sockets, until its process ends.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    gc.collect()
+    printed = Path(script).with_suffix(f".{rank}.txt")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.chdir(Path(script).parent)
+            sys.path.insert(0, str(Path(script).parent))  # as python does for a script
+            warnings.filterwarnings(
+                "ignore", r".*torch\.jit\.\w+` is deprecated.*", DeprecationWarning
+            )  # torch.distributed.optim
+            with printed.open("w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                try:
+                    runpy.run_path(script, run_name="__main__")
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + WARM_SECONDS
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    assert ended[1] == 0, printed.read_text()
+    return printed.read_text()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def run_alone(script: Path, world: int) -> str:
     """Run a script as its first lines say, and return what it printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    start = ["-m", "torch.distributed.run", "--master-port", str(port), "--nproc-per-node", str(world)]
+    start = ["-m", "torch.distributed.run", "--master-port", str(free_port()), "--nproc-per-node", str(world)]
     command = [sys.executable, *(start if world > 1 else []), str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -242,7 +274,7 @@ def test_other_plans_and_models(
     home: Path, reference: Reference, ranks: RankPool, recipe: str, name: str, plan: str
 ) -> None:
     script, world = write_script(home, recipe, name, plan)
-    printed = ranks.run(world, run_here, str(script))
+    printed = ranks.run(world, run_warm, str(script), free_port(), timeout=WARM_SECONDS)
     assert losses_in(printed[0]) == pytest.approx(reference(recipe, "fp32"), abs=1e-5)
     assert list(home.glob(f"{script.stem}.trained.safetensors")) or list(home.glob(f"{script.stem}.stage-*"))
 
@@ -250,7 +282,7 @@ def test_other_plans_and_models(
 @pytest.mark.parametrize("name", BF16)
 def test_bf16_keeps_fp32_masters(home: Path, reference: Reference, ranks: RankPool, name: str) -> None:
     script, world = write_script(home, "tied", name, BF16[name])
-    printed = ranks.run(world, run_here, str(script))
+    printed = ranks.run(world, run_warm, str(script), free_port(), timeout=WARM_SECONDS)
     assert losses_in(printed[0]) == pytest.approx(reference("tied", "bf16"), abs=BF16_TOLERANCE)
 
 

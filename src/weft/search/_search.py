@@ -28,7 +28,7 @@ from weft.search._splits import Ints, Splits, enumerate_splits
 from weft.search._unequal import Balancer, kinds_of, speed_of
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
-_PER_FAMILY = 8
+_PER_FAMILY = 5
 """Plans with the same axes and ZeRO stage of which the best estimates are priced, where not all are."""
 _PLAYED_PER_FAMILY = 3
 _PLAYED_ACTIONS = 250_000

@@ -13,6 +13,7 @@ from weft.plan import Axis
 from weft.price import Layout, Prediction, Pricer
 from weft.search._orders import outermost
 from weft.search._shares import unequal_shares
+from weft.search._space import divisors
 
 _DATA: tuple[Axis, ...] = ("replicate", "shard")
 
@@ -37,9 +38,15 @@ class Balancer:
         self._kinds = {devices: _all_alike(pricer, devices) for devices in kinds_of(pricer.cluster)}
 
     def balance(self, layout: Layout, global_batch_size: int) -> Balanced | None:
-        """Return a layout with the shares that make its slowest data rank fastest; None where it does not fit some
-        kind of device, or where there are fewer microbatches than data ranks."""
+        """Return a layout with the shares that make its slowest data rank fastest, in microbatches of its own size or
+        of a part of it, which divide more finely; None where it does not fit some kind of device, or where there are
+        fewer microbatches than data ranks."""
         layout = replace(layout, order=outermost(layout.order, _DATA))
+        sizes = (replace(layout, microbatch_size=size) for size in divisors(layout.microbatch_size))
+        found = [balanced for each in sizes if (balanced := self._balanced(each, global_batch_size)) is not None]
+        return min(found, key=lambda balanced: balanced.prediction.step_seconds, default=None)
+
+    def _balanced(self, layout: Layout, global_batch_size: int) -> Balanced | None:
         total = global_batch_size // layout.microbatch_size
         if total < layout.data:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -61,6 +62,12 @@ class _Costs:
         cost += self._stem if stage == 0 else 0.0
         return cost + (self._tail if stage == self.num_stages - 1 else 0.0)
 
+    def first_end(self, stage: int, limit: float) -> int:
+        """Blocks that the stages up to this one must have at least, if all later ones keep a limit."""
+        rest = (self.num_stages - 1 - stage) * limit
+        least = self._before[-1] + self._tail - rest
+        return bisect_left(self._before, least - 1e-9 * abs(limit)) if rest else 0
+
     def last_end(self, stage: int) -> int:
         """Blocks that the stages up to this one may have at most: each later stage needs one."""
         return self.num_blocks - (self.num_stages - 1 - stage)
@@ -103,7 +110,7 @@ def _most_even(costs: _Costs, limit: float) -> tuple[int, ...]:
     steps: list[dict[int, tuple[float, int]]] = []
     for stage in range(costs.num_stages):
         following: dict[int, tuple[float, int]] = {}
-        first_end = costs.num_blocks if stage == costs.num_stages - 1 else 0
+        first_end = costs.num_blocks if stage == costs.num_stages - 1 else costs.first_end(stage, limit)
         for start, (squares, _) in sorted(reached.items()):
             for end in range(max(first_end, start + 1), costs.last_end(stage) + 1):
                 cost = costs.of(stage, start, end)

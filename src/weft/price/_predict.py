@@ -206,7 +206,7 @@ class Pricer:
 
     def _threads(self, layout: Layout) -> float:
         """Cores of one rank, where cores are the devices."""
-        if self.cluster.has_accelerators:
+        if self.memories.on_accelerator:
             return 1.0
         ranks = -(-layout.world_size // self.cluster.num_nodes)
         return min(node.cores for node in self.cluster.nodes) / ranks

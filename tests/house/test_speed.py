@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import pace
+
 REPEATS = 8
 WEFT = Path(sys.executable).with_name("weft")
 
@@ -34,7 +36,7 @@ def modules_after(code: str) -> set[str]:
 
 
 def test_help_takes_less_than_300_ms() -> None:
-    assert best_seconds(str(WEFT), "--help") < 0.3
+    assert best_seconds(str(WEFT), "--help") < 0.3 * pace.slowness()
 
 
 @pytest.mark.parametrize("module", ["cli", "recipe", "cluster", "plan", "document", "errors", "launch"])
@@ -51,4 +53,4 @@ def test_import_weft_adds_less_than_200_ms() -> None:
         float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
         for _ in range(REPEATS)
     ]
-    assert min(times) < 0.2
+    assert min(times) < 0.2 * pace.slowness()

@@ -121,7 +121,7 @@ def judge(mutant: Mutant, trees: queue.Queue[Path], lines: Mapping[str, Mapping[
         "caught": not last["equal"],
         "how": last["how"],
         "by": last["case"],
-        "what": last["what"],
+        "what": re.sub(r"/\S*/(?:tree\d+|site-packages)/", "", last["what"]),  # no paths of this machine
         "cases_run": len(found),
         "cases_that_execute_it": len(names),
         "seconds": round(time.monotonic() - began, 1),

@@ -15,6 +15,7 @@ import compileall
 import json
 import os
 import queue
+import re
 import select
 import shutil
 import subprocess

@@ -111,6 +111,12 @@ def _model_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
     windows = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     if (splits or zero >= 2) and (kind not in _SPLIT_FAMILIES or windows):
         yield f'model.hf = "{model.hf}": of a {kind} the script does not know the layers. Use zero = 1 and data axes.'
+    biased = [name for name in ("attention_bias", "mlp_bias") if config.get(name)]
+    if mesh.tensor > 1 and biased:
+        yield (
+            f"{biased[0]} with a tensor axis: biases behind row layers are whole on every rank, and the script's "
+            f"gradient norm would count them {mesh.tensor} times. Use tensor = 1."
+        )
     if plan.memory.recompute != "none" or plan.compute.compile:
         yield "plan.memory.recompute and plan.compute.compile are for the decoder here. Use none and false."
     if mesh.pipeline > 1 and zero >= 2 and mesh.data > 1:

@@ -114,12 +114,22 @@ def plan(
         questions=Questions(why_not=why_not, next=next, emit=emit, plots=plots),
         pins=tuple(text for text in set if text.startswith("plan.")),
     )
-    _refuse(bool(rank) and not dry_run, "--rank, which says whom --dry-run lets try,", "both, or neither")
-    _refuse(json and asked.questions.are_asked, "--json and a question about the best plan", "one of them")
+    _refuse(
+        bool(rank) and not dry_run, "--rank, which says whom --dry-run lets try, and no --dry-run", "both, or neither"
+    )
+    _refuse(
+        json and asked.questions.are_asked,
+        "--json and a question about the best plan (--why-not, --next, --emit, --plots)",
+        "one of them",
+    )
     if model is not None:
-        _refuse(dry_run, "--model and --dry-run, which needs a recipe,", "a recipe")
+        _refuse(dry_run, "--model and --dry-run, which needs a recipe,", "a recipe in place of --model")
         _refuse(recipe is not None, "a recipe and --model", "one of them")
-        _refuse(plan != "auto" or processes is not None or eject is not None, "--model", "a recipe with these options")
+        _refuse(
+            plan != "auto" or processes is not None or eject is not None,
+            "--model and --plan, --processes or --eject, which need a recipe,",
+            "a recipe in place of --model",
+        )
         _known(model, cluster, (global_batch_size, sequence_length), asked, output)
         return
     if recipe is None:
@@ -127,7 +137,7 @@ def plan(
         raise PlanError(f"weft plan needs a RECIPE, or --model NAME. Try: {example}")
     _refuse(
         global_batch_size is not None or sequence_length is not None,
-        "--global-batch-size or --sequence-length, which belong to --model,",
+        "a recipe and --global-batch-size or --sequence-length, which belong to --model,",
         "--set recipe.batch.global_batch_size=…",
     )
     _recipe(recipe, plan, set, processes, cluster, asked, output, eject, rank if dry_run else None)
@@ -143,7 +153,7 @@ def _print_schema() -> None:
 
 def _refuse(wrong: bool, given: str, instead: str) -> None:
     if wrong:
-        raise PlanError(f"weft plan was given {given} and something that does not go with it. Use {instead}.")
+        raise PlanError(f"weft plan: {given} cannot go together. Use {instead}.")
 
 
 def _known(

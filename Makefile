@@ -26,7 +26,8 @@ help:
 setup: $(STAMP)
 
 # pip says nothing for minutes while it unpacks torch; a line before and after says what is going on.
-# A torch that is installed already stays as it is.
+# A torch that is installed already stays as it is.  Weft is compiled here, as pip compiles what it copies: where
+# PYTHONDONTWRITEBYTECODE is set every rank would do so again.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Weft needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12"; exit 2; }
@@ -37,6 +38,7 @@ $(STAMP):
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
 	  > $(VENV)/torch-constraint.txt
 	@$(PIP) --constraint $(VENV)/torch-constraint.txt --editable '.[dev]'
+	@$(BIN)/python -m compileall -q src
 	@rm -f $(VENV)/.weft-* && touch $@
 	@echo "setup     done"
 

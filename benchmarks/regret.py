@@ -64,6 +64,7 @@ class Published:
     system: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What the space of the published system had, beside the axes."""
 
+
 def gpt(name: str, layers: int, hidden: int, heads: int) -> Profile:
     """A model of the weak-scaling table of Megatron-LM's README."""
     return profile_of_sizes(

@@ -22,9 +22,7 @@ def run_bad_image() -> list[bool]:
         run=RunRecipe(steps=3),
         permit=PermitRecipe(precision=("fp64",)),
     )
-    plan = Plan(
-        mesh=MeshPlan(replicate=2), microbatch=MicrobatchPlan(size=2), compute=ComputePlan(precision="fp64")
-    )
+    plan = Plan(mesh=MeshPlan(replicate=2), microbatch=MicrobatchPlan(size=2), compute=ComputePlan(precision="fp64"))
     mesh = Mesh(plan.mesh, torch.device("cpu"))
     blueprint = build_model(recipe)
     training = create_training(recipe, plan, blueprint, mesh, Recorder())

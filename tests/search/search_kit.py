@@ -111,9 +111,7 @@ def _ways(space: Space, layout: Layout, data: int, blocks: int) -> Iterator[Layo
             continue
         if (shard * layout.context) % layout.expert:
             continue
-        way = replace(
-            layout, zero=zero, shard=shard, replicate=data // shard, recompute=recompute, order=order
-        )
+        way = replace(layout, zero=zero, shard=shard, replicate=data // shard, recompute=recompute, order=order)
         if layout.pipeline == 1:
             yield way
             continue

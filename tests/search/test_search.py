@@ -34,9 +34,7 @@ def small_space(spec: str, batch: int, experts: int = 0, **changes: object) -> S
         ("3xh100", 5, 0, 0.08, {"contexts": (1,), "schedules": ("1f1b", "zbv")}),
     ],
 )
-def test_equals_brute_force(
-    spec: str, batch: int, experts: int, memory: float, changes: dict[str, object]
-) -> None:
+def test_equals_brute_force(spec: str, batch: int, experts: int, memory: float, changes: dict[str, object]) -> None:
     profile, cluster = tiny(experts=experts), cluster_of(spec, memory=memory)
     space = small_space(spec, batch, experts, **changes)
     pricer = Pricer(profile, cluster)

@@ -65,4 +65,3 @@ def _ended(rank: int, code: int, when: float, outcome: Outcome | None) -> Outcom
 
 def _is_echo(outcome: Outcome) -> bool:
     return outcome.error == "SIGTERM" or any(text in outcome.message for text in _ECHOES)
-

@@ -80,7 +80,7 @@ class BucketStore:
     """Gradients, weights and masters of all parameters that live in buckets.  Create on every rank with the same plan.
 
     `zero`: 0, 1 or 2.  `compute_dtype` is what the model runs in; with bf16 and fp16 the masters are fp32 and the
-    weights are cast from them once per step.  `gradient_dtype` is what gradients accumulate and are summed in. 
+    weights are cast from them once per step.  `gradient_dtype` is what gradients accumulate and are summed in.
     `reduce_rounds` is how often per step ZeRO-2 reduces (once per microbatch of the data rank that has the fewest), 1
     otherwise.
     """

@@ -130,9 +130,7 @@ class Finalists:
         found.append(("fused_loss", space.fused_losses))
         return [(name, values) for name, values in found if len(values) > 1]
 
-    def _mixtures(
-        self, layout: Layout, level: Level
-    ) -> Iterator[tuple[tuple[Recompute, ...], tuple[int, ...]]]:
+    def _mixtures(self, layout: Layout, level: Level) -> Iterator[tuple[tuple[Recompute, ...], tuple[int, ...]]]:
         """Words per block and cuts: in every stage as few `heavy` blocks as fit, stages cut for the light word, then
         for these words."""
         blocks = len(self._pricer.profile.blocks)

@@ -39,7 +39,7 @@ class TableOptimizer(ShardOptimizer):
         for name in (s.layout.name for shard in shards for s in shard.segments if rule == "adam" and s.layout.split):
             raise PlanError(
                 f'{name} has sparse gradients, optimizer.sparse_rule = "adam" and its rows are cut over the tensor'
-                f' axis: Adam would move rows there that no sample names. Give {name.rpartition(".")[0]} the kind'
+                f" axis: Adam would move rows there that no sample names. Give {name.rpartition('.')[0]} the kind"
                 ' "replicate" in [model.split], or use sparse_rule = "adagrad" or "sgd".'
             )
         self._rule: SparseRule = rule

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -416,3 +419,40 @@ def test_a_sampler_that_repeats_samples_is_followed_not_replaced(session) -> Non
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
     state = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader, loss=loss_fn)
     assert sum(1 for _ in state.batches()) == 8
+
+
+class Counting(nn.Module):
+    """Counts its forwards, as a user's module may."""
+
+    def __init__(self, *, holds_lock: bool = False) -> None:
+        super().__init__()
+        self.body = build().float()
+        self.calls = 0
+        self.lock = threading.Lock() if holds_lock else None  # which cannot be copied
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x)
+
+
+def chosen_automatically(folder: str, holds_lock: bool) -> tuple[Plan, int, bool, str]:
+    model = Counting(holds_lock=holds_lock)
+    loader = DataLoader(TensorDataset(torch.randn(24, 6), torch.randn(24, 3)), batch_size=BATCH)
+    optimizer, before = torch.optim.AdamW(model.parameters()), torch.get_rng_state()
+    with contextlib.redirect_stdout(io.StringIO()) as told, weft.session(folder=folder) as session:
+        state = session.prepare(model, optimizer, loader, loss=loss_fn)
+        described = model.calls
+        same = torch.equal(before, torch.get_rng_state())
+        for batch in state.batches():
+            state.step(batch)
+        return state.plan, described, same, told.getvalue()
+
+
+@pytest.mark.parametrize("holds_lock", [False, True])
+def test_auto_is_searched_and_leaves_the_model_as_it_was(ranks, tmp_path, holds_lock) -> None:
+    for plan, calls, same, told in ranks.run(2, chosen_automatically, str(tmp_path), holds_lock):
+        assert (plan.mesh.data, plan.mesh.tensor, plan.mesh.pipeline) == (2, 1, 1)
+        assert calls == 0
+        assert same
+        # What cannot be copied cannot be described; then it is the rule's plan.
+        assert not told or ("predicted" in told) != holds_lock

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
+from torch import nn
 
 from weft.cluster import Cluster, KnownMachine, known_machine
 from weft.describe import build_blueprint, describe
@@ -35,6 +39,31 @@ def profile_of_blueprint(blueprint: Blueprint, recipe: Recipe, facts: ModelFacts
     dtype = torch.bfloat16 if "bf16" in recipe.permit.precision else torch.float32
     with suppress(RecipeError):  # `weft describe` says what is missing
         return describe(blueprint, dtype=dtype)
+    return None
+
+
+def profile_of_user_model(blueprint: Blueprint, recipe: Recipe, facts: ModelFacts) -> Profile | None:
+    """Describe a module that the user has constructed, with the user's own loss; None where that cannot be done.
+
+    A copy of it on the meta device runs, so that what its forward counts or stores, and the state of the random
+    generators, stay as they are.
+    """
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")  # the loss says what it has to say when it is run for what it is for
+        module = _on_meta(blueprint.module)
+        return None if module is None else profile_of_blueprint(replace(blueprint, module=module), recipe, facts)
+
+
+def _on_meta(module: nn.Module) -> nn.Module | None:
+    """A copy without memory; None where a module holds what cannot be copied (open files, locks)."""
+    stand_ins: dict[int, object] = {}
+    for parameter in module.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        stand_ins[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        stand_ins[id(buffer)] = torch.empty_like(buffer, device="meta")
+    with suppress(Exception):  # __deepcopy__ and __reduce__ are the user's, and may raise what they like
+        return copy.deepcopy(module, stand_ins)
     return None
 
 

@@ -13,21 +13,24 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from weft.cluster import Cluster
 from weft.comm import Mesh
 from weft.entry._agreement import check_same_on_all_ranks
+from weft.entry._auto import machine_for, profile_of_user_model
 from weft.entry._facts import facts_of_blueprint
-from weft.entry._state import TrainState
+from weft.entry._state import LossOfUser, TrainState
 from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
 from weft.entry._user_optimizer import group_indices
 from weft.errors import DataError, RecipeError
-from weft.launch import Distributed, initialise_distributed
+from weft.launch import Distributed, Place, initialise_distributed, place_from_environment
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Precision, Recipe, RunRecipe
 from weft.search import choose_plan
 
 logger = logging.getLogger(__name__)
+
+_DATA_ONLY: Mapping[str, str] = dict.fromkeys(("mesh.tensor", "mesh.pipeline"), "a session's auto splits the data only")
+"""What `auto` leaves alone: a loop may call the model by itself, or several models that must share their batches."""
 
 UserLoss = Callable[[Any, Any], Any]
 """`loss(outputs, batch)`: a (sum, count) pair, or a scalar that is a mean over the batch's samples."""
@@ -46,7 +49,9 @@ def session(
     """Join this process to its job (torchrun, `weft launch`, or alone in plain Python) and leave it at the end.
 
     Args:
-        plan: how to split; `auto` is the largest data-parallel split over the job's ranks.
+        plan: how to split; `auto` is the fastest predicted split of the data over the job's ranks: ZeRO stage,
+            microbatch, recomputation and precision.  It never splits the model, because a loop of one's own may use
+            the model, or several, as it likes: name a plan for that.
         seed: of data order and of dropout.
         permit: precisions that a plan may choose from.
         folder: where `save` writes; by default `runs/session`.
@@ -71,6 +76,7 @@ def session(
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         yield Session(
             distributed,
+            place_from_environment(),
             wanted if isinstance(wanted, Plan) else None,
             seed=seed,
             permit=tuple(permit),
@@ -85,6 +91,7 @@ class Session:
     def __init__(
         self,
         distributed: Distributed,
+        place: Place | None,
         plan: Plan | None,
         *,
         seed: int,
@@ -95,6 +102,7 @@ class Session:
         self.rank = distributed.rank
         self.world_size = distributed.world_size
         self.device = distributed.device
+        self._place = place
         self._plan = plan
         self._seed = seed
         self._permit = permit
@@ -142,10 +150,9 @@ class Session:
         batch = batch_size if batch_size is not None else Stream(loader, self._seed, lambda fields: None).batch_size
         recipe = self._recipe(model, batch, max_grad_norm)
         example = self._example(loader)
-        blueprint = self._blueprint(
-            model, loss, inputs or infer_inputs(model, example), split, cut, vocabulary_head, example
-        )
-        plan = self._choose(recipe, blueprint)
+        fields = fields_of(example)
+        blueprint = self._blueprint(model, inputs or infer_inputs(model, fields), split, cut, vocabulary_head, fields)
+        plan = self._choose(recipe, blueprint, loss, example)
         groups = group_indices(optimizer, model)
         self._claim(model)
         mesh = self._mesh(plan)
@@ -193,21 +200,22 @@ class Session:
         )
         return replace(base, optimizer=replace(base.optimizer, max_grad_norm=max_grad_norm))
 
-    def _example(self, loader: Iterable[UserBatch]) -> dict[str, torch.Tensor]:
-        if iter(loader) is loader:
+    def _example(self, loader: Iterable[UserBatch]) -> UserBatch:
+        with torch.random.fork_rng(devices=[]):  # a loader's iterator draws a seed
+            is_iterator = iter(loader) is loader
+            first = None if is_iterator else next(iter(loader), None)
+        if is_iterator:
             raise DataError(
                 f"the loader is an iterator ({type(loader).__name__}), which can be gone through only once. Give an"
                 " iterable: a DataLoader, a list of batches, or an object whose __iter__ starts anew."
             )
-        first = next(iter(loader), None)
         if first is None:
             raise DataError("the loader yields no batch. Give it data, or a smaller batch size.")
-        return fields_of(first)
+        return first
 
     def _blueprint(
         self,
         model: nn.Module,
-        loss: UserLoss,
         inputs: Mapping[str, str],
         split: Sequence[SplitRule] | Mapping[str, Any],
         cut: CutTable | None,
@@ -249,21 +257,25 @@ class Session:
             },
         )
 
-    def _choose(self, recipe: Recipe, blueprint: Blueprint) -> Plan:
+    def _choose(self, recipe: Recipe, blueprint: Blueprint, loss: UserLoss, example: UserBatch) -> Plan:
         facts = facts_of_blueprint(blueprint, recipe)
-        cluster = Cluster.detect()
+        machine = machine_for(self._place)
         reasons: Mapping[str, str] = {}
         plan = self._plan
         if plan is None:
-            # Not described: the user's forward and loss are run for what they are for, and not once more.
-            choice = choose_plan(recipe, cluster, facts, self.world_size)
+            known = LossOfUser(loss)
+            known.like = type(example)
+            profile = profile_of_user_model(replace(blueprint, loss=known), recipe, facts)
+            choice = choose_plan(
+                recipe, machine.cluster, facts, self.world_size, profile=profile, given=Plan(origins=_DATA_ONLY)
+            )
             plan, reasons = choice.plan, choice.reasons
         check_plan(plan, recipe, facts, self.world_size)
         check_runnable(plan)
         check_same_on_all_ranks(recipe, plan)
         torch.set_num_threads(plan.compute.threads_per_rank)
         if self.rank == 0 and not self._quiet:
-            print("\n".join(describe_plan(plan, reasons, facts, cluster)), flush=True)
+            print("\n".join(describe_plan(plan, reasons, facts, machine.cluster)), flush=True)
         return plan
 
 

@@ -65,7 +65,7 @@ class TrainState:
         self._batch_size = recipe.batch.global_batch_size
         self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.index("data"))
         self._stream = Stream(stream, recipe.run.seed, self._check_equal)
-        self._loss = _LossOfUser(loss)
+        self._loss = LossOfUser(loss)
         blueprint = replace(blueprint, loss=self._loss)
         _take_weights_of_rank_0(blueprint.module, mesh)
         cuts = cuts_of(optimizer)
@@ -277,7 +277,7 @@ class TrainState:
             )
 
 
-class _LossOfUser:
+class LossOfUser:
     """The user's loss by Weft's contract; a plain scalar is taken as a mean over samples, which is said once."""
 
     def __init__(self, loss: Callable[[Any, Any], Any]) -> None:

@@ -96,7 +96,7 @@ def space_of(
         recomputes=("none",) if profile.has_batch_norm else ("none", "selective", "full"),
         per_block_recompute=not profile.has_batch_norm,
         sequence_parallels=(False, True) if length > 1 else (False,),
-        fused_losses=(True, False) if profile.vocabulary_size else (False,),
+        fused_losses=(True, False) if profile.vocabulary_size else (True,),
         compressions=("none", *(permit.compression if permit is not None else ())),
     )
     return runnable_space(space) if runnable_only else space

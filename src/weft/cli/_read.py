@@ -26,6 +26,8 @@ class Choice:
     cluster: Cluster
     note: str
     """What would make predictions better; empty where nothing was predicted, or everything is known."""
+    is_tight: bool = False
+    """The plan was chosen here, and whether its memory suffices should be tried."""
 
 
 def read_choice(
@@ -39,7 +41,8 @@ def read_choice(
 ) -> Choice:
     """Read a recipe and its plan, choose the plan when it is `auto`, and check that both fit.
 
-    With `trials`, a few steps decide between plans that predictions cannot tell apart, where that pays.
+    With `trials`, a few steps decide between plans that predictions cannot tell apart, where that pays, and a plan that
+    may not find memory is marked.
 
     Raises:
         WeftError: RecipeError, PlanError or ClusterError for what is wrong with them.
@@ -51,7 +54,7 @@ def read_choice(
     texts = list(overrides)
     of_plan = [text for text in texts if text.startswith("plan.")]
     recipe, given = apply_overrides(load_recipe(recipe_path), Plan(), texts)
-    facts, note = facts_of(recipe), ""
+    facts, note, tight = facts_of(recipe), "", False
     if cluster is None:
         known = known_machine()
         machine, note = known.cluster, known.note
@@ -62,13 +65,15 @@ def read_choice(
         choice = _choose(recipe, machine, facts, processes, given)
         if trials and len(choice.rivals) > 1:
             choice = _tried(recipe, machine, choice, of_plan)
+        if trials:
+            tight = _is_tight(choice)
         plan, reasons = choice.plan, choice.reasons
         note = note if choice.rivals else ""
     else:
         plan, note = load_plan(plan_path), ""
     _, plan = apply_overrides(recipe, plan, of_plan)
     check_plan(plan, recipe, facts, processes)
-    return Choice(recipe, plan, reasons, facts, machine, note)
+    return Choice(recipe, plan, reasons, facts, machine, note, tight and "microbatch.size" not in plan.origins)
 
 
 def _choose(recipe: Recipe, machine: Cluster, facts: ModelFacts, processes: int | None, given: Plan) -> Chosen:
@@ -82,6 +87,14 @@ def _choose(recipe: Recipe, machine: Cluster, facts: ModelFacts, processes: int 
 
         profile, facts = profile_of_built(recipe)
     return choose_plan(recipe, machine, facts, processes, profile=profile, given=given)
+
+
+def _is_tight(choice: Chosen) -> bool:
+    if not choice.rivals:
+        return False
+    from weft.entry import is_tight
+
+    return is_tight(choice)
 
 
 def _tried(recipe: Recipe, machine: Cluster, choice: Chosen, of_plan: Iterable[str]) -> Chosen:

@@ -42,7 +42,8 @@ def train(
     resume
         Folder of an earlier run to go on with, or `latest`.
     trials
-        With `auto`, let a few steps decide between plans that look equally fast, where the run is long enough.
+        With `auto`, let a few steps decide between plans that look equally fast, where the run is long enough, and
+        whether a step finds memory, where that is in doubt.
     """
     from weft.plan import check_runnable
 
@@ -59,6 +60,7 @@ def train(
         resume=resume,
         name=run_name(recipe),
         reasons=choice.reasons,
+        try_memory=choice.is_tight,
         note=choice.note,
     )
     if result.stopped_early:

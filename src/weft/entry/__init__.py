@@ -4,6 +4,7 @@ from weft.entry._auto import profile_of_built as profile_of_built
 from weft.entry._check import check as check
 from weft.entry._check_report import CheckFailure as CheckFailure
 from weft.entry._check_report import CheckReport as CheckReport
+from weft.entry._fit import is_tight as is_tight
 from weft.entry._generate import generate as generate
 from weft.entry._generate import load_module as load_module
 from weft.entry._session import Session as Session

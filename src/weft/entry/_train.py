@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import weft
 from weft.checkpoint import export_checkpoint
+from weft.cluster import Cluster
 from weft.comm import device_for_rank
 from weft.data import ConsoleProgress, PreparedData, data_shape, prepare_data, silent
 from weft.describe import build_blueprint
@@ -25,12 +26,13 @@ from weft.engine.optimizers import check_group_globs
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import machine_for, profile_of_blueprint
 from weft.entry._facts import facts_of_blueprint
+from weft.entry._fit import Weigher, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
 from weft.entry._trials import decide_by_trials
 from weft.entry._worker import train_rank
 from weft.errors import CheckpointError, LaunchError, WeftError
 from weft.launch import initialise_distributed, launch_function, place_from_environment
 from weft.models import Blueprint
-from weft.plan import Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
+from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.recipe import Recipe, dump_recipe, load_recipe
 from weft.record import RunFolder
 from weft.search import choose_plan
@@ -68,6 +70,7 @@ def train(
     reasons: Mapping[str, str] | None = None,
     note: str = "",
     trials: bool = True,
+    try_memory: bool | None = None,
     quiet: bool = False,
 ) -> RunResult:
     """Train a recipe under a plan and return what came of it.
@@ -86,6 +89,9 @@ def train(
         note: what is to be said below the plan.
         trials: with `auto`, let a few steps decide between plans that predictions cannot tell apart, where the run is
             long enough for that to pay.
+        try_memory: let every rank take a step by itself before the run, and make the microbatches smaller, and more
+            of them, until it finds memory.  By default where `auto` has chosen a plan that is predicted to fill more
+            than four fifths of it.
         quiet: print nothing.
 
     Raises:
@@ -105,12 +111,14 @@ def train(
     facts = facts_of_blueprint(blueprint, recipe)
     machine = machine_for(place)
     cluster = machine.cluster
+    tight = False
     if plan == "auto":
         profile = profile_of_blueprint(blueprint, recipe, facts)
         choice = choose_plan(recipe, cluster, facts, world, profile=profile)
         if trials:
             choice = decide_by_trials(recipe, choice, cluster, tell=_keep_quiet if quiet else print)
         plan, reasons, note = choice.plan, choice.reasons, machine.note if choice.rivals else ""
+        tight = trials and is_tight(choice)
     elif not isinstance(plan, Plan):
         plan = load_plan(plan)
     check_plan(plan, recipe, facts, world)
@@ -118,8 +126,8 @@ def train(
     # What a rank would refuse is refused before anything is prepared or written.
     device_for_rank(plan.compute.device, place.local_rank if place is not None else 0)
     check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
-    lines = describe_plan(plan, reasons or {}, facts, cluster) + ([f"note      {note}"] if note else [])
-    job = _Job(recipe, plan, blueprint, lines, cluster.summary, quiet)
+    tight = tight if try_memory is None else try_memory
+    job = _Job(recipe, plan, blueprint, facts, cluster, reasons or {}, note, tight, quiet)
     if place is not None:
         return job.run_as_rank(name, folder, resume)
     return job.run_as_parent(name, folder, resume)
@@ -142,13 +150,17 @@ class _Job:
     recipe: Recipe
     plan: Plan
     blueprint: Blueprint
-    plan_lines: list[str]
-    machine: str
+    facts: ModelFacts
+    cluster: Cluster
+    reasons: Mapping[str, str]
+    note: str
+    try_memory: bool
     quiet: bool
 
     def run_as_parent(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Prepare, launch the ranks, and export what they trained."""
         earlier = _check_folder(folder, resume)
+        self._fit_memory(weigh_in_processes)
         prepared = self._prepare()
         run = earlier or _create(name, folder)
         with self._kept_with_run(run, prepared):
@@ -170,6 +182,7 @@ class _Job:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""
         with initialise_distributed(self.plan.compute.device) as distributed:
             check_same_on_all_ranks(self.recipe, self.plan)
+            self._fit_memory(weigh_in_job(distributed.place))
             first = distributed.rank == 0
             earlier = _check_folder(folder, resume) if first else None
             self.quiet = self.quiet or not first
@@ -192,6 +205,12 @@ class _Job:
             if dist.is_initialized():
                 dist.barrier()
             return result
+
+    def _fit_memory(self, weigh_all: Weigher) -> None:
+        if self.try_memory and self.blueprint.example is not None:
+            tell = _keep_quiet if self.quiet else print
+            self.plan, reason = fit_microbatch(self.recipe, self.plan, tell, weigh_all, facts=self.facts)
+            self.reasons = {**self.reasons, "microbatch.size": reason}
 
     def _prepare(self) -> PreparedData:
         progress = silent if self.quiet else ConsoleProgress(sys.stderr)
@@ -224,12 +243,14 @@ class _Job:
         length = self.blueprint.sequence_length
         size = f"{batch * length:,} tokens" if length is not None else f"{batch:,} samples"
         model = self.recipe.model.reference or type(self.blueprint.module).__name__
-        print(f"weft {weft.__version__}  ·  {self.machine}")
+        print(f"weft {weft.__version__}  ·  {self.cluster.summary}")
         print(f"recipe    {model}, {parameters / 1e6:.1f} M parameters, batches of {size}")
         for line in prepared.description:
             print(f"data      {line}")
-        for line in self.plan_lines:
+        for line in describe_plan(self.plan, self.reasons, self.facts, self.cluster):
             print(line)
+        if self.note:
+            print(f"note      {self.note}")
         for note in self.blueprint.notes:
             print(f"note      {note}")
         print(f"run       {run.path}/", flush=True)

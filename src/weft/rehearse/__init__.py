@@ -1,4 +1,4 @@
-"""Rehearse: one step of any rank of any world, without devices, without peers and without memory."""
+"""Rehearse: one step of any rank of any world, without peers; and without devices and memory, or on a real one."""
 
 from weft.rehearse._agree import disagreements as disagreements
 from weft.rehearse._agree import peers_to_ask as peers_to_ask
@@ -6,6 +6,8 @@ from weft.rehearse._agree import rank_at as rank_at
 from weft.rehearse._rehearse import RankReport as RankReport
 from weft.rehearse._rehearse import StateBytes as StateBytes
 from weft.rehearse._rehearse import rehearse as rehearse
+from weft.rehearse._weigh import Weight as Weight
+from weft.rehearse._weigh import weigh as weigh
 from weft.rehearse._witness import Issued as Issued
 from weft.rehearse._world import WorldReport as WorldReport
 from weft.rehearse._world import rehearse_world as rehearse_world

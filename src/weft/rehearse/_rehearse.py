@@ -80,9 +80,7 @@ def rehearse(
     Raises:
         PlanError: what building the plan's rank refuses.
     """
-    whole = max(plan.microbatch.shares(plan.mesh.data)[_data_index(plan, rank)], 1)
-    few = plan.mesh.pipeline * (2 if plan.pipeline_parallel.chunks_per_rank > 1 else 1)
-    counts = (whole,) if whole <= 2 * few or whole % few else (few, 2 * few)
+    whole, few, counts = microbatch_counts(plan, rank)
     runs = [_run(recipe, plan, build, rank, count, activation) for count in counts]
     totals = [_totals(run.issued) for run in runs]
     per_step = totals[0]
@@ -90,6 +88,16 @@ def rehearse(
         further = whole / few - 1
         per_step = {key: _extend(totals[0].get(key, (0.0, 0.0)), totals[1][key], further) for key in totals[1]}
     return replace(runs[-1], per_step=per_step)
+
+
+def microbatch_counts(plan: Plan, rank: int) -> tuple[int, int, tuple[int, ...]]:
+    """A rank's microbatches per step, the fewest that show a schedule's pattern, and how many to rehearse each time.
+
+    The largest of these is also as many as are ever in flight.
+    """
+    whole = max(plan.microbatch.shares(plan.mesh.data)[_data_index(plan, rank)], 1)
+    few = plan.mesh.pipeline * (2 if plan.pipeline_parallel.chunks_per_rank > 1 else 1)
+    return whole, few, (whole,) if whole <= 2 * few or whole % few else (few, 2 * few)
 
 
 def _extend(first: tuple[float, float], second: tuple[float, float], by: float) -> tuple[float, float]:
@@ -115,7 +123,7 @@ def _run(
     with fake_world(rank, plan.mesh.world_size), warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         mesh = Mesh(plan.mesh, torch.device("cpu"), alone=True)
-        _prepare_device_mesh(plan, mesh)
+        prepare_device_mesh(plan, mesh)
         blueprint = build()
         with FakeTensorMode(allow_non_fake_inputs=True), Witness(mesh) as witness:
             training = create_training(recipe, plan, blueprint, mesh, Recorder())
@@ -126,7 +134,7 @@ def _run(
             if blueprint.example is None:
                 notes.append("the model brings no example batch, so no step was taken: no gradients, no collectives")
             else:
-                training.stepper([_batch(blueprint, plan)] * microbatches, step=0, learning_rate=1e-3)
+                training.stepper([example_batch(blueprint, plan)] * microbatches, step=0, learning_rate=1e-3)
             state = _state_bytes(training)
         notes += [str(warning.message) for warning in heard if not issubclass(warning.category, DeprecationWarning)]
         return RankReport(
@@ -141,15 +149,15 @@ def _run(
         )
 
 
-def _prepare_device_mesh(plan: Plan, mesh: Mesh) -> None:
+def prepare_device_mesh(plan: Plan, mesh: Mesh) -> None:
     """Make ZeRO-3's DeviceMesh while tensors still have values; the mesh keeps it."""
     if plan.data_parallel.zero == 3 and plan.mesh.shard > 1:
         axes: tuple[Axis, ...] = ("replicate", "shard") if plan.mesh.replicate > 1 else ("shard",)
         mesh.device_mesh(*axes)
 
 
-def _batch(blueprint: Blueprint, plan: Plan) -> Batch:
-    """One microbatch of the example's shapes."""
+def example_batch(blueprint: Blueprint, plan: Plan) -> Batch:
+    """One microbatch of the example's shapes, which the blueprint must bring."""
     assert blueprint.example is not None
     example = blueprint.example(plan.microbatch.size)
     batch = {name: torch.zeros(like.shape, dtype=like.dtype) for name, like in example.items()}

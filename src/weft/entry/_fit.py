@@ -1,0 +1,137 @@
+"""Where a prediction of memory is too near the limit, a step on the real device decides the microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from weft.comm import device_for_rank
+from weft.describe import build_blueprint
+from weft.errors import PlanError
+from weft.launch import Place, RankError, launch_function
+from weft.plan import ModelFacts, Plan, dump_plan, parse_plan
+from weft.recipe import Recipe, dump_recipe, parse_recipe
+from weft.rehearse import weigh
+from weft.search import Choice
+
+_UNCERTAIN = 0.8
+"""Share of the usable memory above which a prediction is tried: nine in ten predictions of the peaks of published runs
+were less than a fifth too low (`docs/planner-accuracy.md`)."""
+_KILLED = "SIGKILL"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of a plan on all ranks."""
+
+    fits: bool
+    peak_bytes: int
+    """The largest of a rank; 0 where the system ended one before it could tell."""
+
+
+class Weigher(Protocol):
+    """Tries a plan, on every rank."""
+
+    def __call__(self, recipe: Recipe, plan: Plan) -> Trial: ...
+
+
+def is_tight(choice: Choice) -> bool:
+    """Whether a plan that is predicted to fit may not, and its microbatch is not one that the user has given."""
+    if not choice.rivals or "microbatch.size" in choice.plan.origins:
+        return False
+    prediction = choice.rivals[0].prediction
+    return prediction.fullest.device > _UNCERTAIN * prediction.usable_bytes
+
+
+def fit_microbatch(
+    recipe: Recipe, plan: Plan, tell: Callable[[str], None], weigh_all: Weigher, *, facts: ModelFacts
+) -> tuple[Plan, str]:
+    """Return the plan with the largest microbatch whose step finds memory, and the reason of its size.
+
+    The global batch stays: half the microbatch, twice as many.  With `weigh_in_job` call it on every rank.
+
+    Raises:
+        PlanError: not even a microbatch of one sample fits, or batch statistics forbid a smaller one.
+    """
+    refused: list[int] = []
+    while True:
+        tell(f"memory    trying a microbatch of {plan.microbatch.size}")
+        trial = weigh_all(recipe, plan)
+        if trial.fits:
+            reason = f"tried: a step peaks at {_told(trial.peak_bytes)} per process"
+            return plan, reason + (f"; {refused[-1]} finds no memory" if refused else "")
+        refused.append(plan.microbatch.size)
+        smaller = None if facts.has_batch_norm else _smaller(plan)
+        if smaller is None:
+            raise PlanError(
+                f"the plan was predicted to fit, but a step with a microbatch of {plan.microbatch.size} finds no memory"
+                f" ({_told(trial.peak_bytes)} were held then) and it cannot be made smaller. Free memory on the"
+                ' device, or give a plan that needs less: plan.memory.recompute = "full", or a higher'
+                " plan.data_parallel.zero."
+            )
+        plan = smaller
+
+
+def _smaller(plan: Plan) -> Plan | None:
+    """The same global batch in smaller microbatches: by the smallest divisor that the size has."""
+    size, per_step = plan.microbatch.size, plan.microbatch.per_step
+    divisor = next((by for by in range(2, size + 1) if size % by == 0), None)
+    if divisor is None:
+        return None
+    more = per_step * divisor if isinstance(per_step, int) else tuple(each * divisor for each in per_step)
+    return replace(plan, microbatch=replace(plan.microbatch, size=size // divisor, per_step=more))
+
+
+def weigh_in_processes(recipe: Recipe, plan: Plan) -> Trial:
+    """Try a plan in fresh processes of this machine, one per rank, all at once."""
+    count = plan.mesh.world_size
+    return _launched(recipe, plan, count, {"rank": None, "local_rank": None})
+
+
+def weigh_in_job(place: Place) -> Weigher:
+    """Try a plan from inside a running job: every rank starts one process, and all ranks agree on what came of it.
+
+    The returned function is collective over the default group.
+    """
+
+    def weigh_all(recipe: Recipe, plan: Plan) -> Trial:
+        own = _launched(recipe, plan, 1, {"rank": place.rank, "local_rank": place.local_rank})
+        worst = torch.tensor([float(not own.fits), float(own.peak_bytes)], dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return Trial(fits=worst[0].item() == 0, peak_bytes=int(worst[1].item()))
+
+    return weigh_all
+
+
+def _launched(recipe: Recipe, plan: Plan, count: int, who: Mapping[str, int | None]) -> Trial:
+    arguments = {
+        "recipe": dump_recipe(recipe, everything=True),
+        "plan": dump_plan(plan, everything=True),
+        **who,
+    }
+    threads = plan.compute.threads_per_rank
+    try:
+        found = launch_function("weft.entry._fit:run_rank", arguments, count, threads_per_rank=threads)
+    except RankError as problem:
+        if problem.kind != _KILLED:
+            raise
+        return Trial(fits=False, peak_bytes=0)
+    return Trial(fits=all(rank["fits"] for rank in found), peak_bytes=max(rank["peak_bytes"] for rank in found))
+
+
+def run_rank(place: Place, *, recipe: str, plan: str, rank: int | None, local_rank: int | None) -> dict[str, Any]:
+    """Weigh one rank of a plan; `rank` and `local_rank` where this process stands in for a rank of another job."""
+    what, how = parse_recipe(recipe), parse_plan(plan)
+    torch.set_num_threads(how.compute.threads_per_rank)
+    device = device_for_rank(how.compute.device, place.local_rank if local_rank is None else local_rank)
+    weight = weigh(what, how, lambda: build_blueprint(what), place.rank if rank is None else rank, device)
+    return {"fits": weight.fits, "peak_bytes": weight.peak_bytes}
+
+
+def _told(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.3g} GB"

@@ -6,14 +6,21 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 Result = Mapping[str, Any]
 
 
 def write_report(folder: Path) -> None:
     """Write `README.md` and one PNG per benchmark that has something to show."""
-    found: dict[str, Result] = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    found: dict[str, Result] = {}
+    others: list[str] = []
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and "goals" in content:
+            found[path.stem] = cast(Result, content)
+        else:
+            others.append(path.name)
     lines = ["# Results", "", "Written by `make bench`; raw samples lie beside this page. What each benchmark does and"]
     lines += ["what was learned is in `docs/benchmarks.md`.", ""]
     for name, result in found.items():
@@ -22,6 +29,9 @@ def write_report(folder: Path) -> None:
         if plot is not None:
             plot(result, folder / f"{name}.png")
             lines += [f"![{name}]({name}.png)", ""]
+    if others:
+        links = ", ".join(f"[{name}]({name})" for name in others)
+        lines += ["## Kept by tools of their own", "", f"{links}: see `docs/benchmarks.md`.", ""]
     (folder / "README.md").write_text("\n".join(lines))
 
 

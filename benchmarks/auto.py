@@ -1,0 +1,279 @@
+"""`plan = "auto"` against every plan that was run: is the chosen one the fastest, and are the predictions right?
+
+A cell is a model, a batch and a number of processes.  In each, auto chooses by prediction alone, without its trials.
+Its choice and plans of every kind (axes × ZeRO stage × microbatch × precision × schedule) then run a few steps each, in
+the same processes.  The fastest three and the choice run again, step by step in turn, and only these
+second times count, so that luck does not choose.  Worlds larger than the cores are reported apart.
+
+python -m benchmarks.auto --cells 3       the first cells of the shuffled list
+python -m benchmarks.auto                 all of them, about half an hour on 2 cores
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product, zip_longest
+from statistics import median
+from typing import Any
+
+from benchmarks._options import options_parser
+from benchmarks._results import Goal, log, machine, versions, write_result
+from benchmarks._statistics import spread
+from weft.cluster import Cluster, known_machine
+from weft.errors import PlanError
+from weft.launch import launch_function
+from weft.plan import (
+    ComputePlan,
+    DataParallelPlan,
+    MeshPlan,
+    MicrobatchPlan,
+    PipelineParallelPlan,
+    Plan,
+    check_plan,
+    dump_plan,
+    facts_of,
+)
+from weft.profile import profile_of
+from weft.recipe import Recipe, dump_recipe, parse_recipe
+from weft.search import Choice, choose_plan
+
+_DECODER = "sequence_length = 128\nvocabulary_size = 2048"
+MODELS: Mapping[str, tuple[str, str]] = {
+    "decoder-small": ("decoder", f"num_layers = 2\nhidden_size = 64\nnum_heads = 4\n{_DECODER}"),
+    "decoder-medium": ("decoder", f"num_layers = 4\nhidden_size = 128\nnum_heads = 4\n{_DECODER}"),
+    "decoder-large": ("decoder", f"num_layers = 4\nhidden_size = 256\nnum_heads = 8\n{_DECODER}"),
+    "encoder-small": ("encoder", f"num_layers = 2\nhidden_size = 64\nnum_heads = 4\n{_DECODER}"),
+    "encoder-large": ("encoder", f"num_layers = 4\nhidden_size = 256\nnum_heads = 8\n{_DECODER}"),
+    "mlp-small": ("mlp", "num_layers = 2\ninput_size = 64\nhidden_size = 128\nnum_classes = 10"),
+    "mlp-large": ("mlp", "num_layers = 6\ninput_size = 256\nhidden_size = 1024\nnum_classes = 10"),
+    "convnet-small": ("convnet", "num_layers = 2\nchannels = 16"),
+    "convnet-large": ("convnet", "num_layers = 4\nchannels = 64\nimage_size = 16"),
+}
+BATCHES = (8, 32)
+WORLDS = (1, 2, 4)
+MOST_PLANS = 12
+_NEAR = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    model: str
+    batch: int
+    world: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, batch {self.batch}, {self.world} processes"
+
+    @property
+    def recipe(self) -> Recipe:
+        reference, sizes = MODELS[self.model]
+        return parse_recipe(
+            f'[model]\nreference = "{reference}"\n{sizes}\n[batch]\nglobal_batch_size = {self.batch}\n'
+            '[run]\nsteps = 100\n[permit]\nprecision = ["fp32", "bf16"]\n'
+        )
+
+
+def cells() -> list[Cell]:
+    """All of them, in an order that mixes models, so that the first few are a fair sample."""
+    every = [Cell(model=m, batch=b, world=w) for m in MODELS for b in BATCHES for w in WORLDS]
+    every += [Cell(model=m, batch=128, world=2) for m in MODELS if m.startswith(("mlp", "decoder-small"))]
+    random.Random(0).shuffle(every)
+    return every
+
+
+def every_plan(cell: Cell, cluster: Cluster) -> tuple[Choice, list[Plan]]:
+    """Auto's choice, and the plans to run against it, the choice first.
+
+    These are enumerated here and not by search: every split of the processes over data, tensor and pipeline, every ZeRO
+    stage, microbatches of the whole share, a half and a quarter, both precisions, and the schedules that two stages
+    have.  Where there are too many, every split keeps its share of a random draw.
+    """
+    recipe = cell.recipe
+    facts = facts_of(recipe)
+    choice = choose_plan(recipe, cluster, facts, cell.world, profile=profile_of(recipe, facts))
+    splits: dict[MeshPlan, list[Plan]] = {}
+    for plan in _enumerated(cell, choice.plan.compute.threads_per_rank):
+        with suppress(PlanError):
+            check_plan(plan, recipe, facts, cell.world)
+            if plan != choice.plan:
+                splits.setdefault(plan.mesh, []).append(plan)
+    draw = random.Random(f"{cell.name}")
+    for plans in splits.values():
+        draw.shuffle(plans)
+    turns = [plan for turn in zip_longest(*splits.values()) for plan in turn if plan is not None]
+    return choice, [choice.plan, *turns[: MOST_PLANS - 1]]
+
+
+def _enumerated(cell: Cell, threads: int) -> Iterator[Plan]:
+    for pipeline, tensor in product(range(1, cell.world + 1), repeat=2):
+        data, rest = divmod(cell.world, pipeline * tensor)
+        if rest or data == 0 or cell.batch % data:
+            continue
+        share = cell.batch // data
+        for zero, part, precision in product((0, 1, 2, 3) if data > 1 else (1,), (1, 2, 4), ("fp32", "bf16")):
+            if share % part or (zero == 3 and data == 1):
+                continue
+            axes = {"shard": data} if zero == 3 else {"replicate": data}
+            for schedule in ("1f1b", "gpipe") if pipeline > 1 and part > 1 else ("1f1b",):
+                yield Plan(
+                    mesh=MeshPlan(pipeline=pipeline, tensor=tensor, **axes),
+                    data_parallel=DataParallelPlan(zero=zero),
+                    pipeline_parallel=PipelineParallelPlan(schedule=schedule),
+                    microbatch=MicrobatchPlan(size=share // part, per_step=part),
+                    compute=ComputePlan(precision=precision, threads_per_rank=threads),
+                )
+
+
+def run_cell(cell: Cell, cluster: Cluster, rounds: int) -> dict[str, Any] | None:
+    """Everything measured in a cell; None where not even the choice ran."""
+    choice, plans = every_plan(cell, cluster)
+    found = launch_function(
+        "benchmarks._auto_rank:run_rank",
+        {
+            "recipe": dump_recipe(cell.recipe, everything=True),
+            "plans": [dump_plan(plan, everything=True) for plan in plans],
+            "rounds": rounds,
+        },
+        cell.world,
+        threads_per_rank=choice.plan.compute.threads_per_rank,
+        preload=("weft.entry", "torch.distributed.tensor"),
+    )
+    failures = {int(at): why for at, why in found[0]["failures"].items()}
+    if 0 in failures:
+        log(f"{cell.name}: the choice did not run: {failures[0]}")
+        return None
+    # A step lasts until the last rank has done it.
+    again = {
+        int(at): [max(step) for step in zip(*(rank["again"][at] for rank in found), strict=True)]
+        for at in found[0]["again"]
+    }
+    medians = {at: median(seconds) for at, seconds in again.items()}
+    best = min(medians, key=lambda at: medians[at])
+    ratios = [mine / other for mine, other in zip(again[0], again[best], strict=True)]
+    predicted = choice.rivals[0].prediction
+    return {
+        "cell": cell.name,
+        "world": cell.world,
+        "plans_run": len(plans) - len(failures),
+        "chosen": _name(plans[0]),
+        "best": _name(plans[best]),
+        "regret": median(ratios) - 1,
+        "regret_interval": [value - 1 for value in median_interval(ratios)],
+        "predicted_seconds": predicted.step_seconds,
+        "measured_seconds": medians[0],
+        "predicted_bytes": predicted.fullest.device,
+        "measured_bytes": max(rank["peak_bytes"] for rank in found),
+        "seconds": {_name(plans[int(at)]): max(rank["first"][at] for rank in found) for at in found[0]["first"]},
+        "seconds_again": {_name(plans[at]): seconds for at, seconds in again.items()},
+        "failures": {_name(plans[at]): why for at, why in failures.items()},
+    }
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % confidence interval of the median, by order statistics: no assumption about the distribution."""
+    ordered, count = sorted(values), len(values)
+    rank = max(int(count / 2 - 0.98 * math.sqrt(count)), 0)
+    return ordered[rank], ordered[count - 1 - rank]
+
+
+def _name(plan: Plan) -> str:
+    mesh = plan.mesh
+    axes = f"pp{mesh.pipeline} tp{mesh.tensor} dp{mesh.replicate}x{mesh.shard}"
+    schedule = f" {plan.pipeline_parallel.schedule}" if mesh.pipeline > 1 else ""
+    size = f"mb{plan.microbatch.size}"
+    words = f"{axes} zero{plan.data_parallel.zero} {size} {plan.compute.precision}{schedule}"
+    return words if plan.memory.recompute == "none" else f"{words} recompute"
+
+
+def goals(results: Sequence[Mapping[str, Any]], cores: int) -> list[Goal]:
+    """Figures of the cells whose processes fit the cores; those beyond them apart."""
+    made: list[Goal] = []
+    for where, chosen in (
+        ("", [each for each in results if each["world"] <= cores]),
+        (", more processes than cores", [each for each in results if each["world"] > cores]),
+    ):
+        if not chosen:
+            continue
+        step = [abs(each["predicted_seconds"] / each["measured_seconds"] - 1) for each in chosen]
+        memory = [abs(each["predicted_bytes"] / each["measured_bytes"] - 1) for each in chosen]
+        regret = [each["regret"] for each in chosen]
+        for words, reading in (
+            ("by the median", regret),
+            ("surely (95 % confidence)", [each["regret_interval"][1] for each in chosen]),
+            ("not surely beyond", [each["regret_interval"][0] for each in chosen]),
+        ):
+            share = 100 * sum(value <= _NEAR for value in reading) / len(reading)
+            what = f"share of {len(chosen)} cells within 5 % of the best, {words}{where}"
+            made.append(Goal(what=what, measured=share, goal=90, better="higher", unit=" %"))
+        made += [
+            _median(f"regret, median{where}", regret, 5),
+            _median(f"error of the predicted step, median{where}", step, 10),
+            _median(f"error of the predicted memory, median{where}", memory, 5),
+        ]
+    return made
+
+
+def _median(what: str, values: Sequence[float], goal: float) -> Goal:
+    low, high = spread(values)
+    return Goal(
+        what=what,
+        measured=100 * median(values),
+        goal=goal,
+        better="lower",
+        spread=(100 * low, 100 * high),
+        unit=" %",
+    )
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """A row per cell, as Markdown."""
+    lines = [
+        "| cell | plans run | auto | fastest | regret | 95 % interval | step, predicted / measured | memory |",
+        "|---|--:|---|---|--:|--:|--:|--:|",
+    ]
+    for each in results:
+        lines.append(
+            f"| {each['cell']} | {each['plans_run']} | {each['chosen']} | {each['best']} |"
+            f" {100 * each['regret']:.1f} % |"
+            f" {100 * each['regret_interval'][0]:.0f} to {100 * each['regret_interval'][1]:.0f} % |"
+            f" {each['predicted_seconds'] / each['measured_seconds']:.2f} |"
+            f" {each['predicted_bytes'] / each['measured_bytes']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = options_parser(__doc__, rounds=15)
+    parser.add_argument("--cells", type=int, default=None, help="only the first so many")
+    options = parser.parse_args()
+    known, here = known_machine(), machine()
+    results: list[dict[str, Any]] = []
+    for number, cell in enumerate(cells()[: options.cells]):
+        log(f"{number + 1}: {cell.name}")
+        found = run_cell(cell, known.cluster, options.rounds)
+        if found is not None:
+            results.append(found)
+            log(f"   regret {100 * found['regret']:.1f} %, {found['chosen']} against {found['best']}")
+    about = {
+        "settings": {"rounds": options.rounds, "cells": len(results), "machine_was_probed": not known.note},
+        "machine": here,
+        "versions": versions(),
+        "note": options.note,
+    }
+    write_result(
+        "auto",
+        goals=goals(results, known.cluster.num_cores),
+        samples={"cells": results},
+        about=about,
+        folder=options.folder,
+    )
+    (options.folder / "auto.md").write_text(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -70,3 +70,36 @@ def test_one_data_rank_keeps_its_modules():
 
     apply_batch_norm(untouched, Alone())
     assert [type(module) for module in untouched.modules()] == classes
+
+
+def narrow_differences() -> tuple[float, float, float, set[torch.dtype]]:
+    """Of bf16 weights beside fp32 statistics against all in fp32: outputs in training, in evaluation, and buffers."""
+    mesh = Mesh(MeshPlan(replicate=torch.distributed.get_world_size()), torch.device("cpu"))
+    view = mesh["data"]
+    alone, mine = model(0.1, True).float(), model(0.1, True).float()
+    for parameter in mine.parameters():
+        parameter.data = parameter.data.bfloat16()
+    apply_batch_norm(mine, mesh, is_narrow=True)
+    images = torch.randn(4 * view.size, 1, 6, 6, generator=torch.Generator().manual_seed(1))
+    own = images.chunk(view.size)[view.index]
+    whole, part = alone(images), mine(own.bfloat16())
+    part.sum().backward()
+    training = distance(part, whole.chunk(view.size)[view.index])
+    buffers = [(a, b) for a, b in zip(mine.buffers(), alone.buffers(), strict=True) if a.is_floating_point()]
+    alone.eval(), mine.eval()
+    with torch.no_grad():
+        evaluation = distance(mine(own.bfloat16()), alone(own))
+    return training, evaluation, max(distance(a, b) for a, b in buffers), {a.dtype for a, _ in buffers}
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_statistics_stay_in_fp32_beside_bf16_weights(ranks, world):
+    for training, evaluation, buffers, dtypes in ranks.run(world, narrow_differences):
+        assert max(training, evaluation) < 0.03
+        assert 0 < buffers < 0.02
+        assert dtypes == {torch.float32}

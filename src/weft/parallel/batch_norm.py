@@ -74,15 +74,19 @@ class _Synchronised(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         by_batch = self.training or self.running_mean is None
         if not by_batch:
-            return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
+            return self._by_running_statistics(input)
         self._check_input_dim(input)
         result = _Normalise.apply(input, self.weight, self.bias, self.eps, self._weft_view)
         output, mean, variance, total = cast(tuple[Tensor, Tensor, Tensor, Tensor], result)
         if self.training and self.track_running_stats:
             self._track(mean, variance * (total / (total - 1)))
         return output
+
+    def _by_running_statistics(self, input: Tensor) -> Tensor:
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        fixed = (self.running_mean, self.running_var, self.weight, self.bias)
+        mean, variance, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in fixed)
+        return F.batch_norm(input.to(dtype), mean, variance, weight, bias, False, 0.0, self.eps).to(input.dtype)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, unbiased: Tensor) -> None:
@@ -98,14 +102,18 @@ class _Synchronised(_BatchNorm):
             running.lerp_(value.to(running.dtype), weight.to(running.dtype))
 
 
-def apply_batch_norm(part: nn.Module, mesh: Mesh) -> None:
+def apply_batch_norm(part: nn.Module, mesh: Mesh, *, is_narrow: bool = False) -> None:
     """Let every `BatchNorm1d`, `2d` and `3d` of `part` take its statistics over the data ranks; names and buffers stay.
 
     All data ranks must then run the same number of microbatches, of any sizes.  Running statistics become those of one
     process (unbiased variance) and are equal on all data ranks.  Outside training nothing is communicated.
+
+    Args:
+        is_narrow: weights are in bf16 or fp16.  Statistics stay in fp32, a mixture that torch's own kernel for CPUs
+            refuses, so the modules change their forward on a single data rank, too.
     """
     view = mesh["data"]
-    if view.group is None:
+    if view.group is None and not is_narrow:
         return
     for module in part.modules():
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):

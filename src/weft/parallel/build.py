@@ -78,7 +78,7 @@ def parallelize(
     for part in parts:
         apply_tensor(part.module, blueprint, plan, mesh, context, part.layout)
         apply_sequence(part.module, blueprint, plan, mesh, context, part.layout)
-        apply_batch_norm(part.module, mesh)
+        apply_batch_norm(part.module, mesh, is_narrow=dtypes.compute != dtypes.master)
         apply_keyed_dropout(part.module, blueprint, mesh, context, sequence=plan.tensor_parallel.sequence)
         apply_fused_loss(part.module, blueprint, plan, mesh, part.layout, context)
         materialise(part.module, blueprint, part.layout, seed, mesh.device, dtypes.master)

@@ -62,11 +62,13 @@ class SleepyBlock(nn.Module):
         super().__init__()
         self.seconds = seconds
         self.linear = nn.Linear(_HIDDEN, _HIDDEN, bias=False)
-        # Fires when the weight's gradient arrives: in a whole backward at once, in a split one in the weight pass.
-        self.linear.weight.register_post_accumulate_grad_hook(self._sleep)
 
-    def _sleep(self, _: Tensor) -> None:
-        time.sleep(self.seconds)
+    def sleep_at_weight_gradient(self) -> None:
+        """Sleep when the weight's gradient arrives: in a whole backward at once, in a split one in the weight pass.
+
+        To be called on the stage's own module, whose parameters are not those of the model that it was cut from.
+        """
+        self.linear.weight.register_post_accumulate_grad_hook(lambda _: time.sleep(self.seconds))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.linear(_Sleep.apply(hidden, self.seconds), self.linear.weight)  # pyright: ignore[reportArgumentType]
@@ -124,6 +126,10 @@ def pipeline(settings: Mapping[str, Any]) -> Callable[[int], float]:
     mesh = Mesh(plan.mesh, torch.device("cpu"))
     blueprint = _blueprint(world_size() * chunks, _PASS_SECONDS / chunks)
     parts = cut_parts(blueprint, plan, mesh, StepContext())
+    for part in parts:
+        for module in part.module.modules():
+            if isinstance(module, SleepyBlock):
+                module.sleep_at_weight_gradient()
     runner = PipelineRunner(parts, blueprint, plan, mesh)
     waiting = _Waiting()
     transport = runner._transport  # pyright: ignore[reportPrivateUsage]  the benchmark looks inside on purpose

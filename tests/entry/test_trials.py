@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from weft.cluster import Cluster
 from weft.entry import decide_by_trials, time_plan
-from weft.entry._trials import close_rivals
+from weft.entry._trials import _key, close_rivals
 from weft.plan import facts_of
 from weft.profile import profile_of
 from weft.recipe import Recipe, parse_recipe
@@ -24,7 +25,7 @@ num_classes = 3
 [batch]
 global_batch_size = 8
 [run]
-steps = 10_000_000
+steps = 100
 """
 
 
@@ -39,20 +40,26 @@ def chosen(recipe: Recipe) -> tuple[Choice, Cluster]:
     return replace(choice, rivals=(first, other)), machine
 
 
+def lasting(seconds: float, choice: Choice) -> int:
+    """Steps of a run that is predicted to take so long: rivals are tried from 500 s on, compilation from 2,300 s."""
+    return int(seconds / choice.rivals[0].prediction.step_seconds)
+
+
 def test_the_fastest_is_taken_and_remembered(tmp_path: Path) -> None:
     recipe = parse_recipe(RECIPE)
     choice, machine = chosen(recipe)
     assert choice.plan.data_parallel.zero != 0
     assert len(close_rivals(choice)) == 2
     told: list[str] = []
-    decided = decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path)
+    steps = lasting(1000, choice)
+    decided = decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=steps)
     assert [line.split(":")[0] for line in told] == ["trial     1 of 2", "trial     2 of 2"]
     why = next(why for key, why in decided.reasons.items() if key.startswith("mesh."))
     assert why.startswith("measured ")
     assert why.count("ZeRO-") == 1
     (kept,) = tmp_path.glob("*.json")
-    kept.write_text('{"seconds": [2.0, 0.5]}')
-    again = decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path)
+    kept.write_text('{"seconds": [[2.0, 4.0], [0.5, 3.0]]}')
+    again = decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=steps)
     assert len(told) == 2  # nothing was run again
     assert again.plan.data_parallel.zero == 0
     assert "measured 500 ms per step, data 2 ZeRO-1 fp32: 2 s" in again.reasons.values()
@@ -63,13 +70,39 @@ def test_nothing_is_tried_where_it_does_not_pay(tmp_path: Path, monkeypatch: pyt
     choice, machine = chosen(recipe)
     told: list[str] = []
     assert decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=10) is choice
-    alone = replace(choice, rivals=choice.rivals[:1])
-    assert decide_by_trials(recipe, alone, machine, tell=told.append, folder=tmp_path) is alone
+    alone, steps = replace(choice, rivals=choice.rivals[:1]), lasting(1000, choice)
+    assert decide_by_trials(recipe, alone, machine, tell=told.append, folder=tmp_path, steps=steps) is alone
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path) is choice
+    assert decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=steps) is choice
     assert told == []
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "pays"),
+    [((0.5, 1.0), (0.3, 40.0), True), ((0.5, 1.0), (0.6, 40.0), False), ((0.5, 1.0), (0.49999999, 40.0), False)],
+)
+def test_blocks_are_compiled_where_that_saves_time(
+    tmp_path: Path, eager: tuple[float, float], compiled: tuple[float, float], pays: bool
+) -> None:
+    recipe = parse_recipe(RECIPE)
+    choice, machine = chosen(recipe)
+    choice = replace(choice, rivals=choice.rivals[:1])
+    with_it = replace(choice.plan, compute=replace(choice.plan.compute, compile=True))
+    kept = tmp_path / f"{_key(recipe, machine, [choice.plan, with_it])}.json"
+    kept.write_text(json.dumps({"seconds": [eager, compiled]}))
+    steps = lasting(4000, choice)
+    told: list[str] = []
+    found = decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=steps)
+    assert found.plan == (with_it if pays else choice.plan)
+    assert found.reasons["compute.compile"].endswith("compiling took 40 s")
+    assert "500 ms without" in found.reasons["compute.compile"]
+    assert found.rivals[0].plan == found.plan
+    given = replace(choice.plan, origins={"compute.compile": "--set"})
+    fixed = replace(choice, plan=given, rivals=(replace(choice.rivals[0], plan=given),))
+    assert decide_by_trials(recipe, fixed, machine, tell=told.append, folder=tmp_path, steps=steps) is fixed
+    assert told == []
 
 
 def test_a_plan_is_timed() -> None:
@@ -78,4 +111,5 @@ def test_a_plan_is_timed() -> None:
     timed = time_plan(recipe, choice.plan, steps=2)
     assert len(timed.seconds) == 2
     assert 0 < timed.best_seconds == min(timed.seconds)
+    assert timed.first_seconds > 0
     assert timed.peak_bytes > 1e7

@@ -63,7 +63,7 @@ def read_choice(
     reasons: Mapping[str, str] = {}
     if plan_path == "auto":
         choice = _choose(recipe, machine, facts, processes, given)
-        if trials and len(choice.rivals) > 1:
+        if trials and choice.rivals:
             choice = _tried(recipe, machine, choice, of_plan)
         if trials:
             tight = _is_tight(choice)

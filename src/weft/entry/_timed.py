@@ -25,6 +25,8 @@ class TimedPlan:
 
     seconds: tuple[float, ...]
     """Of each timed step, until the last rank had finished it."""
+    first_seconds: float
+    """Of the first step of all, which compiles and opens connections."""
     peak_bytes: int
     """The largest peak of a rank: allocated on an accelerator, resident on cores."""
 
@@ -43,17 +45,21 @@ def time_plan(recipe: Recipe, plan: Plan, *, warmup: int = 1, steps: int = 3) ->
     arguments = {
         "recipe": dump_recipe(recipe, everything=True),
         "plan": dump_plan(plan, everything=True),
-        "warmup": warmup,
-        "steps": steps,
+        "steps": warmup + steps,
     }
     threads = plan.compute.threads_per_rank
     found = launch_function("weft.entry._timed:run_rank", arguments, plan.mesh.world_size, threads_per_rank=threads)
     seconds = zip(*(rank["seconds"] for rank in found), strict=True)
-    return TimedPlan(seconds=tuple(max(step) for step in seconds), peak_bytes=max(rank["peak_bytes"] for rank in found))
+    steps_seconds = [max(step) for step in seconds]
+    return TimedPlan(
+        seconds=tuple(steps_seconds[warmup:]),
+        first_seconds=steps_seconds[0],
+        peak_bytes=max(rank["peak_bytes"] for rank in found),
+    )
 
 
-def run_rank(place: Place, *, recipe: str, plan: str, warmup: int, steps: int) -> dict[str, Any]:
-    """What each rank does; `recipe` and `plan` are TOML.  Returns seconds per timed step and the peak of memory."""
+def run_rank(place: Place, *, recipe: str, plan: str, steps: int) -> dict[str, Any]:
+    """What each rank does; `recipe` and `plan` are TOML.  Returns seconds per step and the peak of memory."""
     what, how = parse_recipe(recipe), parse_plan(plan)
     torch.set_num_threads(how.compute.threads_per_rank)
     seconds: list[float] = []
@@ -63,7 +69,7 @@ def run_rank(place: Place, *, recipe: str, plan: str, warmup: int, steps: int) -
         training = create_training(what, how, blueprint, mesh, Recorder())
         label_range = getattr(what.model.shape, "num_classes", None)
         data = TrialData(blueprint, how, data_index=mesh.index("data"), seed=what.run.seed, label_range=label_range)
-        for step in range(warmup + steps):
+        for step in range(steps):
             batches = data.microbatches(step)
             if distributed.world_size > 1:
                 dist.barrier()
@@ -72,4 +78,4 @@ def run_rank(place: Place, *, recipe: str, plan: str, warmup: int, steps: int) -
             if distributed.device.type != "cpu":
                 torch.accelerator.synchronize(distributed.device)
             seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds[warmup:], "peak_bytes": peak_memory_bytes(distributed.device)}
+        return {"seconds": seconds, "peak_bytes": peak_memory_bytes(distributed.device)}

@@ -7,16 +7,16 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import weft
 from weft.cluster import Cluster
 from weft.entry._timed import time_plan
 from weft.errors import WeftError
 from weft.launch import RankError, place_from_environment
-from weft.plan import Plan, dump_plan
+from weft.plan import SPLIT_BACKWARD, Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.search import Candidate, Choice, explain_settings
 
@@ -25,6 +25,8 @@ _STEPS = 4
 """Of a trial, the first of them not timed."""
 _START_SECONDS = 8.0
 """Of a trial: fresh processes, and a model."""
+_COMPILE_SECONDS = 60.0
+"""Until the blocks of a plan are compiled: 20 to 50 s for decoders on 2 cores (2026-11), and a margin."""
 _STOPPED = ("SIGINT", "SIGTERM")
 _WORTH = 30
 """Trials may take this part of the predicted run: a thirtieth."""
@@ -39,29 +41,58 @@ def decide_by_trials(
     folder: Path | None = None,
     steps: int | None = None,
 ) -> Choice:
-    """Return the choice with the fastest of its close rivals as the plan, and the times as the reason.
+    """Return the choice with the fastest of its close rivals as the plan, compiled where that pays, and the times as
+    the reasons.
 
-    Nothing is tried inside a job, where the ranks run already, where one plan is clearly the best, where the run is
-    too short for it to pay, or where no samples can be made up (a factory's model).  What was measured is kept by a
-    hash of recipe, machine, plans and version.
+    Nothing is tried inside a job, where the ranks run already, or where no samples can be made up (a factory's model).
+    Rivals are tried where no plan is clearly the best, compilation where the plan says nothing of it, and both only
+    where the run is long enough for that to pay.  What was measured is kept by a hash of recipe, machine, plans and
+    version.
 
     Args:
         tell: gets a line before each trial.
         folder: of kept measurements; by default `~/.cache/weft/auto`.
         steps: of the run, where it is not the recipe's.
     """
+    if not choice.rivals or recipe.model.factory is not None or place_from_environment() is not None:
+        return choice
+    steps = steps or recipe.run.steps
+    bench = _Bench(recipe, machine, tell, folder or Path.home() / ".cache" / "weft" / "auto")
+    return _compiled(bench, _fastest(bench, choice, steps), steps)
+
+
+def _fastest(bench: _Bench, choice: Choice, steps: int) -> Choice:
+    """The choice with the fastest of its close rivals first."""
     close = close_rivals(choice)
-    if len(close) < 2 or recipe.model.factory is not None or place_from_environment() is not None:
+    run_seconds = steps * close[0].prediction.step_seconds if close else 0.0
+    cost = sum(_START_SECONDS + _STEPS * each.prediction.step_seconds for each in close)
+    if len(close) < 2 or run_seconds < _WORTH * cost:
         return choice
-    run_seconds = (steps or recipe.run.steps) * close[0].prediction.step_seconds
-    if run_seconds < _WORTH * sum(_START_SECONDS + _STEPS * each.prediction.step_seconds for each in close):
+    timed = bench.times([each.plan for each in close if each.plan is not None])
+    if all(each is None for each in timed):
         return choice
-    plans = [each.plan for each in close if each.plan is not None]
-    path = (folder or Path.home() / ".cache" / "weft" / "auto") / f"{_key(recipe, machine, plans)}.json"
-    seconds = _kept(path, len(plans)) or _measure(recipe, plans, tell, path)
-    if all(value is None for value in seconds):
+    return _decided(bench, choice, close, [None if each is None else each.step_seconds for each in timed])
+
+
+def _compiled(bench: _Bench, choice: Choice, steps: int) -> Choice:
+    """The choice with its blocks compiled, if a trial says that this saves more over the run than compiling takes."""
+    first, plan = choice.rivals[0], choice.rivals[0].plan or choice.plan
+    cost = 2 * _START_SECONDS + _COMPILE_SECONDS + 2 * _STEPS * first.prediction.step_seconds
+    is_open = "compute.compile" not in plan.origins and plan.pipeline_parallel.schedule not in SPLIT_BACKWARD
+    if plan.compute.compile or not is_open or steps * first.prediction.step_seconds < _WORTH * cost:
         return choice
-    return _decided(recipe, machine, choice, close, seconds)
+    eager, compiled = bench.times([plan, replace(plan, compute=replace(plan.compute, compile=True))])
+    if eager is None or compiled is None:
+        return choice
+    saved = (eager.step_seconds - compiled.step_seconds) * steps - (compiled.first_seconds - eager.first_seconds)
+    told = f"{_told(compiled.step_seconds)} per step, {_told(eager.step_seconds)} without"
+    reason = f"measured {told}; compiling took {_told(compiled.first_seconds)}"
+    reasons = {**choice.reasons, "compute.compile": reason}
+    if saved <= 0:
+        return replace(choice, reasons=reasons)
+    chosen = replace(plan, compute=replace(plan.compute, compile=True))
+    rivals = (replace(first, plan=chosen), *choice.rivals[1:])
+    return replace(choice, plan=chosen, reasons=reasons, rivals=rivals)
 
 
 def close_rivals(choice: Choice) -> list[Candidate]:
@@ -80,32 +111,54 @@ def _kind(plan: Plan) -> tuple[object, ...]:
     return mesh.data, mesh.tensor, mesh.pipeline, plan.data_parallel.zero, plan.compute.precision
 
 
-def _measure(recipe: Recipe, plans: Sequence[Plan], tell: Callable[[str], None], path: Path) -> list[float | None]:
-    """Time each plan; None for one that failed, which is said."""
-    seconds: list[float | None] = []
-    for number, plan in enumerate(plans):
-        tell(f"trial     {number + 1} of {len(plans)}: {_name(plan)}")
+class _Timing(NamedTuple):
+    """What a trial said."""
+
+    step_seconds: float
+    first_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Where plans are tried, and what they told is kept."""
+
+    recipe: Recipe
+    machine: Cluster
+    tell: Callable[[str], None]
+    folder: Path
+
+    def times(self, plans: Sequence[Plan]) -> list[_Timing | None]:
+        """Time each plan, or read what was kept; None for one that failed, which is said and not kept."""
+        path = self.folder / f"{_key(self.recipe, self.machine, plans)}.json"
+        kept = _kept(path, len(plans))
+        if kept is not None:
+            return [*kept]
+        found: list[_Timing | None] = []
+        for number, plan in enumerate(plans):
+            self.tell(f"trial     {number + 1} of {len(plans)}: {_name(plan)}")
+            found.append(self._time(plan))
+        if None not in found:
+            _keep(path, {"plans": [_name(plan) for plan in plans], "seconds": found})
+        return found
+
+    def _time(self, plan: Plan) -> _Timing | None:
         try:
-            seconds.append(time_plan(recipe, plan, steps=_STEPS - 1).best_seconds)
+            timed = time_plan(self.recipe, plan, steps=_STEPS - 1)
         except WeftError as problem:
             if isinstance(problem, RankError) and problem.kind in _STOPPED:
                 raise  # somebody wants the whole command to end
-            tell(f"          failed: {str(problem).splitlines()[0]}")
-            seconds.append(None)
-    if None not in seconds:
-        _keep(path, {"plans": [_name(plan) for plan in plans], "seconds": seconds})
-    return seconds
+            self.tell(f"          failed: {str(problem).splitlines()[0]}")
+            return None
+        return _Timing(timed.best_seconds, timed.first_seconds)
 
 
-def _decided(
-    recipe: Recipe, machine: Cluster, choice: Choice, close: Sequence[Candidate], seconds: Sequence[float | None]
-) -> Choice:
+def _decided(bench: _Bench, choice: Choice, close: Sequence[Candidate], seconds: Sequence[float | None]) -> Choice:
     """The choice with the fastest plan first; its axes' reason is what was measured."""
     timed = sorted((value, at) for at, value in enumerate(seconds) if value is not None)
     best = close[timed[0][1]]
     assert best.plan is not None
     rivals = (best, *(each for each in choice.rivals if each is not best))
-    reasons = explain_settings(best.plan, recipe, machine, rivals)
+    reasons = explain_settings(best.plan, bench.recipe, bench.machine, rivals)
     key = next(key for key in reasons if key.startswith("mesh."))
     others = [f"{_name(close[at].plan)}: {_told(value)}" for value, at in timed[1:]]
     reasons[key] = ", ".join([f"measured {_told(timed[0][0])} per step", *others])
@@ -119,7 +172,7 @@ def _name(plan: Plan | None) -> str:
     axes = (("data", mesh.data), ("tensor", mesh.tensor), ("pipeline", mesh.pipeline))
     name = " × ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "1 process"
     zero = f" ZeRO-{plan.data_parallel.zero}" if mesh.data > 1 else ""
-    return f"{name}{zero} {plan.compute.precision}"
+    return f"{name}{zero} {plan.compute.precision}{' compiled' if plan.compute.compile else ''}"
 
 
 def _told(seconds: float) -> str:
@@ -135,13 +188,13 @@ def _key(recipe: Recipe, machine: Cluster, plans: Sequence[Plan]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
-def _kept(path: Path, count: int) -> list[float | None] | None:
-    """Seconds of an earlier measurement; None where there is none that can be read."""
+def _kept(path: Path, count: int) -> list[_Timing] | None:
+    """What an earlier measurement found; None where there is none that can be read."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         content: dict[str, Any] = json.loads(path.read_text())
-        seconds = [None if value is None else float(value) for value in content["seconds"]]
-        if len(seconds) == count:
-            return seconds
+        found = [_Timing(float(step), float(first)) for step, first in content["seconds"]]
+        if len(found) == count:
+            return found
     return None
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 import pool
-
-T = TypeVar("T")
 
 # A container's usual setting, which makes each of the suite's hundreds of processes compile Weft's modules again:
 # 0.3 s of 0.4 s in which `weft --help` starts (Xeon 2.5 GHz, 2026-11-22).
@@ -79,41 +77,52 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 _POOL = pytest.StashKey[pool.RankPool]()
 
 
+@dataclass(frozen=True)
+class _Traces:
+    """What a test could leave behind, seen at one moment."""
+
+    processes: dict[int, str]
+    """Process id → command line."""
+    ports: set[str]
+    shared_memory: set[str]
+    threads: set[threading.Thread]
+
+    @classmethod
+    def seen(cls, config: pytest.Config) -> _Traces:
+        made = config.stash.get(_POOL, None)
+        known = pool.helper_pids() | (made.pids() if made is not None else set[int]())
+        alive = pool.descendants(os.getpid())
+        return cls(
+            processes={pid: name for pid, name in alive.items() if pid not in known},
+            ports=pool.listening_ports({os.getpid(), *alive}),
+            shared_memory=_shared_memory(),
+            threads=pool.living_threads(),
+        )
+
+    def since(self, before: _Traces) -> dict[str, object]:
+        """What has come since, by what it is."""
+        new = {
+            "processes": {pid: name for pid, name in self.processes.items() if pid not in before.processes},
+            "listening ports": self.ports - before.ports,
+            "shared memory": self.shared_memory - before.shared_memory,
+            "threads": self.threads - before.threads,
+        }
+        return {what: left for what, left in new.items() if left}
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, a listening port, shared memory, a thread or a changed environment."""
-
-    def alive() -> set[int]:
-        made = request.config.stash.get(_POOL, None)
-        known = pool.helper_pids() | (made.pids() if made is not None else set[int]())
-        return set(pool.descendants(os.getpid())) - known
-
     environment = {name: value for name, value in os.environ.items() if name not in CHANGED_BY_TORCH}
-    processes, ports = alive(), _ports()
-    shared, threads = _shared_memory(), pool.living_threads()
+    before = _Traces.seen(request.config)
     yield
     after = {name: value for name, value in os.environ.items() if name not in CHANGED_BY_TORCH}
     changed = {name for name in environment.keys() | after.keys() if environment.get(name) != after.get(name)}
     assert not changed, f"changed environment variables: {sorted(changed)}"
-    names = pool.descendants(os.getpid())
-    left = _settled(lambda: alive() - processes)
-    assert not left, f"processes left behind: { {pid: names.get(pid, '?') for pid in left} }"
-    assert not (left_ports := _settled(lambda: _ports() - ports)), f"listening ports left behind: {left_ports}"
-    assert not (left_files := _settled(lambda: _shared_memory() - shared)), f"shared memory left behind: {left_files}"
-    left_threads = _settled(lambda: pool.living_threads() - threads)
-    assert not left_threads, f"threads left behind: {left_threads}"
-
-
-def _settled(left: Callable[[], set[T]]) -> set[T]:
-    """What is still left after a grace in which processes may finish dying."""
-    deadline = time.monotonic() + LEAK_GRACE_SECONDS
-    while (now := left()) and time.monotonic() < deadline:
+    deadline = time.monotonic() + LEAK_GRACE_SECONDS  # in which processes may finish dying
+    while (left := _Traces.seen(request.config).since(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return now
-
-
-def _ports() -> set[str]:
-    return pool.listening_ports({os.getpid(), *pool.descendants(os.getpid())})
+    assert not left, "left behind: " + "; ".join(f"{what}: {which}" for what, which in left.items())
 
 
 def _shared_memory() -> set[str]:

@@ -312,13 +312,11 @@ def _tail(log: Path, lines: int = 20) -> str:
 def descendants(root: int) -> dict[int, str]:
     """Process id → command line of every live descendant of `root` (zombies left out)."""
     children: dict[int, list[int]] = {}
-    names: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             stat = (entry / "stat").read_text()
-            names[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
         except OSError:
             continue
         state, parent = stat.rpartition(")")[2].split()[:2]
@@ -328,7 +326,10 @@ def descendants(root: int) -> dict[int, str]:
     pending = list(children.get(root, ()))
     while pending:
         pid = pending.pop()
-        found[pid] = names[pid]
+        try:
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        except OSError:  # it has just ended
+            continue
         pending.extend(children.get(pid, ()))
     return found
 

@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from weft.cluster import parse_cluster_spec
-from weft.entry._fit import Trial, fit_microbatch, is_tight, weigh_in_processes
+from weft.entry._fit import Trial, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
 from weft.errors import PlanError
-from weft.plan import MeshPlan, MicrobatchPlan, Plan, facts_of, parse_plan
+from weft.launch import Place
+from weft.plan import MeshPlan, MicrobatchPlan, Plan, dump_plan, facts_of, parse_plan
 from weft.profile import profile_of
-from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, Recipe, RunRecipe
+from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, Recipe, RunRecipe, dump_recipe, parse_recipe
 from weft.search import choose_plan
 
 DECODER = DecoderShape(
@@ -48,6 +50,24 @@ def test_every_rank_is_weighed_without_its_peers(name: str) -> None:
     trial = weigh_in_processes(recipe_of(), plan)
     assert trial.fits
     assert 50e6 < trial.peak_bytes < 5e9  # the interpreter and torch are most of it
+
+
+def in_a_job(recipe: str, plan: str) -> list[tuple[bool, int]]:
+    """Every rank of a running job weighs its own share; then all know the worst."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    place = Place(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
+    trial = weigh_in_job(place)(parse_recipe(recipe), parse_plan(plan))
+    return [(trial.fits, trial.peak_bytes)]
+
+
+def test_all_ranks_of_a_job_agree(ranks) -> None:
+    # The first stage holds the embedding of a large vocabulary, the second the head: other peaks on each rank.
+    shape = replace(DECODER, vocabulary_size=4096)
+    plan = Plan(mesh=MeshPlan(pipeline=2), microbatch=MicrobatchPlan(size=2, per_step=4))
+    recipe = dump_recipe(recipe_of(shape), everything=True)
+    first, second = ranks.run(2, in_a_job, recipe, dump_plan(plan, everything=True))
+    assert first == second
+    assert first[0][0]
 
 
 class Limit:

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.data import rank_range
 from weft.models import Blueprint, build_decoder
 from weft.parallel import ModelLayout, ParameterLayout
 from weft.parallel.materialise import materialise
+from weft.plan import Plan
 from weft.recipe import DecoderShape
 
 SEED = 1234
@@ -46,21 +48,55 @@ def plain_model(settings: Mapping[str, Any]) -> nn.Module:
     return module.train()
 
 
+_UNIT = 8
+"""Samples that are drawn at once."""
+
+
 def batch_of(settings: Mapping[str, Any], step: int) -> dict[str, Tensor]:
     """This rank's samples of a step; global sample ids, so that the world size could be another."""
-    shape, size = shape_of(settings), int(settings.get("batch", 8))
+    size = int(settings.get("batch", _UNIT))
     first = (step % _POOL) * size * world_size() + rank() * size
-    generator = torch.Generator().manual_seed(SEED + first)
-    tokens = torch.randint(shape.vocabulary_size, (size, shape.sequence_length + 1), generator=generator)
+    return samples_of(settings, range(first, first + size))
+
+
+def samples_of(settings: Mapping[str, Any], ids: range) -> dict[str, Tensor]:
+    """Samples by their global ids: the same whatever else is asked for, if the ids begin and end between units."""
+    shape = shape_of(settings)
+    unit = min(_UNIT, len(ids))
+    drawn = [
+        torch.randint(
+            shape.vocabulary_size,
+            (min(unit, ids.stop - first), shape.sequence_length + 1),
+            generator=torch.Generator().manual_seed(SEED + first),
+        )
+        for first in ids[::unit]
+    ]
+    tokens = torch.cat(drawn)
     return {
         "tokens": tokens[:, :-1].contiguous(),
         "labels": tokens[:, 1:].contiguous(),
-        "sample_ids": torch.arange(first, first + size),
+        "sample_ids": torch.tensor(ids),
     }
 
 
 def pool_of(settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     return [batch_of(settings, step) for step in range(_POOL)]
+
+
+def shared_pool(settings: Mapping[str, Any], plan: Plan, data_index: int) -> list[list[dict[str, Tensor]]]:
+    """A data rank's microbatches of every step, whatever the plan."""
+    start, stop = rank_range(plan.microbatch, plan.mesh.data, data_index)
+    whole, size = plan.global_batch_size, plan.microbatch.size
+    found: list[list[dict[str, Tensor]]] = []
+    for step in range(_POOL):
+        batch = samples_of(settings, range(step * whole, (step + 1) * whole))
+        found.append(
+            [
+                {name: value[at : min(at + size, stop)] for name, value in batch.items()}
+                for at in range(start, stop, size)
+            ]
+        )
+    return found
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -9,11 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks._llama import SEED, pool_of, shape_of, world_size
+from benchmarks._llama import SEED, pool_of, shape_of, shared_pool, world_size
 from weft.comm import Mesh
 from weft.engine import TrainingState, create_training
 from weft.models import build_decoder
-from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, Recompute
+from weft.plan import (
+    ComputePlan,
+    DataParallelPlan,
+    MemoryPlan,
+    MeshPlan,
+    MicrobatchPlan,
+    Plan,
+    Recompute,
+    parse_plan,
+)
 from weft.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.record import Recorder
 
@@ -21,7 +30,10 @@ LEARNING_RATE = 3e-4
 
 
 def plan_of(settings: Mapping[str, Any]) -> Plan:
-    """`settings`: precision, compile, zero, fused_loss, recompute, bucket_bytes, reduce_precision, batch, threads."""
+    """`settings`: a whole plan as TOML, or precision, compile, zero, fused_loss, recompute, bucket_bytes,
+    reduce_precision, batch, threads."""
+    if "plan" in settings:
+        return parse_plan(settings["plan"])
     data = DataParallelPlan(zero=settings.get("zero", 1), reduce_precision=settings.get("reduce_precision", "fp32"))
     for name in ("bucket_bytes", "first_bucket_bytes"):
         if name in settings:
@@ -53,7 +65,7 @@ def recipe_of(settings: Mapping[str, Any], plan: Plan) -> Recipe:
             learning_rate=LEARNING_RATE, betas=(0.9, 0.95), max_grad_norm=settings.get("max_grad_norm")
         ),
         run=RunRecipe(steps=1, seed=SEED),
-        permit=PermitRecipe(precision=(settings.get("precision", "fp32"),)),
+        permit=PermitRecipe(precision=(plan.compute.precision,)),
     )
 
 
@@ -68,10 +80,25 @@ def create(settings: Mapping[str, Any]) -> TrainingState:
 
 def weft(settings: Mapping[str, Any]) -> Callable[[int], float]:
     """A step of Weft's engine."""
-    training, pool = create(settings), pool_of(settings)
+    training, plan = create(settings), plan_of(settings)
+    if "plan" in settings:
+        torch.set_num_threads(plan.compute.threads_per_rank)
+        pool = shared_pool(settings, plan, training.model.mesh.index("data"))
+    else:
+        pool = [[batch] for batch in pool_of(settings)]
 
     def step(index: int) -> float:
-        batch = pool[index % len(pool)]
-        return training.stepper([batch], step=index, learning_rate=LEARNING_RATE).loss
+        return training.stepper(pool[index % len(pool)], step=index, learning_rate=LEARNING_RATE).loss
 
     return step
+
+
+def recipe_for_auto(batch: int) -> Recipe:
+    """The benchmark's training as a user would write it, where bf16 is permitted and the run is long."""
+    return Recipe(
+        model=ModelRecipe(reference="decoder", shape=shape_of({})),
+        batch=BatchRecipe(global_batch_size=batch),
+        optimizer=OptimizerRecipe(learning_rate=LEARNING_RATE, betas=(0.9, 0.95), max_grad_norm=None),
+        run=RunRecipe(steps=100_000, seed=SEED),
+        permit=PermitRecipe(precision=("fp32", "bf16")),
+    )

@@ -37,8 +37,8 @@ SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("dualpipev", 2),
 )
 _PASS_SECONDS = 0.4
-"""Of each pass of a rank's whole share; with chunks a stage sleeps for its part of it.  Long beside the 1 to 2 ms that a
-pass takes without its sleep on 2 cores: with 0.06 s these were as much as the bubble of the V-shaped schedules."""
+"""Of each pass of a rank's whole share; with chunks a stage sleeps for its part of it.  Long beside the 1 to 2 ms that
+a pass takes without its sleep on 2 cores: with 0.06 s these were as much as the bubble of the V-shaped schedules."""
 _MICROBATCHES_PER_RANK = 2
 _VOCABULARY, _HIDDEN = 8, 4
 

@@ -18,7 +18,13 @@ from benchmarks._llama import shape_of
 from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import round_ratios, spread, summary
+from benchmarks._weft import recipe_for_auto
 from benchmarks.peers._environment import peer_versions, peers_python
+from weft.cluster import known_machine
+from weft.entry import decide_by_trials
+from weft.plan import dump_plan, facts_of
+from weft.profile import profile_of
+from weft.search import choose_plan
 
 _BATCH, _RANKS = 8, 2
 _HEAT = 4
@@ -30,6 +36,16 @@ WEFT = {
     "fp32": Entry(name="weft fp32", target=_WEFT, settings={"zero": 1, "compile": True}),
     "bf16": Entry(name="weft bf16", target=_WEFT, settings={"zero": 1, "compile": True, "precision": "bf16"}),
 }
+
+
+def auto_entry() -> Entry:
+    """What `weft train --plan auto` would run here: searched, tried, compiled where that pays; any processes."""
+    recipe, known = recipe_for_auto(_BATCH * _RANKS), known_machine()
+    facts = facts_of(recipe)
+    choice = choose_plan(recipe, known.cluster, facts, profile=profile_of(recipe, facts))
+    plan = decide_by_trials(recipe, choice, known.cluster, tell=log).plan
+    settings = {"plan": dump_plan(plan, everything=True), "threads": plan.compute.threads_per_rank}
+    return Entry(name="weft auto", target=_WEFT, settings=settings, ranks=plan.mesh.world_size)
 
 
 def rivals(python: str | None) -> list[Entry]:
@@ -54,21 +70,21 @@ def _variants(name: str, target: str, *, python: str = sys.executable, **setting
         yield Entry(name=f"{name} {kind}", target=target, settings={**settings, **chosen}, python=python)
 
 
-def measure(entries: Sequence[Entry], *, rounds: int, steps: int) -> dict[str, Any]:
+def measure(entries: Sequence[Entry], weft: Mapping[str, Entry], *, rounds: int, steps: int) -> dict[str, Any]:
     """Run all heats; returns per rival its blocks and those of Weft in the same rounds."""
     kept: dict[str, Any] = {}
-    with contenders(list(WEFT.values()), warmup_steps=3) as own:
+    with contenders(list(weft.values()), warmup_steps=3) as own:
         for start in range(0, len(entries), _HEAT):
             with contenders(entries[start : start + _HEAT], warmup_steps=3) as heat:
                 _check_losses(own, heat)
                 blocks = interleave([*own, *heat], rounds=rounds, steps=steps)
-                weft = {kind: blocks[entry.name] for kind, entry in WEFT.items()}
+                ours = {kind: blocks[entry.name] for kind, entry in weft.items()}
                 for rival in heat:
                     name = rival.entry.name
-                    kept[name] = _compared(name, blocks[name], weft)
+                    kept[name] = _compared(name, blocks[name], ours)
                     log(f"{name:28s} {_tokens(kept[name]['seconds']):6.0f} tokens/s, {_ratio_line(kept[name])}")
-                for kind, entry in WEFT.items():
-                    _extend(kept.setdefault(entry.name, {}), weft[kind])
+                for kind, entry in weft.items():
+                    _extend(kept.setdefault(entry.name, {}), ours[kind])
     return kept
 
 
@@ -88,15 +104,14 @@ def _extend(mine: dict[str, Any], blocks: Sequence[Block]) -> None:
 
 
 def _compared(name: str, blocks: Sequence[Block], weft: Mapping[str, Sequence[Block]]) -> dict[str, Any]:
-    kinds = {"default": ("bf16", "fp32"), "tuned fp32": ("fp32",), "tuned bf16": ("bf16",)}
+    kinds = {"default": ("bf16", "fp32", "auto"), "tuned fp32": ("fp32", "auto"), "tuned bf16": ("bf16", "auto")}
     kind = next(kind for kind in kinds if name.endswith(kind))
+    against = [which for which in kinds[kind] if which in weft]
     rival: dict[str, Any] = {"kind": kind}
     _extend(rival, blocks)
-    rival["weft_seconds"] = {which: _seconds(weft[which]) for which in kinds[kind]}
-    rival["ratios"] = {which: round_ratios(rival["seconds"], _seconds(weft[which])) for which in kinds[kind]}
-    rival["cpu_ratios"] = {
-        which: round_ratios(rival["cpu_seconds"], _cpu_seconds(weft[which])) for which in kinds[kind]
-    }
+    rival["weft_seconds"] = {which: _seconds(weft[which]) for which in against}
+    rival["ratios"] = {which: round_ratios(rival["seconds"], _seconds(weft[which])) for which in against}
+    rival["cpu_ratios"] = {which: round_ratios(rival["cpu_seconds"], _cpu_seconds(weft[which])) for which in against}
     return rival
 
 
@@ -123,8 +138,14 @@ def goals_of(kept: dict[str, Any]) -> list[Goal]:
         ("tuned fp32", "fp32", 1.0),
         ("tuned bf16", "bf16", 1.0),
         ("default", "bf16", 1.5),
+        ("default", "auto", 1.8),
+        ("tuned", "auto", 1.2),
     ):
-        leads = {name: rival["ratios"][which] for name, rival in kept.items() if rival.get("kind") == kind}
+        leads = {
+            name: rival["ratios"][which]
+            for name, rival in kept.items()
+            if rival.get("kind", "").startswith(kind) and which in rival["ratios"]
+        }
         if not leads:
             continue
         best = min(leads, key=lambda name: median(leads[name]))
@@ -145,10 +166,15 @@ def main() -> None:
     parser = options_parser(__doc__, rounds=15)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--only", default="", help="part of a rival's name")
+    parser.add_argument("--without", default=None, help="part of the names of those that stay away, such as bf16")
     options = parser.parse_args()
     before, python = machine(), peers_python()
-    entries = [entry for entry in rivals(python) if options.only in entry.name]
-    kept = measure(entries, rounds=options.rounds, steps=options.steps)
+    everybody = [entry for entry in rivals(python) if options.only in entry.name]
+    entries, weft = everybody, {**WEFT, "auto": auto_entry()}
+    if options.without:
+        entries = [entry for entry in everybody if options.without not in entry.name]
+        weft = {kind: entry for kind, entry in weft.items() if options.without not in entry.name}
+    kept = measure(entries, weft, rounds=options.rounds, steps=options.steps)
     samples = {
         name: {
             **rival,
@@ -163,7 +189,8 @@ def main() -> None:
         "settings": {
             "model": "6 layers, hidden 256, FFN 1024, 8 heads, vocabulary 8192, sequence 256, untied",
             "batch": f"{_BATCH} per rank, {_RANKS} ranks of one thread, AdamW, no clipping",
-            "weft": {kind: dict(entry.settings) for kind, entry in WEFT.items()},
+            "weft": {kind: dict(entry.settings) for kind, entry in weft.items()},
+            "left_out": options.without or "nobody",
             "tuned": dict(_TUNED),
             "rounds": options.rounds,
             "steps_per_round": options.steps,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.cli._read import read_choice
 from weft.cluster import Cluster
 from weft.entry import decide_by_trials, time_plan
 from weft.entry._trials import _key, close_rivals
@@ -113,3 +114,22 @@ def test_a_plan_is_timed() -> None:
     assert 0 < timed.best_seconds == min(timed.seconds)
     assert timed.first_seconds > 0
     assert timed.peak_bytes > 1e7
+
+
+def test_trials_on_the_command_line_keep_what_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # of kept measurements
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.replace("steps = 100", "steps = 1_000_000_000"))
+    given = ["plan.compute.compile=false", "plan.memory.recompute=full", "plan.compute.threads_per_rank=1"]
+    first = read_choice(path, "auto", given, 2, trials=True)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("trial     1 of ")
+    assert any("measured " in why for why in first.reasons.values())
+    for choice in (first, read_choice(path, "auto", given, 2, trials=True)):
+        assert choice.plan.memory.recompute == "full"
+        assert choice.plan.compute.threads_per_rank == 1
+        assert not choice.plan.compute.compile
+        assert choice.plan == first.plan
+    assert capsys.readouterr().out == ""  # nothing was tried again

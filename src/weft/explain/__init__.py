@@ -11,7 +11,7 @@ from weft.explain._reasons import search_reasons as search_reasons
 from weft.explain._table import plan_table as plan_table
 from weft.explain._table import search_document as search_document
 from weft.explain._table import search_lines as search_lines
-from weft.explain._table import why_not as why_not
+from weft.explain._table import what_it_costs as what_it_costs
 from weft.explain._text import layout_line as layout_line
 from weft.explain._text import memory_line as memory_line
 from weft.explain._text import spell_seconds as spell_seconds

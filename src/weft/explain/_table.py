@@ -119,11 +119,11 @@ def _row(place: int, candidate: Candidate, first: Candidate) -> tuple[str, ...]:
         f"{candidate.tokens_per_second / layout.world_size:,.0f}",
         f"{100 * candidate.model_flops_utilization:.1f} %",
         memory,
-        "" if candidate is first else why_not(candidate, first),
+        "" if candidate is first else what_it_costs(candidate, first),
     )
 
 
-def why_not(candidate: Candidate, first: Candidate) -> str:
+def what_it_costs(candidate: Candidate, first: Candidate) -> str:
     """Return the largest differences in time to the best plan: `+0.21 s bubble, +0.05 s data`."""
     differences = [
         (getattr(candidate.prediction.time, field.name) - getattr(first.prediction.time, field.name), field.name)

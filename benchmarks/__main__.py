@@ -1,6 +1,6 @@
 """Run the benchmarks one after another, each in a process of its own, then write the table and the plots.
 
-python -m benchmarks                      all of them, about half an hour on 2 cores
+python -m benchmarks                      all of them, about an hour and a half on 2 cores
 python -m benchmarks memory bubble        some
 python -m benchmarks --report             only the table and the plots, from what is there
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks._report import write_report
 from benchmarks._results import RESULTS, ROOT, log
 
-BENCHMARKS = ("memory", "bubble", "overhead", "techniques", "peers")
+BENCHMARKS = ("memory", "bubble", "overhead", "techniques", "peers", "auto")
 
 
 def main() -> None:

@@ -10,15 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.data import rank_range
 from weft.models import Blueprint, build_decoder
 from weft.parallel import ModelLayout, ParameterLayout
 from weft.parallel.materialise import materialise
-from weft.plan import Plan
 from weft.recipe import DecoderShape
 
 SEED = 1234
-_POOL = 4
+POOL = 4
 """Batches per rank, taken in turn: few enough to be learned, so that losses show whether all learn alike."""
 SIZES = ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocabulary_size", "sequence_length")
 
@@ -55,7 +53,7 @@ _UNIT = 8
 def batch_of(settings: Mapping[str, Any], step: int) -> dict[str, Tensor]:
     """This rank's samples of a step; global sample ids, so that the world size could be another."""
     size = int(settings.get("batch", _UNIT))
-    first = (step % _POOL) * size * world_size() + rank() * size
+    first = (step % POOL) * size * world_size() + rank() * size
     return samples_of(settings, range(first, first + size))
 
 
@@ -80,23 +78,7 @@ def samples_of(settings: Mapping[str, Any], ids: range) -> dict[str, Tensor]:
 
 
 def pool_of(settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    return [batch_of(settings, step) for step in range(_POOL)]
-
-
-def shared_pool(settings: Mapping[str, Any], plan: Plan, data_index: int) -> list[list[dict[str, Tensor]]]:
-    """A data rank's microbatches of every step, whatever the plan."""
-    start, stop = rank_range(plan.microbatch, plan.mesh.data, data_index)
-    whole, size = plan.global_batch_size, plan.microbatch.size
-    found: list[list[dict[str, Tensor]]] = []
-    for step in range(_POOL):
-        batch = samples_of(settings, range(step * whole, (step + 1) * whole))
-        found.append(
-            [
-                {name: value[at : min(at + size, stop)] for name, value in batch.items()}
-                for at in range(start, stop, size)
-            ]
-        )
-    return found
+    return [batch_of(settings, step) for step in range(POOL)]
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from benchmarks._llama import SEED, pool_of, shape_of, shared_pool, world_size
+from benchmarks._llama import POOL, SEED, pool_of, samples_of, shape_of, world_size
 from weft.comm import Mesh
+from weft.data import rank_range
 from weft.engine import TrainingState, create_training
 from weft.models import build_decoder
 from weft.plan import (
@@ -83,7 +85,7 @@ def weft(settings: Mapping[str, Any]) -> Callable[[int], float]:
     training, plan = create(settings), plan_of(settings)
     if "plan" in settings:
         torch.set_num_threads(plan.compute.threads_per_rank)
-        pool = shared_pool(settings, plan, training.model.mesh.index("data"))
+        pool = _shared_pool(settings, plan, training.model.mesh.index("data"))
     else:
         pool = [[batch] for batch in pool_of(settings)]
 
@@ -91,6 +93,22 @@ def weft(settings: Mapping[str, Any]) -> Callable[[int], float]:
         return training.stepper(pool[index % len(pool)], step=index, learning_rate=LEARNING_RATE).loss
 
     return step
+
+
+def _shared_pool(settings: Mapping[str, Any], plan: Plan, data_index: int) -> list[list[dict[str, Tensor]]]:
+    """A data rank's microbatches of every step, whatever the plan."""
+    start, stop = rank_range(plan.microbatch, plan.mesh.data, data_index)
+    whole, size = plan.global_batch_size, plan.microbatch.size
+    found: list[list[dict[str, Tensor]]] = []
+    for step in range(POOL):
+        batch = samples_of(settings, range(step * whole, (step + 1) * whole))
+        found.append(
+            [
+                {name: value[at : min(at + size, stop)] for name, value in batch.items()}
+                for at in range(start, stop, size)
+            ]
+        )
+    return found
 
 
 def recipe_for_auto(batch: int) -> Recipe:

@@ -12,7 +12,7 @@ from weft.cli._read import read_choice
 from weft.cluster import Cluster
 from weft.entry import decide_by_trials, time_plan
 from weft.entry._trials import _key, close_rivals
-from weft.plan import facts_of
+from weft.plan import MicrobatchPlan, facts_of
 from weft.profile import profile_of
 from weft.recipe import Recipe, parse_recipe
 from weft.search import Choice, choose_plan
@@ -80,27 +80,35 @@ def test_nothing_is_tried_where_it_does_not_pay(tmp_path: Path, monkeypatch: pyt
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    ("eager", "compiled", "pays"),
-    [((0.5, 1.0), (0.3, 40.0), True), ((0.5, 1.0), (0.6, 40.0), False), ((0.5, 1.0), (0.49999999, 40.0), False)],
-)
-def test_blocks_are_compiled_where_that_saves_time(
-    tmp_path: Path, eager: tuple[float, float], compiled: tuple[float, float], pays: bool
-) -> None:
+# Seconds of a step and of the first one: as it is, in one microbatch, compiled, both.
+TIMES = {
+    "as it is": [(0.5, 1.0), (0.5001, 1.0), (0.6, 40.0), (0.6, 40.0)],
+    "whole": [(0.5, 1.0), (0.4, 1.0), (0.39999999, 40.0), (0.5, 40.0)],  # which saves less than compiling takes
+    "compiled": [(0.5, 1.0), (0.5, 1.0), (0.3, 40.0), (0.4, 40.0)],
+    "compiled whole": [(0.5, 1.0), (0.5, 1.0), (0.4, 40.0), (0.3, 40.0)],
+}
+
+
+@pytest.mark.parametrize("wanted", TIMES)
+def test_compiled_or_in_larger_microbatches_where_that_saves_time(tmp_path: Path, wanted: str) -> None:
     recipe = parse_recipe(RECIPE)
     choice, machine = chosen(recipe)
-    choice = replace(choice, rivals=choice.rivals[:1])
-    with_it = replace(choice.plan, compute=replace(choice.plan.compute, compile=True))
-    kept = tmp_path / f"{_key(recipe, machine, [choice.plan, with_it])}.json"
-    kept.write_text(json.dumps({"seconds": [eager, compiled]}))
-    steps = lasting(4000, choice)
+    small = replace(choice.plan, microbatch=MicrobatchPlan(size=2, per_step=2))
+    choice = replace(choice, plan=small, rivals=(replace(choice.rivals[0], plan=small),))
+    whole = replace(small, microbatch=MicrobatchPlan(size=4, per_step=1))
+    plans = [small, whole, *(replace(each, compute=replace(each.compute, compile=True)) for each in (small, whole))]
+    kept = tmp_path / f"{_key(recipe, machine, plans)}.json"
+    kept.write_text(json.dumps({"seconds": TIMES[wanted]}))
+    steps = lasting(8000, choice)
     told: list[str] = []
     found = decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=steps)
-    assert found.plan == (with_it if pays else choice.plan)
-    assert found.reasons["compute.compile"].endswith("compiling took 40 s")
-    assert "500 ms without" in found.reasons["compute.compile"]
+    assert found.plan == plans[list(TIMES).index(wanted)]
     assert found.rivals[0].plan == found.plan
-    given = replace(choice.plan, origins={"compute.compile": "--set"})
+    assert "microbatch 2: 500 ms" in found.reasons["compute.compile"]
+    assert ("microbatch.size" in found.reasons and "measured" in found.reasons["microbatch.size"]) == (
+        "whole" in wanted
+    )
+    given = replace(small, origins={"compute.compile": "--set", "microbatch.size": "--set"})
     fixed = replace(choice, plan=given, rivals=(replace(choice.rivals[0], plan=given),))
     assert decide_by_trials(recipe, fixed, machine, tell=told.append, folder=tmp_path, steps=steps) is fixed
     assert told == []

@@ -41,12 +41,12 @@ def decide_by_trials(
     folder: Path | None = None,
     steps: int | None = None,
 ) -> Choice:
-    """Return the choice with the fastest of its close rivals as the plan, compiled where that pays, and the times as
-    the reasons.
+    """Return the choice with the fastest of its close rivals as the plan, compiled and in one microbatch where it pays,
+    and the times as the reasons.
 
     Nothing is tried inside a job, where the ranks run already, or where no samples can be made up (a factory's model).
-    Rivals are tried where no plan is clearly the best, compilation where the plan says nothing of it, and both only
-    where the run is long enough for that to pay.  What was measured is kept by a hash of recipe, machine, plans and
+    Rivals are tried where no plan is clearly the best, the rest where the plan says nothing of it, and all only where
+    the run is long enough for that to pay.  What was measured is kept by a hash of recipe, machine, plans and
     version.
 
     Args:
@@ -75,24 +75,50 @@ def _fastest(bench: _Bench, choice: Choice, steps: int) -> Choice:
 
 
 def _compiled(bench: _Bench, choice: Choice, steps: int) -> Choice:
-    """The choice with its blocks compiled, if a trial says that this saves more over the run than compiling takes."""
+    """The choice with its blocks compiled, or in fewer and larger microbatches, or both: whichever of these trials ends
+    the run first, compiling included.
+
+    Both belong together: what a compiler saves grows with the microbatch, and what caches save shrinks.
+    """
     first, plan = choice.rivals[0], choice.rivals[0].plan or choice.plan
-    cost = 2 * _START_SECONDS + _COMPILE_SECONDS + 2 * _STEPS * first.prediction.step_seconds
-    is_open = "compute.compile" not in plan.origins and plan.pipeline_parallel.schedule not in SPLIT_BACKWARD
-    if plan.compute.compile or not is_open or steps * first.prediction.step_seconds < _WORTH * cost:
+    variants = _variants(first, plan)
+    each = _START_SECONDS + _STEPS * first.prediction.step_seconds
+    cost = len(variants) * each + _COMPILE_SECONDS * sum(variant.compute.compile for variant in variants)
+    if len(variants) < 2 or steps * first.prediction.step_seconds < _WORTH * cost:
         return choice
-    eager, compiled = bench.times([plan, replace(plan, compute=replace(plan.compute, compile=True))])
-    if eager is None or compiled is None:
+    timed = bench.times(variants)
+    ends = {at: each.first_seconds + (steps - 1) * each.step_seconds for at, each in enumerate(timed) if each}
+    if not ends:
         return choice
-    saved = (eager.step_seconds - compiled.step_seconds) * steps - (compiled.first_seconds - eager.first_seconds)
-    told = f"{_told(compiled.step_seconds)} per step, {_told(eager.step_seconds)} without"
-    reason = f"measured {told}; compiling took {_told(compiled.first_seconds)}"
+    best = min(ends, key=lambda at: ends[at])
+    told = [f"{_setting(variants[at])}: {_told(each.step_seconds)}" for at, each in enumerate(timed) if each]
+    chosen, reason = variants[best], f"measured per step, {', '.join(told)}"
     reasons = {**choice.reasons, "compute.compile": reason}
-    if saved <= 0:
-        return replace(choice, reasons=reasons)
-    chosen = replace(plan, compute=replace(plan.compute, compile=True))
+    if chosen.microbatch != plan.microbatch:
+        reasons["microbatch.size"] = "measured, see compute.compile"
     rivals = (replace(first, plan=chosen), *choice.rivals[1:])
     return replace(choice, plan=chosen, reasons=reasons, rivals=rivals)
+
+
+def _variants(candidate: Candidate, plan: Plan) -> list[Plan]:
+    """The plan; with one microbatch per data rank where memory surely allows it; and both of these compiled."""
+    found, count = [plan], plan.microbatch.per_step
+    room = candidate.prediction.usable_bytes / candidate.prediction.fullest.device
+    if (
+        isinstance(count, int)
+        and 1 < count <= room
+        and plan.mesh.pipeline == 1
+        and "microbatch.size" not in plan.origins
+    ):
+        whole = replace(plan.microbatch, size=plan.microbatch.size * count, per_step=1)
+        found.append(replace(plan, microbatch=whole))
+    if "compute.compile" not in plan.origins and plan.pipeline_parallel.schedule not in SPLIT_BACKWARD:
+        found += [replace(each, compute=replace(each.compute, compile=True)) for each in found]
+    return found
+
+
+def _setting(plan: Plan) -> str:
+    return f"{'compiled, ' if plan.compute.compile else ''}microbatch {plan.microbatch.size}"
 
 
 def close_rivals(choice: Choice) -> list[Candidate]:
@@ -135,7 +161,7 @@ class _Bench:
             return [*kept]
         found: list[_Timing | None] = []
         for number, plan in enumerate(plans):
-            self.tell(f"trial     {number + 1} of {len(plans)}: {_name(plan)}")
+            self.tell(f"trial     {number + 1} of {len(plans)}: {_name(plan)}, {_setting(plan)}")
             found.append(self._time(plan))
         if None not in found:
             _keep(path, {"plans": [_name(plan) for plan in plans], "seconds": found})
@@ -172,7 +198,7 @@ def _name(plan: Plan | None) -> str:
     axes = (("data", mesh.data), ("tensor", mesh.tensor), ("pipeline", mesh.pipeline))
     name = " × ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "1 process"
     zero = f" ZeRO-{plan.data_parallel.zero}" if mesh.data > 1 else ""
-    return f"{name}{zero} {plan.compute.precision}{' compiled' if plan.compute.compile else ''}"
+    return f"{name}{zero} {plan.compute.precision}"
 
 
 def _told(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 
@@ -12,6 +13,13 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
         return values[0], values[0]
     low, _, high = quantiles(values, n=4, method="inclusive")
     return low, high
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % confidence interval of the median, by order statistics: no assumption about the distribution."""
+    ordered, count = sorted(values), len(values)
+    rank = max(int(count / 2 - 0.98 * math.sqrt(count)), 0)
+    return ordered[rank], ordered[count - 1 - rank]
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

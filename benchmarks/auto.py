@@ -11,7 +11,6 @@ python -m benchmarks.auto                 all of them, about half an hour on 2 c
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from typing import Any
 
 from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
-from benchmarks._statistics import spread
+from benchmarks._statistics import median_interval, spread
 from weft.cluster import Cluster, known_machine
 from weft.errors import PlanError
 from weft.launch import launch_function
@@ -172,13 +171,6 @@ def run_cell(cell: Cell, cluster: Cluster, rounds: int) -> dict[str, Any] | None
         "seconds_again": {_name(plans[at]): seconds for at, seconds in again.items()},
         "failures": {_name(plans[at]): why for at, why in failures.items()},
     }
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % confidence interval of the median, by order statistics: no assumption about the distribution."""
-    ordered, count = sorted(values), len(values)
-    rank = max(int(count / 2 - 0.98 * math.sqrt(count)), 0)
-    return ordered[rank], ordered[count - 1 - rank]
 
 
 def _name(plan: Plan) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks._contender import Entry, contenders, interleave
 from benchmarks._options import options_parser
-from benchmarks._results import Goal, machine, versions, write_result
-from benchmarks._statistics import spread
+from benchmarks._results import Goal, log, machine, versions, write_result
+from benchmarks._statistics import median_interval, spread
 
 _COMMON = {"max_grad_norm": 1.0, "fused": True, "tuned": True, "zero": 0, "fused_loss": False}
 _SIZES: dict[str, dict[str, int]] = {
@@ -43,19 +43,31 @@ def pairs(size: str) -> list[tuple[str, Entry, Entry]]:
 
 def main() -> None:
     parser = options_parser(__doc__, rounds=12)
+    parser.add_argument("--only", default="", help="part of a pair's name, such as `one process`")
     options = parser.parse_args()
     before = machine()
     goals: list[Goal] = []
     samples: dict[str, Any] = {}
-    for size, steps in (("tiny llama", 2), ("very small", 40)):
+    # Many short rounds: a shared machine gives two steps in a row times that differ by a fifth.
+    for size, steps, times in (("tiny llama", 1, 4), ("very small", 40, 1)):
         for what, weft, hand in pairs(size):
+            if options.only not in what:
+                continue
             with contenders([weft, hand], warmup_steps=steps + 1) as alive:
-                blocks = interleave(alive, rounds=options.rounds, steps=steps)
+                blocks = interleave(alive, rounds=options.rounds * times, steps=steps)
             seconds = {name: [median(block.seconds) for block in found] for name, found in blocks.items()}
             overheads = [(w / h - 1) * 100 for w, h in zip(seconds[weft.name], seconds[hand.name], strict=True)]
             extra = [(w - h) * 1e3 for w, h in zip(seconds[weft.name], seconds[hand.name], strict=True)]
             cpu = {name: [median(block.cpu_seconds) for block in found] for name, found in blocks.items()}
-            samples[what] = {"seconds": seconds, "cpu_seconds": cpu, "extra_milliseconds": extra}
+            samples[what] = {
+                "seconds": seconds,
+                "cpu_seconds": cpu,
+                "extra_milliseconds": extra,
+                "percent_interval": median_interval(overheads),
+                "percent_of_fastest_steps": (min(seconds[weft.name]) / min(seconds[hand.name]) - 1) * 100,
+            }
+            low, high = median_interval(overheads)
+            log(f"{what}: {median(overheads):.1f} %, 95 % confident between {low:.1f} and {high:.1f} %")
             if size == "tiny llama":
                 goal = Goal(
                     what=f"step over a hand-written loop, {what}",

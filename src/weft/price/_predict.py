@@ -82,9 +82,11 @@ class Pricer:
 
     def whole(self, layout: Layout) -> Whole:
         """Return the costs of all blocks: a microbatch's sums, and stages for any cuts."""
-        key = (self._key(layout), layout.recompute, layout.adapters_only, self._threads(layout))
+        costs = self._key(layout)
+        key = (costs, layout.recompute, layout.adapters_only, self._threads(layout))
         if key not in self._wholes:
-            self._wholes[key] = whole_of(self.profile, layout, lambda block: self.block_cost(block, layout))
+            machine = self._machine(layout)[1]
+            self._wholes[key] = whole_of(self.profile, layout, lambda block: machine.cost(block, costs))
         return self._wholes[key]
 
     # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -30,7 +30,9 @@ class Whole:
     def __init__(self, costs: Sequence[BlockCost], recompute: Sequence[Recompute], *, weights: bool) -> None:
         """`weights`: whether weights get gradients."""
         kinds: list[Recompute] = ["none", *recompute, "none"]
-        again = [cost.again(kind) for cost, kind in zip(costs, kinds, strict=True)]
+        pairs = list(zip(costs, kinds, strict=True))
+        of_pair = {(id(cost), kind): cost.again(kind) for cost, kind in {(id(c), k): (c, k) for c, k in pairs}.values()}
+        again = [of_pair[id(cost), kind] for cost, kind in pairs]
         self.sums = _total(costs, again, weights=weights)
         """PassCost sums of a whole microbatch: of the passes, and of what is computed again."""
         self._tables = Stages(
@@ -77,7 +79,9 @@ def whole_of(profile: Profile, layout: Layout, cost_of: Callable[[Block], BlockC
     """Return the costs of all blocks under a layout."""
     recompute = layout.recompute
     kinds = (recompute,) * len(profile.blocks) if isinstance(recompute, str) else recompute
-    costs = [cost_of(block) for block in (profile.stem, *profile.blocks, profile.tail)]
+    blocks = (profile.stem, *profile.blocks, profile.tail)
+    of_kind = {id(block): cost_of(block) for block in {id(block): block for block in blocks}.values()}
+    costs = [of_kind[id(block)] for block in blocks]  # alike blocks are one object
     return Whole(costs, kinds, weights=not layout.adapters_only)
 
 

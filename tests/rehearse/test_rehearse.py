@@ -26,7 +26,7 @@ from weft.plan import (
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.record import Recorder
 from weft.rehearse import peers_to_ask, rehearse, rehearse_world, representative_ranks
-from weft.rehearse._rehearse import _batch, _state_bytes
+from weft.rehearse._rehearse import _state_bytes, example_batch
 from weft.rehearse._witness import Witness
 
 SHAPE = DecoderShape(
@@ -78,7 +78,7 @@ def really(name: str) -> tuple[Any, dict[tuple[str, str], tuple[int, int]]]:
     training = create_training(recipe, plan, blueprint, mesh, Recorder())
     with Witness(mesh) as witness:
         training.stepper(
-            [_batch(blueprint, plan)] * max(plan.microbatch.shares(plan.mesh.data)), step=0, learning_rate=1e-3
+            [example_batch(blueprint, plan)] * max(plan.microbatch.shares(plan.mesh.data)), step=0, learning_rate=1e-3
         )
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()

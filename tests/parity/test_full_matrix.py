@@ -43,7 +43,8 @@ class Table:
             "# Parity: every plan against one process",
             "",
             "Largest relative differences over 20 optimizer steps; gradients are those of the first step."
-            f" Limits: {limits}; final weights are judged in fp64 only.",
+            f" Limits: {limits}; final weights are judged in fp64 only.  In fp32 a step's loss and norm count"
+            " relative to what one rounding of the first weights does to one process's own.",
             "",
             "| cell | world | precision | gradients | losses | norms | validation | weights | equal |",
             "|---|---|---|---|---|---|---|---|---|",

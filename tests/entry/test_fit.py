@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import weft
 from weft.cluster import parse_cluster_spec
 from weft.entry._fit import Trial, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
-from weft.errors import PlanError
+from weft.errors import PlanError, RecipeError
 from weft.launch import Place
 from weft.plan import MeshPlan, MicrobatchPlan, Plan, dump_plan, facts_of, parse_plan
 from weft.profile import profile_of
@@ -113,6 +114,29 @@ def test_only_a_plan_near_its_limit_is_tried() -> None:
     assert not is_tight(replace(full, rivals=()))
     given = replace(choice.plan, origins={"microbatch.size": "from --set"})
     assert not is_tight(replace(full, plan=given))
+
+
+def test_what_killed_a_process_is_said() -> None:
+    recipe, plan = recipe_of(), Plan(microbatch=MicrobatchPlan(size=1, per_step=8))
+
+    def killed(recipe: Recipe, plan: Plan) -> Trial:
+        return Trial(fits=False, peak_bytes=0)
+
+    with pytest.raises(PlanError, match="the system ended a process"):
+        fit_microbatch(recipe, plan, lambda line: None, killed, facts=facts_of(recipe))
+
+
+def test_memory_is_not_tried_without_samples(tmp_path: Path) -> None:
+    given = recipe_of()
+    factory = replace(given, model=ModelRecipe(factory="torch.nn:Identity"))
+    with pytest.raises(RecipeError, match="try_memory = True needs samples"):
+        weft.train(
+            factory,
+            Plan(microbatch=MicrobatchPlan(size=8, per_step=1)),
+            folder=tmp_path / "run",
+            try_memory=True,
+            quiet=True,
+        )
 
 
 LIMITED = """

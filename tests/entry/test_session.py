@@ -456,3 +456,4 @@ def test_auto_is_searched_and_leaves_the_model_as_it_was(ranks, tmp_path, holds_
         assert same
         # What cannot be copied cannot be described; then it is the rule's plan.
         assert not told or ("predicted" in told) != holds_lock
+        assert not told or ("cannot be described" in told) == holds_lock

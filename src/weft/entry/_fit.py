@@ -67,11 +67,11 @@ def fit_microbatch(
         refused.append(plan.microbatch.size)
         smaller = None if facts.has_batch_norm else _smaller(plan)
         if smaller is None:
+            held = f"{_told(trial.peak_bytes)} were held then" if trial.peak_bytes else "the system ended a process"
             raise PlanError(
-                f"the plan was predicted to fit, but a step with a microbatch of {plan.microbatch.size} finds no memory"
-                f" ({_told(trial.peak_bytes)} were held then) and it cannot be made smaller. Free memory on the"
-                ' device, or give a plan that needs less: plan.memory.recompute = "full", or a higher'
-                " plan.data_parallel.zero."
+                f"A step with a microbatch of {plan.microbatch.size} finds no memory ({held}), and it cannot be made"
+                ' smaller. Free memory on the device, or give a plan that needs less: plan.memory.recompute = "full",'
+                " or a higher plan.data_parallel.zero."
             )
         plan = smaller
 

@@ -261,7 +261,7 @@ class Session:
         facts = facts_of_blueprint(blueprint, recipe)
         machine = machine_for(self._place)
         reasons: Mapping[str, str] = {}
-        plan = self._plan
+        plan, note = self._plan, ""
         if plan is None:
             known = LossOfUser(loss)
             known.like = type(example)
@@ -270,12 +270,15 @@ class Session:
                 recipe, machine.cluster, facts, self.world_size, profile=profile, given=Plan(origins=_DATA_ONLY)
             )
             plan, reasons = choice.plan, choice.reasons
+            if profile is None:
+                note = "the model cannot be described, so auto took the largest split of the data that fits"
         check_plan(plan, recipe, facts, self.world_size)
         check_runnable(plan)
         check_same_on_all_ranks(recipe, plan)
         torch.set_num_threads(plan.compute.threads_per_rank)
         if self.rank == 0 and not self._quiet:
-            print("\n".join(describe_plan(plan, reasons, facts, machine.cluster)), flush=True)
+            lines = describe_plan(plan, reasons, facts, machine.cluster)
+            print("\n".join([*lines, f"note      {note}"] if note else lines), flush=True)
         return plan
 
 

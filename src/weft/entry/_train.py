@@ -29,7 +29,7 @@ from weft.entry._facts import facts_of_blueprint
 from weft.entry._fit import Weigher, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
 from weft.entry._trials import decide_by_trials
 from weft.entry._worker import train_rank
-from weft.errors import CheckpointError, LaunchError, WeftError
+from weft.errors import CheckpointError, LaunchError, RecipeError, WeftError
 from weft.launch import initialise_distributed, launch_function, place_from_environment
 from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
@@ -126,6 +126,11 @@ def train(
     # What a rank would refuse is refused before anything is prepared or written.
     device_for_rank(plan.compute.device, place.local_rank if place is not None else 0)
     check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
+    if try_memory and blueprint.example is None:
+        raise RecipeError(
+            "try_memory = True needs samples to take a step with, and the model brings no example batch. Leave"
+            " try_memory out, or use a model whose inputs Weft knows (a reference, or a Hugging Face model)."
+        )
     tight = tight if try_memory is None else try_memory
     job = _Job(recipe, plan, blueprint, facts, cluster, reasons or {}, note, tight, quiet)
     if place is not None:
@@ -207,8 +212,10 @@ class _Job:
             return result
 
     def _fit_memory(self, weigh_all: Weigher) -> None:
-        if self.try_memory and self.blueprint.example is not None:
-            tell = _keep_quiet if self.quiet else print
+        tell = _keep_quiet if self.quiet else print
+        if self.try_memory and self.blueprint.example is None:
+            tell("memory    not tried, though it may be short: the model brings no example batch to take a step with")
+        elif self.try_memory:
             self.plan, reason = fit_microbatch(self.recipe, self.plan, tell, weigh_all, facts=self.facts)
             self.reasons = {**self.reasons, "microbatch.size": reason}
 

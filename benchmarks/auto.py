@@ -1,9 +1,10 @@
 """`plan = "auto"` against every plan that was run: is the chosen one the fastest, and are the predictions right?
 
-A cell is a model, a batch and a number of processes.  In each, auto chooses by prediction alone, without its trials.
-Its choice and plans of every kind (axes × ZeRO stage × microbatch × precision × schedule) then run a few steps each, in
-the same processes.  The fastest three and the choice run again, step by step in turn, and only these
-second times count, so that luck does not choose.  Worlds larger than the cores are reported apart.
+A cell is a model, a batch and a number of processes.  In each, auto chooses twice: by prediction alone, as for a short
+run, and with the trials that a run of a quarter of an hour pays for (compilation is left out: the other plans are not
+compiled either).  Both choices and plans of every kind (axes × ZeRO stage × microbatch × precision × schedule) then run
+a few steps each.  The fastest three and the choices run again, in turn, and only these second times count, so that luck
+does not choose.  Worlds larger than the cores are reported apart.
 
 python -m benchmarks.auto --cells 3       the first cells of the shuffled list
 python -m benchmarks.auto                 all of them, about half an hour on 2 cores
@@ -12,10 +13,12 @@ python -m benchmarks.auto                 all of them, about half an hour on 2 c
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product, zip_longest
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,8 +26,8 @@ from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import median_interval, spread
 from weft.cluster import Cluster, known_machine
+from weft.entry import TimedPlan, decide_by_trials, step_seconds, time_plans
 from weft.errors import PlanError
-from weft.launch import launch_function
 from weft.plan import (
     ComputePlan,
     DataParallelPlan,
@@ -33,12 +36,11 @@ from weft.plan import (
     PipelineParallelPlan,
     Plan,
     check_plan,
-    dump_plan,
     facts_of,
 )
 from weft.profile import profile_of
-from weft.recipe import Recipe, dump_recipe, parse_recipe
-from weft.search import Choice, choose_plan
+from weft.recipe import Recipe, parse_recipe
+from weft.search import Candidate, Choice, choose_plan
 
 _DECODER = "sequence_length = 128\nvocabulary_size = 2048"
 MODELS: Mapping[str, tuple[str, str]] = {
@@ -56,6 +58,8 @@ BATCHES = (8, 32)
 WORLDS = (1, 2, 4)
 MOST_PLANS = 12
 _NEAR = 0.05
+_TRIED_SECONDS = 900.0
+"""Predicted length of the run whose trials choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,27 +89,50 @@ def cells() -> list[Cell]:
     return every
 
 
-def every_plan(cell: Cell, cluster: Cluster) -> tuple[Choice, list[Plan]]:
-    """Auto's choice, and the plans to run against it, the choice first.
-
-    These are enumerated here and not by search: every split of the processes over data, tensor and pipeline, every ZeRO
-    stage, microbatches of the whole share, a half and a quarter, both precisions, and the schedules that two stages
-    have.  Where there are too many, every split keeps its share of a random draw.
-    """
+def chosen(cell: Cell, cluster: Cluster) -> tuple[Choice, Choice]:
+    """What auto chooses by prediction, and with trials; nothing that earlier trials kept is used."""
     recipe = cell.recipe
     facts = facts_of(recipe)
     choice = choose_plan(recipe, cluster, facts, cell.world, profile=profile_of(recipe, facts))
+    steps = int(_TRIED_SECONDS / choice.rivals[0].prediction.step_seconds)
+    fixed = replace(choice, rivals=tuple(_uncompiled(each) for each in choice.rivals))
+    with tempfile.TemporaryDirectory() as folder:
+        return choice, decide_by_trials(recipe, fixed, cluster, tell=_quietly, folder=Path(folder), steps=steps)
+
+
+def _uncompiled(rival: Candidate) -> Candidate:
+    """The rival whose plan says itself that nothing is compiled."""
+    if rival.plan is None:
+        return rival
+    return replace(rival, plan=replace(rival.plan, origins={**rival.plan.origins, "compute.compile": "benchmark"}))
+
+
+def _quietly(line: str) -> None:
+    """Only what failed is worth a line here."""
+    if "failed" in line:
+        log(line)
+
+
+def every_plan(cell: Cell, choices: Sequence[Plan]) -> list[Plan]:
+    """The plans to run: auto's choices first.
+
+    The others are enumerated here and not by search: every split of the processes over data, tensor and pipeline, every
+    ZeRO stage, microbatches of the whole share, a half and a quarter, both precisions, and the schedules that two
+    stages have.  Where there are too many, every split keeps its share of a random draw.
+    """
+    recipe = cell.recipe
+    facts = facts_of(recipe)
     splits: dict[MeshPlan, list[Plan]] = {}
-    for plan in _enumerated(cell, choice.plan.compute.threads_per_rank):
+    for plan in _enumerated(cell, choices[0].compute.threads_per_rank):
         with suppress(PlanError):
             check_plan(plan, recipe, facts, cell.world)
-            if plan != choice.plan:
+            if not any(plan == replace(known, origins={}) for known in choices):
                 splits.setdefault(plan.mesh, []).append(plan)
     draw = random.Random(f"{cell.name}")
     for plans in splits.values():
         draw.shuffle(plans)
     turns = [plan for turn in zip_longest(*splits.values()) for plan in turn if plan is not None]
-    return choice, [choice.plan, *turns[: MOST_PLANS - 1]]
+    return [*choices, *turns[: MOST_PLANS - len(choices)]]
 
 
 def _enumerated(cell: Cell, threads: int) -> Iterator[Plan]:
@@ -130,47 +157,44 @@ def _enumerated(cell: Cell, threads: int) -> Iterator[Plan]:
 
 def run_cell(cell: Cell, cluster: Cluster, rounds: int) -> dict[str, Any] | None:
     """Everything measured in a cell; None where not even the choice ran."""
-    choice, plans = every_plan(cell, cluster)
-    found = launch_function(
-        "benchmarks._auto_rank:run_rank",
-        {
-            "recipe": dump_recipe(cell.recipe, everything=True),
-            "plans": [dump_plan(plan, everything=True) for plan in plans],
-            "rounds": rounds,
-        },
-        cell.world,
-        threads_per_rank=choice.plan.compute.threads_per_rank,
-        preload=("weft.entry", "torch.distributed.tensor"),
-    )
-    failures = {int(at): why for at, why in found[0]["failures"].items()}
-    if 0 in failures:
-        log(f"{cell.name}: the choice did not run: {failures[0]}")
+    choice, tried = chosen(cell, cluster)
+    choices = [choice.plan]
+    with_trials = replace(tried.plan, origins=choice.plan.origins)
+    if with_trials != choice.plan:
+        choices.append(with_trials)
+    plans = every_plan(cell, choices)
+    found = time_plans(cell.recipe, plans, rounds=rounds, most=3, always=len(choices))
+    timed = {at: each for at, each in enumerate(found) if isinstance(each, TimedPlan)}
+    if 0 not in timed:
+        log(f"{cell.name}: the choice did not run: {found[0]}")
         return None
-    # A step lasts until the last rank has done it.
-    again = {
-        int(at): [max(step) for step in zip(*(rank["again"][at] for rank in found), strict=True)]
-        for at in found[0]["again"]
-    }
-    medians = {at: median(seconds) for at, seconds in again.items()}
-    best = min(medians, key=lambda at: medians[at])
-    ratios = [mine / other for mine, other in zip(again[0], again[best], strict=True)]
+    seconds = dict(zip(timed, step_seconds([*timed.values()]), strict=True))
+    best = min((at for at in timed if timed[at].turns), key=lambda at: seconds[at])
     predicted = choice.rivals[0].prediction
     return {
         "cell": cell.name,
         "world": cell.world,
-        "plans_run": len(plans) - len(failures),
+        "plans_run": len(timed),
         "chosen": _name(plans[0]),
         "best": _name(plans[best]),
-        "regret": median(ratios) - 1,
-        "regret_interval": [value - 1 for value in median_interval(ratios)],
+        **_regret(timed[0], timed[best], ""),
+        "tried": _name(plans[len(choices) - 1]),
+        **_regret(timed[len(choices) - 1], timed[best], "tried_"),
         "predicted_seconds": predicted.step_seconds,
-        "measured_seconds": medians[0],
+        "measured_seconds": seconds[0],
         "predicted_bytes": predicted.fullest.device,
-        "measured_bytes": max(rank["peak_bytes"] for rank in found),
-        "seconds": {_name(plans[int(at)]): max(rank["first"][at] for rank in found) for at in found[0]["first"]},
-        "seconds_again": {_name(plans[at]): seconds for at, seconds in again.items()},
-        "failures": {_name(plans[at]): why for at, why in failures.items()},
+        "measured_bytes": timed[0].peak_bytes,
+        "seconds": {_name(plans[at]): each.early_seconds for at, each in timed.items()},
+        "seconds_again": {_name(plans[at]): each.turns for at, each in timed.items() if each.turns},
+        "failures": {_name(plans[at]): each for at, each in enumerate(found) if isinstance(each, str)},
     }
+
+
+def _regret(mine: TimedPlan, best: TimedPlan, which: str) -> dict[str, Any]:
+    """How much longer a step takes than the best one's, round by round."""
+    ratios = [turn / other for turn, other in zip(mine.turns, best.turns, strict=True)]
+    interval = [value - 1 for value in median_interval(ratios)]
+    return {f"{which}regret": median(ratios) - 1, f"{which}regret_interval": interval}
 
 
 def _name(plan: Plan) -> str:
@@ -193,21 +217,27 @@ def goals(results: Sequence[Mapping[str, Any]], cores: int) -> list[Goal]:
             continue
         step = [abs(each["predicted_seconds"] / each["measured_seconds"] - 1) for each in chosen]
         memory = [abs(each["predicted_bytes"] / each["measured_bytes"] - 1) for each in chosen]
-        regret = [each["regret"] for each in chosen]
-        for words, reading in (
-            ("by the median", regret),
-            ("surely (95 % confidence)", [each["regret_interval"][1] for each in chosen]),
-            ("not surely beyond", [each["regret_interval"][0] for each in chosen]),
-        ):
-            share = 100 * sum(value <= _NEAR for value in reading) / len(reading)
-            what = f"share of {len(chosen)} cells within 5 % of the best, {words}{where}"
-            made.append(Goal(what=what, measured=share, goal=90, better="higher", unit=" %"))
+        made += _regret_goals(chosen, "", f", by prediction{where}")
+        made += _regret_goals(chosen, "tried_", f", with trials{where}")
         made += [
-            _median(f"regret, median{where}", regret, 5),
             _median(f"error of the predicted step, median{where}", step, 10),
             _median(f"error of the predicted memory, median{where}", memory, 5),
         ]
     return made
+
+
+def _regret_goals(chosen: Sequence[Mapping[str, Any]], which: str, where: str) -> list[Goal]:
+    regret = [each[f"{which}regret"] for each in chosen]
+    made: list[Goal] = []
+    for words, reading in (
+        ("by the median", regret),
+        ("surely (95 % confidence)", [each[f"{which}regret_interval"][1] for each in chosen]),
+        ("not surely beyond", [each[f"{which}regret_interval"][0] for each in chosen]),
+    ):
+        share = 100 * sum(value <= _NEAR for value in reading) / len(reading)
+        what = f"share of {len(chosen)} cells within 5 % of the best, {words}{where}"
+        made.append(Goal(what=what, measured=share, goal=90, better="higher", unit=" %"))
+    return [*made, _median(f"regret, median{where}", regret, 5)]
 
 
 def _median(what: str, values: Sequence[float], goal: float) -> Goal:
@@ -225,18 +255,23 @@ def _median(what: str, values: Sequence[float], goal: float) -> Goal:
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """A row per cell, as Markdown."""
     lines = [
-        "| cell | plans run | auto | fastest | regret | 95 % interval | step, predicted / measured | memory |",
-        "|---|--:|---|---|--:|--:|--:|--:|",
+        "| cell | plans run | auto | with trials | fastest | regret | 95 % interval | with trials | 95 % interval"
+        " | step, predicted / measured | memory |",
+        "|---|--:|---|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for each in results:
         lines.append(
-            f"| {each['cell']} | {each['plans_run']} | {each['chosen']} | {each['best']} |"
-            f" {100 * each['regret']:.1f} % |"
-            f" {100 * each['regret_interval'][0]:.0f} to {100 * each['regret_interval'][1]:.0f} % |"
+            f"| {each['cell']} | {each['plans_run']} | {each['chosen']} | {each['tried']} | {each['best']} |"
+            f" {_percent(each, '')} | {_percent(each, 'tried_')} |"
             f" {each['predicted_seconds'] / each['measured_seconds']:.2f} |"
             f" {each['predicted_bytes'] / each['measured_bytes']:.2f} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _percent(cell: Mapping[str, Any], which: str) -> str:
+    low, high = cell[f"{which}regret_interval"]
+    return f"{100 * cell[f'{which}regret']:.1f} % | {100 * low:.0f} to {100 * high:.0f} %"
 
 
 def main() -> None:
@@ -250,7 +285,8 @@ def main() -> None:
         found = run_cell(cell, known.cluster, options.rounds)
         if found is not None:
             results.append(found)
-            log(f"   regret {100 * found['regret']:.1f} %, {found['chosen']} against {found['best']}")
+            tried = f"with trials {100 * found['tried_regret']:.1f} %, {found['tried']}"
+            log(f"   regret {100 * found['regret']:.1f} %, {found['chosen']}; {tried}; best {found['best']}")
     about = {
         "settings": {"rounds": options.rounds, "cells": len(results), "machine_was_probed": not known.note},
         "machine": here,

@@ -10,9 +10,9 @@ import pytest
 
 from weft.cli._read import read_choice
 from weft.cluster import Cluster
-from weft.entry import decide_by_trials, time_plan
-from weft.entry._trials import _key, close_rivals
-from weft.plan import MicrobatchPlan, facts_of
+from weft.entry import TimedPlan, decide_by_trials, step_seconds, time_plans
+from weft.entry._trials import _fit_together, _key, close_rivals
+from weft.plan import MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan, facts_of
 from weft.profile import profile_of
 from weft.recipe import Recipe, parse_recipe
 from weft.search import Choice, choose_plan
@@ -114,14 +114,49 @@ def test_compiled_or_in_larger_microbatches_where_that_saves_time(tmp_path: Path
     assert told == []
 
 
-def test_a_plan_is_timed() -> None:
+def test_plans_of_two_worlds_take_turns() -> None:
     recipe = parse_recipe(RECIPE)
-    choice, _ = chosen(recipe)
-    timed = time_plan(recipe, choice.plan, steps=2)
-    assert len(timed.seconds) == 2
-    assert 0 < timed.best_seconds == min(timed.seconds)
-    assert timed.first_seconds > 0
-    assert timed.peak_bytes > 1e7
+    two = Plan(mesh=MeshPlan(shard=2), microbatch=MicrobatchPlan(size=4, per_step=1))
+    wrong = replace(two, mesh=MeshPlan(pipeline=2), pipeline_parallel=PipelineParallelPlan(cuts=(7,)))
+    one = replace(two, mesh=MeshPlan(), microbatch=MicrobatchPlan(size=8, per_step=1))
+    slow = replace(one, microbatch=MicrobatchPlan(size=1, per_step=8))
+    timed = time_plans(recipe, [two, one, slow, wrong], rounds=3, most=1)
+    assert isinstance(timed[3], str)
+    assert "cuts" in timed[3]
+    ran = [each for each in timed if isinstance(each, TimedPlan)]
+    assert len(ran) == 3
+    assert all(each.first_seconds > 0 and each.early_seconds > 0 and each.peak_bytes > 1e7 for each in ran)
+    went_on = [bool(each.turns) for each in ran]
+    fastest = min(range(3), key=lambda at: ran[at].early_seconds)
+    assert went_on == [at in (0, fastest) for at in range(3)]
+    assert {len(each.turns) for each in ran} <= {0, 3}
+    assert all(seconds > 0 for each in ran for seconds in each.turns)
+
+
+def test_the_pace_of_the_machine_does_not_choose() -> None:
+    """One plan is a tenth faster in every round; the machine is three times slower in most of its rounds' company."""
+    pace = [1.0, 3.0, 1.0, 2.5, 1.2]
+    given = {"first_seconds": 1.0, "peak_bytes": 1}
+    slow = TimedPlan(early_seconds=0.5, turns=tuple(1.1 * each for each in pace), **given)
+    fast = TimedPlan(early_seconds=3.0, turns=tuple(pace), **given)
+    out = TimedPlan(early_seconds=9.0, turns=(), **given)
+    found = step_seconds([slow, fast, out])
+    assert found[0] / found[1] == pytest.approx(1.1)
+    assert found[2] == 9.0
+
+
+def test_plans_too_large_for_company_are_timed_alone(tmp_path: Path) -> None:
+    recipe = parse_recipe(RECIPE)
+    choice, machine = chosen(recipe)
+    usable = 1.5 * choice.rivals[0].prediction.fullest.device
+    rivals = tuple(replace(each, prediction=replace(each.prediction, usable_bytes=usable)) for each in choice.rivals)
+    assert not _fit_together(rivals)
+    assert _fit_together(choice.rivals)
+    told: list[str] = []
+    tight, steps = replace(choice, rivals=rivals), lasting(1000, choice)
+    decided = decide_by_trials(recipe, tight, machine, tell=told.append, folder=tmp_path, steps=steps)
+    assert [line.split(":")[0] for line in told] == ["trial     1 of 2", "trial     2 of 2"]
+    assert any(why.startswith("measured ") for why in decided.reasons.values())
 
 
 def test_trials_on_the_command_line_keep_what_was_given(

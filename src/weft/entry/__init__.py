@@ -12,7 +12,8 @@ from weft.entry._session import session as session
 from weft.entry._state import StepInfo as StepInfo
 from weft.entry._state import TrainState as TrainState
 from weft.entry._timed import TimedPlan as TimedPlan
-from weft.entry._timed import time_plan as time_plan
+from weft.entry._timed import step_seconds as step_seconds
+from weft.entry._timed import time_plans as time_plans
 from weft.entry._train import RunResult as RunResult
 from weft.entry._train import run_name as run_name
 from weft.entry._train import train as train

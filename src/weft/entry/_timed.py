@@ -1,81 +1,116 @@
-"""A few steps of a plan on made-up samples, timed, in fresh processes."""
+"""Plans timed against each other, in turn, in fresh processes that hold them all."""
 
 from __future__ import annotations
 
-import time
+import os
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean, median
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from weft.launch import launch_function
+from weft.plan import Plan, dump_plan
+from weft.recipe import Recipe, dump_recipe
 
-from weft.comm import Mesh, peak_memory_bytes
-from weft.describe import build_blueprint
-from weft.engine import create_training, learning_rate
-from weft.launch import Place, initialise_distributed, launch_function
-from weft.plan import Plan, dump_plan, parse_plan
-from weft.prove import TrialData
-from weft.recipe import Recipe, dump_recipe, parse_recipe
-from weft.record import Recorder
+MOST_IN_TURN = 4
+"""Plans that go on after their first steps, unless the caller wants more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPlan:
-    """What a few steps of a plan took."""
+    """What the steps of a plan took, until the last rank had finished each."""
 
-    seconds: tuple[float, ...]
-    """Of each timed step, until the last rank had finished it."""
     first_seconds: float
     """Of the first step of all, which compiles and opens connections."""
+    early_seconds: float
+    """Of a step, by the median of the few that follow, which every plan takes."""
+    turns: tuple[float, ...]
+    """Of a step, in each round; none where the plan was too slow to go on."""
     peak_bytes: int
-    """The largest peak of a rank: allocated on an accelerator, resident on cores."""
-
-    @property
-    def best_seconds(self) -> float:
-        """The shortest step: what the plan takes where other work on the machine does not disturb it."""
-        return min(self.seconds)
+    """The largest peak of a rank up to there: allocated on an accelerator, resident on cores.  Only the first plan's
+    is its own; ranks keep what they have built."""
 
 
-def time_plan(recipe: Recipe, plan: Plan, *, warmup: int = 1, steps: int = 3) -> TimedPlan:
-    """Run `warmup` + `steps` steps under a plan and time the latter.  The ranks end with the call.
+def time_plans(
+    recipe: Recipe, plans: Sequence[Plan], *, rounds: int, most: int = MOST_IN_TURN, always: int = 1
+) -> list[TimedPlan | str]:
+    """Take a few steps under every plan; then the first `always` and the `most` fastest again, in turn, `rounds` times.
+
+    The machine is not equally fast at all times (other work, heat), and what it does to one round it does to all plans
+    of that round: compare `turns` round by round (`step_seconds`).  Plans of one world share processes.  All plans stay
+    in memory side by side.  The ranks end with the call.
+
+    Returns:
+        Per plan what was measured, or why a rank refused it.
 
     Raises:
-        WeftError: a rank's own error, or the death of one.
+        RankError: a rank died, or raised an error that is not Weft's.
     """
-    arguments = {
-        "recipe": dump_recipe(recipe, everything=True),
-        "plan": dump_plan(plan, everything=True),
-        "steps": warmup + steps,
-    }
-    threads = plan.compute.threads_per_rank
-    found = launch_function("weft.entry._timed:run_rank", arguments, plan.mesh.world_size, threads_per_rank=threads)
-    seconds = zip(*(rank["seconds"] for rank in found), strict=True)
-    steps_seconds = [max(step) for step in seconds]
+    teams = team_sizes([plan.mesh.world_size for plan in plans])
+    with tempfile.TemporaryDirectory(prefix="weft-trials-") as folder:
+        arguments = {
+            "recipe": dump_recipe(recipe, everything=True),
+            "plans": [dump_plan(plan, everything=True) for plan in plans],
+            "rounds": rounds,
+            "most": most,
+            "always": always,
+            "folder": folder,
+        }
+        threads = max(plan.compute.threads_per_rank for plan in plans)
+        function = "weft.entry._timed_rank:run_rank"
+        preload = ("weft.entry", "torch.distributed.tensor")
+        with _pipes([Path(folder) / f"turn{rank}" for rank in range(sum(teams))]):
+            found = launch_function(function, arguments, sum(teams), threads_per_rank=threads, preload=preload)
+    return [_merged([rank[str(at)] for rank in found if str(at) in rank]) for at in range(len(plans))]
+
+
+def step_seconds(timed: Sequence[TimedPlan]) -> list[float]:
+    """Seconds of a step of each plan, comparable although the machine's pace changes from round to round.
+
+    A plan's turn is held against the mean of its round, and the median of these ratios counts, times the median round.
+    Plans that did not go on are judged by their early steps.
+    """
+    going = [each for each in timed if each.turns]
+    means = [geometric_mean(turns) for turns in zip(*(each.turns for each in going), strict=True)]
+    return [
+        median(turn / mean for turn, mean in zip(each.turns, means, strict=True)) * median(means)
+        if each.turns
+        else each.early_seconds
+        for each in timed
+    ]
+
+
+@contextmanager
+def _pipes(paths: Sequence[Path]) -> Generator[None]:
+    """FIFOs, held open at both ends, so that neither end waits for the other to open it and nothing is lost."""
+    held: list[int] = []
+    try:
+        for path in paths:
+            os.mkfifo(path, 0o600)
+            held.append(os.open(path, os.O_RDWR))
+        yield
+    finally:
+        for pipe in held:
+            os.close(pipe)
+
+
+def team_sizes(worlds: Sequence[int]) -> list[int]:
+    """The worlds that occur: ranks of the first team come first, then those of the next."""
+    return list(dict.fromkeys(worlds))
+
+
+def _merged(ranks: Sequence[Mapping[str, Any]]) -> TimedPlan | str:
+    """What the ranks of a team say of a plan; times are agreed already, peaks are each rank's own."""
+    failed = [rank["failure"] for rank in ranks if "failure" in rank]
+    if failed:
+        return failed[0]
+    first = ranks[0]
     return TimedPlan(
-        seconds=tuple(steps_seconds[warmup:]),
-        first_seconds=steps_seconds[0],
-        peak_bytes=max(rank["peak_bytes"] for rank in found),
+        first_seconds=first["first_seconds"],
+        early_seconds=first["early_seconds"],
+        turns=tuple(first["turns"]),
+        peak_bytes=max(rank["peak_bytes"] for rank in ranks),
     )
-
-
-def run_rank(place: Place, *, recipe: str, plan: str, steps: int) -> dict[str, Any]:
-    """What each rank does; `recipe` and `plan` are TOML.  Returns seconds per step and the peak of memory."""
-    what, how = parse_recipe(recipe), parse_plan(plan)
-    torch.set_num_threads(how.compute.threads_per_rank)
-    seconds: list[float] = []
-    with initialise_distributed(how.compute.device, place) as distributed:
-        mesh = Mesh(how.mesh, distributed.device)
-        blueprint = build_blueprint(what)
-        training = create_training(what, how, blueprint, mesh, Recorder())
-        label_range = getattr(what.model.shape, "num_classes", None)
-        data = TrialData(blueprint, how, data_index=mesh.index("data"), seed=what.run.seed, label_range=label_range)
-        for step in range(steps):
-            batches = data.microbatches(step)
-            if distributed.world_size > 1:
-                dist.barrier()
-            began = time.perf_counter()
-            training.stepper(batches, step=step, learning_rate=learning_rate(what, step))
-            if distributed.device.type != "cpu":
-                torch.accelerator.synchronize(distributed.device)
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds, "peak_bytes": peak_memory_bytes(distributed.device)}

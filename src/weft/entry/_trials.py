@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import weft
 from weft.cluster import Cluster
-from weft.entry._timed import time_plan
+from weft.entry._timed import TimedPlan, step_seconds, time_plans
 from weft.errors import WeftError
 from weft.launch import RankError, place_from_environment
 from weft.plan import SPLIT_BACKWARD, Plan, dump_plan
@@ -21,15 +21,23 @@ from weft.recipe import Recipe, dump_recipe
 from weft.search import Candidate, Choice, explain_settings
 
 MOST_TRIALS = 4
-_STEPS = 4
-"""Of a trial, the first of them not timed."""
+_EARLY_STEPS = 5
+"""Of every plan: one that compiles, three that are timed, and a margin."""
 _START_SECONDS = 8.0
-"""Of a trial: fresh processes, and a model."""
+"""Of trials: fresh processes."""
+_BUILD_SECONDS = 1.0
+"""Of a plan in them."""
+_TURN_SECONDS = 0.15
+"""A turn takes a step, or several while they last no longer than this."""
+_ROUNDS = range(3, 16)
+"""In which plans take their turns: few where the run is short, and never so few that chance decides."""
 _COMPILE_SECONDS = 60.0
 """Until the blocks of a plan are compiled: 20 to 50 s for decoders on 2 cores (2026-11), and a margin."""
 _STOPPED = ("SIGINT", "SIGTERM")
 _WORTH = 30
 """Trials may take this part of the predicted run: a thirtieth."""
+_SAFE_SHARE = 0.5
+"""Of memory that plans may take together: a step is not tried for its memory here, and a trial must not end the run."""
 
 
 def decide_by_trials(
@@ -46,8 +54,8 @@ def decide_by_trials(
 
     Nothing is tried inside a job, where the ranks run already, or where no samples can be made up (a factory's model).
     Rivals are tried where no plan is clearly the best, the rest where the plan says nothing of it, and all only where
-    the run is long enough for that to pay.  What was measured is kept by a hash of recipe, machine, plans and
-    version.
+    the run is long enough for that to pay: the longer it is, the more often they take their turns.  What was measured
+    is kept by a hash of recipe, machine, plans and version.
 
     Args:
         tell: gets a line before each trial.
@@ -64,11 +72,11 @@ def decide_by_trials(
 def _fastest(bench: _Bench, choice: Choice, steps: int) -> Choice:
     """The choice with the fastest of its close rivals first."""
     close = close_rivals(choice)
-    run_seconds = steps * close[0].prediction.step_seconds if close else 0.0
-    cost = sum(_START_SECONDS + _STEPS * each.prediction.step_seconds for each in close)
-    if len(close) < 2 or run_seconds < _WORTH * cost:
+    plans = [each.plan for each in close if each.plan is not None]
+    rounds = _affordable_rounds(plans, [each.prediction.step_seconds for each in close], steps)
+    if len(close) < 2 or rounds is None:
         return choice
-    timed = bench.times([each.plan for each in close if each.plan is not None])
+    timed = bench.times(plans, rounds, together=_fit_together(close))
     if all(each is None for each in timed):
         return choice
     return _decided(bench, choice, close, [None if each is None else each.step_seconds for each in timed])
@@ -82,11 +90,10 @@ def _compiled(bench: _Bench, choice: Choice, steps: int) -> Choice:
     """
     first, plan = choice.rivals[0], choice.rivals[0].plan or choice.plan
     variants = _variants(first, plan)
-    each = _START_SECONDS + _STEPS * first.prediction.step_seconds
-    cost = len(variants) * each + _COMPILE_SECONDS * sum(variant.compute.compile for variant in variants)
-    if len(variants) < 2 or steps * first.prediction.step_seconds < _WORTH * cost:
+    rounds = _affordable_rounds(variants, [first.prediction.step_seconds] * len(variants), steps)
+    if len(variants) < 2 or rounds is None:
         return choice
-    timed = bench.times(variants)
+    timed = bench.times(variants, rounds, together=_fit_together([first] * len(variants)))
     ends = {at: each.first_seconds + (steps - 1) * each.step_seconds for at, each in enumerate(timed) if each}
     if not ends:
         return choice
@@ -98,6 +105,23 @@ def _compiled(bench: _Bench, choice: Choice, steps: int) -> Choice:
         reasons["microbatch.size"] = "measured, see compute.compile"
     rivals = (replace(first, plan=chosen), *choice.rivals[1:])
     return replace(choice, plan=chosen, reasons=reasons, rivals=rivals)
+
+
+def _affordable_rounds(plans: Sequence[Plan], seconds: Sequence[float], steps: int) -> int | None:
+    """Rounds of trials that the predicted run pays for; None where it is too short for the fewest."""
+    fixed = _START_SECONDS + sum(
+        _BUILD_SECONDS + _EARLY_STEPS * each + _COMPILE_SECONDS * plan.compute.compile
+        for plan, each in zip(plans, seconds, strict=True)
+    )
+    round_seconds = sum(max(each, _TURN_SECONDS) for each in seconds)
+    rounds = int((steps * seconds[0] / _WORTH - fixed) / round_seconds) if seconds else 0
+    return None if rounds < _ROUNDS.start else min(rounds, _ROUNDS.stop - 1)
+
+
+def _fit_together(candidates: Sequence[Candidate]) -> bool:
+    """Whether all of them surely have room in memory side by side."""
+    needed = sum(each.prediction.fullest.device for each in candidates)
+    return needed <= _SAFE_SHARE * min(each.prediction.usable_bytes for each in candidates)
 
 
 def _variants(candidate: Candidate, plan: Plan) -> list[Plan]:
@@ -153,29 +177,40 @@ class _Bench:
     tell: Callable[[str], None]
     folder: Path
 
-    def times(self, plans: Sequence[Plan]) -> list[_Timing | None]:
-        """Time each plan, or read what was kept; None for one that failed, which is said and not kept."""
+    def times(self, plans: Sequence[Plan], rounds: int, *, together: bool) -> list[_Timing | None]:
+        """Time the plans, or read what was kept; None for one that failed, which is said and not kept.
+
+        They take turns where all have room in memory `together`; else they run one after another, which a change of the
+        machine's pace can mislead.
+        """
         path = self.folder / f"{_key(self.recipe, self.machine, plans)}.json"
         kept = _kept(path, len(plans))
         if kept is not None:
             return [*kept]
-        found: list[_Timing | None] = []
         for number, plan in enumerate(plans):
             self.tell(f"trial     {number + 1} of {len(plans)}: {_name(plan)}, {_setting(plan)}")
-            found.append(self._time(plan))
+        found = self._in_turn(plans, rounds) if together else None
+        if found is None:
+            found = [timing for plan in plans for timing in self._in_turn([plan], rounds) or [None]]
         if None not in found:
             _keep(path, {"plans": [_name(plan) for plan in plans], "seconds": found})
         return found
 
-    def _time(self, plan: Plan) -> _Timing | None:
+    def _in_turn(self, plans: Sequence[Plan], rounds: int) -> list[_Timing | None] | None:
+        """Time plans together; None where a rank died, and with it all of them."""
         try:
-            timed = time_plan(self.recipe, plan, steps=_STEPS - 1)
+            timed = time_plans(self.recipe, plans, rounds=rounds)
         except WeftError as problem:
             if isinstance(problem, RankError) and problem.kind in _STOPPED:
                 raise  # somebody wants the whole command to end
             self.tell(f"          failed: {str(problem).splitlines()[0]}")
             return None
-        return _Timing(timed.best_seconds, timed.first_seconds)
+        for plan, each in zip(plans, timed, strict=True):
+            if isinstance(each, str):
+                self.tell(f"          {_name(plan)} failed: {each}")
+        ran = [each for each in timed if isinstance(each, TimedPlan)]
+        steps = iter(step_seconds(ran))
+        return [_Timing(next(steps), each.first_seconds) if isinstance(each, TimedPlan) else None for each in timed]
 
 
 def _decided(bench: _Bench, choice: Choice, close: Sequence[Candidate], seconds: Sequence[float | None]) -> Choice:

@@ -12,51 +12,74 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from weft.comm import GroupView, Mesh, all_reduce
+from weft.comm import GroupView, Mesh, all_gather, all_reduce
 
 
 class _Normalise(torch.autograd.Function):
-    """(x, weight, bias) → normalised x, and the mean, biased variance and count that it used."""
+    """(x, weight, bias) → normalised x, and the mean, biased variance and count that it used.
+
+    One exchange each way, of a few numbers per channel.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, view: GroupView
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        count = wide.new_full((1,), x.numel() // x.shape[1])  # filled there: no wait for a copy from the host
-        # Two rounds, mean then squares of deviations: sums of squares alone cancel where |mean| >> deviation.
-        sums = all_reduce(torch.cat([wide.sum(dims), count]), view)
-        total, mean = sums[-1], sums[:-1] / sums[-1]
-        centred = wide - _broadcast(mean, x)
-        variance = all_reduce(centred.square().sum(dims), view) / total
-        inverse = (variance + epsilon).rsqrt()
-        normalised = centred.mul_(_broadcast(inverse, x))
-        ctx.save_for_backward(normalised, inverse, total, weight)
-        ctx.view, ctx.dims, ctx.has_bias = view, dims, bias is not None
-        output = normalised if weight is None else normalised * _broadcast(weight, x)
-        output = output if bias is None else output + _broadcast(bias, x)
+        mean, variance, total = _statistics(wide, view)
+        scale, shift = (None if tensor is None else tensor.to(wide.dtype) for tensor in (weight, bias))
+        output = F.batch_norm(wide, mean, variance, scale, shift, False, 0.0, epsilon)
+        ctx.save_for_backward(x, mean, variance, total, weight)
+        ctx.view, ctx.epsilon, ctx.bias_dtype = view, epsilon, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, variance, total)
         return output.to(x.dtype), mean, variance, total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        normalised, inverse, total, weight = ctx.saved_tensors
-        grad = grads[0].to(normalised.dtype)
-        by_bias, by_weight = grad.sum(ctx.dims), (grad * normalised).sum(ctx.dims)
+        x, mean, variance, total, weight = ctx.saved_tensors
+        grad = grads[0].to(mean.dtype)
+        centred = x.to(mean.dtype) - _broadcast(mean, x)
+        inverse = (variance + ctx.epsilon).rsqrt()
+        by_bias, by_weight = grad.sum(_dims(x)), (centred * grad).sum(_dims(x)) * inverse
         by_x = None
         if ctx.needs_input_grad[0]:
-            sums = all_reduce(torch.stack([by_bias, by_weight]), ctx.view) / total
-            by_x = grad - _broadcast(sums[0], grad) - normalised * _broadcast(sums[1], grad)
+            # scale/σ · (grad − mean(grad) − x̂ · mean(grad · x̂)), means over the samples of all ranks
+            of_grad, of_normalised = (all_reduce(torch.stack([by_bias, by_weight]), ctx.view) / total).unbind()
             scale = inverse if weight is None else inverse * weight
-            by_x = (by_x * _broadcast(scale, grad)).to(grads[0].dtype)
+            constant, slope = -scale * of_grad, -scale * inverse * of_normalised
+            by_x = torch.addcmul(_broadcast(constant, x), centred, _broadcast(slope, x))
+            by_x = by_x.addcmul_(grad, _broadcast(scale, x)).to(grads[0].dtype)
         return (
             by_x,
             None if weight is None else by_weight.to(weight.dtype),
-            by_bias.to(grads[0].dtype if weight is None else weight.dtype) if ctx.has_bias else None,
+            None if ctx.bias_dtype is None else by_bias.to(ctx.bias_dtype),
             None,
             None,
         )
+
+
+def _statistics(x: Tensor, view: GroupView) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and count per channel over all ranks, the same on all to the last bit.
+
+    Deviations are taken from each rank's own mean (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm
+    for computing sample variances", 1979, eq. 2.1): sums of squares alone cancel where |mean| >> deviation.  In passes
+    of their own: `var_mean` and torch's batch norm are not vectorised here and take 7 and 2.5 times as long.
+    """
+    count = x.numel() // x.shape[1]
+    mean = x.sum(_dims(x)) / max(1, count)
+    squares = (x - _broadcast(mean, x)).square_().sum(_dims(x))
+    own = torch.cat([mean, squares, x.new_full((1,), count)])  # filled there: no wait for a copy from the host
+    every = all_gather(own, view)
+    means, squares, counts = *every[:, :-1].chunk(2, dim=1), every[:, -1:]
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    variance = (squares + (means - mean).square() * counts).sum(0) / total
+    return mean, variance, total
+
+
+def _dims(x: Tensor) -> list[int]:
+    """All but the channels."""
+    return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def _broadcast(values: Tensor, like: Tensor) -> Tensor:

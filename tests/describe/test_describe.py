@@ -104,6 +104,12 @@ def test_profile_of_numbers_says_the_same(name: str) -> None:
     for mine, theirs in zip(parts_of(found), parts_of(wanted), strict=True):
         assert mine.parameters == theirs.parameters
         assert kept_bytes(mine) == pytest.approx(kept_bytes(theirs), rel=0.02, abs=64)
+        assert batch_statistics(mine) == batch_statistics(theirs)
+    assert any(map(batch_statistics, parts_of(found))) == (name == "convnet")
+
+
+def batch_statistics(block: Block) -> int:
+    return sum(operator.batch_statistics for operator in block.operators)
 
 
 def kept_bytes(block: Block, element_bytes: int = 2) -> float:

@@ -16,7 +16,14 @@ from weft.cluster import Cluster, parse_cluster_spec
 from weft.errors import ClusterError, PlanError
 from weft.plan import AXES
 from weft.price import DATASHEET, WEFT, Layout, Pricer, check_layout, model_flops, predict
-from weft.profile import ModelSizes, Profile, profile_of_sizes
+from weft.profile import (
+    ConvolutionSizes,
+    ConvolutionStage,
+    ModelSizes,
+    Profile,
+    profile_of_convolutions,
+    profile_of_sizes,
+)
 
 SMALL = profile_of_sizes(
     ModelSizes(
@@ -295,3 +302,24 @@ def test_calibrations_know_variants_of_a_part() -> None:
     assert DATASHEET.matmul_share("gb200", "bf16") < DATASHEET.matmul_share("b200", "bf16")
     assert DATASHEET.attention_share("h200") == DATASHEET.attention_share("h100")
     assert DATASHEET.link_slowdown(5) == DATASHEET.link_slowdowns[-1]
+
+
+def test_data_ranks_wait_for_each_others_batch_statistics() -> None:
+    """Every norm, in every microbatch; a pipeline of one data rank does not, nor does another kind of norm."""
+    stage = ConvolutionStage(blocks=4, channels=64, image_size=16)
+    sizes = ConvolutionSizes(
+        image_size=16, image_channels=3, stem_channels=64, stem_image_size=16, stages=(stage,), num_classes=10
+    )
+    with_norms = profile_of_convolutions(sizes)
+    without = profile_of_convolutions(replace(sizes, batch_norm=False))
+
+    def more(layout: Layout) -> float:
+        one, other = (predict(profile, NODES, layout) for profile in (with_norms, without))
+        assert one.step_seconds - other.step_seconds == pytest.approx(one.time.data - other.time.data)
+        return one.time.data - other.time.data
+
+    two = Layout(replicate=2, microbatch_size=4, microbatches=1)
+    assert more(two) > 0
+    assert more(replace(two, microbatches=3)) == pytest.approx(3 * more(two))
+    assert more(replace(two, recompute="full")) > more(two)
+    assert more(Layout(pipeline=2, microbatch_size=4, microbatches=2)) == 0

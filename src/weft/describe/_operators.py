@@ -297,7 +297,8 @@ def finished(draft: Draft, graph: Graph, tokens: float, length: int) -> Operator
             window=draft.keys if draft.keys < length else None,
             dropout=draft.dropout,
         )
-    return replace(operator, elements_moved_per_token=moved_elements(graph, draft) * per)
+    channels = sum(event.inputs[0].shape[1] for event in draft.events if "batch_norm" in event.name)
+    return replace(operator, elements_moved_per_token=moved_elements(graph, draft) * per, batch_statistics=channels)
 
 
 def count_groups(draft: Draft) -> None:

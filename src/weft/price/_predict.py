@@ -194,7 +194,7 @@ class Pricer:
             expert=each * (passes.expert + again.expert),
             pipeline=pipeline - without_transfers,
             bubble=without_transfers - busy,
-            data=update.data + each * case.gathering,
+            data=update.data + each * (case.gathering + passes.statistics + again.statistics),
             optimizer=update.optimizer,
             offload=update.offload + each * case.unloading,
             other=inside * slower + step_seconds,
@@ -203,8 +203,7 @@ class Pricer:
     # ── what the parts need ───────────────────────────────────────────────────────────────────────────────────────
 
     def _key(self, layout: Layout) -> CostKey:
-        groups = self.groups(layout)
-        return key_of(layout, groups.tensor, groups.context, groups.expert)
+        return key_of(layout, self.groups(layout), has_batch_norm=self.profile.has_batch_norm)
 
     def _threads(self, layout: Layout) -> float:
         """Cores of one rank, where cores are the devices."""

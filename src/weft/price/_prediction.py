@@ -26,7 +26,7 @@ class TimeTerms:
     bubble: float = 0.0
     """Waiting for other stages: warm-up, drain, unequal stages."""
     data: float = 0.0
-    """Exposed reductions of gradients and gathers of parameters."""
+    """Exposed reductions of gradients and gathers of parameters; exchange of batch norms' statistics."""
     optimizer: float = 0.0
     offload: float = 0.0
     other: float = 0.0

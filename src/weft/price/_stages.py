@@ -10,7 +10,7 @@ from weft.cluster import Collective
 from weft.price._block_factors import BlockFit, block_fit
 from weft.price._compute import Device, OperatorWork, Share, Work, operator_work
 from weft.price._layout import Layout
-from weft.price._placement import Group
+from weft.price._placement import Group, Groups
 from weft.profile import Block, Operator, Profile
 
 Seconds = Callable[[Collective, float, Group], float]
@@ -26,6 +26,8 @@ class PassCost(NamedTuple):
     tensor: float = 0.0
     context: float = 0.0
     expert: float = 0.0
+    statistics: float = 0.0
+    """Exchange of batch norms' statistics between data ranks."""
 
     @property
     def compute(self) -> float:
@@ -70,6 +72,8 @@ class CostKey(NamedTuple):
     tensor: Group
     context: Group
     expert: Group
+    statistics: Group | None
+    """Data ranks that exchange the statistics of batch norms; None where the model has none."""
 
 
 class BlockCosts:
@@ -206,9 +210,20 @@ class _Sent:
         context = self._context(works)
         expert = self._expert(sum(work.forward.seconds for _, work in works))
         forward, backward = (
-            PassCost(tensor=one, context=two, expert=three)
-            for one, two, three in zip(tensor, context, expert, strict=True)
+            PassCost(tensor=one, context=two, expert=three, statistics=four)
+            for one, two, three, four in zip(tensor, context, expert, self._statistics(), strict=True)
         )
+        return forward, backward
+
+    def _statistics(self) -> tuple[float, float]:
+        """Batch norms over data ranks: mean, squares and count of each rank forward, two sums backward, all in fp32."""
+        group = self._key.statistics
+        forward = backward = 0.0
+        for operator in self._block.operators:
+            if group is not None and operator.batch_statistics:
+                numbers = 2 * operator.batch_statistics
+                forward += self._seconds("all_gather", 4.0 * (numbers + 1) * group.size, group)
+                backward += self._seconds("all_reduce", 4.0 * numbers, group)
         return forward, backward
 
     def _tensor(self, weight_seconds: float) -> tuple[float, float]:
@@ -339,7 +354,7 @@ class _Sent:
         return max(seconds * distinct / copies, within)
 
 
-def key_of(layout: Layout, tensor: Group, context: Group, expert: Group) -> CostKey:
+def key_of(layout: Layout, groups: Groups, *, has_batch_norm: bool) -> CostKey:
     """Return what block costs depend on under a layout."""
     return CostKey(
         samples=layout.microbatch_size,
@@ -348,7 +363,8 @@ def key_of(layout: Layout, tensor: Group, context: Group, expert: Group) -> Cost
         context_scheme=layout.context_scheme,
         precision=layout.precision,
         gradient_bytes=layout.gradient_bytes,
-        tensor=tensor,
-        context=context,
-        expert=expert,
+        tensor=groups.tensor,
+        context=groups.context,
+        expert=groups.expert,
+        statistics=groups.data if has_batch_norm and groups.data.size > 1 else None,
     )

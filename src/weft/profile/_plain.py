@@ -153,11 +153,12 @@ def _convolution(name: str, channels: int, inputs: int, kernel: int, image: int,
     )
 
 
-def _norm_and_relu(name: str, channels: int, image: int) -> tuple[Operator, Operator]:
+def _norm_and_relu(name: str, channels: int, image: int, *, batch_norm: bool) -> tuple[Operator, Operator]:
     """The norm keeps its input, the rectifier its result, which the convolution behind keeps too."""
     features = channels * image**2
+    norm = pointwise(f"{name}.norm", features, kept=features, parameters=2 * channels)
     return (
-        pointwise(f"{name}.norm", features, kept=features, parameters=2 * channels),
+        replace(norm, batch_statistics=channels if batch_norm else 0),
         pointwise(f"{name}.relu", features, kept=features),
     )
 
@@ -172,11 +173,11 @@ def _residual_block(sizes: ConvolutionSizes, stage: ConvolutionStage, inputs: in
     for index, (width, entering, kernel, before, after) in enumerate(layers):
         convolution = _convolution(f"conv{index + 1}", width, entering, kernel, after)
         around = (width, after) if sizes.norm_after else (entering, before)
-        pair = _norm_and_relu(f"conv{index + 1}", *around)
+        pair = _norm_and_relu(f"conv{index + 1}", *around, batch_norm=sizes.batch_norm)
         operators += [convolution, *pair] if sizes.norm_after else [*pair, convolution]
     if sizes.norm_after and (inputs != channels or image != out):
         operators.append(_convolution("shortcut", channels, inputs, 1, out))
-        operators.append(_norm_and_relu("shortcut", channels, out)[0])
+        operators.append(_norm_and_relu("shortcut", channels, out, batch_norm=sizes.batch_norm)[0])
     operators.append(pointwise("residual", channels * out**2, inputs=2))
     return Block(name="convolutions", operators=tuple(operators), entry_elements_per_token=inputs * image**2)
 
@@ -186,7 +187,7 @@ def _stem(sizes: ConvolutionSizes) -> Iterator[Operator]:
     width, image = sizes.stem_channels, sizes.stem_image_size
     yield _convolution("stem", width, sizes.image_channels, sizes.stem_kernel, image, kept=entering)
     if sizes.stem_norm:
-        yield from _norm_and_relu("stem", width, image)
+        yield from _norm_and_relu("stem", width, image, batch_norm=sizes.batch_norm)
     if sizes.pool_size is not None:
         pooled = width * sizes.pool_size**2
         yield pointwise("stem.pool", width * image**2, kept_bytes=8 * pooled)
@@ -194,7 +195,7 @@ def _stem(sizes: ConvolutionSizes) -> Iterator[Operator]:
 
 def _tail(sizes: ConvolutionSizes, channels: int, image: int) -> Iterator[Operator]:
     if not sizes.norm_after:
-        yield from _norm_and_relu("head", channels, image)
+        yield from _norm_and_relu("head", channels, image, batch_norm=sizes.batch_norm)
     yield linear("head.classes", sizes.num_classes, channels, "replicate", bias=True, kept=channels)
 
 

@@ -63,6 +63,8 @@ class Operator:
     dropout: bool = False
     """Whether its result is dropped at random: of `elementwise`, `kept_bytes_per_token` is the mask; of attention, a
     mask and a second copy of the probabilities are kept where they are written out."""
+    batch_statistics: int = 0
+    """Channels with a mean and variance over all samples, which data ranks exchange forward and backward; 0: none."""
     selective: bool = False
     """Whether `recompute = "selective"` computes it again: attention's inside, activation functions, norms."""
 

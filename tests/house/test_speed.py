@@ -32,7 +32,7 @@ def test_help_takes_less_than_300_ms() -> None:
     assert pace.reference_seconds(lambda: processor_seconds(str(WEFT), "--help"), 0.3) < 0.3
 
 
-@pytest.mark.parametrize("module", ["cli", "recipe", "cluster", "plan", "document", "errors", "launch"])
+@pytest.mark.parametrize("module", ["cli", "recipe", "cluster", "plan", "collective", "document", "errors", "launch"])
 def test_imports_no_torch(module: str) -> None:
     assert "torch" not in modules_after(f"import weft.{module}")
 

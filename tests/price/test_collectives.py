@@ -9,6 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cluster import Collective, CollectiveTime, LinkTier, Topology, parse_cluster_spec
+from weft.collective import (
+    bruck,
+    direct,
+    double_ring,
+    double_tree,
+    halving_doubling,
+    one_shot,
+    recursive_doubling,
+    ring,
+    scatter,
+    tree,
+)
 from weft.plan import AXES, Axis
 from weft.price import _algorithms as cost
 from weft.price._collectives import _fixed, algorithm_choices, choose_algorithm, collective_seconds
@@ -119,27 +131,27 @@ def test_an_h100_node_sums_in_its_switches() -> None:
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        (cost.ring_all_reduce(4, 8.0, 1.0, 10.0), 6 + 12 * 10),
-        (cost.double_ring_all_reduce(4, 8.0, 1.0, 10.0), 6 + 6 * 10),
-        (cost.tree_all_reduce(5, 8.0, 1.0, 10.0), 6 * 81),
-        (cost.double_tree_all_reduce(5, 9.2, 1.0, 10.0), 6 + 200),
-        (cost.recursive_doubling_all_reduce(4, 8.0, 1.0, 10.0), 2 * 81),
-        (cost.recursive_doubling_all_reduce(5, 8.0, 1.0, 10.0), 4 * 81),
-        (cost.halving_doubling_all_reduce(4, 8.0, 1.0, 10.0), 4 + 120),
-        (cost.halving_doubling_all_reduce(5, 8.0, 1.0, 10.0), 4 + 120 + 162),
-        (cost.direct_all_reduce(4, 8.0, 1.0, 10.0), 2 * 1.5 + 120),
-        (cost.one_shot_all_reduce(4, 8.0, 1.0, 10.0), 1.5 + 240),
+        (ring.all_reduce_seconds(4, 8.0, 1.0, 10.0), 6 + 12 * 10),
+        (double_ring.all_reduce_seconds(4, 8.0, 1.0, 10.0), 6 + 6 * 10),
+        (tree.all_reduce_seconds(5, 8.0, 1.0, 10.0), 6 * 81),
+        (double_tree.all_reduce_seconds(5, 9.2, 1.0, 10.0), 6 + 200),
+        (recursive_doubling.all_reduce_seconds(4, 8.0, 1.0, 10.0), 2 * 81),
+        (recursive_doubling.all_reduce_seconds(5, 8.0, 1.0, 10.0), 4 * 81),
+        (halving_doubling.all_reduce_seconds(4, 8.0, 1.0, 10.0), 4 + 120),
+        (halving_doubling.all_reduce_seconds(5, 8.0, 1.0, 10.0), 4 + 120 + 162),
+        (direct.all_reduce_seconds(4, 8.0, 1.0, 10.0), 2 * 1.5 + 120),
+        (one_shot.all_reduce_seconds(4, 8.0, 1.0, 10.0), 1.5 + 240),
         (cost.in_network_all_reduce(4, 8.0, 1.0, 10.0), 2 + 100),
-        (cost.ring_half(4, 8.0, 1.0, 10.0), 3 + 60),
-        (cost.double_ring_half(4, 8.0, 1.0, 10.0), 3 + 30),
-        (cost.halving_half(5, 10.0, 1.0, 10.0), 3 + 80),
-        (cost.direct_half(2, 8.0, 1.0, 10.0), 1 + 40),
-        (cost.direct_all_to_all(4, 8.0, 1.0, 10.0), 1.5 + 60),
-        (cost.bruck_all_to_all(4, 8.0, 1.0, 10.0), 2 * 41),
-        (cost.tree_broadcast(4, 8.0, 1.0, 10.0), 2 * 81),
-        (cost.double_tree_broadcast(4, 9.2, 1.0, 10.0), 2 + 100),
-        (cost.chain_broadcast(4, 8.0, 1.0, 10.0), 3 + 80),
-        (cost.scatter_broadcast(4, 8.0, 1.0, 10.0), 5 + 120),
+        (ring.half_seconds(4, 8.0, 1.0, 10.0), 3 + 60),
+        (double_ring.half_seconds(4, 8.0, 1.0, 10.0), 3 + 30),
+        (halving_doubling.half_seconds(5, 10.0, 1.0, 10.0), 3 + 80),
+        (direct.half_seconds(2, 8.0, 1.0, 10.0), 1 + 40),
+        (direct.all_to_all_seconds(4, 8.0, 1.0, 10.0), 1.5 + 60),
+        (bruck.all_to_all_seconds(4, 8.0, 1.0, 10.0), 2 * 41),
+        (tree.broadcast_seconds(4, 8.0, 1.0, 10.0), 2 * 81),
+        (double_tree.broadcast_seconds(4, 9.2, 1.0, 10.0), 2 + 100),
+        (ring.broadcast_seconds(4, 8.0, 1.0, 10.0), 3 + 80),
+        (scatter.broadcast_seconds(4, 8.0, 1.0, 10.0), 5 + 120),
         (cost.in_network_broadcast(9, 8.0, 1.0, 10.0), 2 + 80),
         (cost.point_to_point(8.0, 1.0, 10.0), 81),
     ],
@@ -151,10 +163,10 @@ def test_formulas(seconds: float, expected: float) -> None:
 def test_no_algorithm_beats_the_bytes_that_must_move() -> None:
     """Every rank must send (n−1)/n of the tensor in a half, twice that in an all-reduce without switches that add."""
     for n in (2, 3, 4, 7, 8, 64):
-        for name in ("ring", "halving", "direct"):
-            assert getattr(cost, f"{name}_half")(n, 1.0, 0.0, 1.0) == pytest.approx((n - 1) / n)
-        for name in ("ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "direct", "one_shot"):
-            assert getattr(cost, f"{name}_all_reduce")(n, 1.0, 0.0, 1.0) >= min(2 * (n - 1) / n, 1) - 1e-12
+        for half in (ring, halving_doubling, direct):
+            assert half.half_seconds(n, 1.0, 0.0, 1.0) == pytest.approx((n - 1) / n)
+        for whole in (ring, tree, double_tree, recursive_doubling, halving_doubling, direct, one_shot):
+            assert whole.all_reduce_seconds(n, 1.0, 0.0, 1.0) >= min(2 * (n - 1) / n, 1) - 1e-12
 
 
 specs = st.sampled_from(
@@ -212,8 +224,8 @@ def test_the_best_algorithm_changes_with_size_and_links() -> None:
 @pytest.mark.parametrize("topology", ["ring", "double_ring"])
 def test_two_rings_halve_the_time_of_large_tensors(topology: Topology) -> None:
     group = world_of("8xa100", topology=topology, bandwidth_bytes_per_second=1e11)
-    ring = cost.ring_all_reduce(8, 1e10, 0.0, 1 / 1e11)
-    assert collective_seconds("all_reduce", 1e10, group) == pytest.approx(ring, rel=0.25)
+    alone = ring.all_reduce_seconds(8, 1e10, 0.0, 1 / 1e11)
+    assert collective_seconds("all_reduce", 1e10, group) == pytest.approx(alone, rel=0.25)
     one_ring = {c.algorithm: c.seconds for c in algorithm_choices("all_reduce", 1e10, group)}
     if topology == "double_ring":
         assert one_ring["ring"] == pytest.approx(2 * one_ring["double_ring"], rel=0.01)

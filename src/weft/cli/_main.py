@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, UnknownOptionError
 
-from weft.cli import _check, _data, _describe, _generate, _launch, _plan, _plan_validate, _probe, _train
+from weft.cli import _check, _comm_draw, _data, _describe, _generate, _launch, _plan, _plan_validate, _probe, _train
 from weft.errors import WeftError, did_you_mean
 
 USAGE_STATUS = 2
@@ -38,6 +38,9 @@ def build_app() -> App:
     data = App(name="data", help="Prepare data for training.", help_format="plaintext")
     data.command(_data.prepare)
     app.command(data)
+    comm = App(name="comm", help="Look at how ranks communicate.", help_format="plaintext")
+    comm.command(_comm_draw.draw)
+    app.command(comm)
     return app
 
 

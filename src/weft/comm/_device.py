@@ -144,6 +144,11 @@ def reduce_scatter_single(
     return getattr(dist, name)(output, whole, op=op, group=group, async_op=async_op)
 
 
+def group_store() -> dist.Store:
+    """Return the store at which the default group met.  torch reaches it by a private name only (2.11 to 2.13)."""
+    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
 def forget_meshes() -> None:
     """Let go of the process groups of past runs.  Call it in the thread that trained, before groups are destroyed.
 

@@ -8,6 +8,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.cluster import Collective, CollectiveTime
+from weft.collective import (
+    bruck,
+    direct,
+    double_ring,
+    double_tree,
+    halving_doubling,
+    one_shot,
+    recursive_doubling,
+    ring,
+    scatter,
+    tree,
+)
 from weft.price import _algorithms as cost
 from weft.price._placement import CostLine, Group, Leg
 
@@ -140,32 +152,32 @@ def _all_reduce_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choi
         yield from _leg_all_reduces(size, group.legs[0])
     else:
         yield from _hierarchical(size, group)
-        yield Choice("ring", cost.ring_all_reduce(n, size, flat.hop, flat.per_byte))
+        yield Choice("ring", ring.all_reduce_seconds(n, size, flat.hop, flat.per_byte))
         if flat.rings > 1:
-            yield Choice("double_ring", cost.double_ring_all_reduce(n, size, flat.hop, flat.per_byte))
+            yield Choice("double_ring", double_ring.all_reduce_seconds(n, size, flat.hop, flat.per_byte))
         if _is_torus(group):
             yield Choice("torus", _torus_seconds(size, group))
     if all(leg.level.topology == "switch" for leg in group.legs):
-        yield Choice("double_tree", cost.double_tree_all_reduce(n, size, flat.depth, flat.per_byte))
+        yield Choice("double_tree", double_tree.all_reduce_seconds(n, size, flat.depth, flat.per_byte))
     yield Choice("recursive_doubling", sum(_doubling(size, leg) for leg in group.legs))
 
 
 def _doubling(size: float, leg: Leg) -> float:
-    return cost.recursive_doubling_all_reduce(leg.units, size, leg.latency, 1 / min(leg.pair, leg.ring))
+    return recursive_doubling.all_reduce_seconds(leg.units, size, leg.latency, 1 / min(leg.pair, leg.ring))
 
 
 def _leg_all_reduces(size: float, leg: Leg) -> Iterator[Choice]:
     """All-reduce among the units of one leg; every member of a unit holds a tensor of its own."""
     n = leg.units
-    yield Choice("ring", cost.ring_all_reduce(n, size, leg.latency, 1 / leg.ring))
+    yield Choice("ring", ring.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring))
     if leg.rings > 1:
-        yield Choice("double_ring", cost.double_ring_all_reduce(n, size, leg.latency, 1 / leg.ring))
+        yield Choice("double_ring", double_ring.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring))
     far = _far_latency(leg)
-    yield Choice("direct", cost.direct_all_reduce(n, size, far, 1 / leg.bandwidth))
-    yield Choice("one_shot", cost.one_shot_all_reduce(n, size, far, 1 / leg.bandwidth))
+    yield Choice("direct", direct.all_reduce_seconds(n, size, far, 1 / leg.bandwidth))
+    yield Choice("one_shot", one_shot.all_reduce_seconds(n, size, far, 1 / leg.bandwidth))
     if leg.level.topology == "switch":
-        yield Choice("halving_doubling", cost.halving_doubling_all_reduce(n, size, leg.latency, 1 / leg.ring))
-        yield Choice("tree", cost.tree_all_reduce(n, size, leg.latency, 1 / leg.ring))
+        yield Choice("halving_doubling", halving_doubling.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring))
+        yield Choice("tree", tree.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring))
     if leg.level.in_network:
         yield Choice("in_network", cost.in_network_all_reduce(n, size, leg.latency, 1 / leg.ring))
 
@@ -191,12 +203,12 @@ def _leg_half(size: float, leg: Leg, group: Group) -> float:
 
 def _leg_halves(size: float, leg: Leg) -> Iterator[Choice]:
     n = leg.units
-    yield Choice("ring", cost.ring_half(n, size, leg.latency, 1 / leg.ring))
-    yield Choice("direct", cost.direct_half(n, size, _far_latency(leg), 1 / leg.bandwidth))
+    yield Choice("ring", ring.half_seconds(n, size, leg.latency, 1 / leg.ring))
+    yield Choice("direct", direct.half_seconds(n, size, _far_latency(leg), 1 / leg.bandwidth))
     if leg.rings > 1:
-        yield Choice("double_ring", cost.double_ring_half(n, size, leg.latency, 1 / leg.ring))
+        yield Choice("double_ring", double_ring.half_seconds(n, size, leg.latency, 1 / leg.ring))
     if leg.level.topology == "switch":
-        yield Choice("halving_doubling", cost.halving_half(n, size, leg.latency, 1 / leg.ring))
+        yield Choice("halving_doubling", halving_doubling.half_seconds(n, size, leg.latency, 1 / leg.ring))
 
 
 def _half_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choice]:
@@ -205,9 +217,9 @@ def _half_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choice]:
     if len(group.legs) == 1:
         yield from _leg_halves(size, group.legs[0])
         return
-    yield Choice("ring", cost.ring_half(n, size, flat.hop, flat.per_byte))
+    yield Choice("ring", ring.half_seconds(n, size, flat.hop, flat.per_byte))
     if flat.rings > 1:
-        yield Choice("double_ring", cost.double_ring_half(n, size, flat.hop, flat.per_byte))
+        yield Choice("double_ring", double_ring.half_seconds(n, size, flat.hop, flat.per_byte))
     yield Choice("hierarchical", sum(_leg_half(size / leg.members, leg, group) for leg in group.legs))
     if _is_torus(group):
         yield Choice("torus", _torus_seconds(size, group) / 2)
@@ -237,11 +249,11 @@ def _torus_seconds(size: float, group: Group) -> float:
 
 def _broadcast_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choice]:
     n = flat.members
-    yield Choice("tree", sum(cost.tree_broadcast(leg.units, size, leg.latency, 1 / leg.pair) for leg in group.legs))
-    yield Choice("ring", cost.chain_broadcast(n, size, flat.hop, flat.per_byte))
-    yield Choice("scatter", cost.scatter_broadcast(n, size, flat.hop, flat.per_byte))
+    yield Choice("tree", sum(tree.broadcast_seconds(leg.units, size, leg.latency, 1 / leg.pair) for leg in group.legs))
+    yield Choice("ring", ring.broadcast_seconds(n, size, flat.hop, flat.per_byte))
+    yield Choice("scatter", scatter.broadcast_seconds(n, size, flat.hop, flat.per_byte))
     if all(leg.level.topology == "switch" for leg in group.legs):
-        yield Choice("double_tree", cost.double_tree_broadcast(n, size, flat.depth, flat.per_byte))
+        yield Choice("double_tree", double_tree.broadcast_seconds(n, size, flat.depth, flat.per_byte))
     if len(group.legs) == 1 and group.legs[0].level.in_network:
         yield Choice("in_network", cost.in_network_broadcast(n, size, flat.slowest, flat.per_byte))
 
@@ -249,7 +261,7 @@ def _broadcast_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choic
 def _all_to_all_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choice]:
     n = flat.members
     latency = max(_far_latency(leg) for leg in group.legs)
-    issue = cost.direct_all_to_all(n, 0.0, latency, 0.0)
+    issue = direct.all_to_all_seconds(n, 0.0, latency, 0.0)
     loads, below = list[float](), 1
     for index, leg in enumerate(group.legs):
         within = n if index == len(group.legs) - 1 else min(n, below * leg.units)
@@ -258,11 +270,11 @@ def _all_to_all_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choi
         below = within
     rails = any(leg.level.is_rails for leg in group.legs)
     yield Choice("grouped", issue + (sum(loads) if rails else max(loads)))
-    phases = [cost.direct_all_to_all(leg.units, size, _far_latency(leg), 1 / leg.bandwidth) for leg in group.legs]
+    phases = [direct.all_to_all_seconds(leg.units, size, _far_latency(leg), 1 / leg.bandwidth) for leg in group.legs]
     if len(phases) > 1:
         yield Choice("hierarchical", sum(phases))
-    bruck = [cost.bruck_all_to_all(leg.units, size, leg.latency, 1 / leg.pair) for leg in group.legs]
-    yield Choice("bruck", sum(bruck))
+    jumps = [bruck.all_to_all_seconds(leg.units, size, leg.latency, 1 / leg.pair) for leg in group.legs]
+    yield Choice("bruck", sum(jumps))
 
 
 def _far_latency(leg: Leg) -> float:

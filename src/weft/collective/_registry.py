@@ -1,0 +1,462 @@
+"""All algorithms by name: which collectives each defines, what they cost, where they fit, how they are scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from weft.cluster import Collective, Topology
+from weft.collective import (
+    bruck,
+    direct,
+    double_ring,
+    double_tree,
+    halving_doubling,
+    hierarchical,
+    one_shot,
+    parameter_server,
+    recursive_doubling,
+    ring,
+    scatter,
+    torus,
+    tree,
+)
+from weft.collective._arrange import Arrangement, flat
+from weft.collective._cost import power_below
+from weft.collective._schedule import Line, Runs, Schedule, Step, singles
+from weft.errors import CollectiveError, did_you_mean
+
+_REGIONS: frozenset[Collective] = frozenset({"reduce_scatter", "all_gather", "all_to_all"})
+"""Collectives with one region of the buffer per rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Seconds of a message and of a byte between nodes, and inside them where that differs."""
+
+    latency: float
+    per_byte: float
+    inner_latency: float | None = None
+    inner_per_byte: float | None = None
+
+    @property
+    def across(self) -> tuple[float, float]:
+        return self.latency, self.per_byte
+
+    @property
+    def inside(self) -> tuple[float, float]:
+        latency = self.latency if self.inner_latency is None else self.inner_latency
+        return latency, self.per_byte if self.inner_per_byte is None else self.inner_per_byte
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a method is asked for, beside its blocks."""
+
+    arrangement: Arrangement
+    line: Line
+    root: int
+    """Position of the root on the line."""
+    pieces: int
+    servers: int
+
+    @property
+    def rooted(self) -> Line:
+        """The line turned so that it begins with the root."""
+        ranks, n = self.line.ranks, len(self.line)
+        if self.root == 0:
+            return self.line
+        return Line([ranks[(self.root + index) % n] for index in range(n)], (self.line.position - self.root) % n)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """An algorithm for one collective."""
+
+    seconds: Callable[[Arrangement, float, Links], float]
+    """Of a whole tensor of so many bytes.  The parameter server is priced with one server."""
+    num_blocks: Callable[[Task], int]
+    """Into which it cuts the buffer; where each rank has a region, that region."""
+    steps: Callable[[Task, Sequence[Runs]], list[Step]]
+    """Of the rank that the task's line points to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One of the ways to do collectives."""
+
+    name: str
+    summary: str
+    """For whom it is, in one line."""
+    suits: tuple[Topology, ...]
+    """Links that carry it without contention."""
+    methods: Mapping[Collective, Method]
+    """By collective that it defines."""
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return tuple(self.methods)
+
+
+FlatCost = Callable[[int, float, float, float], float]
+
+
+def _flat(
+    seconds: FlatCost, num_blocks: Callable[[Task], int], steps: Callable[[Task, Sequence[Runs]], list[Step]]
+) -> Method:
+    """A method that knows one kind of links only, and is priced at the slower ones."""
+    return Method(lambda place, size, links: seconds(place.members, size, *links.across), num_blocks, steps)
+
+
+def _one(task: Task) -> int:
+    del task
+    return 1
+
+
+def _two(task: Task) -> int:
+    del task
+    return 2
+
+
+def _members(task: Task) -> int:
+    return len(task.line)
+
+
+def _power(task: Task) -> int:
+    return power_below(len(task.line))
+
+
+def _halves(
+    seconds: FlatCost,
+    num_blocks: Callable[[Task], int],
+    scatter_steps: Callable[[Line, Sequence[Runs]], list[Step]],
+    gather_steps: Callable[[Line, Sequence[Runs]], list[Step]],
+) -> dict[Collective, Method]:
+    """Reduce-scatter and all-gather, which cost the same."""
+    return {
+        "reduce_scatter": _flat(seconds, num_blocks, lambda task, blocks: scatter_steps(task.line, blocks)),
+        "all_gather": _flat(seconds, num_blocks, lambda task, blocks: gather_steps(task.line, blocks)),
+    }
+
+
+_RING = Algorithm(
+    "ring",
+    "long tensors on any links, any number of ranks: each talks to its neighbours only",
+    ("ring", "double_ring", "torus", "switch", "tree", "fully_connected", "rails"),
+    {
+        "all_reduce": _flat(ring.all_reduce_seconds, _members, lambda task, blocks: ring.all_reduce(task.line, blocks)),
+        **_halves(ring.half_seconds, _one, ring.reduce_scatter, ring.all_gather),
+        "broadcast": _flat(
+            ring.broadcast_seconds, lambda task: task.pieces, lambda task, blocks: ring.broadcast(task.rooted, blocks)
+        ),
+    },
+)
+_DOUBLE_RING = Algorithm(
+    "double_ring",
+    "long tensors where both directions have links of their own",
+    ("double_ring", "torus"),
+    {
+        "all_reduce": _flat(
+            double_ring.all_reduce_seconds,
+            lambda task: 2 * len(task.line),
+            lambda task, blocks: double_ring.all_reduce(task.line, blocks),
+        ),
+        **_halves(double_ring.half_seconds, _two, double_ring.reduce_scatter, double_ring.all_gather),
+    },
+)
+_TREE = Algorithm(
+    "tree",
+    "short tensors and many ranks: whole tensors up and down a binomial tree",
+    ("switch", "tree", "fully_connected", "rails"),
+    {
+        "all_reduce": _flat(tree.all_reduce_seconds, _one, lambda task, blocks: tree.all_reduce(task.line, blocks[0])),
+        "broadcast": _flat(tree.broadcast_seconds, _one, lambda task, blocks: tree.broadcast(task.rooted, blocks[0])),
+    },
+)
+_DOUBLE_TREE = Algorithm(
+    "double_tree",
+    "many ranks: a tree's latency and a ring's bytes, in pieces that follow one another",
+    ("switch", "fully_connected"),
+    {
+        "all_reduce": _flat(
+            double_tree.all_reduce_seconds,
+            lambda task: 2 * task.pieces,
+            lambda task, blocks: double_tree.all_reduce(task.line, blocks),
+        ),
+        "broadcast": _flat(
+            double_tree.broadcast_seconds,
+            lambda task: 2 * task.pieces,
+            lambda task, blocks: double_tree.broadcast(task.rooted, blocks),
+        ),
+    },
+)
+_RECURSIVE_DOUBLING = Algorithm(
+    "recursive_doubling",
+    "short tensors: whole ones, with partners 1, 2, 4, … away",
+    ("switch", "fully_connected"),
+    {
+        "all_reduce": _flat(
+            recursive_doubling.all_reduce_seconds,
+            _one,
+            lambda task, blocks: recursive_doubling.all_reduce(task.line, blocks[0]),
+        )
+    },
+)
+_HALVING_DOUBLING = Algorithm(
+    "halving_doubling",
+    "middle and long tensors where any rank reaches any other at full speed",
+    ("switch", "fully_connected"),
+    {
+        "all_reduce": _flat(
+            halving_doubling.all_reduce_seconds,
+            _power,
+            lambda task, blocks: halving_doubling.all_reduce(task.line, blocks),
+        ),
+        **_halves(halving_doubling.half_seconds, _one, halving_doubling.reduce_scatter, halving_doubling.all_gather),
+    },
+)
+_DIRECT = Algorithm(
+    "direct",
+    "middle and long tensors on a few ranks: each sums one part, all talk to all",
+    ("fully_connected", "switch"),
+    {
+        "all_reduce": _flat(
+            direct.all_reduce_seconds, _members, lambda task, blocks: direct.all_reduce(task.line, blocks)
+        ),
+        **_halves(direct.half_seconds, _one, direct.reduce_scatter, direct.all_gather),
+        "all_to_all": _flat(direct.all_to_all_seconds, _one, lambda task, blocks: direct.all_to_all(task.line, blocks)),
+    },
+)
+_ONE_SHOT = Algorithm(
+    "one_shot",
+    "the shortest tensors on a few ranks: one step",
+    ("fully_connected", "switch"),
+    {
+        "all_reduce": _flat(
+            one_shot.all_reduce_seconds, _one, lambda task, blocks: one_shot.all_reduce(task.line, blocks[0])
+        ),
+        "broadcast": _flat(
+            one_shot.broadcast_seconds, _one, lambda task, blocks: one_shot.broadcast(task.rooted, blocks[0])
+        ),
+    },
+)
+_SCATTER = Algorithm(
+    "scatter",
+    "broadcasts of long tensors: a scatter, then a ring",
+    ("switch", "tree", "fully_connected"),
+    {
+        "broadcast": _flat(
+            scatter.broadcast_seconds, _members, lambda task, blocks: scatter.broadcast(task.rooted, blocks)
+        )
+    },
+)
+_BRUCK = Algorithm(
+    "bruck",
+    "any number of ranks without folding; all-to-all of short tensors",
+    ("switch", "fully_connected"),
+    {
+        "all_reduce": _flat(
+            bruck.all_reduce_seconds, _members, lambda task, blocks: bruck.all_reduce(task.line, blocks)
+        ),
+        **_halves(bruck.half_seconds, _one, bruck.reduce_scatter, bruck.all_gather),
+        "all_to_all": _flat(bruck.all_to_all_seconds, _one, lambda task, blocks: bruck.all_to_all(task.line, blocks)),
+    },
+)
+_TORUS = Algorithm(
+    "torus",
+    "long tensors on a grid of rings: rows and columns at once",
+    ("torus",),
+    {
+        "all_reduce": Method(
+            lambda place, size, links: torus.all_reduce_seconds(place.shape, size, *links.across),
+            lambda task: 2 * len(task.line),
+            lambda task, blocks: torus.all_reduce(task.line, task.arrangement.shape, blocks),
+        ),
+        "reduce_scatter": Method(
+            lambda place, size, links: torus.all_reduce_seconds(place.shape, size, *links.across) / 2,
+            _two,
+            lambda task, blocks: torus.reduce_scatter(task.line, task.arrangement.shape, blocks),
+        ),
+        "all_gather": Method(
+            lambda place, size, links: torus.all_reduce_seconds(place.shape, size, *links.across) / 2,
+            _two,
+            lambda task, blocks: torus.all_gather(task.line, task.arrangement.shape, blocks),
+        ),
+    },
+)
+_PARAMETER_SERVER = Algorithm(
+    "parameter_server",
+    "a few ranks with faster links sum for all",
+    ("switch", "fully_connected"),
+    {
+        "all_reduce": _flat(
+            parameter_server.all_reduce_seconds,
+            lambda task: task.servers,
+            lambda task, blocks: parameter_server.all_reduce(task.line, blocks),
+        )
+    },
+)
+_Across = Literal["ring", "direct", "halving_doubling", "bruck", "recursive_doubling", "tree", "one_shot"]
+_ACROSS: Mapping[_Across, tuple[FlatCost, Callable[[int], int], hierarchical.AllReduce]] = {
+    "ring": (ring.all_reduce_seconds, lambda n: n, ring.all_reduce),
+    "direct": (direct.all_reduce_seconds, lambda n: n, direct.all_reduce),
+    "halving_doubling": (halving_doubling.all_reduce_seconds, power_below, halving_doubling.all_reduce),
+    "bruck": (bruck.all_reduce_seconds, lambda n: n, bruck.all_reduce),
+    "recursive_doubling": (
+        recursive_doubling.all_reduce_seconds,
+        lambda n: 1,
+        lambda line, blocks: recursive_doubling.all_reduce(line, blocks[0]),
+    ),
+    "tree": (tree.all_reduce_seconds, lambda n: 1, lambda line, blocks: tree.all_reduce(line, blocks[0])),
+    "one_shot": (one_shot.all_reduce_seconds, lambda n: 1, lambda line, blocks: one_shot.all_reduce(line, blocks[0])),
+}
+"""All-reduces that hierarchical can use across nodes: cost, blocks per column, steps."""
+
+
+def _hierarchical(name: str, across: _Across) -> Algorithm:
+    cost, blocks_of, outer = _ACROSS[across]
+
+    def steps(task: Task, blocks: Sequence[Runs]) -> list[Step]:
+        nodes = task.arrangement.nodes
+        each = blocks_of(len(nodes))
+        columns = [blocks[column * each : (column + 1) * each] for column in range(min(nodes))]
+        return hierarchical.all_reduce(task.line, nodes, columns, outer)
+
+    def half_seconds(place: Arrangement, size: float, links: Links) -> float:
+        return hierarchical.half_seconds(place.nodes, size, links.inside, links.across)
+
+    all_reduce = Method(
+        lambda place, size, links: hierarchical.all_reduce_seconds(place.nodes, size, links.inside, links.across, cost),
+        lambda task: min(task.arrangement.nodes) * blocks_of(len(task.arrangement.nodes)),
+        steps,
+    )
+    rest: dict[Collective, Method] = {
+        "reduce_scatter": Method(
+            half_seconds,
+            _one,
+            lambda task, blocks: hierarchical.reduce_scatter(task.line, task.arrangement.nodes, blocks),
+        ),
+        "all_gather": Method(
+            half_seconds,
+            _one,
+            lambda task, blocks: hierarchical.all_gather(task.line, task.arrangement.nodes, blocks),
+        ),
+        "broadcast": Method(
+            lambda place, size, links: hierarchical.broadcast_seconds(place.nodes, size, links.inside, links.across),
+            _one,
+            lambda task, blocks: hierarchical.broadcast(task.line, task.arrangement.nodes, blocks[0], task.root),
+        ),
+    }
+    summary = f"slow links between nodes, fast ones inside: {across} across nodes, direct inside"
+    return Algorithm(
+        name, summary, ("rails", "tree", "switch"), {"all_reduce": all_reduce, **(rest if across == "ring" else {})}
+    )
+
+
+ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
+    {
+        algorithm.name: algorithm
+        for algorithm in (
+            _RING,
+            _DOUBLE_RING,
+            _TREE,
+            _DOUBLE_TREE,
+            _RECURSIVE_DOUBLING,
+            _HALVING_DOUBLING,
+            _DIRECT,
+            _ONE_SHOT,
+            _SCATTER,
+            _BRUCK,
+            _hierarchical("hierarchical", "ring"),
+            _TORUS,
+            _PARAMETER_SERVER,
+        )
+    }
+)
+"""Every algorithm by its name.  `find_algorithm` also knows `hierarchical+direct` and the like."""
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """Return an algorithm by name; `hierarchical+X` is hierarchical with an all-reduce by X across nodes.
+
+    Raises:
+        CollectiveError: there is none of this name.
+    """
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    whole, _, part = name.partition("+")
+    if whole == "hierarchical":
+        for across in _ACROSS:
+            if across == part:
+                return _hierarchical(name, across)
+        raise CollectiveError(
+            f"algorithm = {name!r}: across nodes there are {', '.join(_ACROSS)}.{did_you_mean(part, _ACROSS)}"
+        )
+    raise CollectiveError(
+        f"algorithm = {name!r} does not exist. There are {', '.join(ALGORITHMS)}.{did_you_mean(name, ALGORITHMS)}"
+    )
+
+
+def build_schedule(
+    name: str,
+    collective: Collective,
+    rank: int,
+    members: int,
+    *,
+    arrangement: Arrangement | None = None,
+    root: int = 0,
+    pieces: int = 1,
+    servers: int = 1,
+) -> Schedule:
+    """Return what one rank does.  A pure function: ranks that call it alike get schedules that fit together.
+
+    Args:
+        arrangement: how the ranks lie on the links (see `arrange`); by default in their order, all in one node.
+        root: rank that broadcasts.
+        pieces: into which pipelined algorithms (double_tree, and ring for broadcasts) cut what one tree or chain takes.
+        servers: of parameter_server, the first of the order.
+
+    Raises:
+        CollectiveError: the algorithm does not exist or does not define the collective, or a number is out of range.
+    """
+    algorithm = find_algorithm(name)
+    method = algorithm.methods.get(collective)
+    if method is None:
+        others = [other.name for other in ALGORITHMS.values() if collective in other.methods]
+        raise CollectiveError(
+            f"algorithm {name!r} does not define {collective}: it does {', '.join(algorithm.collectives)}. "
+            f"For {collective} there are {', '.join(others) or 'none'}."
+        )
+    place = arrangement if arrangement is not None else flat(members)
+    _check(rank, members, place, root, pieces, servers)
+    order = place.order
+    task = Task(
+        arrangement=place,
+        line=Line(order, order.index(rank)),
+        root=order.index(root),
+        pieces=pieces,
+        servers=servers,
+    )
+    count = method.num_blocks(task)
+    if collective in _REGIONS:
+        num_parts = count * members
+        blocks = [block for owner in order for block in singles(owner * count, count)]
+    else:
+        num_parts = count
+        blocks = singles(0, count)
+    steps = tuple(method.steps(task, blocks))
+    return Schedule(name, collective, rank, members, num_parts, root if collective == "broadcast" else 0, steps)
+
+
+def _check(rank: int, members: int, place: Arrangement, root: int, pieces: int, servers: int) -> None:
+    if place.members != members:
+        raise CollectiveError(f"the arrangement holds {place.members} ranks, and the group has {members}.")
+    for what, value in (("rank", rank), ("root", root)):
+        if not 0 <= value < members:
+            raise CollectiveError(f"{what} = {value} is not in a group of {members}: use 0 to {members - 1}.")
+    if pieces < 1:
+        raise CollectiveError(f"pieces = {pieces}: use 1 or more.")
+    if not 1 <= servers <= members:
+        raise CollectiveError(f"servers = {servers}: a group of {members} has 1 to {members} of them.")

@@ -1,0 +1,189 @@
+"""Hierarchical: inside each node first, then across nodes with a share of the bytes, then inside again.
+
+    2 nodes × 3 ranks, parts a to c
+
+      inside    node 0: rank 0 sums a, rank 1 sums b, rank 2 sums c; node 1: likewise ranks 3, 4, 5
+      across    rank 0 ◄ a ► 3      rank 1 ◄ b ► 4      rank 2 ◄ c ► 5        three all-reduces side by side
+      inside    ranks 0, 1, 2 hand their sums around; ranks 3, 4, 5 likewise
+
+Each byte crosses between nodes as rarely as possible, and all ranks of a node use the network at once, each for its own
+column: rank k of every node, which on a rail network share a switch.  The way where links between nodes are much slower
+than those inside.
+
+Nodes may be of unequal size.  There are as many columns as the smallest node has ranks; the other ranks of larger nodes
+hand in what they have and are handed the result.  Inside a node all ranks talk to all (`direct`); across, any
+all-reduce does, the ring by default.
+
+Source: Horovod's hierarchical all-reduce (Sergeev and Del Balso, 2018, arXiv 1802.05799); Jain and Sabharwal, "Optimal
+bucket algorithms for large MPI collectives on torus interconnects", ICS 2010, for one level after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from weft.collective import direct, ring, tree
+from weft.collective._cost import issue_seconds
+from weft.collective._schedule import Line, Receive, Runs, Send, Step, joined, mirrored
+
+AllReduce = Callable[[Line, Sequence[Runs]], list[Step]]
+
+
+def all_reduce_seconds(
+    nodes: Sequence[int],
+    size_bytes: float,
+    inside: tuple[float, float],
+    across: tuple[float, float],
+    outer: Callable[[int, float, float, float], float] = ring.all_reduce_seconds,
+) -> float:
+    """2[α + (g−2)o + (g−1)/g·Sβ] inside + an all-reduce of S/g across m nodes; g: ranks of the smallest node.
+
+    `inside` and `across` are (latency, per_byte) of the two kinds of links; `outer` prices the all-reduce across.
+    In a node of k > g ranks the g owners take in more, (k−1)/g·Sβ, and hand it out to as many.
+    """
+    crossing = outer(len(nodes), size_bytes / min(nodes), *across) if len(nodes) > 1 else 0.0
+    return 2 * _inner_seconds(nodes, size_bytes, inside) + crossing
+
+
+def _inner_seconds(nodes: Sequence[int], size_bytes: float, inside: tuple[float, float]) -> float:
+    """Summing to the columns' owners, or spreading from them, in the largest node."""
+    columns, largest = min(nodes), max(nodes)
+    latency, per_byte = inside
+    if largest == 1:
+        return 0.0
+    return latency + issue_seconds(largest, latency) + (largest - 1) / columns * size_bytes * per_byte
+
+
+def half_seconds(
+    nodes: Sequence[int], size_bytes: float, inside: tuple[float, float], across: tuple[float, float]
+) -> float:
+    """α + (g−2)o + (g−1)/g·Sβ inside + a ring's half of S/g across m nodes, for nodes of g ranks.
+
+    Unequal nodes need one more message inside, for ranks beyond the smallest node's.
+    """
+    columns, largest = min(nodes), max(nodes)
+    latency, per_byte = inside
+    handed = (-(-largest // columns) - 1) / sum(nodes) * size_bytes
+    extra = latency + handed * per_byte if largest > columns else 0.0
+    outer = ring.half_seconds(len(nodes), size_bytes / columns, *across) if len(nodes) > 1 else 0.0
+    return _inner_seconds(nodes, size_bytes, inside) + outer + extra
+
+
+def broadcast_seconds(
+    nodes: Sequence[int], size_bytes: float, inside: tuple[float, float], across: tuple[float, float]
+) -> float:
+    """⌈log₂m⌉(α + Sβ) across nodes, then ⌈log₂g⌉(α + Sβ) inside the largest."""
+    return tree.broadcast_seconds(len(nodes), size_bytes, *across) + tree.broadcast_seconds(
+        max(nodes), size_bytes, *inside
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands: which node, and which position within it."""
+
+    line: Line
+    nodes: tuple[int, ...]
+    """Ranks of each node; the line goes through them one after another."""
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.nodes))
+
+    @property
+    def columns(self) -> int:
+        return min(self.nodes)
+
+    @property
+    def node(self) -> int:
+        return next(index for index, stop in enumerate(self.starts[1:]) if self.line.position < stop)
+
+    @property
+    def within(self) -> int:
+        """Position within the node."""
+        return self.line.position - self.starts[self.node]
+
+    def inner(self) -> Line:
+        """The ranks of this rank's node."""
+        return self.line.of(range(self.starts[self.node], self.starts[self.node + 1]))
+
+    def outer(self) -> Line:
+        """The ranks at this rank's position in their nodes."""
+        return self.line.of(start + self.within for start in self.starts[:-1])
+
+
+def all_reduce(
+    line: Line, nodes: tuple[int, ...], columns: Sequence[Sequence[Runs]], outer: AllReduce = ring.all_reduce
+) -> list[Step]:
+    """`columns[k]` holds the blocks that `outer` needs for an all-reduce over the nodes."""
+    place = Place(line, nodes)
+    inner = place.inner()
+    shares = [joined(blocks) for blocks in columns]
+    owners = range(place.columns)
+    across: list[Step] = []
+    if place.within < place.columns:
+        across = _named(outer(place.outer(), columns[place.within]), "across nodes")
+    gathered = _named(direct.gather_sums(inner, owners, shares), "inside the node")
+    return [*gathered, *across, *_named(direct.spread_sums(inner, owners, shares), "inside the node")]
+
+
+def reduce_scatter(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs]) -> list[Step]:
+    """After it the rank at position i has the sum of block i."""
+    place = Place(line, nodes)
+    shares = [joined(block for node in _owned(place, blocks, column) for block in node) for column in _columns(place)]
+    steps = _named(direct.gather_sums(place.inner(), _columns(place), shares), "inside the node")
+    if place.within < place.columns:
+        parts = [joined(node) for node in _owned(place, blocks, place.within)]
+        steps += _named(ring.reduce_scatter(place.outer(), parts), "across nodes")
+    return steps + _hand_out(place, blocks)
+
+
+def all_gather(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs]) -> list[Step]:
+    """Before it the rank at position i has block i: the reduce-scatter backwards."""
+    steps = reduce_scatter(line, nodes, blocks)
+    turned = zip(steps[::-1], mirrored(steps, ""), strict=True)
+    return [Step(step.phase, back.sends, back.receives) for step, back in turned]
+
+
+def broadcast(line: Line, nodes: tuple[int, ...], block: Runs, root: int) -> list[Step]:
+    """From the rank at position `root`: a tree over one rank of each node, then a tree inside each node."""
+    place = Place(line, nodes)
+    home = next(index for index, stop in enumerate(place.starts[1:]) if root < stop)
+    heads = [*place.starts[:-1]]
+    heads[home] = root
+    turned = [heads[(home + index) % len(heads)] for index in range(len(heads))]
+    steps: list[Step] = []
+    if line.position in turned:
+        steps += _named(tree.broadcast(line.of(turned), block), "across nodes")
+    start, size, head = place.starts[place.node], nodes[place.node], heads[place.node]
+    inner = line.of(start + (head - start + index) % size for index in range(size))
+    return [*steps, *_named(tree.broadcast(inner, block), "inside the node")]
+
+
+def _columns(place: Place) -> range:
+    return range(place.columns)
+
+
+def _owned(place: Place, blocks: Sequence[Runs], column: int) -> list[list[Runs]]:
+    """Blocks that pass through a column, by node: of the rank in it, and of those beyond the columns."""
+    return [
+        [blocks[start + within] for within in range(column, size, place.columns)]
+        for start, size in zip(place.starts, place.nodes, strict=False)
+    ]
+
+
+def _hand_out(place: Place, blocks: Sequence[Runs]) -> list[Step]:
+    """The sums of ranks beyond the columns go from the columns to them."""
+    start, size, columns = place.starts[place.node], place.nodes[place.node], place.columns
+    if place.within >= columns:
+        owner = place.line.ranks[start + place.within % columns]
+        return [Step("inside the node", receives=(Receive(owner, blocks[place.line.position]),))]
+    beyond = range(place.within + columns, size, columns)
+    sends = tuple(Send(place.line.ranks[start + within], blocks[start + within]) for within in beyond)
+    return [Step("inside the node", sends=sends)] if sends else []
+
+
+def _named(steps: Sequence[Step], phase: str) -> list[Step]:
+    return [Step(phase, step.sends, step.receives) for step in steps]

@@ -1,0 +1,34 @@
+"""Parameter-server reduce: some of the ranks sum a share of the tensor each, and hand it back.
+
+    5 ranks, 2 of them servers
+
+      give      0, 1, 2, 3, 4 ── first half ──► server 0        0, 1, 2, 3, 4 ── second half ──► server 1
+      take      server 0 ── first half ──► all                  server 1 ── second half ──► all
+
+With one server this is the star of the earliest systems: two latencies, and (n−1)S bytes through one port.  With as
+many servers as ranks it is `direct`.  It pays where the servers have the faster links.
+
+Source: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, §3; Jiang et al., "A
+unified architecture for accelerating distributed DNN training in heterogeneous GPU/CPU clusters", OSDI 2020, §3 for the
+number of servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.collective import direct
+from weft.collective._cost import ISSUE_SHARE
+from weft.collective._schedule import Line, Runs, Step
+
+
+def all_reduce_seconds(members: int, size_bytes: float, latency: float, per_byte: float, servers: int = 1) -> float:
+    """2α + (min(p−1, n−2) + n − 2)o + 2(n−1)/p·Sβ with p servers among the ranks, which send and receive at once."""
+    issued = min(servers - 1, max(0, members - 2)) + max(0, members - 2)
+    return 2 * latency + issued * ISSUE_SHARE * latency + 2 * (members - 1) / servers * size_bytes * per_byte
+
+
+def all_reduce(line: Line, blocks: Sequence[Runs]) -> list[Step]:
+    """One block per server; the first ranks of the line are the servers."""
+    owners = range(len(blocks))
+    return [*direct.gather_sums(line, owners, blocks), *direct.spread_sums(line, owners, blocks)]

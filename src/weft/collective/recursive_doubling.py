@@ -1,0 +1,51 @@
+"""Recursive doubling: ranks 1, 2, 4, … apart exchange whole tensors and both add.
+
+    8 ranks
+
+      step 1    0 ◄► 1     2 ◄► 3     4 ◄► 5     6 ◄► 7
+      step 2    0 ◄► 2     1 ◄► 3     4 ◄► 6     5 ◄► 7
+      step 3    0 ◄► 4     1 ◄► 5     2 ◄► 6     3 ◄► 7
+
+After step k each rank has the sum over its block of 2ᵏ ranks: the fewest steps in which all can know all, each with the
+whole tensor.  The way for short tensors.  Where n is no power of two, the ranks beyond it give their tensors to a
+partner first and get the sum from it at the end.
+
+Both partners add the same two tensors, and floating-point addition commutes: all ranks get the same bits.
+
+Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005, §4.5.
+"""
+
+from __future__ import annotations
+
+from weft.collective._cost import is_power, log_steps, power_below
+from weft.collective._schedule import Line, Receive, Runs, Send, Step, mirrored
+
+
+def all_reduce_seconds(members: int, size_bytes: float, latency: float, per_byte: float) -> float:
+    """L(α + Sβ), L = log₂n: ranks 1, 2, 4, … apart exchange whole tensors; one step
+    more hands the others their sum where n is no power of two."""
+    steps = log_steps(members) if is_power(members) else log_steps(members) + 1
+    return steps * (latency + size_bytes * per_byte)
+
+
+def all_reduce(line: Line, block: Runs) -> list[Step]:
+    """Exchange one block with ever farther partners."""
+    power = power_below(len(line))
+    folded = fold(line, block)
+    if line.position >= power:
+        return [*folded, *mirrored(folded, "fold out")]
+    core = [
+        Step("doubling", (Send(peer, block),), (Receive(peer, block, reduce=True),))
+        for peer in (line.ranks[line.position ^ (1 << level)] for level in range(log_steps(power)))
+    ]
+    return [*folded, *core, *mirrored(folded, "fold out")]
+
+
+def fold(line: Line, block: Runs) -> list[Step]:
+    """Add the tensors of the positions beyond the largest power of two p to those of positions 0, 1, …: p + i to i."""
+    power = power_below(len(line))
+    if line.position >= power:
+        return [Step("fold in", sends=(Send(line.ranks[line.position - power], block),))]
+    if line.position + power < len(line):
+        return [Step("fold in", receives=(Receive(line.ranks[line.position + power], block, reduce=True),))]
+    return []

@@ -1,0 +1,244 @@
+"""One rank's part of a collective: receive, send, add up, step by step; and what happens when a rank is missing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm._program import Action, Program, add_up, combiner, padded
+from weft.comm._trouble import Board, Reason, Report
+from weft.errors import CollectiveError
+
+_GRACE_SHARE = 0.25
+"""Of a deadline, that is left for ranks to tell each other who is missing, one second at most."""
+_BREAKING_TAG = (1 << 31) - 7
+"""Of messages that nobody sends: see `give_up`."""
+_TINY = timedelta(milliseconds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The group that carries the messages."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    """Global ranks, by which errors name them."""
+    index: int
+    board: Board
+
+
+@dataclass(slots=True)
+class GivenUp:
+    """Whether this rank has given up on its group, which happens once."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_up: bool = False
+    error: CollectiveError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One collective while it runs."""
+
+    wire: Wire
+    title: str
+    tag: int
+    started: float
+    stop: float
+    """Monotonic second at which it gives up."""
+    grace_seconds: float
+    deadline_seconds: float
+
+
+class _BrokenError(Exception):
+    """A message did not come or go."""
+
+    def __init__(self, reason: Reason, waits_for: tuple[int, ...], cause: str) -> None:
+        super().__init__(cause)
+        self.reason: Reason = reason
+        self.waits_for = waits_for
+
+
+def execute(
+    program: Program,
+    flat: Tensor,
+    op: dist.ReduceOp.RedOpType,
+    wire: Wire,
+    given_up: GivenUp,
+    scratch: Tensor,
+    *,
+    title: str,
+    tag: int,
+    deadline_seconds: float,
+) -> None:
+    """Do all steps of a program on a flat CPU tensor.
+
+    Args:
+        scratch: bytes, at least as many as the program asks for.
+        title: of the collective, for errors.
+        tag: of its messages.
+
+    Raises:
+        CollectiveError: a rank is missing; the group has been given up before.
+    """
+    if given_up.error is not None:
+        raise CollectiveError(f"{title}: the group was given up before. {given_up.error}")
+    now = time.monotonic()
+    grace = min(1.0, _GRACE_SHARE * deadline_seconds)
+    turn = _Turn(wire, title, tag, now, now + deadline_seconds - grace, grace, deadline_seconds)
+    reduces = program.schedule.collective in ("all_reduce", "reduce_scatter")
+    combine = combiner(op, flat.dtype) if reduces else None
+    for number, action in enumerate(program.actions):
+        try:
+            buffers = _exchange(action, flat, scratch, turn)
+        except _BrokenError as error:
+            place = f"step {number + 1} of {len(program.actions)} ({action.phase})"
+            given_up.error = _diagnosed(error, turn, given_up, place)
+            raise given_up.error from None
+        add_up(action, flat, buffers, combine or _no_sums)
+    if reduces and op == dist.ReduceOp.AVG:
+        start, stop = program.own_region
+        flat[start:stop].div_(len(wire.ranks))
+
+
+def _no_sums(a: Tensor, b: Tensor, out: Tensor) -> None:
+    raise AssertionError("only reductions add up")
+
+
+def _exchange(action: Action, flat: Tensor, scratch: Tensor, turn: _Turn) -> list[Tensor]:
+    """Send and receive the messages of one step; return what has come, by incoming message."""
+    group, me = turn.wire.group, turn.wire.index
+    taken = 0
+
+    def borrowed(size: int) -> Tensor:
+        nonlocal taken
+        num_bytes = size * flat.element_size()
+        buffer = scratch[taken : taken + num_bytes].view(flat.dtype)
+        taken += padded(num_bytes)
+        return buffer
+
+    buffers = [
+        borrowed(message.size) if message.is_staged else flat[slice(*message.runs[0])] for message in action.receives
+    ]
+    receives: list[tuple[int, dist.Work]] = []
+    sends: list[tuple[int, dist.Work]] = []
+    own: list[Tensor] = []
+    peer = me
+    try:
+        for message, buffer in zip(action.receives, buffers, strict=True):
+            peer = message.peer
+            if peer != me:
+                receives.append((peer, group.recv([_raw(buffer)], peer, turn.tag)))
+        for out in action.sends:
+            peer = out.peer
+            content = flat[slice(*out.runs[0])]
+            if len(out.runs) > 1:
+                content = borrowed(out.size)
+                torch.cat([flat[start:stop] for start, stop in out.runs], out=content)
+            if peer == me:
+                own.append(content)
+            else:
+                sends.append((peer, group.send([_raw(content)], peer, turn.tag)))
+    except RuntimeError as error:  # the connection is closed already
+        raise _BrokenError("closed", (peer,), str(error)) from None
+    _await(receives, turn)
+    _move_own(action, buffers, own, me)
+    _await(sends, turn)
+    return buffers
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor: messages know no types."""
+    return tensor.view(torch.uint8)
+
+
+def _move_own(action: Action, buffers: Sequence[Tensor], own: Sequence[Tensor], me: int) -> None:
+    mine = [buffer for message, buffer in zip(action.receives, buffers, strict=True) if message.peer == me]
+    for buffer, content in zip(mine, own, strict=True):
+        buffer.copy_(content)
+
+
+def _await(works: Sequence[tuple[int, dist.Work]], turn: _Turn) -> None:
+    for index, (peer, work) in enumerate(works):
+        left = max(0.001, turn.stop - time.monotonic())
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            if time.monotonic() < turn.stop:
+                raise _BrokenError("closed", (peer,), str(error)) from None
+            # The group is broken now: what has not come by now raises at once.
+            late = tuple(other for other, pending in works[index + 1 :] if not _has_come(pending))
+            raise _BrokenError("deadline", (peer, *late), str(error)) from None
+
+
+def _has_come(work: dist.Work) -> bool:
+    try:
+        work.wait(_TINY)
+    except RuntimeError:
+        return False
+    return True
+
+
+def give_up(wire: Wire, given_up: GivenUp) -> None:
+    """Close all connections of the group, so that every rank that waits for this one stops waiting.
+
+    Gloo has one way to do so: a wait that times out closes them, and wakes all other waits of the process, too.
+    """
+    with given_up.lock:
+        if given_up.is_up:
+            return
+        given_up.is_up = True
+    never = torch.empty(1, dtype=torch.uint8)
+    for peer in range(len(wire.ranks)):
+        if peer == wire.index:
+            continue
+        try:
+            work = wire.group.recv([never], peer, _BREAKING_TAG)
+        except RuntimeError:  # closed already: try the next one
+            continue
+        _has_come(work)
+        return
+
+
+def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) -> CollectiveError:
+    """Tell the others, find out who is missing, and say so."""
+    wire = turn.wire
+    elapsed = time.monotonic() - turn.started
+    before = wire.board.reports()
+    gave_up = {rank: report for rank, report in before.items() if report.reason == "deadline"}
+    blamed_by = [rank for rank, report in gave_up.items() if wire.index in report.waits_for]
+    if error.reason == "closed" and blamed_by and elapsed < turn.deadline_seconds / 2:
+        give_up(wire, given_up)
+        return CollectiveError(
+            f"{turn.title}: this rank ({wire.ranks[wire.index]}) came too late. {_ranks(wire, blamed_by)} had waited "
+            "for it and given up. Find out what kept it, or raise the deadline.",
+            status=1,
+        )
+    own = Report(error.waits_for, "alarm" if given_up.is_up and error.reason == "closed" else error.reason)
+    wire.board.leave(wire.index, own)
+    give_up(wire, given_up)
+    missing, reports = wire.board.missing(wire.index, own, turn.grace_seconds)
+    names = _ranks(wire, missing or error.waits_for)
+    if any(report.reason == "deadline" for report in reports.values()):
+        what = f"sent nothing within the deadline of {turn.deadline_seconds:g} s"
+    else:
+        what = "left, or stopped answering"
+    waited = _ranks(wire, error.waits_for)
+    return CollectiveError(
+        f"{turn.title} over {len(wire.ranks)} ranks: {names} {what}. This rank ({wire.ranks[wire.index]}) was in "
+        f"{place}, waiting for {waited}, after {elapsed:.1f} s. See what the missing rank printed last; the group is "
+        "closed and must be built again.",
+        status=1,
+    )
+
+
+def _ranks(wire: Wire, indices: Sequence[int]) -> str:
+    names = ", ".join(str(wire.ranks[index]) for index in sorted(indices))
+    return f"rank {names}" if len(indices) == 1 else f"ranks {names}"

@@ -1,0 +1,224 @@
+"""A schedule made ready for one buffer: parts become elements, and every step knows what needs scratch memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.collective import Run, Runs, Schedule, Step
+from weft.errors import CollectiveError
+
+_Combine = Callable[[Tensor, Tensor, Tensor], object]
+"""(a, b, out): out = a ∘ b."""
+_ALIGNMENT = 64
+"""Bytes between the beginnings of buffers in scratch memory: one cache line."""
+
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_BOOL = frozenset({torch.bool})
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """One message to send: runs of elements; several runs are packed into one buffer."""
+
+    peer: int
+    runs: Runs
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """One message to receive, straight to its place or, if `is_staged`, to scratch memory first."""
+
+    peer: int
+    runs: Runs
+    size: int
+    is_staged: bool
+    reduce: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What several ranks send for the same elements: positions among the incoming messages, in the order of ranks."""
+
+    runs: Runs
+    before: tuple[int, ...]
+    """From ranks below the receiver."""
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step over elements."""
+
+    phase: str
+    sends: tuple[Outgoing, ...]
+    receives: tuple[Incoming, ...]
+    sums: tuple[Sum, ...]
+    is_overwriting: bool
+    """Whether what has come changes elements that are being sent: then sends must have left first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All that one rank does to one buffer."""
+
+    schedule: Schedule
+    bounds: tuple[int, ...]
+    """Elements at which parts begin."""
+    actions: tuple[Action, ...]
+    scratch_bytes: int
+
+    @property
+    def own_region(self) -> Run:
+        """Elements of this rank's region, where the collective has regions; all of them otherwise."""
+        if self.schedule.collective in ("all_reduce", "broadcast"):
+            return self.bounds[0], self.bounds[-1]
+        each, rank = self.schedule.parts_per_member, self.schedule.rank
+        return self.bounds[rank * each], self.bounds[(rank + 1) * each]
+
+
+def prepare(schedule: Schedule, bounds: tuple[int, ...], element_bytes: int) -> Program:
+    """Make a schedule ready for a buffer whose parts begin at `bounds`.  Empty messages are left out on both sides."""
+    actions = tuple(_action(step, schedule.rank, bounds) for step in schedule.steps)
+    scratch = max((_scratch_bytes(action, element_bytes) for action in actions), default=0)
+    return Program(schedule, bounds, tuple(a for a in actions if a.sends or a.receives), scratch)
+
+
+def padded(num_bytes: int) -> int:
+    """Bytes that a buffer takes of scratch memory."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _action(step: Step, rank: int, bounds: tuple[int, ...]) -> Action:
+    sends = [(send.peer, _elements(send.runs, bounds)) for send in step.sends]
+    outgoing = [Outgoing(peer, runs, _size(runs)) for peer, runs in sends if runs]
+    sent = [run for out in outgoing for run in out.runs]
+    incoming: list[Incoming] = []
+    for receive in step.receives:
+        runs = _elements(receive.runs, bounds)
+        if not runs:
+            continue
+        staged = receive.reduce or len(runs) > 1 or receive.peer == rank or _overlap(runs, sent)
+        incoming.append(Incoming(receive.peer, runs, _size(runs), staged, receive.reduce))
+    written = [run for message in incoming for run in message.runs]
+    return Action(step.phase, tuple(outgoing), tuple(incoming), _sums(incoming, rank), _overlap(written, sent))
+
+
+def _sums(incoming: Sequence[Incoming], rank: int) -> tuple[Sum, ...]:
+    groups: dict[Runs, list[int]] = {}
+    for index, message in enumerate(incoming):
+        if message.reduce:
+            groups.setdefault(message.runs, []).append(index)
+    found: list[Sum] = []
+    for runs, indices in groups.items():
+        ordered = sorted(indices, key=lambda index: incoming[index].peer)
+        below = tuple(index for index in ordered if incoming[index].peer < rank)
+        found.append(Sum(runs, below, tuple(ordered[len(below) :])))
+    together = [run for runs in groups for run in runs]
+    assert not any(_overlap([run], together[:index]) for index, run in enumerate(together)), (
+        "messages of one step that are added up must hold the same parts, or none in common"
+    )
+    return tuple(found)
+
+
+def _elements(runs: Runs, bounds: tuple[int, ...]) -> Runs:
+    found: list[Run] = []
+    for first, stop in runs:
+        start, end = bounds[first], bounds[stop]
+        if start == end:
+            continue
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return tuple(found)
+
+
+def _size(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _overlap(some: Sequence[Run], others: Sequence[Run]) -> bool:
+    return any(a < d and c < b for a, b in some for c, d in others)
+
+
+def _scratch_bytes(action: Action, element_bytes: int) -> int:
+    packed = sum(padded(out.size * element_bytes) for out in action.sends if len(out.runs) > 1)
+    return packed + sum(padded(m.size * element_bytes) for m in action.receives if m.is_staged)
+
+
+def add_up(action: Action, flat: Tensor, buffers: Sequence[Tensor], combine: _Combine) -> None:
+    """Put what has come where it belongs: sums in the order of ranks, the own part among them; then the rest."""
+    for total in action.sums:
+        for index in total.before[1:]:
+            first = buffers[total.before[0]]
+            combine(first, buffers[index], first)
+        at = 0
+        for start, stop in total.runs:
+            own, here = flat[start:stop], slice(at, at + stop - start)
+            if total.before:
+                combine(buffers[total.before[0]][here], own, own)
+            for index in total.after:
+                combine(own, buffers[index][here], own)
+            at = here.stop
+    for message, buffer in zip(action.receives, buffers, strict=True):
+        if message.is_staged and not message.reduce:
+            at = 0
+            for start, stop in message.runs:
+                flat[start:stop].copy_(buffer[at : at + stop - start])
+                at += stop - start
+
+
+def combiner(op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> _Combine:
+    """Return how two tensors of a type are reduced; an average is a sum until the end.
+
+    Raises:
+        CollectiveError: the operation makes no sense for the type.
+    """
+    names: dict[dist.ReduceOp.RedOpType, tuple[str, frozenset[torch.dtype]]] = {
+        dist.ReduceOp.SUM: ("SUM", _INTEGERS | _FLOATS | _COMPLEX),
+        dist.ReduceOp.AVG: ("AVG", _FLOATS | _COMPLEX),
+        dist.ReduceOp.PRODUCT: ("PRODUCT", _INTEGERS | _FLOATS | _COMPLEX | _BOOL),
+        dist.ReduceOp.MIN: ("MIN", _INTEGERS | _FLOATS | _BOOL),
+        dist.ReduceOp.MAX: ("MAX", _INTEGERS | _FLOATS | _BOOL),
+        dist.ReduceOp.BAND: ("BAND", _INTEGERS | _BOOL),
+        dist.ReduceOp.BOR: ("BOR", _INTEGERS | _BOOL),
+        dist.ReduceOp.BXOR: ("BXOR", _INTEGERS | _BOOL),
+    }
+    if op not in names:
+        raise CollectiveError(f"reduce op {op} is none of {', '.join(name for name, _ in names.values())}.")
+    name, dtypes = names[op]
+    if dtype not in dtypes:
+        fitting = [other for other, (_, known) in names.items() if dtype in known]
+        does = ", ".join(names[other][0] for other in fitting)
+        raise CollectiveError(
+            f"{name} is not defined for {dtype}. " + (f"It has {does}." if does else "Cast it first.")
+        )
+    return _combine(name, dtype)
+
+
+def _combine(name: str, dtype: torch.dtype) -> _Combine:
+    if dtype in _BOOL:
+        name = {"PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}.get(name, name)
+    function = {
+        "SUM": torch.add,
+        "AVG": torch.add,
+        "PRODUCT": torch.mul,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "BAND": torch.bitwise_and,
+        "BOR": torch.bitwise_or,
+        "BXOR": torch.bitwise_xor,
+    }[name]
+
+    def combine(a: Tensor, b: Tensor, out: Tensor) -> object:
+        return function(a, b, out=out)
+
+    return combine

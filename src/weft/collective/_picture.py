@@ -40,8 +40,8 @@ def draw_rounds(drawing: Drawing, path: str | Path) -> None:
     shown = rounds if len(rounds) <= _MOST_PANELS else [*rounds[: _MOST_PANELS - 1], rounds[-1]]
     shown = shown or [(0, [])]  # one rank: nothing to send
     points = _points(drawing)
-    columns = max(1, min(_COLUMNS, len(shown)))
-    rows = max(1, math.ceil(len(shown) / columns))
+    rows = math.ceil(len(shown) / _COLUMNS)
+    columns = math.ceil(len(shown) / rows)
     width, height = _extent(points)
     panel = 3.3
     figure = _new_figure((columns * panel, rows * (panel * min(1.0, max(0.45, height / width)) + 0.45) + 0.75))
@@ -80,12 +80,11 @@ def _new_figure(size: tuple[float, float]) -> Figure:
 def _panel(axes: Axes, drawing: Drawing, points: Mapping[int, _Point], flights: Sequence[Flight]) -> None:
     _nodes(axes, drawing, points)
     pairs = {(flight.source, flight.target) for flight in flights}
-    radius = 0.26
+    radius = 0.19
     for flight in flights:
         (x0, y0), (x1, y1) = points[flight.source], points[flight.target]
         length = math.hypot(x1 - x0, y1 - y0)
-        is_far = length > 1.6 and not _is_circle(drawing)
-        bend = 0.18 if (flight.target, flight.source) in pairs or is_far else 0.0
+        bend = _bend(_kind(drawing), length, (flight.target, flight.source) in pairs)
         dx, dy = (x1 - x0) / length * radius, (y1 - y0) / length * radius
         colour = _COLOURS[flight.runs[0][0] % len(_COLOURS)] if _is_one_part(flight) else _INK
         axes.annotate(
@@ -99,18 +98,21 @@ def _panel(axes: Axes, drawing: Drawing, points: Mapping[int, _Point], flights: 
         axes.plot([x], [y], "o", markersize=13 if len(points) <= 16 else 9, color="white", markeredgecolor=_INK)
         axes.text(x, y, str(rank), ha="center", va="center", fontsize=7 if len(points) <= 16 else 5, color=_INK)
     xs, ys = [x for x, _ in points.values()], [y for _, y in points.values()]
-    axes.set_xlim(min(xs) - 0.6, max(xs) + 0.6)
-    axes.set_ylim(min(ys) - 0.6, max(ys) + 0.6)
+    axes.set_xlim(min(xs) - 0.45, max(xs) + 0.45)
+    axes.set_ylim(min(ys) - 0.45, max(ys) + 0.45)
     axes.set_aspect("equal")
     axes.set_axis_off()
 
 
+def _bend(kind: str, length: float, has_answer: bool) -> float:
+    """How far an arrow leaves the straight line: to pass other ranks on it, and the arrow that goes the other way."""
+    if length > 1.6 and kind in ("torus", "hierarchical"):
+        return 0.42
+    return 0.18 if has_answer or (length > 1.0 and kind in ("tree", "double_tree")) else 0.0
+
+
 def _is_one_part(flight: Flight) -> bool:
     return len(flight.runs) == 1 and flight.runs[0][1] - flight.runs[0][0] == 1
-
-
-def _is_circle(drawing: Drawing) -> bool:
-    return _kind(drawing) not in ("torus", "hierarchical", "tree", "double_tree")
 
 
 def _kind(drawing: Drawing) -> str:
@@ -119,7 +121,7 @@ def _kind(drawing: Drawing) -> str:
 
 def _extent(points: Mapping[int, _Point]) -> _Point:
     xs, ys = [x for x, _ in points.values()], [y for _, y in points.values()]
-    return max(xs) - min(xs) + 1.2, max(ys) - min(ys) + 1.2
+    return max(xs) - min(xs) + 0.9, max(ys) - min(ys) + 0.9
 
 
 def _points(drawing: Drawing) -> dict[int, _Point]:

@@ -64,7 +64,7 @@ def play_out(
         for rank in range(n)
     )
     size = schedules[0].num_parts * _PART_BYTES
-    outcome = simulate(schedules, size, link=lambda source, target: (1.0, 0.0), has_one_port=False)
+    outcome = simulate(schedules, size, link=lambda source, target: (1.0, 0.0), has_one_port=False, step_seconds=1.0)
     return Drawing(algorithm, collective, arrangement, schedules, outcome, size)
 
 

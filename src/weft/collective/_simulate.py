@@ -89,6 +89,7 @@ class _World:
     edges: tuple[int, ...]
     link: LinkSeconds
     has_one_port: bool
+    step_seconds: float
     flights: list[Flight] = field(default_factory=list[Flight])
     wires: dict[tuple[int, int], deque[_Message]] = field(default_factory=dict[tuple[int, int], "deque[_Message]"])
 
@@ -99,6 +100,7 @@ def simulate(
     *,
     link: LinkSeconds | None = None,
     has_one_port: bool = True,
+    step_seconds: float = 0.0,
 ) -> Outcome:
     """Play the schedules of all ranks, by rank, of a buffer of so many bytes, and check what comes out.
 
@@ -109,13 +111,14 @@ def simulate(
         link: what links cost; by default nothing.
         has_one_port: whether a rank sends to all peers, and receives from all, through one port; else each pair of
             ranks has a link of its own.
+        step_seconds: that a step takes at least, also of a rank that only sends.
 
     Raises:
         ScheduleError: a rank does not end with what the collective promises, or messages do not meet.
     """
     edges = schedules[0].bounds(num_bytes)
     ranks = [_Rank(schedule, list(_before(schedule))) for schedule in schedules]
-    world = _World(ranks, edges, link or (lambda source, target: (0.0, 0.0)), has_one_port)
+    world = _World(ranks, edges, link or (lambda source, target: (0.0, 0.0)), has_one_port, step_seconds)
     waiting = True
     while waiting:
         waiting, moved = False, False
@@ -187,7 +190,7 @@ def _send(world: _World, rank: _Rank, step: Step) -> None:
 
 
 def _take(world: _World, rank: _Rank, step: Step) -> None:
-    me, end = rank.schedule.rank, max(rank.clock, rank.drained)
+    me, end = rank.schedule.rank, max(rank.clock + world.step_seconds, rank.drained)
     found = [(receive, world.wires[receive.peer, me].popleft()) for receive in step.receives]
     taken: set[int] = set()
     for receive, message in found:

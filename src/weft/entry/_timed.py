@@ -63,7 +63,7 @@ def run_rank(place: Place, *, recipe: str, plan: str, steps: int) -> dict[str, A
     what, how = parse_recipe(recipe), parse_plan(plan)
     torch.set_num_threads(how.compute.threads_per_rank)
     seconds: list[float] = []
-    with initialise_distributed(how.compute.device, place) as distributed:
+    with initialise_distributed(how.compute.device, place, backend=how.compute.backend) as distributed:
         mesh = Mesh(how.mesh, distributed.device)
         blueprint = build_blueprint(what)
         training = create_training(what, how, blueprint, mesh, Recorder())

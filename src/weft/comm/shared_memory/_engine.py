@@ -126,7 +126,7 @@ class Engine:
         arena_bytes: int,
     ) -> None:
         self._library = library
-        self._segment = segment
+        self._segment: Segment | None = segment
         self._num_ranks = num_ranks
         self._array = c_uint64 * num_ranks
         self._base = _address(segment)
@@ -173,7 +173,7 @@ class Engine:
 
     def allocate(self, num_bytes: int) -> memoryview | None:
         start = self._arena.take(num_bytes)
-        if start is None:
+        if start is None or self._segment is None:
             return None
         at = self._arena_offset + start
         # The array keeps the mapping alive, whatever becomes of this engine; tensors made of it keep the array.
@@ -194,6 +194,7 @@ class Engine:
         handle, self._handle = self._handle, None
         if handle is not None and self._process == os.getpid():  # a forked child has neither the thread nor the memory
             self._library.weft_close(handle)
+        self._segment = None  # torch may remember the group for long; its memory must not stay as long
 
     @property
     def kernel_variant(self) -> str:

@@ -61,7 +61,7 @@ class PythonTransport:
 
     def __init__(self, segment: Segment, *, rank: int, num_ranks: int) -> None:
         assert num_ranks <= _MAX_RANKS
-        self._memory: mmap.mmap = segment.memory
+        self._memory: mmap.mmap | None = segment.memory
         self._words = memoryview(segment.memory).cast("Q")
         self._rank, self._num_ranks = rank, num_ranks
         self._turn = self._calls = 0
@@ -125,6 +125,7 @@ class PythonTransport:
         self._words[self._word(self._rank, _HAS_LEFT)] = 1
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._words.release()
+        self._memory = None  # torch may remember the group for long; its memory must not stay as long
 
     # ── waiting ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -239,6 +240,7 @@ class PythonTransport:
     # ── the collectives ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _bank(self, rank: int, turn: int, start: int, size: int) -> Tensor:
+        assert self._memory is not None
         at = _PAGE * (1 + self._num_ranks) + (2 * rank + (turn & 1)) * _BANK + start
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=at) if size else _NOTHING
 

@@ -48,7 +48,8 @@ class SharedMemoryWork(dist.Work):
             try:
                 group.finish(self._ticket, self._call, seconds)
             except CollectiveError as error:
-                self._error = error
+                # Not `error` itself: its traceback and context hold the group, and torch's futures hold on to errors.
+                self._error = CollectiveError(str(error), status=error.status)
                 raise
             for target, source in self._copy_back:
                 target.copy_(source)
@@ -77,15 +78,24 @@ class SharedMemoryWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Future[Any]:
-        """A future that is completed when the call is, by a thread of the group's that waits for such futures."""
+        """A future that is completed when the call is, by a thread of the group's that waits for such futures.
+
+        What is chained to it runs on that thread.  If it communicates in turn, ranks may do so in different orders: the
+        call after it then fails on all of them with the error of different calls (Gloo would take what comes).
+        """
         future: Future[Any] = Future()
-        if self._group is None and self._error is None:
-            future.set_result(self._tensors)
-        elif self._group is None:
+        if self._group is None or not self._group.complete_later(self, future):
+            self.complete(future)
+        return future
+
+    def complete(self, future: Future[Any]) -> None:
+        """Wait, and give the future its value or its error."""
+        try:
+            self.wait()
+        except CollectiveError:
             future.set_exception(self._error)  # pyright: ignore[reportArgumentType]  # torch's stub: a generic T
         else:
-            self._group.complete_later(self, future)
-        return future
+            future.set_result(self._tensors)
 
 
 _CopyBack = Sequence[tuple[Tensor, Tensor]]
@@ -136,10 +146,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         except GroupFailed:
             return True
 
-    def complete_later(self, work: SharedMemoryWork, future: Future[Any]) -> None:
+    def complete_later(self, work: SharedMemoryWork, future: Future[Any]) -> bool:
+        """False on the very thread that would do so: what is chained to a future may wait for another."""
         if self._completer is None:
             self._completer = _Completer()
-        self._completer.add(work, future)
+        return self._completer.add(work, future)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -452,8 +463,11 @@ class _Completer:
         self._thread = threading.Thread(target=self._complete, name="weft-futures", daemon=True)
         self._thread.start()
 
-    def add(self, work: SharedMemoryWork, future: Future[Any]) -> None:
+    def add(self, work: SharedMemoryWork, future: Future[Any]) -> bool:
+        if threading.current_thread() is self._thread:
+            return False
         self._works.put((work, future))
+        return True
 
     def close(self) -> None:
         self._works.put(None)
@@ -462,12 +476,7 @@ class _Completer:
     def _complete(self) -> None:
         while (item := self._works.get()) is not None:
             work, future = item
-            try:
-                work.wait()
-            except CollectiveError as error:
-                future.set_exception(error)  # pyright: ignore[reportArgumentType]  # torch's stub: a generic T
-            else:
-                future.set_result(work.result())
+            work.complete(future)
             del item, work, future  # nothing is kept while waiting for the next
 
 

@@ -10,9 +10,12 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 TORCH_INDEX := command -v nvidia-smi >/dev/null || $(BIN)/python -c \
   'import urllib.request as u; u.urlopen("$(CPU_WHEELS)/torch/", timeout=5); print("--index-url $(CPU_WHEELS)")' 2>/dev/null
 SEES_GPU := import numpy, rich, safetensors, sys, tokenizers, torch, xxhash; sys.exit(not torch.cuda.is_available())
-STAMP := $(VENV)/.weft-$(firstword $(shell cksum pyproject.toml))
+# What is built is built again when it changes: the C++ engine, too.
+BUILT_FROM := pyproject.toml setup.py $(wildcard src/weft/comm/shared_memory/*.[ch]pp) \
+  src/weft/comm/shared_memory/_sources.py
+STAMP := $(VENV)/.weft-$(firstword $(shell cat $(BUILT_FROM) | cksum))
 
-.PHONY: help setup demo test parity check bench docs gpu clean
+.PHONY: help setup demo test parity check bench bench-comm docs gpu clean
 
 help:
 	@echo "make demo     train a small language model on Python's own source, 8 processes in 3 dimensions"
@@ -20,6 +23,7 @@ help:
 	@echo "make parity   every plan against one process: gradients and 20 optimizer steps (about 40 minutes)"
 	@echo "make check    ruff, pyright, import-linter and the rules of the house"
 	@echo "make bench    the benchmarks; writes benchmarks/results"
+	@echo "make bench-comm  those of communication alone (15 minutes)"
 	@echo "make docs     the documentation's examples, run"
 	@echo "make gpu      the suite for one CUDA device: parity, speed, memory (9 minutes)"
 
@@ -59,6 +63,9 @@ check: setup
 
 bench: setup
 	@$(BIN)/python -m benchmarks
+
+bench-comm: setup
+	@$(BIN)/python -m benchmarks communication
 
 docs: setup
 	@$(BIN)/python -m pytest -q tests/docs

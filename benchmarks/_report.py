@@ -178,9 +178,53 @@ def _plot_techniques(result: Result, path: Path) -> None:
     _save(figure, path)
 
 
+def _plot_communication(result: Result, path: Path) -> None:
+    """Size against bus bandwidth: a row of collectives per number of ranks."""
+    rows = {name: found["seconds"] for name, found in result["samples"].items() if "manner" in found}
+    if not rows:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    titles = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
+    figure, grid = plt.subplots(
+        len(rows), 3, figsize=(13, 3.6 * len(rows)), layout="constrained", sharex=True, squeeze=False
+    )
+    for row, (name, collectives) in zip(grid, rows.items(), strict=True):
+        ranks = int(name.split()[0])
+        limit = collectives["all_reduce"]
+        for axes, (collective, ways) in zip(row, collectives.items(), strict=True):
+            share = (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
+            for way, style in _WAYS.items():
+                if way in ways:
+                    sizes = [int(size) for size in ways[way]]
+                    speeds = [size * share / median(ways[way][str(size)]) / 1e9 for size in sizes]
+                    axes.plot(sizes, speeds, style, markersize=4, label=way)
+            sizes = [int(size) for size in limit["memcpy of libc"]]
+            copies = [min(median(limit[f"memcpy of {who}"][str(size)]) for who in ("libc", "torch")) for size in sizes]
+            speeds = [size / seconds / 1e9 for size, seconds in zip(sizes, copies, strict=True)]
+            axes.plot(sizes, speeds, ":", color=_MARK, label="memcpy")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, [f"{s >> 20}M" if s >> 20 else f"{s >> 10}K" for s in sizes])
+            axes.set_yscale("log")
+            axes.set_title(f"{titles[collective]}, {ranks} ranks")
+        row[0].set_ylabel("bus bandwidth (GB/s)")
+    grid[0][0].legend(fontsize=8)
+    _save(figure, path)
+
+
+_WAYS: Mapping[str, str] = {
+    "weft, tensor in shared memory": "r-o",
+    "weft": "r--s",
+    "engine": "m-.",
+    "gloo": "k-^",
+}
 _PLOTS: Mapping[str, Callable[[Result, Path], None]] = {
     "peers": _plot_peers,
     "bubble": _plot_bubble,
     "memory": _plot_memory,
     "techniques": _plot_techniques,
+    "communication": _plot_communication,
 }

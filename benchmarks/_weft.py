@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks._llama import POOL, SEED, pool_of, samples_of, shape_of, world_size
-from weft.comm import Mesh
+from weft.comm import Mesh, register_shared_memory_backend
 from weft.data import rank_range
 from weft.engine import TrainingState, create_training
 from weft.models import build_decoder
@@ -74,7 +74,9 @@ def recipe_of(settings: Mapping[str, Any], plan: Plan) -> Recipe:
 def create(settings: Mapping[str, Any]) -> TrainingState:
     """Join the process group and build this rank's training."""
     if world_size() > 1:
-        dist.init_process_group("gloo")
+        if settings.get("backend") == "cpu:weft":
+            register_shared_memory_backend()
+        dist.init_process_group(settings.get("backend", "gloo"))
     plan = plan_of(settings)
     mesh = Mesh(plan.mesh, torch.device("cpu"))
     return create_training(recipe_of(settings, plan), plan, build_decoder(shape_of(settings)), mesh, Recorder())

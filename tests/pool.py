@@ -1,9 +1,9 @@
 """A pool of rank processes that lives as long as the test session.
 
 Ranks are forked from a server that has imported torch and computed nothing, so a rank is ready in milliseconds and
-torch is imported once for the whole suite.  Every run forms a fresh Gloo group over the first `world` ranks and
-destroys it afterwards.  A rank that dies or hangs is killed and replaced, so that one broken test does not spoil the
-next.
+torch is imported once for the whole suite.  Every run forms a fresh group (over Gloo, if nothing else is asked for) of
+the first `world` ranks and destroys it afterwards.  A rank that dies or hangs is killed and replaced, so that one
+broken test does not spoil the next.
 
 Functions and results travel as pickles through the anonymous pipes between this process and its own children; nothing
 in `src/` may do that.
@@ -39,7 +39,11 @@ T = TypeVar("T")
 GRACE_SECONDS = 3.0
 """How long the other ranks may go on after the first error: long enough for Gloo to notice that a peer has left."""
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.pipelining", "safetensors.torch")
-GLOO_ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "timed out", "Timed out", "connectFullMesh")
+ECHOES = (
+    *("closed by peer", "reset by peer", "Broken pipe", "timed out", "Timed out", "connectFullMesh"),
+    *("cannot be finished: the process of", "has left the group"),
+)
+"""Of Gloo, and of the groups over shared memory."""
 STOPPED = "stopped because another rank failed"
 
 
@@ -57,6 +61,7 @@ class _Job:
     timeout: float
     path: list[str]
     filters: list[str]
+    backend: str
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class _Outcome:
     @property
     def is_echo(self) -> bool:
         """Whether this error only says that another rank had one."""
-        return self.summary == STOPPED or any(text in self.summary for text in GLOO_ECHOES)
+        return self.summary == STOPPED or any(text in self.summary for text in ECHOES)
 
 
 @dataclass
@@ -88,8 +93,9 @@ class _Worker:
 class RankPool:
     """`run(world, function, *args)` calls a top-level function on the ranks of a fresh process group."""
 
-    def __init__(self, size: int = 8, filters: Sequence[str] = ()) -> None:
+    def __init__(self, size: int = 8, filters: Sequence[str] = (), backend: str = "gloo") -> None:
         self.size = size
+        self.backend = backend
         self._filters = list(filters)
         self._workers: dict[int, _Worker] = {}
         self._context = multiprocessing.get_context("forkserver")
@@ -97,13 +103,20 @@ class RankPool:
         self._runs = 0
 
     def run(
-        self, world: int, function: Callable[..., T], /, *args: Any, timeout: float = 60.0, **keywords: Any
+        self,
+        world: int,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        timeout: float = 60.0,
+        backend: str | None = None,
+        **keywords: Any,
     ) -> list[T]:
         """Call `function(*args, **keywords)` on `world` ranks and return what each returned, by rank.
 
         `torch.distributed` is initialised over the world when the function starts.  The first error of any rank is
         raised here, as its own type, with a note that holds the rank and its traceback; `timeout` (seconds) bounds the
-        whole run and every collective in it.
+        whole run and every collective in it.  `backend` is that of `init_process_group`, by default the pool's own.
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"world = {world}: the pool has 1 to {self.size} ranks")
@@ -113,7 +126,8 @@ class RankPool:
         call = pickle.dumps((function, args, keywords))
         for rank in range(world):
             self._workers[rank].log.write_bytes(b"")
-            self._workers[rank].pipe.send(_Job(call, rank, world, str(store), timeout, list(sys.path), self._filters))
+            job = _Job(call, rank, world, str(store), timeout, list(sys.path), self._filters, backend or self.backend)
+            self._workers[rank].pipe.send(job)
         outcomes = self._collect(world, timeout)
         store.unlink(missing_ok=True)
         failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.value is None}
@@ -260,13 +274,15 @@ def _call(job: _Job) -> Any:
     import torch
     import torch.distributed as dist
 
-    from weft.comm import forget_meshes
+    from weft.comm import forget_meshes, register_shared_memory_backend
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = dist.FileStore(job.store, job.world)
+    if "weft" in job.backend:
+        register_shared_memory_backend()
     dist.init_process_group(
-        "gloo", store=store, rank=job.rank, world_size=job.world, timeout=timedelta(seconds=job.timeout)
+        job.backend, store=store, rank=job.rank, world_size=job.world, timeout=timedelta(seconds=job.timeout)
     )
     try:
         dist.barrier()  # a rank that returns at once must not leave while others still connect to it

@@ -1,14 +1,16 @@
-"""Judge single cells, in processes of their own: `python tests/parity/one_cell.py PRECISION CELL [CELL …]`.
+"""Judge single cells, in processes of their own: `python tests/parity/one_cell.py [--backend B] PRECISION CELL …`.
 
 Prints one line of JSON per cell.  For a look at one cell of the matrix, and for compiled cells, after which Dynamo
-leaves things behind that the suite would count against the shared pool.
+leaves things behind that the suite would count against the shared pool.  `--backend cpu:weft`: over shared memory.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,9 +22,9 @@ from parity_run import Matrix  # noqa: E402
 from pool import RankPool  # noqa: E402
 
 
-def main(precision: str, *names: str) -> None:
+def main(precision: str, names: Sequence[str], backend: str) -> None:
     known = {str(cell): cell for cell in matrix.FULL}
-    ranks = RankPool(8)
+    ranks = RankPool(8, backend=backend)
     try:
         with tempfile.TemporaryDirectory() as folder:
             parity = Matrix.create(ranks, Path(folder))
@@ -35,4 +37,9 @@ def main(precision: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("precision")
+    parser.add_argument("cells", nargs="+", metavar="CELL")
+    parser.add_argument("--backend", default="gloo", help="of every process group")
+    options = parser.parse_args()
+    main(options.precision, options.cells, options.backend)

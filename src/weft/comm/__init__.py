@@ -6,6 +6,7 @@ from weft.comm._collectives import all_reduce as all_reduce
 from weft.comm._collectives import reduce_scatter_shards as reduce_scatter_shards
 from weft.comm._collectives import shard_bounds as shard_bounds
 from weft.comm._collectives import shard_of as shard_of
+from weft.comm._device import BackendKind as BackendKind
 from weft.comm._device import DeviceKind as DeviceKind
 from weft.comm._device import all_gather_single as all_gather_single
 from weft.comm._device import backend_for as backend_for
@@ -31,3 +32,6 @@ from weft.comm._reduce import nothing_to_wait_for as nothing_to_wait_for
 from weft.comm._reduce import start_all_gather as start_all_gather
 from weft.comm._reduce import start_all_reduce as start_all_reduce
 from weft.comm._reduce import start_reduce_scatter as start_reduce_scatter
+from weft.comm.shared_memory import SharedMemoryGroup as SharedMemoryGroup
+from weft.comm.shared_memory import register_shared_memory_backend as register_shared_memory_backend
+from weft.comm.shared_memory import shared_memory_group as shared_memory_group

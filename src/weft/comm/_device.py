@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.shared_memory import BACKEND, shared_memory_group
 from weft.errors import ClusterError
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
+BackendKind = Literal["auto", "gloo", "weft"]
 
 
 def device_for_rank(kind: DeviceKind, local_rank: int) -> torch.device:
@@ -45,12 +47,25 @@ def ranks_share_device(device: torch.device, local_world: int) -> bool:
     return device.type != "cpu" and local_world > torch.accelerator.device_count()
 
 
-def backend_for(device: torch.device, *, shared: bool = False) -> str:
-    """Return the `init_process_group` backend: Gloo on the CPU, NCCL and Gloo on CUDA.
+def backend_for(device: torch.device, *, shared: bool = False, wanted: BackendKind = "auto") -> str:
+    """Return the `init_process_group` backend: Gloo or Weft's shared memory on the CPU, NCCL and Gloo on CUDA.
 
     NCCL refuses two ranks on one GPU, so with `shared` (see `ranks_share_device`) Gloo carries CUDA tensors, too; its
     one name stands for both (in pairs, `cpu:gloo,cuda:gloo`, torch may warn of a group without a default backend).
+
+    `wanted` is the plan's `compute.backend`, which speaks of tensors on the CPU; `auto` is Gloo.  Before a group of
+    `weft` is made, `register_shared_memory_backend` must have been called.
+
+    Raises:
+        ClusterError: shared memory is wanted where tensors are on an accelerator.
     """
+    if wanted == "weft" and device.type != "cpu":
+        raise ClusterError(
+            f'plan.compute.backend = "weft", but the ranks compute on {device.type}, whose tensors are not in the'
+            f' memory that processes share. Use backend = "auto", or device = "cpu".'
+        )
+    if wanted == "weft":
+        return f"cpu:{BACKEND}"
     if device.type == "cpu" or shared:
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -59,9 +74,13 @@ def backend_for(device: torch.device, *, shared: bool = False) -> str:
 def carried_by_gloo(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether Gloo is what carries this device's tensors in the group.
 
-    Ask with the device: the name of a group of two backends (`get_backend`) names both.
+    Ask with the device: the name of a group of two backends (`get_backend`) names both.  Gloo also carries a group of
+    `weft` whose ranks turned out to share no memory.
     """
-    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+    carriers = dist.get_backend_config(group).split(",")
+    if f"{device.type}:{BACKEND}" in carriers:
+        return shared_memory_group(group) is None
+    return f"{device.type}:gloo" in carriers
 
 
 def synchronize(device: torch.device) -> None:

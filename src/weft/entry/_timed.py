@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any
+from typing import Any, Literal
 
 from weft.launch import launch_function
 from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 
+Team = tuple[int, Literal["auto", "gloo", "weft"]]
 MOST_IN_TURN = 4
 """Plans that go on after their first steps, unless the caller wants more."""
 
@@ -40,8 +41,8 @@ def time_plans(
     """Take a few steps under every plan; then the first `always` and the `most` fastest again, in turn, `rounds` times.
 
     The machine is not equally fast at all times (other work, heat), and what it does to one round it does to all plans
-    of that round: compare `turns` round by round (`step_seconds`).  Plans of one world share processes.  All plans stay
-    in memory side by side.  The ranks end with the call.
+    of that round: compare `turns` round by round (`step_seconds`).  Plans of one world and backend share processes.  All
+    plans stay in memory side by side.  The ranks end with the call.
 
     Returns:
         Per plan what was measured, or why a rank refused it.
@@ -49,7 +50,7 @@ def time_plans(
     Raises:
         RankError: a rank died, or raised an error that is not Weft's.
     """
-    teams = team_sizes([plan.mesh.world_size for plan in plans])
+    num_ranks = sum(world_size for world_size, _ in teams_of(plans))
     with tempfile.TemporaryDirectory(prefix="weft-trials-") as folder:
         arguments = {
             "recipe": dump_recipe(recipe, everything=True),
@@ -62,8 +63,8 @@ def time_plans(
         threads = max(plan.compute.threads_per_rank for plan in plans)
         function = "weft.entry._timed_rank:run_rank"
         preload = ("weft.entry", "torch.distributed.tensor")
-        with _pipes([Path(folder) / f"turn{rank}" for rank in range(sum(teams))]):
-            found = launch_function(function, arguments, sum(teams), threads_per_rank=threads, preload=preload)
+        with _pipes([Path(folder) / f"turn{rank}" for rank in range(num_ranks)]):
+            found = launch_function(function, arguments, num_ranks, threads_per_rank=threads, preload=preload)
     return [_merged([rank[str(at)] for rank in found if str(at) in rank]) for at in range(len(plans))]
 
 
@@ -97,9 +98,14 @@ def _pipes(paths: Sequence[Path]) -> Generator[None]:
             os.close(pipe)
 
 
-def team_sizes(worlds: Sequence[int]) -> list[int]:
-    """The worlds that occur: ranks of the first team come first, then those of the next."""
-    return list(dict.fromkeys(worlds))
+def teams_of(plans: Sequence[Plan]) -> list[Team]:
+    """The worlds and backends that occur; ranks of the first team come first, then those of the next."""
+    return list(dict.fromkeys(map(team_of, plans)))
+
+
+def team_of(plan: Plan) -> Team:
+    """What plans must have in common to run in the same processes: the size of the world, and what carries it."""
+    return plan.mesh.world_size, plan.compute.backend
 
 
 def _merged(ranks: Sequence[Mapping[str, Any]]) -> TimedPlan | str:

@@ -1,7 +1,7 @@
 """One rank that steps several plans in turn: what `time_plans` launches.
 
-Ranks form teams, one per size of world, each with a process group of its own.  Only one team works at a time; the
-others wait for a byte in their FIFO, which costs nothing while they do.
+Ranks form teams, one per size of world and backend, each with a process group of its own.  Only one team works at a
+time; the others wait for a byte in their FIFO, which costs nothing while they do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from weft.comm import Mesh, peak_memory_bytes, synchronize
 from weft.describe import build_blueprint
 from weft.engine import create_training, learning_rate
-from weft.entry._timed import team_sizes
+from weft.entry._timed import team_of, teams_of
 from weft.errors import WeftError
 from weft.launch import Place, initialise_distributed
 from weft.plan import Plan, parse_plan
@@ -126,17 +126,17 @@ def run_rank(
 ) -> dict[str, dict[str, Any]]:
     """What each rank does; `recipe` and `plans` are TOML.  Returns what it measured of its own team's plans."""
     what, known = parse_recipe(recipe), [parse_plan(text) for text in plans]
-    worlds = [plan.mesh.world_size for plan in known]
-    sizes = team_sizes(worlds)
+    every = teams_of(known)
+    sizes = [world_size for world_size, _ in every]
     starts = [sum(sizes[:team]) for team in range(len(sizes))]
     members = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     team = next(team for team, ranks in enumerate(members) if place.rank in ranks)
     rank = place.rank - starts[team]
     own = Place(rank, sizes[team], rank, sizes[team], store=str(Path(folder) / f"store{team}"))
     turns = _Turns(Path(folder), place.rank, team, members)
-    with initialise_distributed(known[0].compute.device, own) as distributed:
+    with initialise_distributed(known[0].compute.device, own, backend=every[team][1]) as distributed:
         bench = _Bench(what, known, turns, distributed.device, {}, {})
-        teams = [sizes.index(world) for world in worlds]
+        teams = [every.index(team_of(plan)) for plan in known]
         bench.begin(teams)
         going = _going_on(bench.early(), most, always)
         bench.go_on(teams, going, rounds)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import weft
 from weft.checkpoint import export_checkpoint
 from weft.cluster import Cluster
-from weft.comm import device_for_rank
+from weft.comm import backend_for, device_for_rank
 from weft.data import ConsoleProgress, PreparedData, data_shape, prepare_data, silent
 from weft.describe import build_blueprint
 from weft.engine import format_duration, format_loss
@@ -124,7 +124,8 @@ def train(
     check_plan(plan, recipe, facts, world)
     check_runnable(plan)
     # What a rank would refuse is refused before anything is prepared or written.
-    device_for_rank(plan.compute.device, place.local_rank if place is not None else 0)
+    device = device_for_rank(plan.compute.device, place.local_rank if place is not None else 0)
+    backend_for(device, wanted=plan.compute.backend)
     check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
     if try_memory and blueprint.example is None:
         raise RecipeError(
@@ -185,7 +186,7 @@ class _Job:
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""
-        with initialise_distributed(self.plan.compute.device) as distributed:
+        with initialise_distributed(self.plan.compute.device, backend=self.plan.compute.backend) as distributed:
             check_same_on_all_ranks(self.recipe, self.plan)
             self._fit_memory(weigh_in_job(distributed.place))
             first = distributed.rank == 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-    from weft.comm import DeviceKind
+    from weft.comm import BackendKind, DeviceKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,22 @@ class Distributed:
 
 @contextmanager
 def initialise_distributed(
-    device: DeviceKind = "auto", place: Place | None = None, *, timeout_seconds: float = 600.0
+    device: DeviceKind = "auto",
+    place: Place | None = None,
+    *,
+    backend: BackendKind = "auto",
+    timeout_seconds: float = 600.0,
 ) -> Generator[Distributed]:
     """Join the default process group, and leave it at the end.  Call on every rank.
 
     Without `place` the rank is the one that torchrun or `weft launch` names in the environment, else the only one of a
-    world of one.  A default group that exists already (the user's own) is used as it is and left alone.
+    world of one.  A default group that exists already (the user's own) is used as it is and left alone.  `backend`
+    carries tensors of the CPU; see the plan's `compute.backend`.
 
     Raises:
         LaunchError: the environment names a place only in part, or the user's own group cannot carry what Weft sends.
-        ClusterError: `device` asks for an accelerator that is not there.
+        ClusterError: `device` asks for an accelerator that is not there, or `backend` does not carry the device's
+            tensors.
     """
     import torch.distributed as dist
 
@@ -55,12 +61,12 @@ def initialise_distributed(
     if dist.is_initialized():
         found = place or place_from_environment() or Place(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 1)
         mine = device_for_rank(device, found.local_rank)
-        _check_backends(mine)
+        _check_backends(mine, backend)
         yield Distributed(found, mine)
         return
     place = place or place_from_environment() or Place(0, 1, 0, 1)
     mine = device_for_rank(device, place.local_rank)
-    _join(place, mine, timedelta(seconds=timeout_seconds))
+    _join(place, mine, timedelta(seconds=timeout_seconds), backend)
     try:
         yield Distributed(place, mine)
         if dist.is_initialized():
@@ -71,12 +77,14 @@ def initialise_distributed(
         gc.collect()  # Gloo keeps threads and sockets until the last reference to a group is gone
 
 
-def _join(place: Place, device: torch.device, timeout: timedelta) -> None:
+def _join(place: Place, device: torch.device, timeout: timedelta, wanted: BackendKind) -> None:
     import torch.distributed as dist
 
-    from weft.comm import backend_for, ranks_share_device
+    from weft.comm import backend_for, ranks_share_device, register_shared_memory_backend
 
-    backend = backend_for(device, shared=ranks_share_device(device, place.local_world_size))
+    if wanted == "weft":
+        register_shared_memory_backend()
+    backend = backend_for(device, shared=ranks_share_device(device, place.local_world_size), wanted=wanted)
     store = _store(place)
     if store is None:
         dist.init_process_group(backend, init_method="env://", timeout=timeout)
@@ -86,8 +94,9 @@ def _join(place: Place, device: torch.device, timeout: timedelta) -> None:
         dist.barrier()  # a rank that fails at once must not do so while others still connect to it
 
 
-def _check_backends(device: torch.device) -> None:
-    """Refuse a default group that does not carry the device's tensors and the CPU's, which checkpoints agree by."""
+def _check_backends(device: torch.device, wanted: BackendKind = "auto") -> None:
+    """Refuse a default group that does not carry the device's tensors and the CPU's, which checkpoints agree by, or
+    that carries the CPU's in another way than the plan wants."""
     import torch.distributed as dist
 
     from weft.comm import backend_for
@@ -98,6 +107,11 @@ def _check_backends(device: torch.device) -> None:
         raise LaunchError(
             f"the default process group carries tensors of {' and '.join(carried)} only, and Weft also sends tensors"
             f" of {' and '.join(missing)}. Make it by init_process_group({backend_for(device)!r}), or leave it to Weft."
+        )
+    if wanted != "auto" and carried["cpu"] != wanted:
+        raise LaunchError(
+            f'plan.compute.backend = "{wanted}", but the default process group exists already and carries tensors of'
+            f' the CPU by {carried["cpu"]}. Use backend = "auto", or leave the group to Weft.'
         )
 
 

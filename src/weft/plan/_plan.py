@@ -184,10 +184,14 @@ class ComputePlan:
     """Of CPU computation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: an accelerator where there is one."""
+    backend: Literal["auto", "gloo", "weft"] = "auto"
+    """What carries tensors of the CPU between ranks; `weft`: memory that one host's ranks share; `auto`: Gloo."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
         _RULES.at_least(self, 1, "threads_per_rank")
+        if self.backend == "weft" and self.device == "cuda":
+            raise _RULES.refuse(self, "backend", 'carries tensors of the CPU only, and device = "cuda". Use "auto".')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

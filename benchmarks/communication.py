@@ -1,0 +1,137 @@
+"""Collectives over shared memory beside Gloo and beside what the memory allows, and what that does to a training step.
+
+All ways of a collective run in turn in the same processes.  Bus bandwidth is S/t · 2(n−1)/n for an all-reduce of S
+bytes and S/t · (n−1)/n for the other two; the limit drawn in is S/t of a memcpy that all ranks make at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks._contender import Entry, contenders, interleave
+from benchmarks._options import options_parser
+from benchmarks._results import Goal, log, machine, versions, write_result
+from benchmarks._statistics import round_ratios, spread
+from weft.launch import launch_function
+
+SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
+_BACKENDS = {"gloo": "cpu:gloo", "weft": "cpu:weft"}
+
+Samples = Mapping[str, Mapping[str, Mapping[str, list[float]]]]
+"""Collective → way → bytes → seconds of every round."""
+
+
+def collectives(ranks: int, rounds: int, largest: int) -> tuple[Samples, dict[str, Any]]:
+    """Seconds per call on the slowest rank, and how the engine came to copy."""
+    arguments = {"sizes": [size for size in SIZES if size <= largest], "rounds": rounds}
+    found = launch_function("benchmarks._communication:run_rank", arguments, ranks, threads_per_rank=1)
+    samples = {
+        collective: {
+            way: {size: _slowest([rank["seconds"][collective][way][size] for rank in found]) for size in sizes}
+            for way, sizes in ways.items()
+        }
+        for collective, ways in found[0]["seconds"].items()
+    }
+    for way, sizes in samples["all_reduce"].items():
+        log(f"{ranks} ranks, all-reduce, {way}: " + ", ".join(f"{median(sizes[s]) * 1e6:.1f}" for s in sizes) + " µs")
+    return samples, found[0]["manner"]
+
+
+def _slowest(samples: Sequence[Sequence[float]]) -> list[float]:
+    """Round by round, over the ranks."""
+    return [max(times) for times in zip(*samples, strict=True)]
+
+
+def goals_of(ranks: int, samples: Samples) -> list[Goal]:
+    """The figures that were set for 2 ranks, and for 4 ranks on 2 cores."""
+    wanted = [("all_reduce", 64 << 20, 5.0)]
+    if ranks == 2:
+        wanted += [("all_reduce", 4 << 10, 30.0), ("reduce_scatter", 64 << 20, 5.0), ("all_gather", 64 << 20, 5.0)]
+    goals = [
+        _faster(collective, size, goal, ranks, samples)
+        for collective, size, goal in wanted
+        if str(size) in samples[collective]["weft"]
+    ]
+    size = str(64 << 20)
+    ways = samples["all_reduce"]
+    if ranks == 2 and size in ways["weft"]:
+        copies = [min(pair) for pair in zip(ways["memcpy of libc"][size], ways["memcpy of torch"][size], strict=True)]
+        shares = [100 * a / b for a, b in zip(copies, ways["weft, tensor in shared memory"][size], strict=True)]
+        goals.append(
+            Goal(
+                what="of the memcpy limit, all-reduce of 64 MB in shared memory, 2 ranks",
+                measured=median(shares),
+                goal=60,
+                better="higher",
+                spread=spread(shares),
+                unit=" %",
+            )
+        )
+    return goals
+
+
+def _faster(collective: str, size: int, goal: float, ranks: int, samples: Samples) -> Goal:
+    ratios = round_ratios(samples[collective]["gloo"][str(size)], samples[collective]["weft"][str(size)])
+    shown = f"{size >> 20} MB" if size >> 20 else f"{size >> 10} KB"
+    return Goal(
+        what=f"{collective.replace('_', '-')} over Gloo's at {shown}, {ranks} ranks",
+        measured=median(ratios),
+        goal=goal,
+        better="higher",
+        spread=spread(ratios),
+        unit="x",
+    )
+
+
+def training(ranks: int, rounds: int) -> tuple[list[Goal], dict[str, Any]]:
+    """A step of an 8.4 M-parameter model under FSDP2 on both backends, and without any communication."""
+    target = "benchmarks._communication:fsdp_step"
+    entries = [
+        Entry(name=f"fsdp2 {name}", target=target, settings={"backend": backend, "sharded": True}, ranks=ranks)
+        for name, backend in _BACKENDS.items()
+    ]
+    entries.append(
+        Entry(name="no communication", target=target, settings={"backend": "cpu:gloo", "sharded": False}, ranks=ranks)
+    )
+    with contenders(entries, warmup_steps=3) as alive:
+        blocks = interleave(alive, rounds=rounds, steps=3)
+        losses = {contender.entry.name: contender.warm_losses for contender in alive}
+    seconds = {name: [median(block.seconds) for block in found] for name, found in blocks.items()}
+    ratios = round_ratios(seconds["fsdp2 gloo"], seconds["fsdp2 weft"])
+    assert losses["fsdp2 gloo"] == losses["fsdp2 weft"] or ranks > 2, "the backends do not compute the same"
+    goal = Goal(
+        what=f"FSDP2 step of 8.4 M parameters over that on Gloo, {ranks} ranks",
+        measured=median(ratios),
+        goal=2.0,
+        better="higher",
+        spread=spread(ratios),
+        unit="x",
+    )
+    return [goal] if ranks == 2 else [], {"seconds": seconds, "ratios": ratios, "losses": losses}
+
+
+def main() -> None:
+    parser = options_parser(__doc__, rounds=9)
+    parser.add_argument("--only", choices=("collectives", "training"))
+    parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    options = parser.parse_args()
+    before = machine()
+    goals: list[Goal] = []
+    samples: dict[str, Any] = {}
+    for ranks in options.ranks:
+        if options.only != "training":
+            found, manner = collectives(ranks, options.rounds, options.largest)
+            goals += goals_of(ranks, found)
+            samples[f"{ranks} ranks"] = {"seconds": found, "manner": manner}
+        if options.only != "collectives":
+            more, samples[f"fsdp2, {ranks} ranks"] = training(ranks, options.rounds)
+            goals += more
+    about = {"machine": before, "versions": versions(), "note": options.note}
+    write_result("communication", goals=goals, samples=samples, about=about, folder=options.folder)
+
+
+if __name__ == "__main__":
+    main()

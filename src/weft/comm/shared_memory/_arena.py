@@ -1,0 +1,44 @@
+"""Handing out a rank's part of the shared memory, piece by piece."""
+
+from __future__ import annotations
+
+import threading
+
+_ALIGN = 4096
+
+
+class Arena:
+    """First-fit allocation of `num_bytes`, counted from 0; pieces begin at pages, and free neighbours join."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._free = [(0, num_bytes)]
+        self._taken: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> int | None:
+        """Return where a piece of at least `num_bytes` begins; None when no free stretch is as long."""
+        size = -(-max(num_bytes, 1) // _ALIGN) * _ALIGN
+        with self._lock:
+            for index, (start, length) in enumerate(self._free):
+                if length >= size:
+                    rest = [(start + size, length - size)] if length > size else []
+                    self._free[index : index + 1] = rest
+                    self._taken[start] = size
+                    return start
+        return None
+
+    def give_back(self, start: int) -> None:
+        """Free a piece that `take` returned."""
+        with self._lock:
+            merged: list[tuple[int, int]] = []
+            for at, length in sorted([*self._free, (start, self._taken.pop(start))]):
+                if merged and sum(merged[-1]) == at:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + length)
+                else:
+                    merged.append((at, length))
+            self._free = merged
+
+    @property
+    def taken_bytes(self) -> int:
+        with self._lock:
+            return sum(self._taken.values())

@@ -1,0 +1,255 @@
+"""The C++ engine, by way of ctypes, which gives up Python's lock during each call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, byref, c_char, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from weft.comm.shared_memory._arena import Arena
+from weft.comm.shared_memory._call import Call, Failure, GroupFailed, Kind, Region, Trouble
+from weft.comm.shared_memory._segment import Segment
+from weft.comm.shared_memory._sources import FOLDER, LIBRARY, digest
+from weft.errors import CollectiveError
+
+REBUILD = "python setup.py build_ext --inplace"
+
+
+class _CallStruct(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012 - ctypes reads it once
+        ("kind", c_uint32),
+        ("dtype", c_uint32),
+        ("op", c_uint32),
+        ("is_background", c_uint32),
+        ("input", c_void_p),
+        ("output", c_void_p),
+        ("num_bytes", c_uint64),
+        ("patience_seconds", c_double),
+        ("send_at", c_void_p),
+        ("send_bytes", c_void_p),
+        ("receive_at", c_void_p),
+        ("receive_bytes", c_void_p),
+    ]
+
+
+class _FailureStruct(ctypes.Structure):
+    _fields_ = [("trouble", c_int32), ("culprit", c_int32), ("reporter", c_int32)]  # noqa: RUF012
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How an engine copies: measured once per group, at its first large call."""
+
+    slot_bytes: int
+    streams_in: bool
+    streams_out: bool
+    stream_from_bytes: int
+
+
+def load_library() -> ctypes.CDLL | None:
+    """Return the engine, or None where it was not built (no C++ compiler at installation).
+
+    Raises:
+        CollectiveError: it was built from other sources than those that lie beside it.
+    """
+    path = FOLDER / LIBRARY
+    if not path.exists():
+        return None
+    library = ctypes.CDLL(str(path))
+    library.weft_digest.restype = ctypes.c_char_p
+    built, here = library.weft_digest().decode(), digest()
+    if built != here:
+        raise CollectiveError(
+            f"the shared-memory engine was built from other sources ({built}) than those beside it ({here}), so that"
+            f" ranks might not understand one another. Build it again: {REBUILD} (`make setup` does so, too)."
+        )
+    _declare(library)
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    declared: tuple[tuple[str, Any, Sequence[Any]], ...] = (
+        ("weft_kernel_variant", ctypes.c_char_p, ()),
+        ("weft_segment_bytes", c_uint64, (c_int, c_uint64)),
+        ("weft_is_defined", c_int, (c_uint32, c_uint32)),
+        ("weft_prepare", None, (c_void_p, c_int, c_uint64)),
+        ("weft_arena_offset", c_uint64, (c_void_p, c_int)),
+        ("weft_open", c_void_p, (c_void_p, c_int, c_int, c_int)),
+        ("weft_close", None, (c_void_p,)),
+        ("weft_leave", None, (c_void_p,)),
+        ("weft_completed", c_uint64, (c_void_p,)),
+        ("weft_in_place_calls", c_uint64, (c_void_p,)),
+        ("weft_abort", None, (c_void_p,)),
+        ("weft_submit", c_uint64, (c_void_p, POINTER(_CallStruct))),
+        ("weft_wait", c_int, (c_void_p, c_uint64, c_double, POINTER(_FailureStruct))),
+        (
+            "weft_all_reduce",
+            c_int,
+            (c_void_p, c_void_p, c_void_p, c_uint64, c_uint32, c_uint32, c_double, POINTER(_FailureStruct)),
+        ),
+        ("weft_announced", None, (c_void_p, c_int, POINTER(c_uint64))),
+        ("weft_manner", None, (c_void_p, POINTER(c_uint64))),
+        ("weft_set_manner", None, (c_void_p, c_uint64, c_int, c_int, c_uint64)),
+    )
+    for name, result, arguments in declared:
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = list(arguments)
+
+
+def prepare(library: ctypes.CDLL, segment: Segment, num_ranks: int, arena_bytes: int) -> None:
+    """Lay the segment out.  By the rank that made it, before any rank opens an engine on it."""
+    library.weft_prepare(_address(segment), num_ranks, arena_bytes)
+
+
+def _address(segment: Segment) -> int:
+    return ctypes.addressof(c_char.from_buffer(segment.memory))
+
+
+class Engine:
+    """This rank's engine on a segment; a `Transport`."""
+
+    name = "shared memory"
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        segment: Segment,
+        *,
+        rank: int,
+        num_ranks: int,
+        num_local_ranks: int,
+        arena_bytes: int,
+    ) -> None:
+        self._library = library
+        self._segment: Segment | None = segment
+        self._num_ranks = num_ranks
+        self._array = c_uint64 * num_ranks
+        self._base = _address(segment)
+        self._arena = Arena(arena_bytes)
+        self._arena_offset = int(library.weft_arena_offset(self._base, rank))
+        self._rank = rank
+        self._process = os.getpid()
+        self._reduce: Callable[..., int] = library.weft_all_reduce
+        self._handle: int | None = library.weft_open(self._base, rank, num_ranks, num_local_ranks)
+        assert self._handle, "the segment is laid out before engines are opened"
+
+    def submit(self, call: Call, patience_seconds: float, *, background: bool) -> int:
+        send, receive = self._arrays(call.send), self._arrays(call.receive)
+        given = _CallStruct(
+            call.kind,
+            call.dtype,
+            call.op,
+            background,
+            call.input,
+            call.output,
+            call.num_bytes,
+            patience_seconds,
+            *(None if array is None else ctypes.addressof(array) for array in (*send, *receive)),
+        )
+        return int(self._library.weft_submit(self._alive(), byref(given)))
+
+    def wait(self, ticket: int, patience_seconds: float) -> None:
+        failure = _FailureStruct()
+        if self._library.weft_wait(self._alive(), ticket, patience_seconds, byref(failure)):
+            raise GroupFailed(self._described(failure))
+
+    def all_reduce(self, address: int, num_bytes: int, dtype: int, op: int, patience_seconds: float) -> None:
+        failure = _FailureStruct()
+        if self._reduce(
+            self._handle or self._alive(), address, address, num_bytes, dtype, op, patience_seconds, byref(failure)
+        ):
+            raise GroupFailed(self._described(failure))
+
+    def completed(self) -> int:
+        return int(self._library.weft_completed(self._alive()))
+
+    def supports(self, dtype: int, op: int) -> bool:
+        return bool(self._library.weft_is_defined(dtype, op))
+
+    def allocate(self, num_bytes: int) -> memoryview | None:
+        start = self._arena.take(num_bytes)
+        if start is None or self._segment is None:
+            return None
+        at = self._arena_offset + start
+        # The array keeps the mapping alive, whatever becomes of this engine; tensors made of it keep the array.
+        array = _Piece(num_bytes).from_buffer(self._segment.memory, at)
+        weakref.finalize(array, self._arena.give_back, start)
+        return memoryview(array).cast("B")
+
+    def abort(self) -> None:
+        if self._handle is not None:
+            self._library.weft_abort(self._handle)
+
+    def leave(self) -> None:
+        """End the thread and fail what waits; the engine can still be asked."""
+        if self._handle is not None and self._process == os.getpid():
+            self._library.weft_leave(self._handle)
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None and self._process == os.getpid():  # a forked child has neither the thread nor the memory
+            self._library.weft_close(handle)
+        self._segment = None  # torch may remember the group for long; its memory must not stay as long
+
+    @property
+    def kernel_variant(self) -> str:
+        """The instruction set of the summing loops, chosen when the library was loaded."""
+        return self._library.weft_kernel_variant().decode()
+
+    @property
+    def in_place_calls(self) -> int:
+        """Calls in which tensors were reduced or read where they lie, without staging."""
+        return int(self._library.weft_in_place_calls(self._alive()))
+
+    @property
+    def arena_taken_bytes(self) -> int:
+        return self._arena.taken_bytes
+
+    @property
+    def manner(self) -> Manner:
+        numbers = (c_uint64 * 4)()
+        self._library.weft_manner(self._alive(), numbers)
+        return Manner(numbers[0], bool(numbers[1]), bool(numbers[2]), numbers[3])
+
+    def set_manner(self, manner: Manner) -> None:
+        """Copy in this way from now on.  On every rank alike, between two calls."""
+        self._library.weft_set_manner(
+            self._alive(), manner.slot_bytes, manner.streams_in, manner.streams_out, manner.stream_from_bytes
+        )
+
+    def _alive(self) -> int:
+        if self._handle is None:
+            raise GroupFailed(Failure(Trouble.CLOSED, self._rank, self._rank))
+        return self._handle
+
+    def _arrays(self, regions: Sequence[Region]) -> tuple[Any, Any]:
+        if not regions:
+            return None, None
+        assert len(regions) == self._num_ranks, "one region per rank of the group"
+        return self._array(*(at for at, _ in regions)), self._array(*(size for _, size in regions))
+
+    def _described(self, failure: _FailureStruct) -> Failure:
+        trouble = Trouble(failure.trouble)
+        detail = ""
+        if trouble is Trouble.MISMATCH and failure.culprit >= 0:
+            other = failure.reporter if failure.culprit == self._rank else failure.culprit
+            detail = f"{self._announced(self._rank)} here, {self._announced(other)} there"
+        return Failure(trouble, failure.culprit, failure.reporter, detail)
+
+    def _announced(self, rank: int) -> str:
+        numbers = (c_uint64 * 5)()
+        self._library.weft_announced(self._alive(), rank, numbers)
+        kind = Kind(numbers[0])
+        if kind is Kind.BARRIER:
+            return "a barrier"
+        return f"{kind.title} of {numbers[3]:,} bytes (dtype {numbers[1]}, op {numbers[2]}, cut {numbers[4]:x})"
+
+
+def _Piece(num_bytes: int) -> Any:  # noqa: N802 - it makes a type
+    """An array type whose instances, unlike those of ctypes' own, can be watched by weak references."""
+    return type("Piece", (c_char * num_bytes,), {})

@@ -1,0 +1,51 @@
+"""What a user reads when a group of ranks cannot go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.comm.shared_memory._call import OPS, Call, Failure, Kind, Trouble
+from weft.errors import CollectiveError
+
+_AGAIN = "The group cannot be used any more: leave it on every rank (destroy_process_group) and form a new one"
+
+
+def explain(failure: Failure, call: Call | None, ranks: Sequence[int], seconds: float) -> CollectiveError:
+    """Return the error for `failure`, whose ranks are positions in `ranks` (global ranks)."""
+    what = "The group's last call" if call is None else _spell(call)
+    who = _name(failure.culprit, ranks)
+    match failure.trouble:
+        case Trouble.DIED:
+            text = f"{what} cannot be finished: the process of {who} has died. {_AGAIN}, with another in its place."
+        case Trouble.LEFT:
+            text = (
+                f"{what} cannot be finished: {who} has left the group (destroy_process_group, or the end of its"
+                f" program) without making this call. {_AGAIN}."
+            )
+        case Trouble.DEADLINE:
+            text = (
+                f"{what} was not finished in {seconds:g} s: {who} has not come. It may be stopped, busy, or waiting in"
+                f" another group. If it was only slow, give the process group a longer timeout. {_AGAIN}."
+            )
+        case Trouble.MISMATCH:
+            detail = f": {failure.detail}" if failure.detail else ""
+            text = (
+                f"{what} does not fit what {who} called at the same place in their order{detail}. All ranks of a group"
+                f" must make the same calls, in one order, with equal sizes. {_AGAIN}."
+            )
+        case Trouble.ABORTED:
+            text = f"{what} was given up: {_name(failure.reporter, ranks)} aborted the group. {_AGAIN}."
+        case _:
+            text = f"{what} cannot be made: this rank has left the group."
+    return CollectiveError(text, status=1)
+
+
+def _name(rank: int, ranks: Sequence[int]) -> str:
+    return f"rank {ranks[rank]}" if 0 <= rank < len(ranks) else "another rank"
+
+
+def _spell(call: Call) -> str:
+    if call.kind is Kind.BARRIER:
+        return "A barrier"
+    op = f" ({OPS[call.op]})" if call.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) else ""
+    return f"{call.kind.title.capitalize()}{op} of {call.size_bytes:,} bytes"

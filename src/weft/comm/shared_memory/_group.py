@@ -1,0 +1,496 @@
+"""`torch.distributed`'s view of the shared-memory transports: the process group of the backend `weft`.
+
+torch lets Python subclass `ProcessGroup`, not `Backend`.  Two conditions make such a group work everywhere (DDP, FSDP2,
+DTensor, DeviceMesh, functional collectives): it holds a real backend, here Gloo, which gives it a name and carries
+whatever is not overridden (sends and receives, sparse tensors); and what C++ calls by virtual methods has the same
+names as in `torch/csrc/distributed/c10d/PyProcessGroup.hpp`, those of torch 2.13 and the older ones of 2.11.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region, Transport
+from weft.comm.shared_memory._failure import explain
+from weft.errors import CollectiveError
+
+_CPU = torch.device("cpu")
+
+
+class SharedMemoryWork(dist.Work):
+    """A call under way.  `wait` raises `CollectiveError` where it could not be carried out."""
+
+    def __init__(
+        self, group: SharedMemoryGroup, ticket: int, call: Call | None, tensors: list[Tensor], copy_back: _CopyBack
+    ) -> None:
+        super().__init__()
+        self._group: SharedMemoryGroup | None = group
+        self._ticket = ticket
+        self._call = call
+        self._tensors = tensors
+        self._copy_back = copy_back
+        self._error: CollectiveError | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        group, self._group = self._group, None
+        if group is not None:
+            seconds = timeout.total_seconds() if timeout else group.seconds
+            try:
+                group.finish(self._ticket, self._call, seconds)
+            except CollectiveError as error:
+                # Not `error` itself: its traceback and context hold the group, and torch's futures hold on to errors.
+                self._error = CollectiveError(str(error), status=error.status)
+                raise
+            for target, source in self._copy_back:
+                target.copy_(source)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._group is None or self._group.has_done(self._ticket)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> CollectiveError | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.is_completed() and self._group is not None:
+            try:
+                self.wait()
+            except CollectiveError as error:
+                return error
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        """A future that is completed when the call is, by a thread of the group's that waits for such futures.
+
+        What is chained to it runs on that thread.  If it communicates in turn, ranks may do so in different orders: the
+        call after it then fails on all of them with the error of different calls (Gloo would take what comes).
+        """
+        future: Future[Any] = Future()
+        if self._group is None or not self._group.complete_later(self, future):
+            self.complete(future)
+        return future
+
+    def complete(self, future: Future[Any]) -> None:
+        """Wait, and give the future its value or its error."""
+        try:
+            self.wait()
+        except CollectiveError:
+            future.set_exception(self._error)  # pyright: ignore[reportArgumentType]  # torch's stub: a generic T
+        else:
+            future.set_result(self._tensors)
+
+
+_CopyBack = Sequence[tuple[Tensor, Tensor]]
+"""Contiguous copies that were worked on instead of the caller's tensors: (the caller's, the copy)."""
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """The ranks of one host as a process group.  Reductions are summed in the order of the ranks: the result is the
+    same on all, and at 2 ranks Gloo's to the last bit; bf16 and fp16 are summed in fp32 and rounded once.
+
+    `served` counts, by method, the calls that took the shared memory and not Gloo.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        gloo: dist.ProcessGroupGloo,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+    ) -> None:
+        super().__init__(rank, len(ranks))
+        self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.transport = transport
+        self.seconds = timeout.total_seconds()
+        self.ranks = tuple(ranks)
+        self.served: Counter[str] = Counter()
+        self._place = rank
+        self._held: deque[tuple[int, Any]] = deque()
+        self._completer: _Completer | None = None
+        self._done = SharedMemoryWork(self, 0, None, [], ())
+        self._done._group = None
+
+    # ── what the works need ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def finish(self, ticket: int, call: Call | None, seconds: float) -> None:
+        try:
+            self.transport.wait(ticket, seconds)
+        except GroupFailed as failed:
+            raise explain(failed.failure, call, self.ranks, seconds) from None
+        self._let_go()
+
+    def has_done(self, ticket: int) -> bool:
+        try:
+            return self.transport.completed() >= ticket
+        except GroupFailed:
+            return True
+
+    def complete_later(self, work: SharedMemoryWork, future: Future[Any]) -> bool:
+        """False on the very thread that would do so: what is chained to a future may wait for another."""
+        if self._completer is None:
+            self._completer = _Completer()
+        return self._completer.add(work, future)
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def allocate(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return an uninitialised tensor in shared memory, which collectives of this group reduce where it lies.
+
+        No collective; but the staging is only spared where all ranks give such a tensor.
+
+        Raises:
+            CollectiveError: the arena of this rank is full.
+        """
+        count = torch.Size(shape).numel()
+        memory = self.transport.allocate(max(count, 1) * dtype.itemsize)
+        if memory is None:
+            raise CollectiveError(
+                f"{count * dtype.itemsize:,} bytes do not fit any more into this rank's arena in the shared memory."
+                f" Free tensors that `allocate` gave, or make this one with torch.empty: it is then staged."
+            )
+        return torch.frombuffer(memory, dtype=dtype, count=count).view(shape) if count else torch.empty(shape).to(dtype)
+
+    def abort(self) -> None:
+        """Release every rank that waits in this group, with `CollectiveError`.  By any one rank."""
+        self.transport.abort()
+
+    def shutdown(self) -> None:
+        """Leave the group.  Calls that are under way fail, on every rank."""
+        completer, self._completer = self._completer, None
+        if completer is not None:
+            leave: Callable[[], None] = getattr(self.transport, "leave", self.transport.close)
+            leave()
+            completer.close()
+        self.transport.close()
+        self._held.clear()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.seconds = timeout.total_seconds()
+
+    # ── reductions ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (tensor,) = tensors
+        if tensor.is_sparse:
+            return super().allreduce(tensors, opts)
+        op = _op(opts)
+        dtype = self._reducible(tensor, op)
+        self.served["allreduce"] += 1
+        if opts is not None and not opts.asyncOp and tensor.is_contiguous():
+            size = tensor.numel() * tensor.itemsize
+            try:
+                self.transport.all_reduce(tensor.data_ptr(), size, dtype, op, self.seconds)
+            except GroupFailed as failed:
+                call = Call(Kind.ALL_REDUCE, dtype, op, num_bytes=size)
+                raise explain(failed.failure, call, self.ranks, self.seconds) from None
+            return self._done
+        return self._submit(*self._reducing(tensor, dtype, op), tensors, opts)
+
+    def _reducing(self, tensor: Tensor, dtype: int, op: int) -> tuple[Call, list[Tensor], _CopyBack]:
+        flat, back = _contiguous(tensor)
+        at, size = _region(flat)
+        return Call(Kind.ALL_REDUCE, dtype, op, at, at, size), [flat], back
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        op = _op(opts)
+        self.served["allreduce_coalesced"] += 1
+        return self._submit_all([self._reducing(t, self._reducible(t, op), op) for t in tensors], tensors, opts)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (tensor,) = tensors
+        op = _op(opts)
+        dtype = self._reducible(tensor, op)
+        self.served["reduce"] += 1
+        flat, back = _contiguous(tensor)
+        at, size = _region(flat)
+        send = [(at, size if rank == opts.rootRank else 0) for rank in range(len(self.ranks))]
+        call = Call(Kind.REDUCE_SCATTER, dtype, op, output=at, send=send)
+        return self._submit(call, [flat], back if self._place == opts.rootRank else (), tensors, opts)
+
+    def reduce_scatter_regions(
+        self, parts: Sequence[Tensor], output: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> dist.Work:
+        """Reduce `parts[rank]` to rank `rank`, whose `output` gets the result; parts may differ in size from rank to
+        rank, and this rank's part may be its `output`.  Call on every rank; returns at once.
+
+        All tensors must be contiguous and of one dtype.
+        """
+        self.served["reduce_scatter_regions"] += 1
+        return self._submit(*self._scattering(parts, output, int(op)), [output], None)
+
+    def _scattering(self, parts: Sequence[Tensor], output: Tensor, op: int) -> tuple[Call, list[Tensor], _CopyBack]:
+        dtype = self._reducible(output, op)
+        flat_parts = [_contiguous(part)[0] for part in parts]
+        flat, back = _contiguous(output)
+        own = flat_parts[self._place]
+        if own.numel() != flat.numel() or own.dtype != flat.dtype:
+            raise CollectiveError(
+                f"a reduce-scatter's output has {flat.numel():,} elements of {flat.dtype}, its rank's part"
+                f" {own.numel():,} of {own.dtype}: they must agree."
+            )
+        call = Call(Kind.REDUCE_SCATTER, dtype, op, output=flat.data_ptr(), send=[_region(part) for part in flat_parts])
+        return call, [*flat_parts, flat], back
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (output,), (parts,) = outputs, inputs
+        self.served["reduce_scatter"] += 1
+        return self._submit(*self._scattering(parts, output, _op(opts)), outputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.served["reduce_scatter_single"] += 1
+        return self._submit(*self._scattering_evenly(output, whole, _op(opts)), [output], opts)
+
+    def _scattering_evenly(self, output: Tensor, whole: Tensor, op: int) -> tuple[Call, list[Tensor], _CopyBack]:
+        dtype = self._reducible(output, op)
+        flat_whole, (flat, back) = _contiguous(whole)[0], _contiguous(output)
+        at, size = _region(flat_whole)
+        own = flat.numel() * flat.itemsize
+        if own * len(self.ranks) != size or output.dtype != whole.dtype:
+            raise CollectiveError(
+                f"a reduce-scatter over {len(self.ranks)} ranks of {whole.numel():,} elements of {whole.dtype} needs an"
+                f" output of an equal share in the same dtype; this one has {output.numel():,} of {output.dtype}."
+            )
+        send = [(at + rank * own, own) for rank in range(len(self.ranks))]
+        call = Call(Kind.REDUCE_SCATTER, dtype, op, output=flat.data_ptr(), send=send)
+        return call, [flat_whole, flat], back
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        self.served["reduce_scatter_single_coalesced"] += 1
+        op = _op(opts)
+        calls = [self._scattering_evenly(output, whole, op) for output, whole in zip(outputs, inputs, strict=True)]
+        return self._submit_all(calls, outputs, opts)
+
+    # ── what only moves ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def all_gather_regions(self, given: Tensor, parts: Sequence[Tensor]) -> dist.Work:
+        """Fill `parts[rank]` with what rank `rank` gives; sizes may differ from rank to rank, and `given` may be this
+        rank's part.  Call on every rank; returns at once.  All tensors must be contiguous and of one dtype."""
+        self.served["all_gather_regions"] += 1
+        return self._submit(*self._gathering(given, parts), list(parts), None)
+
+    def _gathering(self, given: Tensor, parts: Sequence[Tensor]) -> tuple[Call, list[Tensor], _CopyBack]:
+        flat_given = _contiguous(given)[0]
+        flats = [_contiguous(part) for part in parts]
+        receive = [_region(flat) for flat, _ in flats]
+        if receive[self._place][1] != flat_given.numel() * flat_given.itemsize:
+            raise CollectiveError(
+                f"this rank gives {given.numel():,} elements of {given.dtype} to an all-gather whose output has room"
+                f" for {receive[self._place][1]:,} bytes of it: they must agree."
+            )
+        call = Call(Kind.ALL_GATHER, input=flat_given.data_ptr(), receive=receive)
+        return call, [flat_given, *(flat for flat, _ in flats)], [pair for _, back in flats for pair in back]
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (parts,), (given,) = outputs, inputs
+        self.served["allgather"] += 1
+        return self._submit(*self._gathering(given, parts), parts, opts)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.served["all_gather_single"] += 1
+        return self._submit(*self._gathering_evenly(output, given), [output], opts)
+
+    def _gathering_evenly(self, output: Tensor, given: Tensor) -> tuple[Call, list[Tensor], _CopyBack]:
+        flat_given, (flat, back) = _contiguous(given)[0], _contiguous(output)
+        at, own = _region(flat_given)
+        if own * len(self.ranks) != flat.numel() * flat.itemsize or given.dtype != output.dtype:
+            raise CollectiveError(
+                f"an all-gather of {given.numel():,} elements of {given.dtype} from each of {len(self.ranks)} ranks"
+                f" needs an output of as many together; this one has {output.numel():,} of {output.dtype}."
+            )
+        start = flat.data_ptr()
+        receive = [(start + rank * own, own) for rank in range(len(self.ranks))]
+        return Call(Kind.ALL_GATHER, input=at, receive=receive), [flat_given, flat], back
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.served["all_gather_single_coalesced"] += 1
+        calls = [self._gathering_evenly(output, given) for output, given in zip(outputs, inputs, strict=True)]
+        return self._submit_all(calls, outputs, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (tensor,) = tensors
+        if tensor.is_sparse:
+            return super().broadcast(tensors, opts)
+        self.served["broadcast"] += 1
+        flat, back = _contiguous(tensor)
+        at, size = _region(flat)
+        receive = [(at, size if rank == opts.rootRank else 0) for rank in range(len(self.ranks))]
+        return self._submit(Call(Kind.ALL_GATHER, input=at, receive=receive), [flat], back, tensors, opts)
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_splits: list[int] | None = None,
+        input_splits: list[int] | None = None,
+        opts: Any = None,
+    ) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.served["all_to_all_single"] += 1
+        (flat, back), flat_given = _contiguous(output), _contiguous(given)[0]
+        send = self._split(flat_given, given, input_splits or [])
+        receive = self._split(flat, output, output_splits or [])
+        return self._submit(Call(Kind.ALL_TO_ALL, send=send, receive=receive), [flat_given, flat], back, [output], opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.served["alltoall"] += 1
+        return self._exchange(inputs, outputs, opts)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.served["gather"] += 1
+        (given,) = inputs
+        nothing = given.new_empty(0)
+        given_to = [given if rank == opts.rootRank else nothing for rank in range(len(self.ranks))]
+        taken = outputs[0] if self._place == opts.rootRank else [nothing] * len(self.ranks)
+        return self._exchange(given_to, taken, opts)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.served["scatter"] += 1
+        (output,) = outputs
+        nothing = output.new_empty(0)
+        given = inputs[0] if self._place == opts.rootRank else [nothing] * len(self.ranks)
+        return self._exchange(
+            given, [output if rank == opts.rootRank else nothing for rank in range(len(self.ranks))], opts
+        )
+
+    def _exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor], opts: Any) -> dist.Work:
+        flats, flats_given = [_contiguous(tensor) for tensor in taken], [_contiguous(tensor)[0] for tensor in given]
+        call = Call(
+            Kind.ALL_TO_ALL,
+            send=[_region(flat) for flat in flats_given],
+            receive=[_region(flat) for flat, _ in flats],
+        )
+        back = [pair for _, pairs in flats for pair in pairs]
+        return self._submit(call, [*flats_given, *(flat for flat, _ in flats)], back, list(taken), opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.served["barrier"] += 1
+        return self._submit(Call(Kind.BARRIER), [], (), [], opts)
+
+    # torch 2.11 and 2.12 call them by these names.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    all_to_all_single = alltoall_base
+
+    # ── the queue ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _submit(
+        self, call: Call, used: list[Tensor], copy_back: _CopyBack, result: list[Tensor], opts: Any
+    ) -> dist.Work:
+        return self._submit_all([(call, used, copy_back)], result, opts)
+
+    def _submit_all(
+        self, calls: Sequence[tuple[Call, list[Tensor], _CopyBack]], result: list[Tensor], opts: Any
+    ) -> dist.Work:
+        """Calls are carried out in the order of their numbers, so the last one's end is the end of all."""
+        is_async = opts is None or opts.asyncOp
+        ticket, last, back = 0, None, list[tuple[Tensor, Tensor]]()
+        try:
+            for call, used, copy_back in calls:
+                ticket, last = self.transport.submit(call, self.seconds, background=is_async), call
+                self._held.append((ticket, used))  # the transport works on addresses: somebody must keep the tensors
+                back += copy_back
+        except GroupFailed as failed:
+            raise explain(failed.failure, last, self.ranks, self.seconds) from None
+        work = SharedMemoryWork(self, ticket, last, result, back)
+        if not is_async:
+            work.wait()
+        return work
+
+    def _let_go(self) -> None:
+        if self._held:
+            done = self.transport.completed()
+            while self._held and self._held[0][0] <= done:
+                self._held.popleft()
+
+    def _reducible(self, tensor: Tensor, op: int) -> int:
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None or not 0 <= op < len(OPS) or not self.transport.supports(dtype, op):
+            name = OPS[op] if 0 <= op < len(OPS) else f"with torch's operation number {op}"
+            raise CollectiveError(
+                f"a reduction ({name}) of {tensor.dtype} is not defined over shared memory. Convert the tensor first,"
+                f" or reduce it in another group, over Gloo: new_group(backend='gloo')."
+            )
+        return dtype
+
+    def _split(self, flat: Tensor, tensor: Tensor, splits: Sequence[int]) -> list[Region]:
+        """Regions of `flat` by lengths along dim 0, equal where none are given."""
+        num_ranks = len(self.ranks)
+        length = tensor.shape[0] if tensor.dim() else 1
+        lengths = list(splits) or [length // num_ranks] * num_ranks
+        if len(lengths) != num_ranks or sum(lengths) != length:
+            raise CollectiveError(
+                f"an all-to-all over {num_ranks} ranks cannot cut dim 0 of length {length:,} into {lengths}: there must"
+                f" be one length per rank, and they must add up."
+            )
+        at, size = _region(flat)
+        row = size // length if length else 0
+        regions: list[Region] = []
+        for part in lengths:
+            regions.append((at, part * row))
+            at += part * row
+        return regions
+
+
+class _Completer:
+    """A thread that waits for works and completes their futures, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[tuple[SharedMemoryWork, Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._complete, name="weft-futures", daemon=True)
+        self._thread.start()
+
+    def add(self, work: SharedMemoryWork, future: Future[Any]) -> bool:
+        if threading.current_thread() is self._thread:
+            return False
+        self._works.put((work, future))
+        return True
+
+    def close(self) -> None:
+        self._works.put(None)
+        self._thread.join()
+
+    def _complete(self) -> None:
+        while (item := self._works.get()) is not None:
+            work, future = item
+            work.complete(future)
+            del item, work, future  # nothing is kept while waiting for the next
+
+
+def _op(opts: Any) -> int:
+    """The operation's number.  Not `opts.reduceOp`: compared with a member of `ReduceOp` it is never equal."""
+    return 0 if opts is None else int(opts.reduceOp.op)
+
+
+def _region(flat: Tensor) -> Region:
+    return flat.data_ptr(), flat.numel() * flat.itemsize
+
+
+def _contiguous(tensor: Tensor) -> tuple[Tensor, _CopyBack]:
+    if tensor.is_contiguous():
+        return tensor, ()
+    flat = tensor.contiguous()
+    return flat, [(tensor, flat)]

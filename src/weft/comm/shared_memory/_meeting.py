@@ -1,0 +1,120 @@
+"""How the ranks of a new group find out whether they can share memory, and by which transport.
+
+Rank 0 makes a segment and says through the store where it is; every other rank tries to map it and reads its nonce.
+That trial, not a count of local ranks, says who is on the same host.  What each can do is then gathered (over the Gloo
+group that exists already), and the least of it is what all use: an answer that differed would be a deadlock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.shared_memory._call import Transport
+from weft.comm.shared_memory._engine import REBUILD, Engine, load_library, prepare
+from weft.comm.shared_memory._fallback import PythonTransport, may_work_here, segment_bytes
+from weft.comm.shared_memory._segment import Segment, Unreachable, create_segment, open_segment
+
+ARENA_BYTES = 1 << 30
+"""Address space per rank for tensors that are reduced where they lie; it takes memory where it is written."""
+MAX_RANKS = 128
+_NONE, _PYTHON, _ENGINE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What a rank brings to the forming of a group."""
+
+    store: dist.Store
+    gloo: dist.ProcessGroupGloo
+    rank: int
+    num_ranks: int
+    num_local_ranks: int
+    timeout: timedelta
+    speaks: bool
+    """Whether this rank warns of what all of them have settled for."""
+    use_engine: bool = True
+    """False: as if it had not been built."""
+
+    def settle(self) -> Transport | None:
+        """Return this rank's transport; None where the ranks cannot share memory.  Call on every rank of the group.
+
+        What is slower than it could be is said once, by the rank that speaks.
+        """
+        library = load_library() if self.use_engine else None
+        segment, reason = self._segment(library)
+        level = _NONE if segment is None else _ENGINE if library is not None else _PYTHON
+        if level == _PYTHON and not may_work_here():
+            level, reason = _NONE, "there is no C++ engine here, and Python's own needs an x86-64 Linux"
+        levels = self._gather(level)
+        settled = min(levels)
+        transport = self._open(settled, library, segment)
+        if level == _NONE:
+            self.store.set(f"why/{self.rank}", reason)
+        if self.speaks and settled < _ENGINE:
+            self._say(settled, levels)
+        self._gather(settled)  # all have opened what they use: processes are known, and nobody opens the descriptor
+        if segment is not None:
+            segment.forget_descriptor()
+        return transport
+
+    def _segment(self, library: ctypes.CDLL | None) -> tuple[Segment | None, str]:
+        """Map the segment, or say why that is not possible."""
+        try:
+            if self.rank > 0:
+                return open_segment(self.store.get("segment").decode()), ""
+            if self.num_ranks > MAX_RANKS:
+                raise Unreachable(f"a group of more than {MAX_RANKS} ranks does not fit")
+            segment = create_segment(self._segment_bytes(library))
+            if library is not None:
+                prepare(library, segment, self.num_ranks, ARENA_BYTES)
+            self.store.set("segment", segment.describe())
+        except Unreachable as problem:
+            if self.rank == 0:
+                self.store.set("segment", json.dumps({"reason": str(problem)}))
+            return None, str(problem)
+        return segment, ""
+
+    def _segment_bytes(self, library: ctypes.CDLL | None) -> int:
+        """Room for whichever transport it comes to."""
+        engine = 0 if library is None else int(library.weft_segment_bytes(self.num_ranks, ARENA_BYTES))
+        return max(engine, segment_bytes(self.num_ranks))
+
+    def _gather(self, value: int) -> list[int]:
+        mine = torch.tensor([value])
+        everyone = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        self.gloo.allgather([everyone], [mine]).wait(self.timeout)
+        return [int(tensor.item()) for tensor in everyone]
+
+    def _open(self, settled: int, library: ctypes.CDLL | None, segment: Segment | None) -> Transport | None:
+        if settled == _NONE or segment is None:
+            return None
+        if settled == _PYTHON or library is None:
+            return PythonTransport(segment, rank=self.rank, num_ranks=self.num_ranks)
+        return Engine(
+            library,
+            segment,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            num_local_ranks=self.num_local_ranks,
+            arena_bytes=ARENA_BYTES,
+        )
+
+    def _say(self, settled: int, levels: list[int]) -> None:
+        if settled == _PYTHON:
+            without = [rank for rank, level in enumerate(levels) if level == _PYTHON]
+            text = (
+                f"The shared-memory engine is not built where rank {without[0]} runs, so its {self.num_ranks} ranks"
+                f" use pure Python: the same results, 2 to 5 times slower. Install a C++ compiler and run {REBUILD}."
+            )
+        else:
+            first = levels.index(_NONE)
+            why = self.store.get(f"why/{first}").decode()
+            text = f"A group of {self.num_ranks} ranks uses Gloo instead of shared memory: {why} (rank {first})."
+        warnings.warn(text, stacklevel=2)

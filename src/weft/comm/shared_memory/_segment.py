@@ -1,0 +1,117 @@
+"""The memory that the ranks of a group share: made by one, found by the others, and gone with the last of them.
+
+It is an anonymous file (`memfd`): it has no name that could be guessed or stay behind, is readable by its owner only,
+and its memory is freed when the last process that has it mapped lets go of it or dies.  The others open it by the
+descriptor of the process that made it; once all have it that descriptor is closed and nobody else can get at it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NONCE_AT = 8
+"""Behind the magic number; the first page is a header for every transport."""
+NONCE_BYTES = 16
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Unreachable(Exception):
+    """This rank cannot share memory with the one that made the segment; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A mapping, and, with the rank that made it, the descriptor by which the others find it."""
+
+    memory: mmap.mmap
+    nonce: bytes
+    descriptor: int = -1
+
+    def describe(self) -> str:
+        """What the others need to find it, as JSON."""
+        return json.dumps(
+            {
+                "boot_id": boot_id(),
+                "process": os.getpid(),
+                "descriptor": self.descriptor,
+                "num_bytes": len(self.memory),
+                "nonce": self.nonce.hex(),
+            }
+        )
+
+    def forget_descriptor(self) -> None:
+        """Nobody else can map it from here on.  By the rank that made it, once all have mapped it or given up."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+def boot_id() -> str:
+    """Differs between hosts, and on one host between boots; containers of one host have the same."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def create_segment(num_bytes: int) -> Segment:
+    """Make a segment of zeros; it takes memory only where it is written.
+
+    Raises:
+        Unreachable: this system has no such memory, or not so much address space.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise Unreachable("this system has no memfd_create")
+    try:
+        descriptor = os.memfd_create("weft", os.MFD_CLOEXEC)
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, num_bytes)
+        memory = _map(descriptor, num_bytes)
+    except OSError as error:
+        raise Unreachable(f"{num_bytes:,} bytes of shared memory cannot be made: {error}") from error
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    memory[NONCE_AT : NONCE_AT + NONCE_BYTES] = nonce
+    return Segment(memory, nonce, descriptor)
+
+
+def open_segment(description: str) -> Segment:
+    """Map the segment that another rank of this host has made, and prove that it is that one by its nonce.
+
+    Raises:
+        Unreachable: the rank is on another host, in another container, or another user's.
+    """
+    told: Mapping[str, Any] = json.loads(description)
+    if "reason" in told:
+        raise Unreachable(str(told["reason"]))
+    if not told["boot_id"] or told["boot_id"] != boot_id():
+        raise Unreachable("the group's ranks are on different hosts")
+    path = f"/proc/{int(told['process'])}/fd/{int(told['descriptor'])}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise Unreachable(f"the memory of rank 0's process cannot be opened ({error.strerror})") from error
+    try:
+        num_bytes = int(told["num_bytes"])
+        if os.fstat(descriptor).st_size != num_bytes:
+            raise Unreachable("rank 0's process is in another container: its descriptor leads to another file here")
+        memory = _map(descriptor, num_bytes)
+    except OSError as error:
+        raise Unreachable(f"the memory of rank 0's process cannot be mapped ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
+    nonce = bytes.fromhex(told["nonce"])
+    if memory[NONCE_AT : NONCE_AT + NONCE_BYTES] != nonce:
+        raise Unreachable("rank 0's process is in another container: its descriptor leads to other memory here")
+    return Segment(memory, nonce)
+
+
+def _map(descriptor: int, num_bytes: int) -> mmap.mmap:
+    memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    memory.madvise(mmap.MADV_DONTFORK)  # a forked helper (a data loader's) has no business in it, nor should it keep it
+    return memory

@@ -1,0 +1,130 @@
+// The loops, compiled once per instruction set.  Included several times, inside a namespace of its own and under
+// `#pragma GCC target`, by kernels.cpp; includes nothing itself, so that no library code is compiled for a processor
+// that may not be there.
+
+template <typename T>
+struct Plain {
+  using Stored = T;
+  using Summed = T;
+  static Summed load(Stored value) { return value; }
+  static Stored store(Summed value) { return value; }
+};
+
+struct BF16 {
+  using Stored = uint16_t;
+  using Summed = float;
+  static Summed load(Stored value) { return __builtin_bit_cast(float, uint32_t(value) << 16); }
+  // To nearest, ties to even; a NaN stays one (its rounding up could end in infinity).
+  static Stored store(Summed value) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
+  }
+};
+
+struct F16 {
+  using Stored = uint16_t;
+  using Summed = float;
+  // The exponent is moved by a multiplication with 2^112, which also makes denormal numbers normal.
+  static Summed load(Stored value) {
+    const uint32_t magnitude = (uint32_t(value) & 0x7fffu) << 13;
+    const float scaled = __builtin_bit_cast(float, magnitude) * 0x1p112f;
+    const uint32_t special = magnitude | 0x7f800000u;
+    const uint32_t bits = magnitude >= 0x0f800000u ? special : __builtin_bit_cast(uint32_t, scaled);
+    return __builtin_bit_cast(float, bits | (uint32_t(value) & 0x8000u) << 16);
+  }
+  static Stored store(Summed value) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    // Normal results: move the exponent, round the 13 bits that fall off to nearest, ties to even.
+    const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    // Denormal results: adding 0.5 lets the addition itself round at the last place that fp16 has there.
+    const float shifted = __builtin_bit_cast(float, magnitude) + 0.5f;
+    const uint32_t denormal = __builtin_bit_cast(uint32_t, shifted) - 0x3f000000u;
+    const uint32_t infinite = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    const uint32_t finite = magnitude < 0x38800000u ? denormal : normal;
+    return static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? infinite : finite));
+  }
+};
+
+struct Sum {
+  template <typename T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a + b);
+  }
+};
+
+constexpr size_t kBlock = 2048;  // elements that are summed in the first-level cache
+
+template <typename F, typename Op>
+__attribute__((noinline)) void first_two(typename F::Summed* __restrict sums, const typename F::Stored* a,
+                                         const typename F::Stored* b, size_t count) {
+  for (size_t i = 0; i < count; ++i) sums[i] = Op::apply(F::load(a[i]), F::load(b[i]));
+}
+
+template <typename F, typename Op>
+__attribute__((noinline)) void one_more(typename F::Summed* __restrict sums, const typename F::Stored* a,
+                                        size_t count) {
+  for (size_t i = 0; i < count; ++i) sums[i] = Op::apply(sums[i], F::load(a[i]));
+}
+
+template <typename F>
+__attribute__((noinline)) void only_one(typename F::Summed* __restrict sums, const typename F::Stored* a,
+                                        size_t count) {
+  for (size_t i = 0; i < count; ++i) sums[i] = F::load(a[i]);
+}
+
+template <typename F>
+__attribute__((noinline)) void divide(typename F::Summed* sums, int divisor, size_t count) {
+  for (size_t i = 0; i < count; ++i) sums[i] = static_cast<typename F::Summed>(sums[i] / divisor);
+}
+
+template <typename F>
+__attribute__((noinline)) void store_all(typename F::Stored* __restrict stored,
+                                         const typename F::Summed* __restrict sums, size_t count) {
+  for (size_t i = 0; i < count; ++i) stored[i] = F::store(sums[i]);
+}
+
+template <typename A, typename B>
+constexpr bool is_same = false;
+template <typename A>
+constexpr bool is_same<A, A> = true;
+
+template <typename F, typename Op>
+void reduce_blocks(void* const* to, int num_to, const void* const* from, int num_from, size_t count, int divisor,
+                   bool is_streaming) {
+  using Stored = typename F::Stored;
+  using Summed = typename F::Summed;
+  alignas(64) Summed sums[kBlock];
+  alignas(64) Stored narrow[is_same<Stored, Summed> ? 1 : kBlock];
+  for (size_t start = 0; start < count; start += kBlock) {
+    const size_t length = count - start < kBlock ? count - start : kBlock;
+    const auto source = [&](int rank) { return static_cast<const Stored*>(from[rank]) + start; };
+    if (num_from == 1) {
+      only_one<F>(sums, source(0), length);
+    } else {
+      first_two<F, Op>(sums, source(0), source(1), length);
+    }
+    for (int rank = 2; rank < num_from; ++rank) one_more<F, Op>(sums, source(rank), length);
+    if (divisor > 1) divide<F>(sums, divisor, length);
+    const void* result = sums;
+    if constexpr (!is_same<Stored, Summed>) {
+      store_all<F>(narrow, sums, length);
+      result = narrow;
+    }
+    for (int target = 0; target < num_to; ++target) {
+      copy(static_cast<Stored*>(to[target]) + start, result, length * sizeof(Stored), is_streaming);
+    }
+  }
+}
+
+inline Loop sum_loop(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kF32: return reduce_blocks<Plain<float>, Sum>;
+    case Dtype::kF64: return reduce_blocks<Plain<double>, Sum>;
+    case Dtype::kBF16: return reduce_blocks<BF16, Sum>;
+    case Dtype::kF16: return reduce_blocks<F16, Sum>;
+    default: return nullptr;
+  }
+}

@@ -1,0 +1,224 @@
+"""A rank that dies, stops, leaves or calls something else: every survivor gets the named error, soon."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_memory_jobs import group, traces
+
+from pool import RankError, RankPool
+from weft.comm import shared_memory_group
+from weft.errors import CollectiveError
+
+WEFT = "cpu:weft"
+CALLS: tuple[Callable[[], Any], ...] = (
+    lambda: dist.all_reduce(torch.ones(10)),
+    lambda: dist.all_reduce(torch.ones(3_000_000)),
+    lambda: dist.all_reduce(torch.ones(10), async_op=True).wait(),
+    lambda: dist.broadcast(torch.ones(1_000_000), 0),
+    lambda: dist.barrier(),
+    lambda: group().reduce_scatter_regions([torch.ones(9)] * dist.get_world_size(), torch.ones(9)).wait(),
+)
+
+
+def _write(folder: str, line: str) -> None:
+    (Path(folder) / f"rank{dist.get_rank()}").write_text(line)
+
+
+def _killed(folder: str, call: int) -> None:
+    CALLS[call]()
+    when = Path(folder) / "when"
+    if dist.get_rank() == 1:
+        when.write_text(repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        CALLS[call]()
+    except CollectiveError as error:
+        _write(folder, f"{time.time() - float(when.read_text())} {error}")
+        raise
+
+
+@pytest.mark.parametrize("call", range(len(CALLS)))
+def test_a_killed_rank_is_named_within_a_second(ranks: RankPool, tmp_path: Path, call: int) -> None:
+    with pytest.raises(RankError, match="rank 1 died"):
+        ranks.run(3, _killed, str(tmp_path), call, backend=WEFT)
+    for rank in (0, 2):
+        seconds, _, text = (tmp_path / f"rank{rank}").read_text().partition(" ")
+        assert "the process of rank 1 has died" in text
+        assert "with another in its place" in text
+        assert float(seconds) <= 1.0
+
+
+def _rebuilt(folder: str) -> None:
+    """Ranks 0 and 2 form a new group in the same processes, through a store of their own."""
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(10))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError, match="rank 1 has died"):
+        dist.all_reduce(torch.ones(10))
+    start = time.monotonic()
+    dist.destroy_process_group()
+    gc.collect()
+    store = dist.FileStore(f"{folder}/again", 2)
+    dist.init_process_group(WEFT, store=store, rank=rank // 2, world_size=2, timeout=timedelta(seconds=20))
+    value = torch.full((1_000,), float(rank))
+    dist.all_reduce(value)
+    seconds = time.monotonic() - start
+    found = traces()
+    (Path(folder) / f"rank{rank}").write_text(f"{seconds} {value[0].item()} {found['mappings']}")
+    dist.barrier()
+
+
+def test_survivors_form_a_new_group_within_a_second(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1 died"):
+        ranks.run(3, _rebuilt, str(tmp_path), backend=WEFT)
+    for rank in (0, 2):
+        seconds, value, mappings = (tmp_path / f"rank{rank}").read_text().split()
+        assert float(value) == 2.0
+        assert float(seconds) <= 1.0
+        assert int(mappings) == 1, "the dead group's memory is still there"
+
+
+def _stopped(folder: str) -> None:
+    if dist.get_rank() == 1:
+        waker = subprocess.Popen(["sh", "-c", f"sleep 1.2; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        waker.wait()
+        return
+    start = time.monotonic()
+    short = shared_memory_group(dist.group.WORLD)
+    assert short is not None
+    short.set_timeout(timedelta(seconds=0.5))
+    try:
+        dist.all_reduce(torch.ones(10))
+    except CollectiveError as error:
+        _write(folder, f"{time.monotonic() - start} {error}")
+    dist.destroy_process_group()
+
+
+def test_a_stopped_rank_is_named_at_the_deadline(ranks: RankPool, tmp_path: Path) -> None:
+    with contextlib.suppress(CollectiveError, RankError):  # rank 1 finds its group ended
+        ranks.run(3, _stopped, str(tmp_path), backend=WEFT, timeout=10)
+    for rank in (0, 2):
+        seconds, _, text = (tmp_path / f"rank{rank}").read_text().partition(" ")
+        assert "was not finished in 0.5 s: rank 1 has not come" in text
+        assert 0.4 < float(seconds) < 1.1
+
+
+def _different(kind: str) -> str:
+    value = torch.ones(10)
+    try:
+        if dist.get_rank() == 0:
+            dist.all_reduce(value)
+        elif kind == "size":
+            dist.all_reduce(torch.ones(11))
+        elif kind == "operation":
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        elif kind == "call":
+            dist.broadcast(value, 0)
+        else:
+            dist.all_reduce(torch.ones(2_000_000))
+    except CollectiveError as error:
+        with pytest.raises(CollectiveError, match="does not fit"):
+            dist.barrier()
+        dist.destroy_process_group()
+        return str(error)
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize("kind", ["size", "operation", "call", "large"])
+def test_different_calls_are_an_error_on_every_rank(ranks: RankPool, kind: str) -> None:
+    for rank, text in enumerate(ranks.run(2, _different, kind, backend=WEFT)):
+        assert "does not fit what rank" in text
+        assert "All ranks of a group must make the same calls" in text
+        assert ("all-reduce" in text) or rank == 1
+
+
+def _left() -> str:
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        dist.all_reduce(torch.ones(10))
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_is_named(ranks: RankPool) -> None:
+    text, nothing, other = ranks.run(3, _left, backend=WEFT)
+    assert nothing == ""
+    for said in (text, other):
+        assert "rank 1 has left the group" in said
+
+
+def _aborted() -> tuple[str, float]:
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+        group().abort()
+    with pytest.raises(CollectiveError) as caught:
+        dist.all_reduce(torch.ones(10))
+    dist.destroy_process_group()
+    return str(caught.value), time.monotonic() - start
+
+
+def test_aborting_releases_everybody(ranks: RankPool) -> None:
+    for text, seconds in ranks.run(3, _aborted, backend=WEFT):
+        assert "rank 1 aborted the group" in text
+        assert seconds < 1.3
+
+
+def _left_in_the_middle() -> tuple[str, str]:
+    """A rank destroys the group while an operation of its own is under way."""
+    work = None
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+        time.sleep(0.1)
+    else:
+        time.sleep(0.4)
+    own = group()
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+        assert work is not None
+        with pytest.raises(CollectiveError) as caught:
+            work.wait()
+        return "", str(caught.value)
+    with pytest.raises(CollectiveError) as caught:
+        dist.all_reduce(torch.ones(10))
+    dist.destroy_process_group()
+    del own
+    return str(caught.value), ""
+
+
+def test_leaving_in_the_middle_releases_the_others(ranks: RankPool) -> None:
+    (_, left), (told, _) = ranks.run(2, _left_in_the_middle, backend=WEFT)
+    assert "this rank has left the group" in left
+    assert "rank 0 has left the group" in told
+
+
+def _future_of_a_failure() -> str:
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return ""
+    future = dist.all_reduce(torch.ones(10), async_op=True).get_future()
+    with pytest.raises(CollectiveError, match="rank 1 has left") as caught:
+        future.wait()
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_future_carries_the_error(ranks: RankPool) -> None:
+    assert "cannot be finished" in ranks.run(2, _future_of_a_failure, backend=WEFT)[0]

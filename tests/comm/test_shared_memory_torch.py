@@ -1,0 +1,214 @@
+"""What torch builds on process groups, over shared memory, beside Gloo: the same results, by the shared memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from shared_memory_jobs import group
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pool import RankPool
+from weft.comm import shared_memory_group
+from weft.launch import launch_function
+
+WEFT = "cpu:weft"
+T = TypeVar("T")
+
+
+def brief(world: int, function: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+    """Run in processes that end: torch's plans of DTensors, and what Dynamo compiled, keep their groups for ever."""
+    with closing(RankPool(world)) as pool:
+        return pool.run(world, function, *args, timeout=timeout, backend=WEFT)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(40, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 7))
+
+
+def _train(wrap: Callable[[nn.Module], nn.Module], steps: int = 3) -> list[Tensor]:
+    model = wrap(_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(8, 40, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def _ddp(where: dist.ProcessGroup | None) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: DistributedDataParallel(model, process_group=where, bucket_cap_mb=0.01)
+
+
+def _fsdp(where: dist.ProcessGroup | None) -> Callable[[nn.Module], nn.Module]:
+    def wrap(model: nn.Module) -> nn.Module:
+        chosen = where or dist.group.WORLD
+        assert chosen is not None
+        mesh = DeviceMesh.from_group(chosen, "cpu", mesh_dim_names=("shard",))
+        for layer in model.children():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    return wrap
+
+
+def _as_gloo(kind: str) -> tuple[bool, dict[str, int]]:
+    gloo = dist.new_group(backend="gloo")
+    wrap = {"ddp": _ddp, "fsdp": _fsdp}[kind]
+    ours, theirs = _train(wrap(None)), _train(wrap(gloo))
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), dict(group().served)
+
+
+@pytest.mark.parametrize(
+    ("kind", "methods"),
+    [("ddp", {"allreduce", "broadcast"}), ("fsdp", {"reduce_scatter_single", "all_gather_single"})],
+)
+def test_training_is_that_on_gloo_to_the_bit(kind: str, methods: set[str]) -> None:
+    for is_same, served in brief(2, _as_gloo, kind):
+        assert is_same
+        assert methods <= served.keys(), "Gloo did it"
+
+
+def _dtensors() -> tuple[bool, dict[str, int]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    whole = torch.arange(96.0).view(8, 12)
+    cut = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+    rights = [torch.equal(cut.full_tensor(), whole)]
+    turned = cut.redistribute(placements=[Shard(1), Replicate()])
+    rights.append(torch.equal(turned.full_tensor(), whole))
+    product = cut @ distribute_tensor(whole.t().contiguous(), mesh, [Replicate(), Shard(0)])
+    rights.append(torch.equal(product.full_tensor(), whole @ whole.t()))
+    partial = DTensor.from_local(torch.ones(4, 4), mesh, [Partial(), Partial()])
+    rights.append(torch.equal(partial.full_tensor(), torch.full((4, 4), 4.0)))
+    scattered = partial.redistribute(placements=[Shard(0), Replicate()])
+    rights.append(torch.equal(scattered.full_tensor(), torch.full((4, 4), 4.0)))
+    served = [shared_memory_group(mesh.get_group(name)) for name in ("rows", "columns")]
+    counts = {name: count for found in served if found is not None for name, count in found.served.items()}
+    return all(rights), counts
+
+
+def test_tensors_over_a_mesh_of_two_axes() -> None:
+    for is_right, served in brief(4, _dtensors):
+        assert is_right
+        assert {"all_gather_single_coalesced", "allreduce"} & served.keys(), "Gloo did it"
+
+
+def _functional() -> tuple[list[bool], set[str]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = torch.arange(6.0) + rank
+    both = torch.arange(6.0) * 2 + 1
+    everyone = group()
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # renamed in 2.13
+    scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+    rights = [
+        torch.equal(functional.all_reduce(mine, "sum", everyone).wait(), both),
+        torch.equal(functional.all_reduce(mine, "avg", everyone).wait(), both / 2),
+        torch.equal(
+            gather(mine, 0, everyone).wait(),
+            torch.cat([torch.arange(6.0), torch.arange(6.0) + 1]),
+        ),
+        torch.equal(scatter(mine, "sum", 0, everyone).wait(), both[3 * rank : 3 * rank + 3]),
+        torch.equal(
+            functional.all_to_all_single(mine, [3, 3], [3, 3], everyone).wait(),
+            torch.cat([torch.arange(6.0)[3 * rank : 3 * rank + 3] + source for source in range(world)]),
+        ),
+        torch.equal(functional.broadcast(mine, 1, everyone).wait(), torch.arange(6.0) + 1),
+        all(
+            torch.equal(found.wait(), wanted)
+            for found, wanted in zip(
+                functional.all_reduce_coalesced([mine, 2 * mine], "sum", everyone), (both, 2 * both), strict=True
+            )
+        ),
+    ]
+    return rights, set(group().served)
+
+
+def test_functional_collectives(ranks: RankPool) -> None:
+    for rights, served in ranks.run(2, _functional, backend=WEFT):
+        assert rights == [True] * 7
+        assert served >= {
+            *("allreduce", "all_gather_single_coalesced", "reduce_scatter_single_coalesced", "all_to_all_single"),
+            *("broadcast", "allreduce_coalesced"),
+        }
+
+
+@pytest.mark.slow
+def test_compiled_collectives() -> None:
+    """In processes that end by themselves: Dynamo's helpers leave semaphores where a rank is killed."""
+    here = [str(Path(__file__).parent)]
+    assert launch_function("shared_memory_jobs:compiled_rank", {}, 2, import_path=here) == [[7.0] * 5] * 2
+
+
+def _messages() -> bool:
+    """Sends and receives, which Gloo carries, beside collectives."""
+    rank = dist.get_rank()
+    there = torch.full((1_000,), float(rank))
+    here = torch.empty(1_000)
+    ops = [dist.P2POp(dist.isend, there, 1 - rank), dist.P2POp(dist.irecv, here, 1 - rank)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    dist.all_reduce(there, async_op=True).wait()
+    if rank == 0:
+        dist.send(here, 1)
+    else:
+        dist.recv(here, 0)
+    return torch.equal(here, torch.ones(1_000)) and there[0].item() == 1.0
+
+
+def test_messages_go_by_gloo(ranks: RankPool) -> None:
+    assert ranks.run(2, _messages, backend=WEFT) == [True, True]
+
+
+def _subgroups() -> list[Any]:
+    """Groups of some ranks, and collectives whose roots are named by global rank."""
+    rank = dist.get_rank()
+    pair = dist.new_group([1, 2])
+    outcome: list[Any] = []
+    if rank in (1, 2):
+        value = torch.tensor([float(rank)])
+        dist.broadcast(value, src=2, group=pair)
+        outcome.append(value.item())
+        dist.all_reduce(value, group=pair)
+        outcome.append(value.item())
+        assert shared_memory_group(pair) is not None
+        outcome.append(dist.get_backend_config(pair))
+    dist.barrier()
+    return outcome
+
+
+def test_groups_of_some_ranks(ranks: RankPool) -> None:
+    found = [2.0, 4.0, "cpu:weft"]
+    assert ranks.run(3, _subgroups, backend=WEFT) == [[], found, found]
+
+
+def _ddp_hooks() -> bool:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    model = DistributedDataParallel(copy.deepcopy(_model()))
+    state = power.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, power.powerSGD_hook)
+    for _ in range(4):
+        model(torch.randn(8, 40)).square().mean().backward()
+    every = [torch.empty(64, 40) for _ in range(2)]
+    first = next(model.parameters()).grad
+    assert first is not None
+    dist.all_gather(every, first)
+    return torch.equal(every[0], every[1])
+
+
+def test_hooks_of_ddp(ranks: RankPool) -> None:
+    assert ranks.run(2, _ddp_hooks, backend=WEFT) == [True, True]

@@ -41,8 +41,8 @@ def time_plans(
     """Take a few steps under every plan; then the first `always` and the `most` fastest again, in turn, `rounds` times.
 
     The machine is not equally fast at all times (other work, heat), and what it does to one round it does to all plans
-    of that round: compare `turns` round by round (`step_seconds`).  Plans of one world and backend share processes.  All
-    plans stay in memory side by side.  The ranks end with the call.
+    of that round: compare `turns` round by round (`step_seconds`).  Plans of one world and backend share processes.
+    All plans stay in memory side by side.  The ranks end with the call.
 
     Returns:
         Per plan what was measured, or why a rank refused it.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, UnknownOptionError
 
-from weft.cli import _check, _data, _describe, _generate, _launch, _plan, _plan_validate, _probe, _train
+from weft.cli import _check, _comm_advise, _data, _describe, _generate, _launch, _plan, _plan_validate, _probe, _train
 from weft.errors import WeftError, did_you_mean
 
 USAGE_STATUS = 2
@@ -35,6 +35,9 @@ def build_app() -> App:
     app.command(_probe.probe)
     app.command(_generate.generate)
     app.command(_launch.launch)
+    comm = App(name="comm", help="Look into how ranks communicate.", help_format="plaintext")
+    comm.command(_comm_advise.advise)
+    app.command(comm)
     data = App(name="data", help="Prepare data for training.", help_format="plaintext")
     data.command(_data.prepare)
     app.command(data)

@@ -115,20 +115,19 @@ def _print(rows: list[tuple[Estimate, str]], link: Link, elements: int, members:
         f"{link.latency_seconds * 1e6:g} us per message\n"
     )
     has_step = rows[0][0].step_seconds is not None
-    head = f"{'compression':<17}{'sent':>11}{'wire':>11}{'codec':>11}{'together':>11}{'step' if has_step else '':>11}"
+    head = f"{'compression':<17}{'sent':>12}{'wire':>12}{'codec':>12}{'together':>12}{'step' if has_step else '':>12}"
     print(head.rstrip())
     for found, told in rows:
-        step = f"{found.step_seconds * 1e3:>8,.1f} ms" if found.step_seconds is not None else ""
-        times = [f"{value * 1e3:>8,.1f} ms" for value in (found.wire_seconds, found.codec_seconds)]
-        both = f"{found.exchange_seconds * 1e3:>8,.1f} ms"
-        print(f"{found.name:<17}{found.bytes_sent / 1e6:>8,.1f} MB{''.join(times)}{both}{step}  {told}".rstrip())
+        figures = [found.wire_seconds, found.codec_seconds, found.exchange_seconds, found.step_seconds]
+        times = "".join(f"{value * 1e3:>9,.1f} ms" for value in figures if value is not None)
+        print(f"{found.name:<17}{found.bytes_sent / 1e6:>9,.1f} MB{times}   {told}".rstrip())
     if zero:
         print("\nsent and wire hold the gathering of the weights, which ZeRO does and nothing compresses")
     paying = [found.name for found, told in rows if told.startswith("pays")]
     advice = "none of them pays here" if not paying else f"would pay here: {', '.join(paying)}"
     print(
-        f"\n{advice}. Nothing is chosen: they lose precision, so recipe.permit.compression must name one and"
-        "\nplan.data_parallel.compression use it; what each costs in loss stands in docs/compression.md"
+        f"\n{advice}.\nNothing is chosen: compression loses precision, so a recipe's permit.compression must name it"
+        " before\na plan's data_parallel.compression can. What each costs in loss stands in docs/compression.md."
     )
 
 

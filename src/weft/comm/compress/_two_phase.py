@@ -86,11 +86,10 @@ def _add_in_rank_order(packing: Packing, mine: Tensor, incoming: Tensor, index: 
     """Add up every member's share of this rank's part, in place; of its own, the values as they are."""
     if not len(mine):
         return
-    total, values = torch.zeros_like(mine), torch.empty_like(mine)
+    total, values = torch.empty_like(mine), torch.empty_like(mine)
     for member in range(incoming.shape[0]):
-        if member == index:
-            total += mine
-        else:
+        if member != index:
             packing.unpack(incoming[member], values)
-            total += values
+        term = mine if member == index else values
+        total = total.copy_(term) if member == 0 else total.add_(term)
     mine.copy_(total)

@@ -11,7 +11,7 @@ runs on the processor that backward needs.  Nothing here chooses; it lays the fi
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,6 @@ from weft.comm.compress._reduction import CompressedReduction, Compression
 _BACKWARD_SHARE = 2 / 3
 """Of a step's computation."""
 _LEAST_SECONDS = 0.2
-_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +127,9 @@ def verdict(found: Estimate, plain: Estimate) -> str:
     return f"pays: step {plain.step_seconds / found.step_seconds:.2f} × faster, {gain}"
 
 
-def shapes_of_model(num_parameters: int, width: int = 1024) -> tuple[torch.Size, ...]:
-    """Square matrices that stand for a model of which only the size is known, and a rest."""
+def shapes_of_model(num_parameters: int) -> tuple[torch.Size, ...]:
+    """At least four square matrices that stand for a model of which only the size is known, and a rest."""
+    width = max(1, min(1024, math.isqrt(num_parameters // 4)))
     matrices, rest = divmod(num_parameters, width * width)
     tail = (torch.Size((rest,)),) if rest else ()
     return (torch.Size((width, width)),) * matrices + tail
@@ -197,20 +197,22 @@ def _rounds(compression: Compression | None, exchange: Exchange) -> int:
 
 
 def _codec_seconds(reduction: CompressedReduction, like: Tensor) -> float:
-    """Median seconds of one reduction's work on this rank; its view has members but no group, so nothing is sent."""
-    flat = torch.randn_like(like)
+    """Mean seconds of one reduction's work on this rank; its view has members but no group, so nothing is sent.
 
-    def once() -> float:
-        work = flat.clone()
+    On the CPU in processor time, so that what else the machine does counts little; the copy that renews the gradients
+    counts, too.
+    """
+    flat, work = torch.randn_like(like), torch.empty_like(like)
+    clock = time.process_time if like.device.type == "cpu" else time.perf_counter
+
+    def once() -> None:
         reduction.begin_step()
+        reduction.start(work.copy_(flat))()
         synchronize(like.device)
-        began = time.perf_counter()
-        reduction.start(work)()
-        synchronize(like.device)
-        return time.perf_counter() - began
 
-    once()
-    found, began = list[float](), time.perf_counter()
-    while len(found) < _REPEATS or time.perf_counter() - began < _LEAST_SECONDS:
-        found.append(once())
-    return statistics.median(found)
+    once()  # pays for the first touches of memory
+    began, count = clock(), 0
+    while count == 0 or clock() - began < _LEAST_SECONDS:
+        once()
+        count += 1
+    return (clock() - began) / count

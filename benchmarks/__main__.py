@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks._report import write_report
 from benchmarks._results import RESULTS, ROOT, log
 
-BENCHMARKS = ("memory", "bubble", "overhead", "techniques", "communication", "peers", "auto")
+BENCHMARKS = ("memory", "bubble", "overhead", "techniques", "communication", "compression", "peers", "auto")
 
 
 def main() -> None:

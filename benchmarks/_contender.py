@@ -18,6 +18,16 @@ from benchmarks._results import ROOT, log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A place for one rank that looks like a machine of its own, such as a network namespace."""
+
+    prefix: tuple[str, ...] = ()
+    """Words before the rank's command."""
+    address: str = "127.0.0.1"
+    interface: str = "lo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """Who takes part, and how to start it."""
 
@@ -28,6 +38,8 @@ class Entry:
     ranks: int = 2
     python: str = sys.executable
     about: str = ""
+    hosts: Sequence[Host] = ()
+    """Where each rank runs; by default all of them here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +70,17 @@ class Contender:
 
     def _start(self, rank: int, port: int) -> subprocess.Popen[str]:
         size = str(self.entry.ranks)
+        hosts = self.entry.hosts or (Host(),) * self.entry.ranks
+        host = hosts[rank]
         environment = {
             **os.environ,
             **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+            **{"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": host.interface},
             **{"OMP_NUM_THREADS": str(self.entry.settings.get("threads", 1)), "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
             **{"TORCHELASTIC_RUN_ID": "benchmark", "TOKENIZERS_PARALLELISM": "false"},
         }
-        command = [self.entry.python, "-m", "benchmarks._rank", self.entry.target, json.dumps(self.entry.settings)]
+        command = [*host.prefix, self.entry.python, "-m", "benchmarks._rank", self.entry.target]
+        command.append(json.dumps(self.entry.settings))
         with self._log.open("ab") as errors:
             return subprocess.Popen(
                 command,

@@ -278,9 +278,43 @@ def test_what_is_not_known_is_not_checked() -> None:
 def test_permits_open_what_they_name() -> None:
     recipe = recipe_of(permit=PermitRecipe(precision=("fp32", "bf16"), compression=("int8",)))
     plan = plan_of(
-        {}, size=64, compute=ComputePlan(precision="bf16"), data_parallel=DataParallelPlan(compression="int8")
+        {"replicate": 2},
+        size=32,
+        compute=ComputePlan(precision="bf16"),
+        data_parallel=DataParallelPlan(compression="int8"),
     )
-    check_plan(plan, recipe, facts_of(recipe), 1)
+    check_plan(plan, recipe, facts_of(recipe), 2)
+    with pytest.raises(PlanError, match=re.escape("has no effect with 1 data rank")):
+        check_plan(plan_of({}, size=64, data_parallel=plan.data_parallel), recipe, facts_of(recipe))
+
+
+def test_settings_of_a_codec_that_is_not_used_are_refused() -> None:
+    for settings, message in (
+        ({"powersgd_rank": 8}, 'powersgd_rank = 8 has no effect with compression = "none"'),
+        ({"compression": "int8", "topk_share": 0.1}, 'topk_share = 0.1 has no effect with compression = "int8"'),
+        ({"compression": "topk", "topk_share": 1.5}, "topk_share = 1.5 must be at least 0 and at most 1"),
+        ({"compression": "powersgd", "powersgd_rank": 0}, "powersgd_rank = 0 is too small"),
+    ):
+        with pytest.raises(PlanError, match=re.escape(message)):
+            DataParallelPlan(**settings)  # type: ignore[arg-type]  # on purpose
+
+
+def test_compressions_that_cannot_be_joined_say_why() -> None:
+    def reasons(mesh: dict[str, int], precision: str = "fp32", **data: object) -> list[str]:
+        compute = ComputePlan(precision=precision)  # type: ignore[arg-type]
+        return runnability(plan_of(mesh, compute=compute, data_parallel=DataParallelPlan(**data)))  # type: ignore[arg-type]
+
+    assert reasons({"replicate": 2}, compression="int8") == []
+    assert reasons({"replicate": 2, "shard": 2}, zero=3, compression="powersgd") == []
+    assert reasons({"replicate": 2}, "fp16", compression="int8") == []
+    (told,) = reasons({"shard": 2}, zero=3, compression="int8")
+    assert "cannot join data_parallel.zero = 3 with mesh.replicate = 1" in told
+    (told,) = reasons({"replicate": 2}, "bf16", compression="int8", reduce_precision="compute")
+    assert 'cannot join data_parallel.reduce_precision = "compute"' in told
+    (told,) = reasons({"replicate": 2}, "fp16", compression="topk")
+    assert "in units of the loss scale" in told
+    (told,) = reasons({"replicate": 2}, compression="fp8")
+    assert "can be predicted but not run yet: the engine has not got this compression" in told
 
 
 def test_plans_that_are_only_predictable_say_so() -> None:
@@ -288,7 +322,7 @@ def test_plans_that_are_only_predictable_say_so() -> None:
         {"context": 2, "expert": 2},
         tensor_parallel=TensorParallelPlan(scheme="2.5d"),
         memory=MemoryPlan(offload="optimizer"),
-        data_parallel=DataParallelPlan(compression="int8", algorithm="tree:0-32K;direct:32K-8M;ring:8M-max"),
+        data_parallel=DataParallelPlan(compression="fp8", algorithm="tree:0-32K;direct:32K-8M;ring:8M-max"),
     )
     assert len(runnability(plan)) == 6
     assert plan.is_predictable

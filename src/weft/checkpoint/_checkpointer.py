@@ -12,6 +12,7 @@ from typing import Literal, cast
 import torch
 
 from weft.checkpoint import _folder
+from weft.checkpoint._carry import carry_over
 from weft.checkpoint._files import replace_text, write_text
 from weft.checkpoint._format import MANIFEST, Json, Manifest
 from weft.checkpoint._match import match
@@ -127,6 +128,8 @@ class Checkpointer:
         with torch.no_grad():
             for name, group in wanted.items():
                 stored.fill(name, group)
+            if only is None:
+                carry_over(stored, pieces, self.peers)
         return dict(stored.manifest.state)
 
     def _commit(self, partial: Path, step: int, token: str, state: Mapping[str, Json], *, best: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from weft.checkpoint._carry import is_of_plan
 from weft.checkpoint._peers import Peers
 from weft.checkpoint._read import StoredCheckpoint
 from weft.errors import CheckpointError, did_you_mean
@@ -20,7 +21,8 @@ _SHOWN = 3
 def match(
     stored: StoredCheckpoint, pieces: Sequence[Piece], peers: Peers, only: Sequence[str] | None
 ) -> dict[str, list[Piece]]:
-    """Return the pieces by tensor, in the checkpoint's order of reading.  Call on every rank.
+    """Return the pieces by tensor, in the checkpoint's order of reading, without those that belong to a plan (see
+    `carry_over`).  Call on every rank.
 
     Raises:
         CheckpointError: on every rank, when a tensor is missing, has another shape, would lose precision, or is in the
@@ -28,7 +30,7 @@ def match(
     """
     wanted: dict[str, list[Piece]] = {}
     for piece in pieces:
-        if only is None or piece.name.startswith(tuple(only)):
+        if not is_of_plan(piece.name) and (only is None or piece.name.startswith(tuple(only))):
             wanted.setdefault(piece.name, []).append(piece)
     problem = peers.first_problem(_problem_of(stored, wanted))
     if problem is None:
@@ -71,7 +73,9 @@ def _unexpected(
     stored: StoredCheckpoint, wanted: dict[str, list[Piece]], peers: Peers, only: Sequence[str] | None
 ) -> str | None:
     """Name the checkpoint's tensors that no rank wants; each rank alone may want only its stage's."""
-    names = [name for name in sorted(stored.runs) if only is None or name.startswith(tuple(only))]
+    names = [
+        name for name in sorted(stored.runs) if not is_of_plan(name) and (only is None or name.startswith(tuple(only)))
+    ]
     unwanted = peers.minimum([0 if name in wanted else 1 for name in names]) if names else []
     extra = [name for name, flag in zip(names, unwanted, strict=True) if flag]
     if not extra:

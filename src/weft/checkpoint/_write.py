@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -107,8 +108,7 @@ def _cut(pieces: Iterable[Piece], file_bytes: int) -> Iterator[Piece]:
             yield piece
             continue
         for offset in range(0, piece.tensor.numel(), longest):
-            part = piece.tensor[offset : offset + longest]
-            yield Piece(name=piece.name, shape=piece.shape, tensor=part, split=piece.split, start=piece.start + offset)
+            yield replace(piece, tensor=piece.tensor[offset : offset + longest], start=piece.start + offset)
 
 
 def _grouped(pieces: Iterable[Piece], file_bytes: int) -> Iterator[list[Piece]]:
@@ -129,12 +129,12 @@ def _tensor_of(piece: Piece) -> Tensor:
 
 
 def _run_of(piece: Piece, file: str, taken: set[str]) -> Run:
-    key, number = piece.name, 1
+    key, number = piece.stored_name, 1
     while key in taken:
         number += 1
-        key = f"{piece.name}#{number}"
+        key = f"{piece.stored_name}#{number}"
     return Run(
-        name=piece.name,
+        name=piece.stored_name,
         shape=piece.shape,
         dtype=piece.tensor.dtype,
         split=piece.split,

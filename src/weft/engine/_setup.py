@@ -40,9 +40,11 @@ class TrainingState:
     stepper: Stepper
 
     def pieces(self) -> list[Piece]:
-        """Every tensor that a checkpoint holds: masters, frozen parameters and buffers, optimizer states, averages."""
+        """Every tensor that a checkpoint holds: masters, frozen parameters and buffers, optimizer states, averages, and
+        what compression owes and has learnt."""
         pieces = model_pieces(self.model)
         pieces += self.optimizer.pieces()
+        pieces += self.model.stores.pieces()
         if self.average is not None:
             pieces += self.average.pieces()
         return pieces

@@ -161,6 +161,7 @@ class Stepper:
     def _update(self, learning_rate: float, gradient_scale: float, some_unused: bool) -> None:
         skipped = self._unused_everywhere() if some_unused else frozenset[str]()
         self._optimizer.step(learning_rate, gradient_scale, skipped)
+        self._stores.on_applied(skipped)
         self._stores.publish()
         if self._average is not None:
             self._average.update()

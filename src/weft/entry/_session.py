@@ -42,6 +42,7 @@ def session(
     *,
     seed: int = 1234,
     permit: Sequence[Precision] = ("fp32",),
+    compression: Sequence[str] = (),
     folder: str | Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     quiet: bool = False,
@@ -54,6 +55,7 @@ def session(
             the model, or several, as it likes: name a plan for that.
         seed: of data order and of dropout.
         permit: precisions that a plan may choose from.
+        compression: lossy compressions of gradients that a plan may name.
         folder: where `save` writes; by default `runs/session`.
         device: of this job's ranks.
         quiet: do not print the plan.
@@ -80,7 +82,7 @@ def session(
             place_from_environment(),
             wanted if isinstance(wanted, Plan) else None,
             seed=seed,
-            permit=tuple(permit),
+            permit=PermitRecipe(precision=tuple(permit), compression=tuple(compression)),
             folder=Path(folder) if folder is not None else Path("runs") / "session",
             quiet=quiet,
         )
@@ -96,7 +98,7 @@ class Session:
         plan: Plan | None,
         *,
         seed: int,
-        permit: tuple[Precision, ...],
+        permit: PermitRecipe,
         folder: Path,
         quiet: bool,
     ) -> None:
@@ -197,7 +199,7 @@ class Session:
             model=ModelRecipe(factory=f"{kind.__module__}:{kind.__qualname__.replace('<locals>', 'locals')}"),
             batch=BatchRecipe(global_batch_size=batch),
             run=RunRecipe(steps=1, seed=self._seed),
-            permit=PermitRecipe(precision=self._permit),
+            permit=self._permit,
         )
         return replace(base, optimizer=replace(base.optimizer, max_grad_norm=max_grad_norm))
 

@@ -253,7 +253,7 @@ class TrainState:
         return totals
 
     def _pieces(self) -> list[Piece]:
-        return model_pieces(self._parallel) + self._optimizer.pieces()
+        return model_pieces(self._parallel) + self._optimizer.pieces() + self._parallel.stores.pieces()
 
     def _check_equal(self, fields: Mapping[str, Tensor]) -> None:
         """Compare a batch over the ranks by a digest of all its fields."""

@@ -74,7 +74,8 @@ class Piece:
     """A run of a named, layout-free tensor that lives on this rank: the unit of saving and loading."""
 
     name: str
-    """`model/<parameter>`, `optimizer/<state>/<parameter>`, `average/<parameter>`, `buffer/<buffer>`."""
+    """`model/<parameter>`, `optimizer/<state>/<parameter>`, `average/<parameter>`, `buffer/<buffer>`, and
+    `compression/<kind>/<parameter>`, which belongs to a plan: a checkpoint may lack it, or hold it in vain."""
     shape: torch.Size
     """Shape of the whole tensor."""
     tensor: Tensor
@@ -84,6 +85,15 @@ class Piece:
     """First element in the flattened local tensor (after `split`)."""
     counts: bool = True
     """Whether this rank writes it (every element of a tensor is written once)."""
+    addend: tuple[int, int] | None = None
+    """(index, number): one of `number` tensors of this name, on as many ranks, of which only the sum says something
+    about the training.  Each is stored by itself; where another number of them is loaded, each gets an equal part of
+    the sum."""
+
+    @property
+    def stored_name(self) -> str:
+        """Name in a checkpoint."""
+        return self.name if self.addend is None else f"{self.name}@{self.addend[0]}-of-{self.addend[1]}"
 
 
 def shard_pieces(prefix: str, shards: Sequence[Shard], states: Sequence[Tensor]) -> Iterator[Piece]:

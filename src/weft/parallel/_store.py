@@ -7,10 +7,10 @@ its shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from weft.parallel._shard import Shard
+from weft.parallel._shard import Piece, Shard
 
 
 class GradientStore(Protocol):
@@ -39,6 +39,15 @@ class GradientStore(Protocol):
         """Wait for the reductions and set every shard's `gradient`."""
         ...
 
+    def on_applied(self, skipped: Collection[str]) -> None:
+        """The optimizer has applied this step's gradients, but for the parameters `skipped`.  Not called for a step
+        whose gradients were not finite: then nothing that compression learnt or owes may change."""
+        ...
+
+    def pieces(self) -> list[Piece]:
+        """What of the reductions themselves must outlive a restart: residuals and bases of compression."""
+        ...
+
     def publish(self) -> None:
         """Bring the masters back into the parameters: cast, then gather."""
         ...
@@ -58,7 +67,7 @@ class GradientStore(Protocol):
 
     def model_state_bytes(self) -> dict[str, int]:
         """Bytes at rest between steps by kind: `parameters`, `gradients`, `masters` (0 where a master is the
-        parameter)."""
+        parameter) and `compression` (residuals, bases)."""
         ...
 
 
@@ -92,6 +101,13 @@ class StoreSet:
         for store in self.stores:
             store.finish()
 
+    def on_applied(self, skipped: Collection[str]) -> None:
+        for store in self.stores:
+            store.on_applied(skipped)
+
+    def pieces(self) -> list[Piece]:
+        return [piece for store in self.stores for piece in store.pieces()]
+
     def publish(self) -> None:
         for store in self.stores:
             store.publish()
@@ -107,7 +123,7 @@ class StoreSet:
         return frozenset().union(*(store.unused() for store in self.stores))
 
     def model_state_bytes(self) -> dict[str, int]:
-        total = {"parameters": 0, "gradients": 0, "masters": 0}
+        total = {"parameters": 0, "gradients": 0, "masters": 0, "compression": 0}
         for store in self.stores:
             for kind, size in store.model_state_bytes().items():
                 total[kind] += size

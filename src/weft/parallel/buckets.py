@@ -6,7 +6,7 @@ the only one: parameters and gradients are views of it, a reduction runs on it i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +46,8 @@ class BucketKey:
     tensor_partial: bool
     tie: str
     """Name of the tied parameter, which has a bucket of its own so that all its holders cut it alike; else empty."""
+    compressed: bool = False
+    """Whether its reduction is compressed, which is never so for what tied stages or tensor ranks hold copies of."""
 
 
 @dataclass(slots=True)
@@ -101,18 +103,21 @@ def compose_buckets(
     cuts: Literal["anywhere", "parameter"],
     bucket_bytes: int,
     first_bucket_bytes: int,
+    compressed: Callable[[Member], bool] | None = None,
 ) -> list[Bucket]:
     """Lay `members` into buckets in the order in which backward is expected to complete them (last registered first).
 
     The first bucket is small so that communication starts early; a parameter larger than a bucket gets one of its own.
     With `sharded`, every bucket is cut into one region per data rank: anywhere, or at parameter borders for optimizers
-    that look at whole tensors.  A pure function of its arguments: all data ranks get the same buckets.
+    that look at whole tensors.  `compressed` says which members share a compressed bucket; by default none does.  A
+    pure function of its arguments: all data ranks get the same buckets.
     """
+    keys = {id(m): _key(m, compressed is not None and compressed(m)) for m in members}
     open_buckets: dict[BucketKey, list[Member]] = {}
     closed: list[tuple[BucketKey, list[Member]]] = []
-    limit = dict.fromkeys({_key(m) for m in members}, first_bucket_bytes)
+    limit = dict.fromkeys(keys.values(), first_bucket_bytes)
     for member in reversed(members):
-        key = _key(member)
+        key = keys[id(member)]
         held = open_buckets.setdefault(key, [])
         held.append(member)
         if sum(m.parameter.numel() * m.parameter.element_size() for m in held) >= limit[key]:
@@ -122,7 +127,7 @@ def compose_buckets(
     return [_lay_out(key, held, data_ranks if sharded else 1, cuts) for key, held in closed]
 
 
-def _key(member: Member) -> BucketKey:
+def _key(member: Member, compressed: bool) -> BucketKey:
     layout = member.layout
     return BucketKey(
         part=member.part,
@@ -131,6 +136,7 @@ def _key(member: Member) -> BucketKey:
         counts=layout.counts,
         tensor_partial=layout.tensor_partial,
         tie=layout.name if member.tie is not None else "",
+        compressed=compressed,
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from weft.comm import Mesh
+from weft.comm.compress import Compression
 from weft.models import Blueprint
 from weft.parallel._context import StepContext
 from weft.parallel._part import ModelPart
@@ -117,7 +118,7 @@ def _create_stores(
     sparse = sparse_tables(blueprint.module)
     tables = {key: member for key, member in every.items() if member.layout.name in sparse}
     members = {key: member for key, member in every.items() if key not in tables}
-    zero = plan.data_parallel.zero
+    zero, compression = plan.data_parallel.zero, _compression(plan)
     stores: list[GradientStore] = []
     if zero == 3 and mesh.size("shard") > 1:
         kept_out = tables.keys() | {key for key in members if key[1] in parts[key[0]].ties}
@@ -131,8 +132,19 @@ def _create_stores(
                 compute_dtype=dtypes.compute,
                 gradient_dtype=dtypes.gradient,
                 hold=_holds_weights(plan),
+                sum_replicas=compression is None,
             )
-        stores.append(FullyShardedStore(parts, sharded, mesh, hold=_holds_weights(plan)))
+        stores.append(
+            FullyShardedStore(
+                parts,
+                sharded,
+                mesh,
+                hold=_holds_weights(plan),
+                compression=compression,
+                bucket_bytes=plan.data_parallel.bucket_bytes,
+                gradient_dtype=dtypes.gradient,
+            )
+        )
         members = {key: member for key, member in members.items() if key in kept_out}
     if tables:
         stores.append(
@@ -167,7 +179,19 @@ def _bucket_store(
         bucket_bytes=data.bucket_bytes,
         first_bucket_bytes=data.first_bucket_bytes,
         reduce_rounds=min(plan.microbatch.shares(plan.mesh.data)) if per_microbatch else 1,
+        compression=_compression(plan),
     )
+
+
+def _compression(plan: Plan) -> Compression | None:
+    """What the plan says of compression; `runnability` lets no other name pass."""
+    data = plan.data_parallel
+    match data.compression:
+        case "bf16" | "int8" | "powersgd" | "topk":
+            return Compression(codec=data.compression, powersgd_rank=data.powersgd_rank, topk_share=data.topk_share)
+        case other:
+            assert other == "none", f"{other} cannot be run"
+            return None
 
 
 def _members(parts: Sequence[ModelPart], group_parameters: GroupParameters) -> dict[tuple[int, str], Member]:

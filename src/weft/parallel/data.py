@@ -16,7 +16,7 @@ order is the one in which the first data rank's buckets became ready.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,7 +33,9 @@ from weft.comm import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from weft.parallel._shard import Shard
+from weft.comm.compress import CompressedReduction, Compression, ReductionUnderWay
+from weft.parallel._compressed import compressible, frame_of, pieces_of
+from weft.parallel._shard import Piece, Shard
 from weft.parallel.buckets import Bucket, Member, compose_buckets, create_shard
 
 _IN_FLIGHT = 2
@@ -52,6 +54,8 @@ class _Live:
     gradients: Tensor | None
     kept: Tensor | None
     """ZeRO-2: this rank's region of the summed gradients, all that outlives backward."""
+    reduction: CompressedReduction | None
+    """None: gradients travel as they are."""
     pending: set[int] = field(default_factory=set[int])
     """Members whose last gradient of this round is still to come."""
     adopted: set[int] = field(default_factory=set[int])
@@ -82,7 +86,7 @@ class BucketStore:
     `zero`: 0, 1 or 2.  `compute_dtype` is what the model runs in; with bf16 and fp16 the masters are fp32 and the
     weights are cast from them once per step.  `gradient_dtype` is what gradients accumulate and are summed in.
     `reduce_rounds` is how often per step ZeRO-2 reduces (once per microbatch of the data rank that has the fewest), 1
-    otherwise.
+    otherwise.  `compression` applies to what `compressible` says, over more than one data rank.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class BucketStore:
         bucket_bytes: int = 26_214_400,
         first_bucket_bytes: int = 1_048_576,
         reduce_rounds: int = 1,
+        compression: Compression | None = None,
     ) -> None:
         self._data: GroupView = mesh["data"]
         self._tensor: GroupView = mesh["tensor"]
@@ -107,6 +112,7 @@ class BucketStore:
         self._round = 0
         self._armed: set[int] = set()
         self._used: set[str] = set()
+        self._compression = compression if self._data.group is not None else None
         buckets = compose_buckets(
             members,
             data_ranks=self._data.size,
@@ -114,6 +120,7 @@ class BucketStore:
             cuts=cuts,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
+            compressed=compressible(self._compression, mesh) if self._compression is not None else None,
         )
         self._live = [self._bring_to_life(bucket) for bucket in buckets]
         self._order = list(range(len(self._live)))
@@ -152,10 +159,16 @@ class BucketStore:
             cut_group=self._data if self._zero > 0 and self._data.size > 1 else None,
         )
         kept = torch.zeros(stop - start, dtype=self._gradient_dtype, device=device) if self._zero == 2 else None
-        live = _Live(bucket, weights, master, shard, None, kept)
+        live = _Live(bucket, weights, master, shard, None, kept, self._create_reduction(bucket, weights))
         if self._zero < 2:
             self._attach_all(live)
         return live
+
+    def _create_reduction(self, bucket: Bucket, weights: Tensor) -> CompressedReduction | None:
+        if self._compression is None or not bucket.key.compressed:
+            return None
+        like = torch.empty_like(weights, dtype=self._gradient_dtype)
+        return CompressedReduction(self._compression, frame_of(bucket, sharded=self._zero > 0), like, self._data)
 
     def _new_gradients(self, live: _Live) -> Tensor:
         live.gradients = torch.zeros(live.bucket.num_elements, dtype=self._gradient_dtype, device=live.weights.device)
@@ -191,6 +204,8 @@ class BucketStore:
         self._armed.clear()
         for live in self._live:
             live.shard.gradient = None
+            if live.reduction is not None:
+                live.reduction.begin_step()
             if live.kept is not None:
                 live.kept.zero_()
                 self._forget(live)  # also of a backward outside a step, which must not leak into this one
@@ -245,6 +260,8 @@ class BucketStore:
             if live.pending:
                 return
             self._launch(live)
+            if self._next > 0:
+                _advance(self._live[self._order[self._next - 1]])
             self._next += 1
             if self._zero == 2 and self._next > _IN_FLIGHT:
                 self._settle(self._live[self._order[self._next - 1 - _IN_FLIGHT]])
@@ -254,7 +271,9 @@ class BucketStore:
             self._adopt(live, position)
         flat = live.gradients if live.gradients is not None else self._new_gradients(live)
         live.launched = True
-        if self._zero == 0:
+        if live.reduction is not None:
+            live.wait = live.reduction.start(flat)
+        elif self._zero == 0:
             live.wait = start_all_reduce(flat, self._data)
         else:
             live.wait = start_reduce_scatter(flat, live.bucket.regions, self._data, even=live.bucket.even)
@@ -338,6 +357,18 @@ class BucketStore:
 
     # ── after the step ────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def on_applied(self, skipped: Collection[str]) -> None:
+        for live in self._live:
+            if live.reduction is not None:
+                live.reduction.keep(skipped)
+
+    def pieces(self) -> list[Piece]:
+        found: list[Piece] = []
+        for live in self._live:
+            if live.reduction is not None:
+                found += pieces_of(live.reduction, {m.layout.name: m.layout for m in live.bucket.members}, self._data)
+        return found
+
     def publish(self) -> None:
         waits: list[Wait] = []
         for live in self._live:
@@ -367,9 +398,16 @@ class BucketStore:
             "parameters": sum(size(live.weights) for live in self._live),
             "gradients": sum(size(tensor) for tensor in at_rest),
             "masters": sum(size(live.master) for live in self._live if live.master.dtype != live.weights.dtype),
+            "compression": sum(live.reduction.state_bytes() for live in self._live if live.reduction is not None),
         }
 
     def close(self) -> None:
         """Take the hooks out of the model."""
         for handle in self._handles:
             handle.remove()
+
+
+def _advance(live: _Live) -> None:
+    """Start the second exchange of a compressed bucket: its first had the time that the next bucket took to fill."""
+    if isinstance(live.wait, ReductionUnderWay):
+        live.wait.advance()

@@ -8,7 +8,7 @@ under ZeRO-3, because a cut would make each rank ask others for rows in every fo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weft.comm import GroupView, Mesh, all_gather
 from weft.errors import RecipeError
 from weft.parallel._rows import SparseRows
-from weft.parallel._shard import Segment, Shard
+from weft.parallel._shard import Piece, Segment, Shard
 from weft.parallel.buckets import Member
 
 
@@ -167,6 +167,13 @@ class SparseStore:
             table.parts.clear()
             table.shard.rows = rows
 
+    def on_applied(self, skipped: Collection[str]) -> None:
+        """Nothing to do: rows travel as they are."""
+
+    def pieces(self) -> list[Piece]:
+        """Return nothing."""
+        return []
+
     @torch.no_grad()
     def publish(self) -> None:
         """Cast the masters where the model computes in another dtype; no communication, every rank has all rows."""
@@ -189,6 +196,7 @@ class SparseStore:
             "parameters": sum(_size(table.member.parameter) for table in self._tables),
             "gradients": sum(_size(tensor) for tensor in rows),
             "masters": sum(_size(table.shard.master) for table in self._tables if table.is_copy),
+            "compression": 0,
         }
 
     def close(self) -> None:

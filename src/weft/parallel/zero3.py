@@ -19,7 +19,7 @@ Native traps closed here (torch 2.11–2.13):
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +28,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weft.comm import Mesh, start_all_reduce
+from weft.comm.compress import Compression
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart
-from weft.parallel._shard import Segment, Shard
+from weft.parallel._shard import Piece, Segment, Shard
 from weft.parallel.buckets import Member
+from weft.parallel.replicas import ReplicaSums
 
 
 def apply_zero3(
@@ -43,12 +45,14 @@ def apply_zero3(
     compute_dtype: torch.dtype,
     gradient_dtype: torch.dtype,
     hold: bool,
+    sum_replicas: bool = True,
 ) -> None:
     """Shard the part's module in place.  Call on every rank; the module must be materialised in its master dtype.
 
-    With `hold` a block's weights, once gathered, stay until the part's last backward.
+    With `hold` a block's weights, once gathered, stay until the part's last backward.  Without `sum_replicas` gradients
+    are summed over the shard axis only, and the replicate axis is left to `ReplicaSums`.
     """
-    axes = ("replicate", "shard") if mesh.size("replicate") > 1 else ("shard",)
+    axes = ("replicate", "shard") if mesh.size("replicate") > 1 and sum_replicas else ("shard",)
     device_mesh = mesh.device_mesh(*axes)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False)
     present = dict(part.module.named_modules())
@@ -85,11 +89,20 @@ class _Used:
 class FullyShardedStore:
     """The gradients that `fully_shard` reduces, as shards.
 
-    `members` are the parameters as they were before sharding, by the name they have in their part.
+    `members` are the parameters as they were before sharding, by the name they have in their part.  With `compression`,
+    the sum over the replicate axis is made here, in storages of `bucket_bytes`, and `apply_zero3` must leave it out.
     """
 
     def __init__(
-        self, parts: Sequence[ModelPart], members: Mapping[tuple[int, str], Member], mesh: Mesh, *, hold: bool
+        self,
+        parts: Sequence[ModelPart],
+        members: Mapping[tuple[int, str], Member],
+        mesh: Mesh,
+        *,
+        hold: bool,
+        compression: Compression | None = None,
+        bucket_bytes: int = 26_214_400,
+        gradient_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._parts = tuple(parts)
         self._tensor = mesh["tensor"]
@@ -107,6 +120,12 @@ class FullyShardedStore:
                 if member is not None:
                     assert isinstance(parameter, DTensor), f"{name} was not sharded"
                     self._entries.append((parameter, member.layout, self._create_shard(parameter, member)))
+        self._replicas: ReplicaSums | None = None
+        if compression is not None:
+            shards = self.shards
+            self._replicas = ReplicaSums(
+                shards, [m for _, m, _ in self._entries], mesh, compression, bucket_bytes, gradient_dtype
+            )
 
     def _watch_parameters(self) -> None:
         """Hook the gathered parameters, once: they come to be with the first gather of their unit, and stay."""
@@ -157,6 +176,8 @@ class FullyShardedStore:
             parameter.grad = None
             shard.gradient = None
         self.used.clear()
+        if self._replicas is not None:
+            self._replicas.begin_step()
         self._set_sync(False)
 
     def _set_sync(self, sync: bool, part: int | None = None) -> None:
@@ -177,15 +198,26 @@ class FullyShardedStore:
         """Nothing to do: `fully_shard` reduces from its own backward hooks."""
 
     def finish(self) -> None:
-        for parameter, layout, shard in self._entries:
+        for parameter, _, shard in self._entries:
             gradient = parameter.grad
             if gradient is None:
                 shard.gradient = torch.zeros_like(shard.master)
                 continue
             assert isinstance(gradient, DTensor)
             shard.gradient = _local(gradient).reshape(-1)
+        if self._replicas is not None:
+            self._replicas.reduce()
+        for _, layout, shard in self._entries:
             if layout.tensor_partial:
+                assert shard.gradient is not None
                 start_all_reduce(shard.gradient, self._tensor)()
+
+    def on_applied(self, skipped: Collection[str]) -> None:
+        if self._replicas is not None:
+            self._replicas.on_applied(skipped)
+
+    def pieces(self) -> list[Piece]:
+        return self._replicas.pieces() if self._replicas is not None else []
 
     def publish(self) -> None:
         """Nothing to gather: the masters are the sharded parameters, which the next gather reads."""
@@ -209,7 +241,8 @@ class FullyShardedStore:
             0 if shard.gradient is None else shard.gradient.numel() * shard.gradient.element_size()
             for shard in self.shards
         )
-        return {"parameters": size, "gradients": gradients, "masters": 0}
+        held = self._replicas.state_bytes() if self._replicas is not None else 0
+        return {"parameters": size, "gradients": gradients, "masters": 0, "compression": held}
 
 
 def _local(tensor: DTensor) -> Tensor:

@@ -260,6 +260,9 @@ def _check_numerics(case: _Case) -> None:
         more = spell([*permit.compression, compression])
         problem = f'is not permitted by the recipe.\nUse "none", or permit.compression = {more}.'
         raise case.refuse(("data_parallel", "compression"), problem)
+    if compression != "none" and plan.mesh.data * plan.mesh.context == 1:
+        problem = 'has no effect with 1 data rank: there are no gradients to exchange.\nUse "none", or more data ranks.'
+        raise case.refuse(("data_parallel", "compression"), problem)
 
 
 def _check_recompute(case: _Case) -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from weft.document import HIDDEN, Rules, dump, spell
 from weft.errors import PlanError, did_you_mean
+from weft.plan._compression import RUNNABLE_COMPRESSIONS, compression_conflicts
 from weft.recipe import COMPRESSIONS, Precision
 
 Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "tensor"]
@@ -74,7 +75,11 @@ class DataParallelPlan:
     first_bucket_bytes: int = 1_048_576
     """The same, for the bucket that is ready first."""
     compression: str = "none"
-    """Of gradients on the wire."""
+    """Of gradients on the wire, with the recipe's permission only."""
+    powersgd_rank: int = 4
+    """Columns of PowerSGD's factors: more are more exact, and more bytes."""
+    topk_share: float = 0.01
+    """Share of the gradients that top-k sends."""
     reduce_precision: Literal["fp32", "compute"] = "fp32"
     """Precision in which gradients are kept and summed when compute is bf16 or fp16."""
 
@@ -89,6 +94,13 @@ class DataParallelPlan:
         if self.compression != "none" and self.compression not in COMPRESSIONS:
             hint = did_you_mean(self.compression, COMPRESSIONS) or f" Known are none, {', '.join(COMPRESSIONS)}."
             raise _RULES.refuse(self, "compression", f"is not a compression.{hint}")
+        _RULES.at_least(self, 1, "powersgd_rank")
+        _RULES.above_zero(self, "topk_share")
+        _RULES.between(self, 0, 1, "topk_share", below=False)
+        for codec, name, default in (("powersgd", "powersgd_rank", 4), ("topk", "topk_share", 0.01)):
+            if self.compression != codec and getattr(self, name) != default:
+                problem = f'has no effect with compression = "{self.compression}". Remove it, or use "{codec}".'
+                raise _RULES.refuse(self, name, problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,20 +251,22 @@ class Plan:
 def runnability(plan: Plan) -> list[str]:
     """Return why a plan can only be predicted, one sentence per setting; an empty list when it can be run."""
     mesh, data = plan.mesh, plan.data_parallel
+    is_missing = data.compression not in ("none", *RUNNABLE_COMPRESSIONS)
     wanted: tuple[tuple[bool, str, object, object, str], ...] = (
         (mesh.context > 1, "mesh.context", mesh.context, 1, "context parallelism"),
         (mesh.expert > 1, "mesh.expert", mesh.expert, 1, "expert parallelism"),
         (plan.tensor_parallel.scheme != "1d", "tensor_parallel.scheme", plan.tensor_parallel.scheme, "1d", "it"),
         (plan.memory.offload != "none", "memory.offload", plan.memory.offload, "none", "offloading"),
-        (data.compression != "none", "data_parallel.compression", data.compression, "none", "compression"),
+        (is_missing, "data_parallel.compression", data.compression, "none", "this compression"),
         (data.algorithm != "auto", "data_parallel.algorithm", data.algorithm, "auto", "a choice of algorithm"),
     )
-    return [
+    missing = [
         f"plan.{key} = {spell(value)} can be predicted but not run yet: the engine has not got {what}. "
         f"Use {spell(instead)}."
         for is_given, key, value, instead, what in wanted
         if is_given
     ]
+    return missing if is_missing else [*missing, *compression_conflicts(plan)]
 
 
 def axis_coordinates(mesh: MeshPlan, rank: int) -> dict[Axis, int]:

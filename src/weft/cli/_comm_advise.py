@@ -1,0 +1,194 @@
+"""`weft comm advise`."""
+
+from __future__ import annotations
+
+import json as to_text
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from weft.cli._numbers import parse_count
+from weft.errors import ClusterError, PlanError
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.comm.compress import Estimate, Link
+
+_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|B)/s")
+_LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)")
+_SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def advise(
+    recipe: Path | None = None,
+    /,
+    *,
+    parameters: str | None = None,
+    set: Annotated[tuple[str, ...], Parameter(negative=())] = (),  # noqa: A002 - the option is called --set
+    processes: int | None = None,
+    bandwidth: str | None = None,
+    latency: str | None = None,
+    cluster: str | None = None,
+    zero: int = 1,
+    compute: str | None = None,
+    powersgd_rank: int = 4,
+    topk_share: float = 0.01,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Say whether compressing gradients would pay on a link, and by how much. Nothing is chosen.
+
+    Bytes are counted exactly, codecs are timed on this machine, the link is the one that all data ranks share: given,
+    or the outermost of a cluster. Compression loses precision, so a recipe must permit it.
+
+    Parameters
+    ----------
+    recipe
+        TOML file that says what to train; its model's parameters are what is exchanged.
+    parameters
+        Number of parameters in place of a recipe, such as 125M, taken as square matrices.
+    set
+        One setting of the recipe, such as recipe.model.num_layers=8. May be given again.
+    processes
+        Data ranks; by default the devices of the cluster.
+    bandwidth
+        Of one rank, one way, such as 1Gbit/s or 12.5GB/s.
+    latency
+        Of one message, such as 50us.
+    cluster
+        TOML file or a spec such as 4x8xh100, in place of bandwidth and latency; by default what weft probe has
+        measured.
+    zero
+        ZeRO stage. From 1 on weights are gathered uncompressed in every step.
+    compute
+        What a step takes without communication, such as 300ms: then whole steps are compared.
+    powersgd_rank
+        Rank of PowerSGD's factors.
+    topk_share
+        Share of the gradients that top-k sends.
+    json
+        Print the figures as JSON.
+    """
+    import torch
+
+    from weft.comm import device_for_rank
+    from weft.comm.compress import Compression, Exchange, compressed, uncompressed, verdict
+    from weft.plan import DataParallelPlan
+
+    if not 0 <= zero <= 2:
+        raise PlanError(f"--zero {zero}: only the buckets of ZeRO-0, 1 and 2 are compared here. Use 0, 1 or 2.")
+    DataParallelPlan(compression="powersgd", powersgd_rank=powersgd_rank)
+    DataParallelPlan(compression="topk", topk_share=topk_share)
+    link, members = _link(bandwidth, latency, cluster, processes)
+    exchange = Exchange(shapes=_shapes(recipe, parameters, set), members=members, is_sharded=zero > 0)
+    seconds = None if compute is None else _seconds(compute, "--compute")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a rank of a plan has by default
+    try:
+        plain = uncompressed(exchange, link, seconds)
+        device = device_for_rank("auto", 0)
+        rows: list[tuple[Estimate, str]] = [(plain, "")]
+        for compression in (
+            Compression(codec="bf16"),
+            Compression(codec="int8"),
+            Compression(codec="powersgd", powersgd_rank=powersgd_rank),
+            Compression(codec="topk", topk_share=topk_share),
+        ):
+            found = compressed(compression, exchange, link, seconds, device)
+            rows.append((found, verdict(found, plain)))
+    finally:
+        torch.set_num_threads(threads)
+    if json:
+        print(to_text.dumps([asdict(found) | {"verdict": told} for found, told in rows], indent=2))
+        return
+    _print(rows, link, exchange.num_elements, members, zero)
+
+
+def _print(rows: list[tuple[Estimate, str]], link: Link, elements: int, members: int, zero: int) -> None:
+    rate = link.bandwidth_bytes_per_second * 8 / 1e9
+    print(
+        f"{elements:,} fp32 gradients, ZeRO-{zero}, {members} data ranks, {rate:g} Gbit/s and "
+        f"{link.latency_seconds * 1e6:g} us per message\n"
+    )
+    has_step = rows[0][0].step_seconds is not None
+    head = f"{'compression':<17}{'sent':>12}{'wire':>12}{'codec':>12}{'together':>12}{'step' if has_step else '':>12}"
+    print(head.rstrip())
+    for found, told in rows:
+        figures = [found.wire_seconds, found.codec_seconds, found.exchange_seconds, found.step_seconds]
+        times = "".join(f"{value * 1e3:>9,.1f} ms" for value in figures if value is not None)
+        print(f"{found.name:<17}{found.bytes_sent / 1e6:>9,.1f} MB{times}   {told}".rstrip())
+    if zero:
+        print("\nsent and wire hold the gathering of the weights, which ZeRO does and nothing compresses")
+    paying = [found.name for found, told in rows if told.startswith("pays")]
+    advice = "none of them pays here" if not paying else f"would pay here: {', '.join(paying)}"
+    print(
+        f"\n{advice}.\nNothing is chosen: compression loses precision, so a recipe's permit.compression must name it"
+        " before\na plan's data_parallel.compression can. What each costs in loss stands in docs/compression.md."
+    )
+
+
+def _link(bandwidth: str | None, latency: str | None, cluster: str | None, processes: int | None) -> tuple[Link, int]:
+    from weft.cluster import known_machine, resolve_cluster
+    from weft.comm.compress import Link
+
+    if processes is not None and processes < 2:
+        raise PlanError(f"--processes {processes}: one data rank exchanges nothing. Use 2 or more.")
+    if (bandwidth is None) != (latency is None):
+        raise ClusterError("--bandwidth and --latency go together: give both, or neither.")
+    if bandwidth is not None and latency is not None:
+        if cluster is not None:
+            raise ClusterError("--cluster and --bandwidth cannot go together. Use one of them.")
+        return Link(latency_seconds=_seconds(latency, "--latency"), bandwidth_bytes_per_second=_rate(bandwidth)), (
+            processes or 2
+        )
+    known = known_machine().cluster if cluster is None else resolve_cluster(cluster)
+    if not known.links:
+        raise ClusterError(
+            "nothing says how fast the links are. Give --bandwidth and --latency, a --cluster that has [[links]], or"
+            " run weft probe first."
+        )
+    members = processes or known.num_devices
+    if members < 2:
+        raise PlanError("this cluster has one device, and one data rank exchanges nothing. Give --processes.")
+    tier = next((tier for tier in known.links if tier.devices >= members), known.links[-1])
+    return Link(
+        latency_seconds=tier.latency_seconds, bandwidth_bytes_per_second=tier.bandwidth_bytes_per_second
+    ), members
+
+
+def _shapes(recipe: Path | None, parameters: str | None, overrides: tuple[str, ...]) -> tuple[torch.Size, ...]:
+    from weft.comm.compress import shapes_of_model
+
+    if (recipe is None) == (parameters is None):
+        raise PlanError("weft comm advise needs a RECIPE or --parameters, and not both. Try: --parameters 125M")
+    if parameters is not None:
+        if overrides:
+            raise PlanError("--set changes a recipe, and none is given. Use --parameters alone, or a RECIPE.")
+        return shapes_of_model(int(parse_count(parameters, "--parameters")))
+    from weft.describe import build_blueprint
+    from weft.plan import Plan, apply_overrides
+    from weft.recipe import load_recipe
+
+    assert recipe is not None
+    given, _ = apply_overrides(load_recipe(recipe), Plan(), overrides)
+    return tuple(p.shape for p in build_blueprint(given).module.parameters() if p.requires_grad)
+
+
+def _rate(text: str) -> float:
+    match = _BANDWIDTH.fullmatch(text.strip())
+    value = float(match[1]) * _SCALES[match[2]] / (8 if match[3] == "bit" else 1) if match else 0.0
+    if value <= 0:
+        raise ClusterError(f"--bandwidth {text} is not a rate such as 1Gbit/s or 12.5GB/s (bits or bytes: say which).")
+    return value
+
+
+def _seconds(text: str, option: str) -> float:
+    match = _LATENCY.fullmatch(text.strip())
+    value = float(match[1]) * _SECONDS[match[2]] if match else -1.0
+    if value < 0 or (value == 0 and option == "--compute"):
+        raise ClusterError(f"{option} {text} is not a time such as 50us or 300ms.")
+    return value

@@ -1,0 +1,38 @@
+"""Which compressions of gradients the engine has, and with what they cannot be joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.plan._plan import Plan
+
+RUNNABLE_COMPRESSIONS = ("bf16", "int8", "powersgd", "topk")
+"""The others can only be predicted."""
+
+_WITH_FEEDBACK = ("powersgd", "topk")
+
+
+def compression_conflicts(plan: Plan) -> Iterator[str]:
+    """Yield why a plan's compression cannot be joined with its other settings, with the change to make."""
+    mesh, data, precision = plan.mesh, plan.data_parallel, plan.compute.precision
+    named = f'plan.data_parallel.compression = "{data.compression}"'
+    if data.compression == "none":
+        return
+    if data.zero == 3 and mesh.shard > 1 and mesh.replicate == 1:
+        yield (
+            f"{named} cannot join data_parallel.zero = 3 with mesh.replicate = 1: only the sum over mesh.replicate can"
+            f" be compressed there, because torch's fully_shard makes the sum over mesh.shard = {mesh.shard} itself."
+            ' Use "none", zero = 1 or 2, or more than one replica.'
+        )
+    if precision in ("bf16", "fp16") and data.reduce_precision == "compute":
+        yield (
+            f'{named} cannot join data_parallel.reduce_precision = "compute": gradients are kept in {precision} then,'
+            ' and would be rounded twice. Use "none", or reduce_precision = "fp32".'
+        )
+    if precision == "fp16" and data.compression in _WITH_FEEDBACK:
+        yield (
+            f'{named} cannot join compute.precision = "fp16": what it owes to later steps is in units of the loss'
+            ' scale, which changes between steps. Use "int8" or "bf16", or precision = "bf16".'
+        )

@@ -1,0 +1,45 @@
+"""A small language model ends where it does without compression; and does not, where feedback is needed and missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import small_language_model
+
+from weft.comm.compress import Compression
+
+SEEDS, STEPS = (1, 2, 3), 500
+CODECS: Mapping[str, Compression | None] = {
+    "none": None,
+    "bf16": Compression(codec="bf16"),
+    "int8": Compression(codec="int8"),
+    "powersgd": Compression(codec="powersgd", powersgd_rank=4),
+    "topk": Compression(codec="topk", topk_share=0.01),
+    "powersgd without feedback": Compression(codec="powersgd", powersgd_rank=4, feedback=False),
+    "topk without feedback": Compression(codec="topk", topk_share=0.01, feedback=False),
+}
+LIMITS: Mapping[str, float] = {"bf16": 0.01, "int8": 0.01, "powersgd": 0.03, "topk": 0.03}
+
+
+def study() -> dict[str, list[float]]:
+    """Final validation losses by codec, one for each seed."""
+    data = small_language_model.text()
+    return {
+        name: [small_language_model.final_loss(codec, seed, STEPS, data) for seed in SEEDS]
+        for name, codec in CODECS.items()
+    }
+
+
+def test_a_language_model_ends_where_it_does_without_compression(ranks: Any) -> None:
+    found = ranks.run(2, study, timeout=240.0)
+    assert found[0] == found[1], "ranks drifted apart"
+    losses = found[0]
+    gaps = {
+        name: sum(mine / plain - 1 for mine, plain in zip(losses[name], losses["none"], strict=True)) / len(SEEDS)
+        for name in losses
+    }
+    for name, limit in LIMITS.items():
+        assert gaps[name] <= limit, gaps
+    for name in ("powersgd", "topk"):
+        assert gaps[f"{name} without feedback"] > LIMITS[name], f"the test would not notice missing feedback: {gaps}"

@@ -292,6 +292,7 @@ def test_bf16_keeps_fp32_masters(home: Path, reference: Reference, ranks: RankPo
         ('[mesh]\npipeline = 2\n[pipeline_parallel]\nschedule = "zbv"\nchunks_per_rank = 2\n' + WHOLE, "zbv.*Use"),
         (WHOLE + '[memory]\nrecompute = "selective"\n', "selective"),
         (WHOLE + '[compute]\nbackend = "weft"\n', "torch alone, which has Gloo"),
+        ('[mesh]\nshard = 2\n[data_parallel]\ncompression = "int8"\n' + HALVES, "sums gradients as they are"),
         (
             "[mesh]\nshard = 2\n[data_parallel]\nzero = 3\n[microbatch]\nsize = 2\nper_step = [3, 1]\n",
             r"per_step = \[3, 1\].*equal shares, or zero = 1",

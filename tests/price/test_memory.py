@@ -75,6 +75,17 @@ def test_zero_shares_out() -> None:
         assert states(stage) == pytest.approx(each * parameters)
 
 
+@pytest.mark.parametrize(("zero", "parts"), [(0, 1), (1, 1), (2, 1), (3, 4)])
+def test_what_compression_owes_is_held_whole(zero: int, parts: int) -> None:
+    """Two fp32 copies of the gradient per data rank; hybrid sharding owes for its shard alone."""
+    layout = Layout(replicate=2, shard=4, zero=zero, microbatch_size=1)  # pyright: ignore[reportArgumentType]
+    plain, owing, rounded = (
+        memory_of(SMALL, replace(layout, compression=name))[0].kinds.gradients for name in ("none", "powersgd", "int8")
+    )
+    assert owing - plain == pytest.approx(8 * SMALL.num_parameters / parts)
+    assert rounded == plain
+
+
 def test_experts_are_shared_out_before_zero() -> None:
     experts = sum(block.expert_parameters for block in MIXTURE.blocks)
     dense = MIXTURE.num_parameters - experts

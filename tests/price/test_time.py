@@ -194,6 +194,18 @@ def test_compression_pays_most_where_the_network_is_slow() -> None:
     assert gains[0] > 5 * gains[1]
 
 
+def test_what_top_k_gathers_grows_with_the_ranks() -> None:
+    slow = replace(NODES, links=tuple(replace(link, bandwidth_bytes_per_second=1e8) for link in NODES.links))
+
+    def share(ranks: int) -> float:
+        plain = Layout(replicate=ranks)
+        one, other = (predict(SMALL, slow, replace(plain, compression=name)).time.data for name in ("topk", "none"))
+        return one / other
+
+    assert share(2) < share(8) < share(32)
+    assert share(32) == pytest.approx(16 * share(2), rel=0.3)
+
+
 def test_experts_that_travel_far_cost_more_and_less_when_tokens_travel_once() -> None:
     near = Layout(replicate=32, expert=8, microbatches=2)
     far = replace(near, expert=16)

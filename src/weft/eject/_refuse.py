@@ -65,6 +65,9 @@ def plan_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield 'plan.compute.precision = "fp16": the script scales no losses. Use "bf16" or "fp32".'
     if plan.data_parallel.reduce_precision != "fp32" and plan.compute.precision == "bf16":
         yield 'plan.data_parallel.reduce_precision = "compute": the script sums gradients in fp32. Use "fp32".'
+    if plan.data_parallel.compression != "none":
+        named = f'plan.data_parallel.compression = "{plan.data_parallel.compression}"'
+        yield f'{named}: the script sums gradients as they are. Use "none".'
     if plan.compute.backend == "weft":
         yield 'plan.compute.backend = "weft": the script imports torch alone, which has Gloo on CPUs. Use "auto".'
     if schedule.schedule not in ("gpipe", "1f1b") or schedule.chunks_per_rank > 1:

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 RUNNABLE_COMPRESSIONS = ("bf16", "int8", "powersgd", "topk")
 """The others can only be predicted."""
 
-_WITH_FEEDBACK = ("powersgd", "topk")
+FEEDBACK = ("powersgd", "topk")
+"""Those that leave out a part of the gradient and owe it to later steps."""
+FEEDBACK_BYTES = 8.0
+"""Per parameter and data rank: what is owed, and what will be if the step is not skipped, whole and in fp32."""
 
 
 def compression_conflicts(plan: Plan) -> Iterator[str]:
@@ -31,7 +34,7 @@ def compression_conflicts(plan: Plan) -> Iterator[str]:
             f'{named} cannot join data_parallel.reduce_precision = "compute": gradients are kept in {precision} then,'
             ' and would be rounded twice. Use "none", or reduce_precision = "fp32".'
         )
-    if precision == "fp16" and data.compression in _WITH_FEEDBACK:
+    if precision == "fp16" and data.compression in FEEDBACK:
         yield (
             f'{named} cannot join compute.precision = "fp16": what it owes to later steps is in units of the loss'
             ' scale, which changes between steps. Use "int8" or "bf16", or precision = "bf16".'

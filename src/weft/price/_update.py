@@ -24,7 +24,10 @@ _WIRE_SHARES: Mapping[str, float] = {
     "topk": 0.02,
     "powersgd": 0.02,
 }
-"""Bytes on the wire over those of fp32; top-k of 1 % with its indices, PowerSGD of a low rank: their usual settings."""
+"""Bytes on the wire over those of an all-reduce in fp32, at usual settings: PowerSGD of a low rank; top-k of 1 % with
+its indices between two ranks."""
+_WHOLE = ("topk", "powersgd")
+"""Those that every rank gets whole, under ZeRO too, where the others need half of what an all-reduce moves."""
 _COMPRESSION_PASSES = 3.0
 """Times that compressed gradients are read or written besides."""
 
@@ -87,6 +90,15 @@ def update_of(
     return Update(data, optimizer, offload)
 
 
+def _wire_share(layout: Layout, group: Group) -> float:
+    """Bytes of a collective over those without compression.  What top-k keeps is gathered, from every rank to all, and
+    so grows with the ranks, where the bytes of an all-reduce do not."""
+    if layout.compression == "none":
+        return 1.0
+    share = _WIRE_SHARES[layout.compression] * 4 / layout.gradient_bytes
+    return share * max(1.0, group.size / 2) if layout.compression == "topk" else share
+
+
 class _Rates:
     """Seconds per element of each collective of the update."""
 
@@ -94,8 +106,7 @@ class _Rates:
         self._layout, self._device = layout, device
         element, bucket = layout.gradient_bytes, bucket_bytes(layout, device.stack)
         self._bucket = bucket
-        wire = _WIRE_SHARES[layout.compression] * 4 / element if layout.compression != "none" else 1.0
-        kind: Collective = "all_reduce" if layout.zero == 0 else "reduce_scatter"
+        kind: Collective = "all_reduce" if layout.zero == 0 or layout.compression in _WHOLE else "reduce_scatter"
         dense: Group = groups.data
         sharded = 1
         if layout.zero == 3 and layout.shard > 1:
@@ -103,7 +114,7 @@ class _Rates:
             kind, dense, sharded = "all_reduce", groups.replicate, groups.shard.size
 
         def per_element(kind: Collective, group: Group, size: float) -> float:
-            return seconds(kind, bucket * wire, group) / bucket * size
+            return seconds(kind, bucket * _wire_share(layout, group), group) / bucket * size
 
         self.dense = per_element(kind, dense, element) / sharded
         self.experts = per_element("all_reduce" if layout.zero == 3 else kind, groups.expert_data, element)

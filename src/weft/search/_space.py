@@ -78,7 +78,8 @@ def space_of(
     """Return everything that can be chosen for a model on a cluster.
 
     Args:
-        permit: what may be done to the numerics; None: bf16 where there are accelerators, nothing lossy.
+        permit: what may be done to the numerics; None: bf16 where there are accelerators.  A compression is never
+            chosen, also where it is permitted: the user gives it (`weft comm advise` says whether it would pay).
         runnable_only: leave out what the engine has not got yet (`weft.plan.runnability`).
     """
     devices, blocks = cluster.num_devices, len(profile.blocks)
@@ -97,7 +98,6 @@ def space_of(
         per_block_recompute=not profile.has_batch_norm,
         sequence_parallels=(False, True) if length > 1 else (False,),
         fused_losses=(True, False) if profile.vocabulary_size else (True,),
-        compressions=("none", *(permit.compression if permit is not None else ())),
     )
     return runnable_space(space) if runnable_only else space
 
@@ -111,7 +111,6 @@ def runnable_space(space: Space) -> Space:
         offloads=("none",),
         tensor_schemes=("1d",),
         context_schemes=("ring",),
-        compressions=("none",),
         algorithms=("auto",),
     )
 

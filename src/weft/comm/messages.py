@@ -12,13 +12,16 @@ of the schedule, which is the same on all ranks: every rank gets the same bits.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Literal, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -34,12 +37,15 @@ from weft.comm._reduce import Wait, nothing_to_wait_for
 from weft.comm._trouble import Board
 from weft.errors import CollectiveError
 
-PIECE_BYTES = 256 << 10
-"""Of what follows one another through a pipelined tree or chain, unless the caller says how many pieces."""
-MOST_PIECES = 64
+_PIPELINE_BYTES = 128 << 10
+"""By which the number of pieces grows: P pieces through a tree of height H take about (P + 2H)(α + Sβ/2P), least at
+P = √(HSβ/α), and Gloo's α/β is 280 kB between processes of one machine."""
+_MOST_PIECES = 64
 _KEPT_PROGRAMS = 256
 _POLL_SECONDS = 0.1
 """Between two looks at whether another rank has given up."""
+_AWAKE_SECONDS = 1.0
+"""That the thread goes on looking after the last collective that a caller ran itself: waking it costs a switch."""
 
 
 @dataclass(slots=True)
@@ -56,8 +62,75 @@ class _Job:
     error: BaseException | None = None
 
 
+@dataclass(slots=True)
+class _Lane:
+    """What the messenger and its thread share.  The thread must not hold the messenger, which then never ends."""
+
+    wire: Wire
+    given_up: GivenUp
+    jobs: queue.SimpleQueue[_Job | Literal["wake"] | None]
+    """None ends the thread."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held by whoever runs a collective: the thread, or the caller if nothing else is under way."""
+    scratch: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    began: float | None = None
+    """When the collective that a caller runs itself began."""
+    ended: float = 0.0
+    is_asleep: bool = False
+    """Whether the thread waits for jobs only, and does not look after the caller's collective."""
+
+    def perform(self, job: _Job) -> None:
+        """Run a job and keep its error for whoever waits."""
+        with self.turn:
+            if self.scratch.numel() < job.program.scratch_bytes:
+                self.scratch = torch.empty(job.program.scratch_bytes, dtype=torch.uint8)
+            try:
+                execute(
+                    job.program, job.flat, job.op, self.wire, self.given_up, self.scratch,
+                    title=job.title, tag=job.tag, deadline_seconds=job.deadline_seconds,
+                )  # fmt: skip
+            except BaseException as error:  # whoever waits gets it
+                job.error = error
+        job.done.set()
+
+    def perform_here(self, job: _Job) -> None:
+        """Run a job in the caller's thread, which saves two changes of threads; the other one looks for alarms."""
+        self.began = time.monotonic()
+        if self.is_asleep:
+            self.jobs.put("wake")
+        try:
+            self.perform(job)
+        finally:
+            self.began, self.ended = None, time.monotonic()
+
+    def look(self) -> None:
+        """Stop a collective that waits for a rank if another rank has given up, which a waiting thread cannot see."""
+        if self.wire.board.has_alarm():
+            give_up(self.wire, self.given_up)
+
+
+class CollectiveOptions(TypedDict, total=False):
+    """What a call may say besides; all ranks must say the same."""
+
+    op: dist.ReduceOp.RedOpType
+    """Of all_reduce and reduce_scatter; by default SUM."""
+    root: int
+    """Rank within the group that broadcasts; by default 0."""
+    regions: Sequence[tuple[int, int]] | None
+    """[start, stop) of each rank in the flattened tensor, side by side and covering it, for collectives that have them;
+    by default near-equal ones, the longer first."""
+    arrangement: Arrangement | None
+    """How the ranks lie on the links (`weft.collective.arrange`); by default in their order, in one node."""
+    pieces: int | None
+    """Of pipelined algorithms; by default √(bytes / 128 KiB), at most 64."""
+    servers: int
+    """Of parameter_server; by default 1."""
+    deadline_seconds: float
+    """From the moment at which it is this collective's turn; by default the messenger's."""
+
+
 class Messenger:
-    """Runs collectives over one group, one after another, in a thread of its own.
+    """Runs collectives over one group, one after another: blocking ones where they are called, others in a thread.
 
     Build it on every member of the group and call it there alike and in the same order; at most one messenger per
     group. Close it (or use it as a context manager) before the group is destroyed; a forgotten one ends when it is
@@ -73,19 +146,16 @@ class Messenger:
         self._deadline_seconds = _positive(deadline_seconds)
         self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
         self._num_jobs = 0
-        self._given_up = GivenUp()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._last: _Job | None = None
         self._thread: threading.Thread | None = None
         self._finalizer: Callable[[], object] = nothing_to_wait_for
         if view.group is None:
             return
         board = Board(store or group_store(), f"weft/messages/{view.group.group_name}", view.size)
-        self._wire = Wire(view.group, view.ranks, view.index, board)
-        self._thread = threading.Thread(
-            target=_serve, args=(self._jobs, self._wire, self._given_up), name="weft-messages", daemon=True
-        )
+        self._lane = _Lane(Wire(view.group, view.ranks, view.index, board), GivenUp(), queue.SimpleQueue())
+        self._thread = threading.Thread(target=_serve, args=(self._lane,), name="weft-messages", daemon=True)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, self._jobs.put, None)
+        self._finalizer = weakref.finalize(self, self._lane.jobs.put, None)
 
     def __enter__(self) -> Messenger:
         return self
@@ -103,39 +173,21 @@ class Messenger:
             self._thread = None
 
     def run(
-        self,
-        tensor: Tensor,
-        collective: Collective,
-        algorithm: str,
-        *,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-        root: int = 0,
-        regions: Sequence[tuple[int, int]] | None = None,
-        arrangement: Arrangement | None = None,
-        pieces: int | None = None,
-        servers: int = 1,
-        deadline_seconds: float | None = None,
+        self, tensor: Tensor, collective: Collective, algorithm: str, **options: Unpack[CollectiveOptions]
     ) -> Tensor:
         """Do a collective in place and return the tensor; see `start`."""
-        self.start(
-            tensor, collective, algorithm, op=op, root=root, regions=regions, arrangement=arrangement, pieces=pieces,
-            servers=servers, deadline_seconds=deadline_seconds,
-        )()  # fmt: skip
+        job = self._job(tensor, collective, algorithm, options)
+        if job is None:
+            return tensor
+        if self._last is None or self._last.done.is_set():
+            self._lane.perform_here(job)
+        else:
+            self._enqueue(job)
+        _Waiting(job, self._lane)()
         return tensor
 
     def start(
-        self,
-        tensor: Tensor,
-        collective: Collective,
-        algorithm: str,
-        *,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-        root: int = 0,
-        regions: Sequence[tuple[int, int]] | None = None,
-        arrangement: Arrangement | None = None,
-        pieces: int | None = None,
-        servers: int = 1,
-        deadline_seconds: float | None = None,
+        self, tensor: Tensor, collective: Collective, algorithm: str, **options: Unpack[CollectiveOptions]
     ) -> Wait:
         """Begin a collective in place.  Call on every rank of the group, in one order; several may be under way.
 
@@ -145,70 +197,69 @@ class Messenger:
                 and anything in the others'; all_gather fills the others' regions; all_to_all sends region j to rank j,
                 and ends with rank j's in region j: there all regions must be equally long.
             algorithm: a name that `weft.collective.ALGORITHMS` knows, or `hierarchical+X`.
-            op: of all_reduce and reduce_scatter.
-            root: rank within the group that broadcasts.
-            regions: [start, stop) of each rank in the flattened tensor, side by side and covering it, for collectives
-                that have them; by default near-equal ones, the longer first.
-            arrangement: how the ranks lie on the links (`weft.collective.arrange`).
-            pieces: of pipelined algorithms; by default one per 256 KiB, at most 64.
-            servers: of parameter_server.
-            deadline_seconds: from the moment at which it is this collective's turn.
+            options: see `CollectiveOptions`.
 
         Raises:
             CollectiveError: here, when the call makes no sense; in the wait, when ranks are missing at the deadline or
                 lost their connection.  It names them.
         """
-        flat = _flattened(tensor)
-        combiner(op, flat.dtype) if collective in ("all_reduce", "reduce_scatter") else None
-        limit = self._deadline_seconds if deadline_seconds is None else _positive(deadline_seconds)
-        size_bytes = flat.numel() * flat.element_size()
-        cut = pieces if pieces is not None else min(MOST_PIECES, max(1, size_bytes // PIECE_BYTES))
-        program = self._prepared(
-            flat, collective, algorithm, arrangement=arrangement, root=root, pieces=cut, servers=servers,
-            regions=None if regions is None else tuple(regions),
-        )  # fmt: skip
-        if self.view.group is None:
+        job = self._job(tensor, collective, algorithm, options)
+        if job is None:
             return nothing_to_wait_for
+        self._enqueue(job)
+        return _Waiting(job, self._lane)
+
+    def _enqueue(self, job: _Job) -> None:
+        self._last = job
+        self._lane.jobs.put(job)
+
+    def _job(self, tensor: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions) -> _Job | None:
+        """Check a call; None where the group has one rank, and nothing is to be done."""
+        flat = _flattened(tensor)
+        op = options.get("op", dist.ReduceOp.SUM)
+        if collective in ("all_reduce", "reduce_scatter"):
+            combiner(op, flat.dtype)
+        limit = _positive(options.get("deadline_seconds", self._deadline_seconds))
+        program = self._prepared(flat, collective, algorithm, options)
+        if self.view.group is None:
+            return None
         if self._thread is None:
             raise CollectiveError(f"{collective} on a messenger that is closed. Build a new one for the group.")
         self._num_jobs += 1
-        title = f"{collective} of {size_bytes:,} bytes by {algorithm}"
-        job = _Job(program, flat, op, title, limit, _tag(self._num_jobs))
-        self._jobs.put(job)
-        return _Waiting(job, self._wire, self._given_up)
+        title = f"{collective} of {flat.numel() * flat.element_size():,} bytes by {algorithm}"
+        return _Job(program, flat, op, title, limit, _tag(self._num_jobs))
 
-    def _prepared(
-        self,
-        flat: Tensor,
-        collective: Collective,
-        algorithm: str,
-        *,
-        arrangement: Arrangement | None,
-        root: int,
-        pieces: int,
-        servers: int,
-        regions: tuple[tuple[int, int], ...] | None,
-    ) -> Program:
+    def _prepared(self, flat: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions) -> Program:
+        arrangement, regions = options.get("arrangement"), options.get("regions")
+        root, servers = options.get("root", 0), options.get("servers", 1)
+        given = options.get("pieces")
+        pieces = _pieces(flat.numel() * flat.element_size()) if given is None else given
         key = (
-            flat.numel(), flat.element_size(), collective, algorithm, root, pieces, servers, regions,
+            flat.numel(), flat.element_size(), collective, algorithm, root, pieces, servers,
+            None if regions is None else tuple(regions),
             None if arrangement is None else (tuple(arrangement.order), arrangement.nodes, arrangement.shape),
         )  # fmt: skip
         if key in self._programs:
             self._programs.move_to_end(key)
             return self._programs[key]
+        n = self.view.size
         schedule = build_schedule(
-            algorithm, collective, self.view.index, self.view.size, arrangement=arrangement, root=root, pieces=pieces,
+            algorithm,
+            collective,
+            self.view.index,
+            n,
+            arrangement=arrangement,
+            root=root,
+            pieces=pieces,
             servers=servers,
-        )  # fmt: skip
+        )
         if regions is not None:
-            _check_regions(regions, flat.numel(), self.view.size, collective)
-            bounds = schedule.bounds_of_regions(regions)
-        else:
-            bounds = schedule.bounds(flat.numel())
-        if collective == "all_to_all" and len({stop - start for start, stop in _edges(bounds, self.view.size)}) > 1:
+            _check_regions(regions, flat.numel(), n, collective)
+        bounds = schedule.bounds(flat.numel()) if regions is None else schedule.bounds_of_regions(regions)
+        if collective == "all_to_all" and len({stop - start for start, stop in _edges(bounds, n)}) > 1:
             raise CollectiveError(
-                f"all_to_all in place needs regions of one size: {flat.numel()} elements do not divide by "
-                f"{self.view.size} ranks. Pad the tensor to {-(-flat.numel() // self.view.size) * self.view.size}."
+                f"all_to_all in place needs regions of one size: {flat.numel()} elements do not divide by {n} ranks. "
+                f"Pad the tensor to {-(-flat.numel() // n) * n}."
             )
         program = prepare(schedule, bounds, flat.element_size())
         self._programs[key] = program
@@ -219,35 +270,36 @@ class Messenger:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """The wait of one job.  While it lasts it looks whether another rank has given up, which the thread, waiting for a
-    message, cannot see."""
+    """The wait of one job."""
 
     job: _Job
-    wire: Wire
-    given_up: GivenUp
+    lane: _Lane
 
     def __call__(self) -> None:
         while not self.job.done.wait(_POLL_SECONDS):
-            if self.wire.board.has_alarm():
-                give_up(self.wire, self.given_up)
+            self.lane.look()
         if self.job.error is not None:
             raise self.job.error
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None], wire: Wire, given_up: GivenUp) -> None:
-    """Body of the thread: one job after another until None comes.  It must not hold the messenger."""
-    scratch = torch.empty(0, dtype=torch.uint8)
-    while (job := jobs.get()) is not None:
-        if scratch.numel() < job.program.scratch_bytes:
-            scratch = torch.empty(job.program.scratch_bytes, dtype=torch.uint8)
+def _serve(lane: _Lane) -> None:
+    """Body of the thread: one job after another until None comes; between them it looks after the caller's."""
+    while True:
+        lane.is_asleep = True
+        if lane.began is not None or time.monotonic() - lane.ended < _AWAKE_SECONDS:
+            lane.is_asleep = False
         try:
-            execute(
-                job.program, job.flat, job.op, wire, given_up, scratch,
-                title=job.title, tag=job.tag, deadline_seconds=job.deadline_seconds,
-            )  # fmt: skip
-        except BaseException as error:  # whoever waits gets it
-            job.error = error
-        job.done.set()
+            job = lane.jobs.get(timeout=None if lane.is_asleep else _POLL_SECONDS)
+        except queue.Empty:
+            if (began := lane.began) is not None and time.monotonic() - began > _POLL_SECONDS:
+                lane.look()
+            continue
+        finally:
+            lane.is_asleep = False
+        if job is None:
+            return
+        if job != "wake":
+            lane.perform(job)
         del job
 
 
@@ -277,6 +329,10 @@ def _check_regions(regions: Sequence[tuple[int, int]], length: int, members: int
 def _edges(bounds: tuple[int, ...], members: int) -> list[tuple[int, int]]:
     each = (len(bounds) - 1) // members
     return [(bounds[rank * each], bounds[(rank + 1) * each]) for rank in range(members)]
+
+
+def _pieces(size_bytes: int) -> int:
+    return min(_MOST_PIECES, max(1, round(math.sqrt(size_bytes / _PIPELINE_BYTES))))
 
 
 def _positive(seconds: float) -> float:

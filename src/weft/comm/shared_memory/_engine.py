@@ -45,9 +45,9 @@ class Manner:
     """How an engine copies: measured once per group, at its first large call."""
 
     slot_bytes: int
+    """Of a piece that is staged at a time; up to 4 MiB."""
     streams_in: bool
-    streams_out: bool
-    stream_from_bytes: int
+    """Copy into the staging memory by stores that pass the cache by."""
 
 
 def load_library() -> ctypes.CDLL | None:
@@ -93,7 +93,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ),
         ("weft_announced", None, (c_void_p, c_int, POINTER(c_uint64))),
         ("weft_manner", None, (c_void_p, POINTER(c_uint64))),
-        ("weft_set_manner", None, (c_void_p, c_uint64, c_int, c_int, c_uint64)),
+        ("weft_set_manner", None, (c_void_p, c_uint64, c_int)),
     )
     for name, result, arguments in declared:
         function = getattr(library, name)
@@ -212,15 +212,14 @@ class Engine:
 
     @property
     def manner(self) -> Manner:
-        numbers = (c_uint64 * 4)()
+        numbers = (c_uint64 * 2)()
         self._library.weft_manner(self._alive(), numbers)
-        return Manner(numbers[0], bool(numbers[1]), bool(numbers[2]), numbers[3])
+        return Manner(numbers[0], bool(numbers[1]))
 
     def set_manner(self, manner: Manner) -> None:
         """Copy in this way from now on.  On every rank alike, between two calls."""
-        self._library.weft_set_manner(
-            self._alive(), manner.slot_bytes, manner.streams_in, manner.streams_out, manner.stream_from_bytes
-        )
+        assert 4096 <= manner.slot_bytes <= 4 << 20, "a slot fits into a bank"
+        self._library.weft_set_manner(self._alive(), manner.slot_bytes, manner.streams_in)
 
     def _alive(self) -> int:
         if self._handle is None:

@@ -136,18 +136,25 @@ class PythonTransport:
                 self._calls += 1
                 self._check()
                 self._announce(call)
-            {
-                Kind.ALL_REDUCE: self._all_reduce,
-                Kind.REDUCE_SCATTER: self._reduce_scatter,
-                Kind.ALL_GATHER: self._all_gather,
-                Kind.ALL_TO_ALL: self._all_to_all,
-                Kind.BARRIER: lambda _: self._pass(),
-            }[call.kind](call)
+            self._carry_out(call)
         except GroupFailed as failed:
             self._failure = self._failure or failed.failure
             raise
         finally:
             self._done = ticket
+
+    def _carry_out(self, call: Call) -> None:
+        match call.kind:
+            case Kind.ALL_REDUCE:
+                self._all_reduce(call)
+            case Kind.REDUCE_SCATTER:
+                self._reduce_scatter(call)
+            case Kind.ALL_GATHER:
+                self._all_gather(call)
+            case Kind.ALL_TO_ALL:
+                self._all_to_all(call)
+            case Kind.BARRIER:
+                self._pass()
 
     def _word(self, rank: int, word: int) -> int:
         return (1 + rank) * _PAGE // 8 + word

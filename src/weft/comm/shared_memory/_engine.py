@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
@@ -195,6 +196,11 @@ class Engine:
         if handle is not None and self._process == os.getpid():  # a forked child has neither the thread nor the memory
             self._library.weft_close(handle)
         self._segment = None  # torch may remember the group for long; its memory must not stay as long
+
+    def __del__(self) -> None:
+        # A group that is dropped and not destroyed ends with its last reference, as Gloo's do.
+        if getattr(self, "_handle", None) is not None and not sys.is_finalizing():
+            self.close()
 
     @property
     def kernel_variant(self) -> str:

@@ -27,6 +27,8 @@ from weft.comm.shared_memory._work import Completer, CopyBack, SharedMemoryWork
 from weft.errors import CollectiveError
 
 _CPU = torch.device("cpu")
+_MANY = 32
+"""Works under way before it is looked which of them are done."""
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -335,6 +337,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Calls are carried out in the order of their numbers, so the last one's end is the end of all."""
         is_async = opts is None or opts.asyncOp
         ticket, last, back = 0, None, list[tuple[Tensor, Tensor]]()
+        if len(self._held) > _MANY:
+            self._let_go()  # of works that nobody waited for
         try:
             for call, used, copy_back in calls:
                 ticket, last = self.transport.submit(call, self.seconds, background=is_async), call

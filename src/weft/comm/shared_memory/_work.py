@@ -42,17 +42,18 @@ class SharedMemoryWork(dist.Work):
         self._error: CollectiveError | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        group, self._group = self._group, None
+        group = self._group
         if group is not None:
             seconds = timeout.total_seconds() if timeout else group.seconds
             try:
                 group.finish(self._ticket, self._call, seconds)
             except CollectiveError as error:
                 # Not `error` itself: its traceback and context hold the group, and torch's futures hold on to errors.
-                self._error = CollectiveError(str(error), status=error.status)
+                self._error, self._group = CollectiveError(str(error), status=error.status), None
                 raise
             for target, source in self._copy_back:
                 target.copy_(source)
+            self._group = None  # only now: another thread may wait for the same work
         if self._error is not None:
             raise self._error
         return True

@@ -249,6 +249,48 @@ def test_futures_are_completed(ranks: RankPool) -> None:
     assert ranks.run(2, _futures, backend=WEFT) == [([0.0, 2.0, 4.0, 6.0, 8.0], True)] * 2
 
 
+def _waited_for_twice() -> tuple[bool, bool]:
+    """By a thread that completes the future, and by the caller: both wait until it is done."""
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    value = torch.ones(1_000)
+    work = dist.all_reduce(value, async_op=True)
+    future = work.get_future()
+    time.sleep(0.05)
+    was_done = work.is_completed() and dist.get_rank() == 0
+    work.wait()
+    return was_done, value[0].item() == 2.0 and future.wait()[0][0].item() == 2.0
+
+
+def test_a_work_and_its_future_may_both_be_waited_for(ranks: RankPool) -> None:
+    assert ranks.run(2, _waited_for_twice, backend=WEFT) == [(False, True)] * 2
+
+
+def _dropped_groups() -> tuple[dict[str, int], dict[str, int]]:
+    """Engines that nobody closed end with their last reference."""
+    dist.all_reduce(torch.ones(3), async_op=True).wait()
+    before = traces()
+    transport = group().transport
+    group().transport = _NoTransport()  # what a group holds is all that holds its engine
+    assert traces()["mappings"] == 1
+    del transport
+    gc.collect()
+    after = traces()
+    dist.destroy_process_group()
+    return before, after
+
+
+class _NoTransport:
+    def close(self) -> None:
+        """There is none."""
+
+
+def test_an_engine_that_nobody_holds_is_gone(ranks: RankPool) -> None:
+    for before, after in ranks.run(2, _dropped_groups, backend=WEFT):
+        assert (before["mappings"], after["mappings"]) == (1, 0)
+        assert after["threads"] < before["threads"]
+
+
 def _regions() -> tuple[bool, int, int]:
     """What `start_reduce_scatter` and its kin make of regions of unequal size, one of them empty."""
     mesh = Mesh(MeshPlan(replicate=3), torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_functional_collectives(ranks: RankPool) -> None:
 @pytest.mark.slow
 def test_compiled_collectives() -> None:
     """In processes that end by themselves: Dynamo's helpers leave semaphores where a rank is killed."""
-    here = [str(Path(__file__).parent)]
+    here = [str(Path(__file__).parent), *sys.path]
     assert launch_function("shared_memory_jobs:compiled_rank", {}, 2, import_path=here) == [[7.0] * 5] * 2
 
 

@@ -58,7 +58,7 @@ def _create(options: Any, _: object, *, use_engine: bool) -> Any:
     transport = meeting.settle()
     if transport is None:
         # torch takes a whole group here, as it stands; one that is Gloo alone lacks nothing of torch's own.
-        plain = dist.ProcessGroup(rank, num_ranks)
+        plain = dist.ProcessGroup(rank, num_ranks)  # pyright: ignore[reportCallIssue, reportArgumentType]  # see _group
         plain._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         plain._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         return plain

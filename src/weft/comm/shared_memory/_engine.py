@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
@@ -45,9 +46,9 @@ class Manner:
     """How an engine copies: measured once per group, at its first large call."""
 
     slot_bytes: int
+    """Of a piece that is staged at a time; up to 4 MiB."""
     streams_in: bool
-    streams_out: bool
-    stream_from_bytes: int
+    """Copy into the staging memory by stores that pass the cache by."""
 
 
 def load_library() -> ctypes.CDLL | None:
@@ -93,7 +94,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ),
         ("weft_announced", None, (c_void_p, c_int, POINTER(c_uint64))),
         ("weft_manner", None, (c_void_p, POINTER(c_uint64))),
-        ("weft_set_manner", None, (c_void_p, c_uint64, c_int, c_int, c_uint64)),
+        ("weft_set_manner", None, (c_void_p, c_uint64, c_int)),
     )
     for name, result, arguments in declared:
         function = getattr(library, name)
@@ -196,6 +197,11 @@ class Engine:
             self._library.weft_close(handle)
         self._segment = None  # torch may remember the group for long; its memory must not stay as long
 
+    def __del__(self) -> None:
+        # A group that is dropped and not destroyed ends with its last reference, as Gloo's do.
+        if getattr(self, "_handle", None) is not None and not sys.is_finalizing():
+            self.close()
+
     @property
     def kernel_variant(self) -> str:
         """The instruction set of the summing loops, chosen when the library was loaded."""
@@ -212,15 +218,14 @@ class Engine:
 
     @property
     def manner(self) -> Manner:
-        numbers = (c_uint64 * 4)()
+        numbers = (c_uint64 * 2)()
         self._library.weft_manner(self._alive(), numbers)
-        return Manner(numbers[0], bool(numbers[1]), bool(numbers[2]), numbers[3])
+        return Manner(numbers[0], bool(numbers[1]))
 
     def set_manner(self, manner: Manner) -> None:
         """Copy in this way from now on.  On every rank alike, between two calls."""
-        self._library.weft_set_manner(
-            self._alive(), manner.slot_bytes, manner.streams_in, manner.streams_out, manner.stream_from_bytes
-        )
+        assert 4096 <= manner.slot_bytes <= 4 << 20, "a slot fits into a bank"
+        self._library.weft_set_manner(self._alive(), manner.slot_bytes, manner.streams_in)
 
     def _alive(self) -> int:
         if self._handle is None:

@@ -19,7 +19,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -71,6 +71,7 @@ class PythonTransport:
         self._pending: dict[int, Future[None]] = {}
         self._submitted = self._done = 0
         self._failure: Failure | None = None
+        self._first_failed = 0
         self._is_closed = False
         self._is_compared = True
         self._deadline = 0.0
@@ -81,20 +82,23 @@ class PythonTransport:
         if self._is_closed:
             raise GroupFailed(Failure(Trouble.CLOSED, self._rank, self._rank))
         self._submitted += 1
-        self._pending[self._submitted] = self._thread.submit(self._run, self._submitted, call, patience_seconds)
-        return self._submitted
+        ticket = self._submitted
+        self._pending[ticket] = future = self._thread.submit(self._run, ticket, call, patience_seconds)
+        if future.done():  # it may have been before it was noted
+            self._pending.pop(ticket, None)
+        return ticket
 
     def wait(self, ticket: int, patience_seconds: float) -> None:
         future = self._pending.get(ticket)
-        if future is None:
-            if self._failure is not None:
-                raise GroupFailed(self._failure)
-            return
-        try:
-            future.result(patience_seconds + 1.0)  # the call itself ends at its deadline, with a better reason
-        except TimeoutError:
-            raise GroupFailed(Failure(Trouble.DEADLINE, -1, self._rank)) from None
-        self._pending.pop(ticket, None)
+        if future is not None:
+            try:
+                future.result(patience_seconds + 1.0)  # the call itself ends at its deadline, with a better reason
+            except TimeoutError:
+                raise GroupFailed(Failure(Trouble.DEADLINE, -1, self._rank)) from None
+            except CancelledError:
+                raise GroupFailed(Failure(Trouble.CLOSED, self._rank, self._rank)) from None
+        if self._failure is not None and ticket >= self._first_failed:
+            raise GroupFailed(self._failure)
 
     def all_reduce(self, address: int, num_bytes: int, dtype: int, op: int, patience_seconds: float) -> None:
         call = Call(Kind.ALL_REDUCE, dtype, op, address, address, num_bytes)
@@ -136,18 +140,26 @@ class PythonTransport:
                 self._calls += 1
                 self._check()
                 self._announce(call)
-            {
-                Kind.ALL_REDUCE: self._all_reduce,
-                Kind.REDUCE_SCATTER: self._reduce_scatter,
-                Kind.ALL_GATHER: self._all_gather,
-                Kind.ALL_TO_ALL: self._all_to_all,
-                Kind.BARRIER: lambda _: self._pass(),
-            }[call.kind](call)
+            self._carry_out(call)
         except GroupFailed as failed:
-            self._failure = self._failure or failed.failure
-            raise
+            if self._failure is None:
+                self._first_failed, self._failure = ticket, failed.failure
         finally:
             self._done = ticket
+            self._pending.pop(ticket, None)
+
+    def _carry_out(self, call: Call) -> None:
+        match call.kind:
+            case Kind.ALL_REDUCE:
+                self._all_reduce(call)
+            case Kind.REDUCE_SCATTER:
+                self._reduce_scatter(call)
+            case Kind.ALL_GATHER:
+                self._all_gather(call)
+            case Kind.ALL_TO_ALL:
+                self._all_to_all(call)
+            case Kind.BARRIER:
+                self._pass()
 
     def _word(self, rank: int, word: int) -> int:
         return (1 + rank) * _PAGE // 8 + word

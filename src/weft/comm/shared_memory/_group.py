@@ -6,10 +6,11 @@ whatever is not overridden (sends and receives, sparse tensors); and what C++ ca
 names as in `torch/csrc/distributed/c10d/PyProcessGroup.hpp`, those of torch 2.13 and the older ones of 2.11.
 """
 
+# torch's stubs overload these methods by what Python may pass; what arrives here is always options.
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
+
 from __future__ import annotations
 
-import queue
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,84 +23,12 @@ from torch.futures import Future
 
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region, Transport
 from weft.comm.shared_memory._failure import explain
+from weft.comm.shared_memory._work import Completer, CopyBack, SharedMemoryWork
 from weft.errors import CollectiveError
 
 _CPU = torch.device("cpu")
-
-
-class SharedMemoryWork(dist.Work):
-    """A call under way.  `wait` raises `CollectiveError` where it could not be carried out."""
-
-    def __init__(
-        self, group: SharedMemoryGroup, ticket: int, call: Call | None, tensors: list[Tensor], copy_back: _CopyBack
-    ) -> None:
-        super().__init__()
-        self._group: SharedMemoryGroup | None = group
-        self._ticket = ticket
-        self._call = call
-        self._tensors = tensors
-        self._copy_back = copy_back
-        self._error: CollectiveError | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        group, self._group = self._group, None
-        if group is not None:
-            seconds = timeout.total_seconds() if timeout else group.seconds
-            try:
-                group.finish(self._ticket, self._call, seconds)
-            except CollectiveError as error:
-                # Not `error` itself: its traceback and context hold the group, and torch's futures hold on to errors.
-                self._error = CollectiveError(str(error), status=error.status)
-                raise
-            for target, source in self._copy_back:
-                target.copy_(source)
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        return self._group is None or self._group.has_done(self._ticket)
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> CollectiveError | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self.is_completed() and self._group is not None:
-            try:
-                self.wait()
-            except CollectiveError as error:
-                return error
-        return self._error
-
-    def result(self) -> list[Tensor]:
-        return self._tensors
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> Future[Any]:
-        """A future that is completed when the call is, by a thread of the group's that waits for such futures.
-
-        What is chained to it runs on that thread.  If it communicates in turn, ranks may do so in different orders: the
-        call after it then fails on all of them with the error of different calls (Gloo would take what comes).
-        """
-        future: Future[Any] = Future()
-        if self._group is None or not self._group.complete_later(self, future):
-            self.complete(future)
-        return future
-
-    def complete(self, future: Future[Any]) -> None:
-        """Wait, and give the future its value or its error."""
-        try:
-            self.wait()
-        except CollectiveError:
-            future.set_exception(self._error)  # pyright: ignore[reportArgumentType]  # torch's stub: a generic T
-        else:
-            future.set_result(self._tensors)
-
-
-_CopyBack = Sequence[tuple[Tensor, Tensor]]
-"""Contiguous copies that were worked on instead of the caller's tensors: (the caller's, the copy)."""
+_MANY = 32
+"""Works under way before it is looked which of them are done."""
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -118,7 +47,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         ranks: Sequence[int],
         timeout: timedelta,
     ) -> None:
-        super().__init__(rank, len(ranks))
+        # The stub knows only the form with a store, which leaves the object without what Python needs of it.
+        super().__init__(rank, len(ranks))  # pyright: ignore[reportCallIssue, reportArgumentType]
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.transport = transport
@@ -127,9 +57,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.served: Counter[str] = Counter()
         self._place = rank
         self._held: deque[tuple[int, Any]] = deque()
-        self._completer: _Completer | None = None
-        self._done = SharedMemoryWork(self, 0, None, [], ())
-        self._done._group = None
+        self._completer: Completer | None = None
+        self._done = SharedMemoryWork(None, 0, None, [], ())
 
     # ── what the works need ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -149,7 +78,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def complete_later(self, work: SharedMemoryWork, future: Future[Any]) -> bool:
         """False on the very thread that would do so: what is chained to a future may wait for another."""
         if self._completer is None:
-            self._completer = _Completer()
+            self._completer = Completer()
         return self._completer.add(work, future)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,7 +119,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # ── reductions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
         if tensor.is_sparse:
             return super().allreduce(tensors, opts)
@@ -207,7 +136,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self._done
         return self._submit(*self._reducing(tensor, dtype, op), tensors, opts)
 
-    def _reducing(self, tensor: Tensor, dtype: int, op: int) -> tuple[Call, list[Tensor], _CopyBack]:
+    def _reducing(self, tensor: Tensor, dtype: int, op: int) -> tuple[Call, list[Tensor], CopyBack]:
         flat, back = _contiguous(tensor)
         at, size = _region(flat)
         return Call(Kind.ALL_REDUCE, dtype, op, at, at, size), [flat], back
@@ -217,7 +146,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.served["allreduce_coalesced"] += 1
         return self._submit_all([self._reducing(t, self._reducible(t, op), op) for t in tensors], tensors, opts)
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
         op = _op(opts)
         dtype = self._reducible(tensor, op)
@@ -237,9 +166,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         All tensors must be contiguous and of one dtype.
         """
         self.served["reduce_scatter_regions"] += 1
-        return self._submit(*self._scattering(parts, output, int(op)), [output], None)
+        return self._submit(*self._scattering(parts, output, _number(op)), [output], None)
 
-    def _scattering(self, parts: Sequence[Tensor], output: Tensor, op: int) -> tuple[Call, list[Tensor], _CopyBack]:
+    def _scattering(self, parts: Sequence[Tensor], output: Tensor, op: int) -> tuple[Call, list[Tensor], CopyBack]:
         dtype = self._reducible(output, op)
         flat_parts = [_contiguous(part)[0] for part in parts]
         flat, back = _contiguous(output)
@@ -252,16 +181,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
         call = Call(Kind.REDUCE_SCATTER, dtype, op, output=flat.data_ptr(), send=[_region(part) for part in flat_parts])
         return call, [*flat_parts, flat], back
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         (output,), (parts,) = outputs, inputs
         self.served["reduce_scatter"] += 1
         return self._submit(*self._scattering(parts, output, _op(opts)), outputs, opts)
 
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
         self.served["reduce_scatter_single"] += 1
         return self._submit(*self._scattering_evenly(output, whole, _op(opts)), [output], opts)
 
-    def _scattering_evenly(self, output: Tensor, whole: Tensor, op: int) -> tuple[Call, list[Tensor], _CopyBack]:
+    def _scattering_evenly(self, output: Tensor, whole: Tensor, op: int) -> tuple[Call, list[Tensor], CopyBack]:
         dtype = self._reducible(output, op)
         flat_whole, (flat, back) = _contiguous(whole)[0], _contiguous(output)
         at, size = _region(flat_whole)
@@ -291,7 +220,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.served["all_gather_regions"] += 1
         return self._submit(*self._gathering(given, parts), list(parts), None)
 
-    def _gathering(self, given: Tensor, parts: Sequence[Tensor]) -> tuple[Call, list[Tensor], _CopyBack]:
+    def _gathering(self, given: Tensor, parts: Sequence[Tensor]) -> tuple[Call, list[Tensor], CopyBack]:
         flat_given = _contiguous(given)[0]
         flats = [_contiguous(part) for part in parts]
         receive = [_region(flat) for flat, _ in flats]
@@ -303,16 +232,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
         call = Call(Kind.ALL_GATHER, input=flat_given.data_ptr(), receive=receive)
         return call, [flat_given, *(flat for flat, _ in flats)], [pair for _, back in flats for pair in back]
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         (parts,), (given,) = outputs, inputs
         self.served["allgather"] += 1
         return self._submit(*self._gathering(given, parts), parts, opts)
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         self.served["all_gather_single"] += 1
         return self._submit(*self._gathering_evenly(output, given), [output], opts)
 
-    def _gathering_evenly(self, output: Tensor, given: Tensor) -> tuple[Call, list[Tensor], _CopyBack]:
+    def _gathering_evenly(self, output: Tensor, given: Tensor) -> tuple[Call, list[Tensor], CopyBack]:
         flat_given, (flat, back) = _contiguous(given)[0], _contiguous(output)
         at, own = _region(flat_given)
         if own * len(self.ranks) != flat.numel() * flat.itemsize or given.dtype != output.dtype:
@@ -324,12 +253,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         receive = [(start + rank * own, own) for rank in range(len(self.ranks))]
         return Call(Kind.ALL_GATHER, input=at, receive=receive), [flat_given, flat], back
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         self.served["all_gather_single_coalesced"] += 1
         calls = [self._gathering_evenly(output, given) for output, given in zip(outputs, inputs, strict=True)]
         return self._submit_all(calls, outputs, opts)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
         if tensor.is_sparse:
             return super().broadcast(tensors, opts)
@@ -346,18 +275,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
         output_splits: list[int] | None = None,
         input_splits: list[int] | None = None,
         opts: Any = None,
-    ) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    ) -> dist.Work:
         self.served["all_to_all_single"] += 1
         (flat, back), flat_given = _contiguous(output), _contiguous(given)[0]
         send = self._split(flat_given, given, input_splits or [])
         receive = self._split(flat, output, output_splits or [])
         return self._submit(Call(Kind.ALL_TO_ALL, send=send, receive=receive), [flat_given, flat], back, [output], opts)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         self.served["alltoall"] += 1
         return self._exchange(inputs, outputs, opts)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         self.served["gather"] += 1
         (given,) = inputs
         nothing = given.new_empty(0)
@@ -365,7 +294,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         taken = outputs[0] if self._place == opts.rootRank else [nothing] * len(self.ranks)
         return self._exchange(given_to, taken, opts)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         self.served["scatter"] += 1
         (output,) = outputs
         nothing = output.new_empty(0)
@@ -384,7 +313,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         back = [pair for _, pairs in flats for pair in pairs]
         return self._submit(call, [*flats_given, *(flat for flat, _ in flats)], back, list(taken), opts)
 
-    def barrier(self, opts: Any = None) -> dist.Work:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def barrier(self, opts: Any = None) -> dist.Work:
         self.served["barrier"] += 1
         return self._submit(Call(Kind.BARRIER), [], (), [], opts)
 
@@ -398,16 +327,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # ── the queue ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _submit(
-        self, call: Call, used: list[Tensor], copy_back: _CopyBack, result: list[Tensor], opts: Any
+        self, call: Call, used: list[Tensor], copy_back: CopyBack, result: list[Tensor], opts: Any
     ) -> dist.Work:
         return self._submit_all([(call, used, copy_back)], result, opts)
 
     def _submit_all(
-        self, calls: Sequence[tuple[Call, list[Tensor], _CopyBack]], result: list[Tensor], opts: Any
+        self, calls: Sequence[tuple[Call, list[Tensor], CopyBack]], result: list[Tensor], opts: Any
     ) -> dist.Work:
         """Calls are carried out in the order of their numbers, so the last one's end is the end of all."""
         is_async = opts is None or opts.asyncOp
         ticket, last, back = 0, None, list[tuple[Tensor, Tensor]]()
+        if len(self._held) > _MANY:
+            self._let_go()  # of works that nobody waited for
         try:
             for call, used, copy_back in calls:
                 ticket, last = self.transport.submit(call, self.seconds, background=is_async), call
@@ -455,41 +386,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return regions
 
 
-class _Completer:
-    """A thread that waits for works and completes their futures, in the order of the calls."""
-
-    def __init__(self) -> None:
-        self._works: queue.SimpleQueue[tuple[SharedMemoryWork, Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._complete, name="weft-futures", daemon=True)
-        self._thread.start()
-
-    def add(self, work: SharedMemoryWork, future: Future[Any]) -> bool:
-        if threading.current_thread() is self._thread:
-            return False
-        self._works.put((work, future))
-        return True
-
-    def close(self) -> None:
-        self._works.put(None)
-        self._thread.join()
-
-    def _complete(self) -> None:
-        while (item := self._works.get()) is not None:
-            work, future = item
-            work.complete(future)
-            del item, work, future  # nothing is kept while waiting for the next
-
-
 def _op(opts: Any) -> int:
     """The operation's number.  Not `opts.reduceOp`: compared with a member of `ReduceOp` it is never equal."""
-    return 0 if opts is None else int(opts.reduceOp.op)
+    return 0 if opts is None else _number(opts.reduceOp.op)
+
+
+def _number(op: Any) -> int:
+    return int(op)
 
 
 def _region(flat: Tensor) -> Region:
     return flat.data_ptr(), flat.numel() * flat.itemsize
 
 
-def _contiguous(tensor: Tensor) -> tuple[Tensor, _CopyBack]:
+def _contiguous(tensor: Tensor) -> tuple[Tensor, CopyBack]:
     if tensor.is_contiguous():
         return tensor, ()
     flat = tensor.contiguous()

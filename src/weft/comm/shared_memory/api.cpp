@@ -124,19 +124,16 @@ void weft_announced(void* engine, int rank, uint64_t numbers[5]) {
   numbers[4] = found.layout;
 }
 
-// Slot bytes, whether copies in and out are streamed, and from how many bytes on; of a group that has measured them.
-void weft_manner(void* engine, uint64_t numbers[4]) {
+// Slot bytes, and whether copies in are streamed; as measured, where the group has had a large call.
+void weft_manner(void* engine, uint64_t numbers[2]) {
   const Manner& manner = static_cast<Engine*>(engine)->member.manner;
   numbers[0] = manner.slot_bytes;
   numbers[1] = manner.streams_in;
-  numbers[2] = manner.streams_out;
-  numbers[3] = manner.stream_from;
 }
 
-// For experiments: every rank must set the same slot.
-void weft_set_manner(void* engine, uint64_t slot_bytes, int streams_in, int streams_out, uint64_t stream_from) {
-  static_cast<Engine*>(engine)->member.set_manner(
-      {static_cast<uint32_t>(slot_bytes), streams_in != 0, streams_out != 0, stream_from});
+// Every rank must set the same slot, between two calls.
+void weft_set_manner(void* engine, uint64_t slot_bytes, int streams_in) {
+  static_cast<Engine*>(engine)->member.set_manner({static_cast<uint32_t>(slot_bytes), streams_in != 0});
 }
 
 }  // extern "C"

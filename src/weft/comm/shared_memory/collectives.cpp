@@ -163,7 +163,7 @@ void Member::all_reduce_at_once(const Call& call) {
   std::array<const void*, kMaxRanks> from;
   for (int rank = 0; rank < num_ranks_; ++rank) from[rank] = theirs(rank);
   void* to = call.output;
-  reduce(call.dtype, call.op, &to, 1, from.data(), num_ranks_, call.bytes / element_bytes(call.dtype), false);
+  reduce(call.dtype, call.op, &to, 1, from.data(), num_ranks_, call.bytes / element_bytes(call.dtype));
 }
 
 // Each rank sums its share of everybody's tensor and writes the sum into all of them: nobody else touches that share.
@@ -176,9 +176,8 @@ void Member::all_reduce_in_place(const Call& call) {
     to[rank] = segment_.base() + notice(rank).table[0] + share.start;
     from[rank] = to[rank];
   }
-  const bool is_streaming = manner.streams_out && call.bytes >= manner.stream_from;
   const uint64_t count = (share.stop - share.start) / element_bytes(call.dtype);
-  reduce(call.dtype, call.op, to.data(), num_ranks_, from.data(), num_ranks_, count, is_streaming);
+  reduce(call.dtype, call.op, to.data(), num_ranks_, from.data(), num_ranks_, count);
   turns_.pass();
 }
 
@@ -218,16 +217,16 @@ void Member::all_reduce_staged(const Call& call, uint64_t turns_passed) {
       from[rank_] = call.input + at;
       void* sum = bank + rank_ * part_bytes;
       const uint64_t size = share.stop - share.start;
-      reduce(call.dtype, call.op, &sum, 1, from.data(), num_ranks_, size / element, false);
-      copy_out(call.output + at, static_cast<char*>(sum), size, call.bytes);
+      reduce(call.dtype, call.op, &sum, 1, from.data(), num_ranks_, size / element);
+      copy(call.output + at, sum, size, false);
     }
     if (phase >= 2) {
       const uint64_t length = piece_length(call.bytes, piece, phase - 2);
       for (int step = 1; step < num_ranks_; ++step) {
         const int rank = (rank_ + step) % num_ranks_;  // everybody begins at another, so that banks are not crowded
         const Part share = part(length, rank, element);
-        copy_out(call.output + (phase - 2) * piece + share.start, theirs(rank) + rank * part_bytes,
-                 share.stop - share.start, call.bytes);
+        copy(call.output + (phase - 2) * piece + share.start, theirs(rank) + rank * part_bytes,
+             share.stop - share.start, false);
       }
     }
     if (phase == num_pieces + 1) break;  // what the others published is read before this rank's next turn
@@ -264,12 +263,11 @@ void Member::reduce_scatter(const Call& call) {
   const uint64_t own_bytes = call.send_bytes[rank_];
   const char* own = address(call.send_at[rank_]);
   std::array<const void*, kMaxRanks> from;
-  const auto sum = [&](uint64_t start, uint64_t size, bool is_streaming) {
+  const auto sum = [&](uint64_t start, uint64_t size) {
     from[rank_] = own + start;
     void* to = call.output + start;
-    reduce(call.dtype, call.op, &to, 1, from.data(), num_ranks_, size / element, is_streaming);
+    reduce(call.dtype, call.op, &to, 1, from.data(), num_ranks_, size / element);
   };
-  const bool is_streaming = manner.streams_out && own_bytes >= manner.stream_from;
 
   bool is_compared = false, stages = place == Place::kElsewhere;
   for (uint64_t phase = 0; phase <= num_pieces; ++phase) {
@@ -283,7 +281,7 @@ void Member::reduce_scatter(const Call& call) {
     }
     if (phase >= 1) {
       for (int rank = 0; rank < num_ranks_; ++rank) from[rank] = theirs(rank) + slot[rank_];
-      sum((phase - 1) * piece, piece_length(own_bytes, piece, phase - 1), is_streaming);
+      sum((phase - 1) * piece, piece_length(own_bytes, piece, phase - 1));
     }
     if (phase == num_pieces) break;
     turns_.pass();
@@ -294,7 +292,7 @@ void Member::reduce_scatter(const Call& call) {
     if (found == Mode::kInPlace) {
       ++in_place_calls_;
       for (int rank = 0; rank < num_ranks_; ++rank) from[rank] = segment_.base() + notice(rank).table[rank_];
-      sum(0, own_bytes, is_streaming);
+      sum(0, own_bytes);
       turns_.pass();  // nobody may change its tensor before all have read it
       return;
     }
@@ -320,7 +318,7 @@ void Member::all_gather(const Call& call) {
   const uint64_t num_pieces = std::max<uint64_t>(phases(longest(call.receive_bytes), piece), 1);
   char* own = address(call.receive_at[rank_]);
   const auto receive = [&](int rank, const char* from, uint64_t start, uint64_t size) {
-    copy_out(address(call.receive_at[rank]) + start, from, size, whole);
+    copy(address(call.receive_at[rank]) + start, from, size, false);
   };
 
   bool is_compared = false, stages = place == Place::kElsewhere;
@@ -355,7 +353,7 @@ void Member::all_gather(const Call& call) {
       phase = uint64_t(-1);
     }
   }
-  if (own != call.input) copy_out(own, call.input, own_bytes, whole);
+  if (own != call.input) std::memmove(own, call.input, own_bytes);
 }
 
 // ── all-to-all ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -407,18 +405,13 @@ void Member::probe_once(const Call& call) {
                                                              : 0;
   if (is_probed_ || whole < (uint64_t{4} << 20)) return;
   is_probed_ = true;
-  constexpr std::array<Manner, 6> kChoices{{{256u << 10, false, false},
-                                            {256u << 10, false, true},
-                                            {1u << 20, false, false},
-                                            {1u << 20, false, true},
-                                            {1u << 20, true, true},
-                                            {256u << 10, true, true}}};
+  constexpr std::array<Manner, 6> kChoices{
+      {{256u << 10, false}, {512u << 10, false}, {1u << 20, false}, {256u << 10, true}, {512u << 10, true}, {1u << 20, true}}};
   static_assert(kChoices.size() <= 16, "room in RankControl");
   const size_t scratch_bytes = size_t{4} << 20;
   std::vector<char> scratch(scratch_bytes);
   for (size_t choice = 0; choice < kChoices.size(); ++choice) {
     manner = kChoices[choice];
-    manner.stream_from = 0;
     segment_.control(rank_).probe_seconds[choice] = probe_seconds(scratch.data(), scratch_bytes);
   }
   turns_.pass();

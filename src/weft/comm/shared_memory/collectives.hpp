@@ -23,12 +23,11 @@ struct Call {
   double patience_seconds = 600.0;
 };
 
-// How the copies into the banks and out of them are done: measured once per group (see `Member::probe`).
+// How a rank copies into its banks: measured once per group (see `Member::probe_once`).  Slots that stay in the cache
+// that the ranks share are best; where they share none, stores past the cache spare the fetching of the other's lines.
 struct Manner {
   uint32_t slot_bytes = 1u << 20;
-  bool streams_in = false;   // copies into a bank
-  bool streams_out = false;  // results of more than `stream_from` bytes
-  uint64_t stream_from = uint64_t{8} << 20;
+  bool streams_in = false;
 };
 
 class Member {
@@ -45,7 +44,7 @@ class Member {
     is_probed_ = true;
   }
 
-  Manner manner;  // of this rank: the others see its effects, not its settings, except for the slot, which must agree
+  Manner manner;  // the slot must agree between the ranks
   uint64_t in_place_calls() const { return in_place_calls_; }
 
  private:
@@ -75,9 +74,6 @@ class Member {
   char* mine() const { return segment_.bank(rank_, turns_.next()); }          // to be written in this phase
   const char* theirs(int rank) const { return segment_.bank(rank, turns_.last()); }  // published with the last turn
   void copy_in(char* to, const char* from, uint64_t bytes) const { copy(to, from, bytes, manner.streams_in); }
-  void copy_out(char* to, const char* from, uint64_t bytes, uint64_t whole) const {
-    copy(to, from, bytes, manner.streams_out && whole >= manner.stream_from);
-  }
 
   Segment segment_;
   int rank_;

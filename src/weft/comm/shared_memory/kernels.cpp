@@ -8,7 +8,7 @@
 
 namespace weft {
 
-using Loop = void (*)(void* const*, int, const void* const*, int, size_t, int, bool);
+using Loop = void (*)(void* const*, int, const void* const*, int, size_t, int);
 
 namespace baseline {
 #include "kernels_inner.hpp"
@@ -119,11 +119,11 @@ struct Truth {
 template <typename F>
 Loop float_loop(ReduceOp op) {
   switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kAvg: return reduce_blocks<F, baseline::Sum>;
-    case ReduceOp::kProduct: return reduce_blocks<F, Product>;
-    case ReduceOp::kMin: return reduce_blocks<F, Min>;
-    case ReduceOp::kMax: return reduce_blocks<F, Max>;
+    case ReduceOp::kSum: return reduce_blocks<F, baseline::Sum, false>;
+    case ReduceOp::kAvg: return reduce_blocks<F, baseline::Sum, true>;
+    case ReduceOp::kProduct: return reduce_blocks<F, Product, false>;
+    case ReduceOp::kMin: return reduce_blocks<F, Min, false>;
+    case ReduceOp::kMax: return reduce_blocks<F, Max, false>;
     default: return nullptr;
   }
 }
@@ -131,14 +131,14 @@ Loop float_loop(ReduceOp op) {
 template <typename T>
 Loop integer_loop(ReduceOp op) {
   switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kAvg: return reduce_blocks<Wrapping<T>, WrappingSum>;
-    case ReduceOp::kProduct: return reduce_blocks<Wrapping<T>, WrappingProduct>;
-    case ReduceOp::kMin: return reduce_blocks<Wrapping<T>, Min>;
-    case ReduceOp::kMax: return reduce_blocks<Wrapping<T>, Max>;
-    case ReduceOp::kBitAnd: return reduce_blocks<Wrapping<T>, BitAnd>;
-    case ReduceOp::kBitOr: return reduce_blocks<Wrapping<T>, BitOr>;
-    case ReduceOp::kBitXor: return reduce_blocks<Wrapping<T>, BitXor>;
+    case ReduceOp::kSum: return reduce_blocks<Wrapping<T>, WrappingSum, false>;
+    case ReduceOp::kAvg: return reduce_blocks<Wrapping<T>, WrappingSum, true>;
+    case ReduceOp::kProduct: return reduce_blocks<Wrapping<T>, WrappingProduct, false>;
+    case ReduceOp::kMin: return reduce_blocks<Wrapping<T>, Min, false>;
+    case ReduceOp::kMax: return reduce_blocks<Wrapping<T>, Max, false>;
+    case ReduceOp::kBitAnd: return reduce_blocks<Wrapping<T>, BitAnd, false>;
+    case ReduceOp::kBitOr: return reduce_blocks<Wrapping<T>, BitOr, false>;
+    case ReduceOp::kBitXor: return reduce_blocks<Wrapping<T>, BitXor, false>;
     default: return nullptr;
   }
 }
@@ -148,11 +148,11 @@ Loop truth_loop(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kMax:
-    case ReduceOp::kBitOr: return reduce_blocks<Truth, BitOr>;
+    case ReduceOp::kBitOr: return reduce_blocks<Truth, BitOr, false>;
     case ReduceOp::kProduct:
     case ReduceOp::kMin:
-    case ReduceOp::kBitAnd: return reduce_blocks<Truth, BitAnd>;
-    case ReduceOp::kBitXor: return reduce_blocks<Truth, BitXor>;
+    case ReduceOp::kBitAnd: return reduce_blocks<Truth, BitAnd, false>;
+    case ReduceOp::kBitXor: return reduce_blocks<Truth, BitXor, false>;
     default: return nullptr;
   }
 }
@@ -169,18 +169,22 @@ Variant best_variant() {
   return Variant::kBaseline;
 }
 
+template <bool kDivides>
 Loop sum_loop(Dtype dtype) {
 #if defined(WEFT_HAS_VARIANTS)
   static const Variant variant = best_variant();
-  if (variant == Variant::kAvx512) return avx512::sum_loop(dtype);
-  if (variant == Variant::kAvx2) return avx2::sum_loop(dtype);
+  if (variant == Variant::kAvx512) return avx512::sum_loop<kDivides>(dtype);
+  if (variant == Variant::kAvx2) return avx2::sum_loop<kDivides>(dtype);
 #endif
-  return baseline::sum_loop(dtype);
+  return baseline::sum_loop<kDivides>(dtype);
 }
 
 Loop loop_for(Dtype dtype, ReduceOp op) {
-  if (op == ReduceOp::kSum || op == ReduceOp::kAvg) {
-    if (const Loop found = sum_loop(dtype)) return found;
+  if (op == ReduceOp::kSum) {
+    if (const Loop found = sum_loop<false>(dtype)) return found;
+  }
+  if (op == ReduceOp::kAvg) {
+    if (const Loop found = sum_loop<true>(dtype)) return found;
   }
   if (op == ReduceOp::kAvg && dtype == Dtype::kBool) return nullptr;
   switch (dtype) {
@@ -255,11 +259,11 @@ void copy(void* to, const void* from, size_t bytes, bool is_streaming) {
   std::memcpy(to, from, bytes);
 }
 
-void reduce(Dtype dtype, ReduceOp op, void* const* to, int num_to, const void* const* from, int num_from, size_t count,
-            bool is_streaming) {
+void reduce(Dtype dtype, ReduceOp op, void* const* to, int num_to, const void* const* from, int num_from,
+            size_t count) {
   if (count == 0) return;
   const int divisor = op == ReduceOp::kAvg ? num_from : 1;
-  loop_for(dtype, op)(to, num_to, from, num_from, count, divisor, is_streaming);
+  loop_for(dtype, op)(to, num_to, from, num_from, count, divisor);
 }
 
 const char* kernel_variant() {

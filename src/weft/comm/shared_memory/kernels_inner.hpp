@@ -70,61 +70,64 @@ __attribute__((noinline)) void one_more(typename F::Summed* __restrict sums, con
 }
 
 template <typename F>
-__attribute__((noinline)) void only_one(typename F::Summed* __restrict sums, const typename F::Stored* a,
-                                        size_t count) {
-  for (size_t i = 0; i < count; ++i) sums[i] = F::load(a[i]);
+__attribute__((noinline)) void only_one(typename F::Stored* to, const typename F::Stored* a, size_t count) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < count; ++i) to[i] = F::store(F::load(a[i]));
 }
 
-template <typename F>
-__attribute__((noinline)) void divide(typename F::Summed* sums, int divisor, size_t count) {
-  for (size_t i = 0; i < count; ++i) sums[i] = static_cast<typename F::Summed>(sums[i] / divisor);
+// `to` may be one of the sources, at the same place: each element is read before it is written, which is what the
+// compiler is told here, since it would otherwise take its slow way out for overlapping arrays.
+template <typename F, typename Op, bool kDivides>
+__attribute__((noinline)) void last_two(typename F::Stored* to, const typename F::Stored* a,
+                                        const typename F::Stored* b, int divisor, size_t count) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < count; ++i) {
+    const typename F::Summed sum = Op::apply(F::load(a[i]), F::load(b[i]));
+    to[i] = F::store(kDivides ? static_cast<typename F::Summed>(sum / divisor) : sum);
+  }
 }
 
-template <typename F>
-__attribute__((noinline)) void store_all(typename F::Stored* __restrict stored,
-                                         const typename F::Summed* __restrict sums, size_t count) {
-  for (size_t i = 0; i < count; ++i) stored[i] = F::store(sums[i]);
+template <typename F, typename Op, bool kDivides>
+__attribute__((noinline)) void last_one(typename F::Stored* to, const typename F::Summed* sums,
+                                        const typename F::Stored* a, int divisor, size_t count) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < count; ++i) {
+    const typename F::Summed sum = Op::apply(sums[i], F::load(a[i]));
+    to[i] = F::store(kDivides ? static_cast<typename F::Summed>(sum / divisor) : sum);
+  }
 }
 
-template <typename A, typename B>
-constexpr bool is_same = false;
-template <typename A>
-constexpr bool is_same<A, A> = true;
-
-template <typename F, typename Op>
-void reduce_blocks(void* const* to, int num_to, const void* const* from, int num_from, size_t count, int divisor,
-                   bool is_streaming) {
+template <typename F, typename Op, bool kDivides>
+void reduce_blocks(void* const* to, int num_to, const void* const* from, int num_from, size_t count, int divisor) {
   using Stored = typename F::Stored;
-  using Summed = typename F::Summed;
-  alignas(64) Summed sums[kBlock];
-  alignas(64) Stored narrow[is_same<Stored, Summed> ? 1 : kBlock];
+  alignas(64) typename F::Summed sums[kBlock];
+  alignas(64) Stored result[kBlock];
   for (size_t start = 0; start < count; start += kBlock) {
     const size_t length = count - start < kBlock ? count - start : kBlock;
     const auto source = [&](int rank) { return static_cast<const Stored*>(from[rank]) + start; };
+    Stored* out = num_to == 1 ? static_cast<Stored*>(to[0]) + start : result;
     if (num_from == 1) {
-      only_one<F>(sums, source(0), length);
+      only_one<F>(out, source(0), length);
+    } else if (num_from == 2) {
+      last_two<F, Op, kDivides>(out, source(0), source(1), divisor, length);
     } else {
       first_two<F, Op>(sums, source(0), source(1), length);
+      for (int rank = 2; rank < num_from - 1; ++rank) one_more<F, Op>(sums, source(rank), length);
+      last_one<F, Op, kDivides>(out, sums, source(num_from - 1), divisor, length);
     }
-    for (int rank = 2; rank < num_from; ++rank) one_more<F, Op>(sums, source(rank), length);
-    if (divisor > 1) divide<F>(sums, divisor, length);
-    const void* result = sums;
-    if constexpr (!is_same<Stored, Summed>) {
-      store_all<F>(narrow, sums, length);
-      result = narrow;
-    }
-    for (int target = 0; target < num_to; ++target) {
-      copy(static_cast<Stored*>(to[target]) + start, result, length * sizeof(Stored), is_streaming);
+    for (int target = 0; num_to > 1 && target < num_to; ++target) {
+      copy(static_cast<Stored*>(to[target]) + start, result, length * sizeof(Stored), false);
     }
   }
 }
 
-inline Loop sum_loop(Dtype dtype) {
+template <bool kDivides>
+Loop sum_loop(Dtype dtype) {
   switch (dtype) {
-    case Dtype::kF32: return reduce_blocks<Plain<float>, Sum>;
-    case Dtype::kF64: return reduce_blocks<Plain<double>, Sum>;
-    case Dtype::kBF16: return reduce_blocks<BF16, Sum>;
-    case Dtype::kF16: return reduce_blocks<F16, Sum>;
+    case Dtype::kF32: return reduce_blocks<Plain<float>, Sum, kDivides>;
+    case Dtype::kF64: return reduce_blocks<Plain<double>, Sum, kDivides>;
+    case Dtype::kBF16: return reduce_blocks<BF16, Sum, kDivides>;
+    case Dtype::kF16: return reduce_blocks<F16, Sum, kDivides>;
     default: return nullptr;
   }
 }

@@ -1,0 +1,124 @@
+"""A call that is under way, as torch sees it, and the futures that are made of it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from weft.comm.shared_memory._call import Call
+from weft.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from weft.comm.shared_memory._group import SharedMemoryGroup
+
+CopyBack = Sequence[tuple[Tensor, Tensor]]
+"""Contiguous copies that were worked on instead of the caller's tensors: (the caller's, the copy)."""
+
+
+class SharedMemoryWork(dist.Work):
+    """A call under way.  `wait` raises `CollectiveError` where it could not be carried out."""
+
+    def __init__(
+        self,
+        group: SharedMemoryGroup | None,
+        ticket: int,
+        call: Call | None,
+        tensors: list[Tensor],
+        copy_back: CopyBack,
+    ) -> None:
+        super().__init__()
+        self._group = group  # None: there is nothing to wait for any more
+        self._ticket = ticket
+        self._call = call
+        self._tensors = tensors
+        self._copy_back = copy_back
+        self._error: CollectiveError | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        group = self._group
+        if group is not None:
+            seconds = timeout.total_seconds() if timeout else group.seconds
+            try:
+                group.finish(self._ticket, self._call, seconds)
+            except CollectiveError as error:
+                # Not `error` itself: its traceback and context hold the group, and torch's futures hold on to errors.
+                self._error, self._group = CollectiveError(str(error), status=error.status), None
+                raise
+            for target, source in self._copy_back:
+                target.copy_(source)
+            self._group = None  # only now: another thread may wait for the same work
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._group is None or self._group.has_done(self._ticket)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> CollectiveError | None:
+        if self.is_completed() and self._group is not None:
+            try:
+                self.wait()
+            except CollectiveError as error:
+                return error
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        """A future that is completed when the call is, by a thread of the group's that waits for such futures.
+
+        What is chained to it runs on that thread.  If it communicates in turn, ranks may do so in different orders: the
+        call after it then fails on all of them with the error of different calls (Gloo would take what comes).
+        """
+        future: Future[Any] = Future()
+        if self._group is None or not self._group.complete_later(self, future):
+            self.complete(future)
+        return future
+
+    def complete(self, future: Future[Any]) -> None:
+        """Wait, and give the future its value or its error."""
+        try:
+            self.wait()
+        except CollectiveError:
+            future.set_exception(self._error)  # pyright: ignore[reportArgumentType]  # torch's stub: a generic T
+        else:
+            future.set_result(self._tensors)
+
+
+class Completer:
+    """A thread that waits for works and completes their futures, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[tuple[SharedMemoryWork, Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._complete, name="weft-futures", daemon=True)
+        self._thread.start()
+
+    def add(self, work: SharedMemoryWork, future: Future[Any]) -> bool:
+        if threading.current_thread() is self._thread:
+            return False
+        self._works.put((work, future))
+        return True
+
+    def close(self) -> None:
+        self._works.put(None)
+        self._thread.join()
+
+    def _complete(self) -> None:
+        while (item := self._works.get()) is not None:
+            work, future = item
+            work.complete(future)
+            del item, work, future  # nothing is kept while waiting for the next

@@ -66,7 +66,7 @@ def final_loss(compression: Compression | None, seed: int, steps: int, data: Ten
     ]
     store = BucketStore(
         members, mesh, zero=0, compute_dtype=torch.float32, gradient_dtype=torch.float32,
-        bucket_bytes=2_000_000, first_bucket_bytes=80_000, compression=compression,
+        bucket_bytes=2_000_000, first_bucket_bytes=2_000_000, compression=compression,
     )  # fmt: skip
     velocities = [torch.zeros_like(shard.master) for shard in store.shards]
     order = torch.Generator().manual_seed(1000 * seed + mesh.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import small_language_model
 
 from weft.comm.compress import Compression
@@ -35,6 +36,7 @@ def study() -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.slow
 def test_a_language_model_ends_where_it_does_without_compression(ranks: Any) -> None:
     found = ranks.run(2, study, timeout=500.0)  # of a hang; a busy machine takes its time
     assert found[0] == found[1], "ranks drifted apart"

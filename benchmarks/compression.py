@@ -186,6 +186,19 @@ def predicted(compute_seconds: float) -> dict[str, float]:
     return found
 
 
+def gain(samples: dict[str, Any], rounds: int) -> list[Goal]:
+    """Run the second part, and keep its samples."""
+    with slow_link(_RATE) as hosts:
+        steps = slow_steps(hosts, rounds)
+    foretold = predicted(median(steps["alone"]))
+    samples["slow link"] = {
+        "seconds": steps,
+        "predicted_seconds": foretold,
+        "summary": {name: summary(found) for name, found in steps.items()},
+    }
+    return gain_goals(steps, foretold)
+
+
 def gain_goals(steps: Mapping[str, Sequence[float]], foretold: Mapping[str, float]) -> list[Goal]:
     goals: list[Goal] = []
     for codec in _SLOW_CODECS[1:]:
@@ -202,25 +215,19 @@ def gain_goals(steps: Mapping[str, Sequence[float]], foretold: Mapping[str, floa
 def main() -> None:
     parser = options_parser(__doc__, rounds=6)
     parser.add_argument("--steps", type=int, default=400, help="of each training of the first part")
+    parser.add_argument("--parts", nargs="+", choices=("loss", "gain"), default=["loss", "gain"], help="which to run")
     options = parser.parse_args()
     before = machine()
     samples: dict[str, Any] = {}
     goals: list[Goal] = []
-    try:
-        with slow_link(_RATE) as hosts:
-            steps = slow_steps(hosts, options.rounds)
-        foretold = predicted(median(steps["alone"]))
-        samples["slow link"] = {
-            "seconds": steps,
-            "predicted_seconds": foretold,
-            "summary": {name: summary(found) for name, found in steps.items()},
-        }
-        goals += gain_goals(steps, foretold)
-    except NoNamespacesError as problem:
-        log(f"left out: the slow link ({problem})")
-    losses = study(options.steps)
-    samples["final losses"] = losses
-    goals += study_goals(losses)
+    if "gain" in options.parts:
+        try:
+            goals += gain(samples, options.rounds)
+        except NoNamespacesError as problem:
+            log(f"left out: the slow link ({problem})")
+    if "loss" in options.parts:
+        samples["final losses"] = losses = study(options.steps)
+        goals += study_goals(losses)
     about = {
         "machine": before,
         "versions": versions(),

@@ -23,7 +23,7 @@ from weft.parallel.buckets import Member
 from weft.parallel.data import BucketStore
 from weft.plan import MeshPlan
 
-CONTEXT, WIDTH, BATCH = 12, 160, 64
+CONTEXT, WIDTH, BATCH = 10, 128, 48
 """Characters seen, units of a layer, samples per step and rank."""
 CHARACTERS = 96
 """Printable ASCII; everything else is one more."""
@@ -66,7 +66,7 @@ def final_loss(compression: Compression | None, seed: int, steps: int, data: Ten
     ]
     store = BucketStore(
         members, mesh, zero=0, compute_dtype=torch.float32, gradient_dtype=torch.float32,
-        bucket_bytes=200_000, first_bucket_bytes=50_000, compression=compression,
+        bucket_bytes=2_000_000, first_bucket_bytes=2_000_000, compression=compression,
     )  # fmt: skip
     velocities = [torch.zeros_like(shard.master) for shard in store.shards]
     order = torch.Generator().manual_seed(1000 * seed + mesh.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import weft
 from weft.cli._main import run
 from weft.errors import LaunchError, RecipeError
-from weft.plan import MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
+from weft.plan import DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.recipe import Recipe, parse_recipe
 
 RECIPE = """
@@ -120,6 +121,21 @@ def test_a_plan_that_equals_one_process(project: Path, capsys: pytest.CaptureFix
     assert sorted(path.name for path in project.iterdir() if path.is_file()) == [
         "checked_models.py", "plan.toml", "recipe.toml",
     ]  # fmt: skip
+
+
+def test_compression_is_left_out_and_the_report_says_so(project: Path) -> None:
+    recipe = factory("build")
+    recipe = replace(recipe, permit=replace(recipe.permit, compression=("powersgd",)))
+    plan = Plan(
+        mesh=MeshPlan(replicate=2),
+        data_parallel=DataParallelPlan(compression="powersgd", powersgd_rank=2),
+        microbatch=MicrobatchPlan(size=4),
+        memory=MemoryPlan(fused_loss=False),
+    )
+    report = weft.check(recipe, plan)
+    assert report.is_equal, str(report)
+    assert report.plan.data_parallel.compression == "none"
+    assert "compared without compression: powersgd changes gradients, which the recipe permits" in str(report)
 
 
 def test_a_wrong_split_table_is_named_with_what_it_takes(project: Path) -> None:

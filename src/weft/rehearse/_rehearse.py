@@ -34,10 +34,13 @@ class StateBytes:
     """fp32 copies under bf16 and fp16."""
     optimizer: int
     buffers: int
+    compression: int = 0
+    """Residuals and bases of compressed gradients."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.masters + self.optimizer + self.buffers
+        exact = self.weights + self.gradients + self.masters + self.optimizer + self.buffers
+        return exact + self.compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +188,14 @@ def _state_bytes(training: TrainingState) -> StateBytes:
     gradients += _bytes_of((shard.gradient for shard in shards if shard.gradient is not None), seen)
     optimizer = _bytes_of((piece.tensor for piece in training.optimizer.pieces()), seen)
     buffers = _bytes_of((buffer for part in parts for buffer in part.module.buffers()), seen)
-    return StateBytes(weights=weights, gradients=gradients, masters=masters, optimizer=optimizer, buffers=buffers)
+    return StateBytes(
+        weights=weights,
+        gradients=gradients,
+        masters=masters,
+        optimizer=optimizer,
+        buffers=buffers,
+        compression=training.model.stores.model_state_bytes()["compression"],
+    )
 
 
 def _gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -40,6 +40,13 @@ def test_the_cpu_is_served_by_gloo() -> None:
     assert not ranks_share_device(CPU, 8)
 
 
+def test_shared_memory_is_for_the_cpu() -> None:
+    assert backend_for(CPU, wanted="gloo") == "gloo"
+    assert backend_for(CPU, wanted="weft") == "cpu:weft"
+    with pytest.raises(ClusterError, match=r'backend = "weft", but the ranks compute on cuda.* Use backend = "auto"'):
+        backend_for(torch.device("cuda", 0), wanted="weft")
+
+
 def test_several_ranks_on_one_gpu_are_served_by_gloo() -> None:
     assert backend_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
     assert backend_for(torch.device("cuda", 0), shared=True) == "gloo"
@@ -53,6 +60,10 @@ def _carried() -> tuple[bool, bool, bool]:
 
 def test_gloo_carries_the_tensors_of_both_kinds_of_device_and_no_others(ranks: RankPool) -> None:
     assert ranks.run(2, _carried) == [(True, True, False)] * 2
+
+
+def test_shared_memory_carries_what_gloo_does_not(ranks: RankPool) -> None:
+    assert ranks.run(2, _carried, backend="cpu:weft") == [(False, False, False)] * 2
 
 
 def test_memory_grows_with_what_is_held() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pool import RankPool
+from weft.comm import BackendKind
 from weft.errors import LaunchError
 from weft.launch import initialise_distributed
 from weft.launch._distributed import _check_backends
@@ -18,6 +20,18 @@ def _joined() -> tuple[int, int]:
 
 def test_a_group_that_exists_is_used_and_left_alone(ranks: RankPool) -> None:
     assert ranks.run(2, _joined) == [(0, 2), (1, 2)]
+
+
+def _wanted(backend: BackendKind) -> str:
+    with initialise_distributed("cpu", backend=backend):
+        return dist.get_backend_config()
+
+
+def test_a_group_that_exists_must_be_what_the_plan_wants(ranks: RankPool) -> None:
+    assert ranks.run(2, _wanted, "weft", backend="cpu:weft") == ["cpu:weft"] * 2
+    assert ranks.run(2, _wanted, "auto", backend="cpu:weft") == ["cpu:weft"] * 2
+    with pytest.raises(LaunchError, match=r'backend = "weft", but the default process group .* by gloo\. Use'):
+        ranks.run(2, _wanted, "weft")
 
 
 def _refused() -> None:

@@ -297,3 +297,10 @@ def test_every_error_is_one_short_paragraph() -> None:
             make(text.replace("= ", "= [[[", 1))
         assert len(str(caught.value)) < 400
     assert parse_cluster_spec("4X8XH100").num_devices == 32
+
+
+def test_shared_memory_is_refused_where_tensors_are_on_an_accelerator() -> None:
+    assert parse_plan('[compute]\nbackend = "weft"\n').compute.backend == "weft"
+    message = r'line 3: compute\.backend = "weft" carries tensors of the CPU only.*Use "auto"'
+    with pytest.raises(PlanError, match=message):
+        parse_plan('[compute]\ndevice = "cuda"\nbackend = "weft"\n')

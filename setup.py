@@ -30,6 +30,11 @@ def described() -> ModuleType:
 class BuildLibrary(build_ext):
     """Names the library without the interpreter's tag: it does not depend on the interpreter."""
 
+    def build_extension(self, ext: Extension) -> None:
+        # One of an earlier build must not stay where this one fails: nobody would understand it.
+        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+        super().build_extension(ext)
+
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
 

@@ -58,7 +58,7 @@ def test_pure_python_gives_the_same_results(ranks: RankPool, tmp_path: Path, wor
         assert wrong == []
         assert name == "shared memory in pure Python"
         assert len(said) == (2 if rank == 0 else 0)  # one per group
-        assert all("use pure Python: the same results" in text for text in said)
+        assert all("by pure Python, the same results" in text for text in said)
         assert all("setup.py build_ext --inplace" in text for text in said)
 
 

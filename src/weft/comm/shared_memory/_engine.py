@@ -60,7 +60,10 @@ def load_library() -> ctypes.CDLL | None:
     path = FOLDER / LIBRARY
     if not path.exists():
         return None
-    library = ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:  # built for another processor or C++ library than this process has
+        return None
     library.weft_digest.restype = ctypes.c_char_p
     built, here = library.weft_digest().decode(), digest()
     if built != here:
@@ -135,9 +138,12 @@ class Engine:
         self._arena_offset = int(library.weft_arena_offset(self._base, rank))
         self._rank = rank
         self._process = os.getpid()
+        self._closed = False
         self._reduce: Callable[..., int] = library.weft_all_reduce
         self._handle: int | None = library.weft_open(self._base, rank, num_ranks, num_local_ranks)
         assert self._handle, "the segment is laid out before engines are opened"
+        # At the interpreter's exit the thread must end before the memory goes; the rest goes with the process.
+        self._at_exit = weakref.finalize(self, _leave, library, self._handle, self._process, segment)
 
     def submit(self, call: Call, patience_seconds: float, *, background: bool) -> int:
         send, receive = self._arrays(call.send), self._arrays(call.receive)
@@ -162,7 +168,7 @@ class Engine:
     def all_reduce(self, address: int, num_bytes: int, dtype: int, op: int, patience_seconds: float) -> None:
         failure = _FailureStruct()
         if self._reduce(
-            self._handle or self._alive(), address, address, num_bytes, dtype, op, patience_seconds, byref(failure)
+            self._alive(), address, address, num_bytes, dtype, op, patience_seconds, byref(failure)
         ):
             raise GroupFailed(self._described(failure))
 
@@ -183,7 +189,7 @@ class Engine:
         return memoryview(array).cast("B")
 
     def abort(self) -> None:
-        if self._handle is not None:
+        if self._handle is not None and self._process == os.getpid():
             self._library.weft_abort(self._handle)
 
     def leave(self) -> None:
@@ -192,15 +198,21 @@ class Engine:
             self._library.weft_leave(self._handle)
 
     def close(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None and self._process == os.getpid():  # a forked child has neither the thread nor the memory
-            self._library.weft_close(handle)
+        """Leave, and let go of the memory.  Threads that are still inside a call of this object get their error: what
+        they use in C++ goes with this object, which they hold."""
+        self.leave()
+        self._closed = True
+        self._at_exit.detach()
         self._segment = None  # torch may remember the group for long; its memory must not stay as long
 
     def __del__(self) -> None:
         # A group that is dropped and not destroyed ends with its last reference, as Gloo's do.
-        if getattr(self, "_handle", None) is not None and not sys.is_finalizing():
-            self.close()
+        handle = getattr(self, "_handle", None)
+        if handle is None or sys.is_finalizing():
+            return
+        self._at_exit.detach()
+        if self._process == os.getpid():  # a forked child has not got the thread
+            self._library.weft_close(handle)
 
     @property
     def kernel_variant(self) -> str:
@@ -228,7 +240,7 @@ class Engine:
         self._library.weft_set_manner(self._alive(), manner.slot_bytes, manner.streams_in)
 
     def _alive(self) -> int:
-        if self._handle is None:
+        if self._handle is None or self._closed or self._process != os.getpid():
             raise GroupFailed(Failure(Trouble.CLOSED, self._rank, self._rank))
         return self._handle
 
@@ -248,11 +260,18 @@ class Engine:
 
     def _announced(self, rank: int) -> str:
         numbers = (c_uint64 * 5)()
-        self._library.weft_announced(self._alive(), rank, numbers)
+        self._library.weft_announced(self._handle, rank, numbers)
         kind = Kind(numbers[0])
         if kind is Kind.BARRIER:
             return "a barrier"
         return f"{kind.title} of {numbers[3]:,} bytes (dtype {numbers[1]}, op {numbers[2]}, cut {numbers[4]:x})"
+
+
+def _leave(library: ctypes.CDLL, handle: int, process: int, segment: Segment) -> None:
+    """End an engine's thread.  `segment` is held until then."""
+    del segment
+    if process == os.getpid():
+        library.weft_leave(handle)
 
 
 def _Piece(num_bytes: int) -> Any:  # noqa: N802 - it makes a type

@@ -11,6 +11,7 @@ names as in `torch/csrc/distributed/c10d/PyProcessGroup.hpp`, those of torch 2.1
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -57,6 +58,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.served: Counter[str] = Counter()
         self._place = rank
         self._held: deque[tuple[int, Any]] = deque()
+        self._letting_go = threading.Lock()
         self._completer: Completer | None = None
         self._done = SharedMemoryWork(None, 0, None, [], ())
 
@@ -65,9 +67,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def finish(self, ticket: int, call: Call | None, seconds: float) -> None:
         try:
             self.transport.wait(ticket, seconds)
+            self._let_go()
         except GroupFailed as failed:
             raise explain(failed.failure, call, self.ranks, seconds) from None
-        self._let_go()
 
     def has_done(self, ticket: int) -> bool:
         try:
@@ -103,6 +105,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """Release every rank that waits in this group, with `CollectiveError`.  By any one rank."""
         self.transport.abort()
+        super().abort()  # what Gloo carries: sends and receives
 
     def shutdown(self) -> None:
         """Leave the group.  Calls that are under way fail, on every rank."""
@@ -127,8 +130,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         dtype = self._reducible(tensor, op)
         self.served["allreduce"] += 1
         if opts is not None and not opts.asyncOp and tensor.is_contiguous():
+            _check_memory(tensor)
             size = tensor.numel() * tensor.itemsize
             try:
+                self._let_go()  # of works that nobody waited for
                 self.transport.all_reduce(tensor.data_ptr(), size, dtype, op, self.seconds)
             except GroupFailed as failed:
                 call = Call(Kind.ALL_REDUCE, dtype, op, num_bytes=size)
@@ -280,6 +285,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         (flat, back), flat_given = _contiguous(output), _contiguous(given)[0]
         send = self._split(flat_given, given, input_splits or [])
         receive = self._split(flat, output, output_splits or [])
+        if output.dtype != given.dtype or send[self._place][1] != receive[self._place][1]:
+            raise CollectiveError(
+                f"an all-to-all that gives this rank {send[self._place][1]:,} bytes of {given.dtype} cannot take"
+                f" {receive[self._place][1]:,} of {output.dtype} from it: they must agree."
+            )
         return self._submit(Call(Kind.ALL_TO_ALL, send=send, receive=receive), [flat_given, flat], back, [output], opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -352,10 +362,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return work
 
     def _let_go(self) -> None:
+        """Forget the tensors of calls that are done.  By any thread."""
         if self._held:
-            done = self.transport.completed()
-            while self._held and self._held[0][0] <= done:
-                self._held.popleft()
+            with self._letting_go:
+                done = self.transport.completed()
+                while self._held and self._held[0][0] <= done:
+                    self._held.popleft()
 
     def _reducible(self, tensor: Tensor, op: int) -> int:
         dtype = DTYPES.get(tensor.dtype)
@@ -372,7 +384,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         num_ranks = len(self.ranks)
         length = tensor.shape[0] if tensor.dim() else 1
         lengths = list(splits) or [length // num_ranks] * num_ranks
-        if len(lengths) != num_ranks or sum(lengths) != length:
+        if len(lengths) != num_ranks or sum(lengths) != length or min(lengths) < 0:
             raise CollectiveError(
                 f"an all-to-all over {num_ranks} ranks cannot cut dim 0 of length {length:,} into {lengths}: there must"
                 f" be one length per rank, and they must add up."
@@ -384,6 +396,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
             regions.append((at, part * row))
             at += part * row
         return regions
+
+
+def _check_memory(tensor: Tensor) -> None:
+    """What lies elsewhere has no address that a copy could start from."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        kind = f"on {tensor.device}" if tensor.device.type != "cpu" else f"of layout {tensor.layout}"
+        raise CollectiveError(
+            f"a tensor {kind} cannot be sent over shared memory, which carries dense tensors of the CPU. Use a group of"
+            f" the device's own backend."
+        )
 
 
 def _op(opts: Any) -> int:
@@ -400,6 +422,7 @@ def _region(flat: Tensor) -> Region:
 
 
 def _contiguous(tensor: Tensor) -> tuple[Tensor, CopyBack]:
+    _check_memory(tensor)
     if tensor.is_contiguous():
         return tensor, ()
     flat = tensor.contiguous()

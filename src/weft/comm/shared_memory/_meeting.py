@@ -21,6 +21,8 @@ from weft.comm.shared_memory._call import Transport
 from weft.comm.shared_memory._engine import REBUILD, Engine, load_library, prepare
 from weft.comm.shared_memory._fallback import PythonTransport, may_work_here, segment_bytes
 from weft.comm.shared_memory._segment import Segment, Unreachable, create_segment, open_segment
+from weft.comm.shared_memory._sources import digest
+from weft.errors import CollectiveError
 
 ARENA_BYTES = 1 << 30
 """Address space per rank for tensors that are reduced where they lie; it takes memory where it is written."""
@@ -48,22 +50,38 @@ class Meeting:
 
         What is slower than it could be is said once, by the rank that speaks.
         """
-        library = load_library() if self.use_engine else None
+        library, unbuilt = self._library()
         segment, reason = self._segment(library)
         level = _NONE if segment is None else _ENGINE if library is not None else _PYTHON
         if level == _PYTHON and not may_work_here():
             level, reason = _NONE, "there is no C++ engine here, and Python's own needs an x86-64 Linux"
-        levels = self._gather(level)
-        settled = min(levels)
-        transport = self._open(settled, library, segment)
-        if level == _NONE:
-            self.store.set(f"why/{self.rank}", reason)
-        if self.speaks and settled < _ENGINE:
+        if level < _ENGINE:
+            self.store.set(f"why/{self.rank}", reason or unbuilt)
+        try:
+            levels = self._gather(level)
+            settled = min(levels)
+            transport = self._open(settled, library, segment)
+            self._gather(settled)  # all have opened what they use: processes are known, nobody opens the descriptor
+        finally:
+            if segment is not None:
+                segment.forget_descriptor()
+        if self.speaks and settled < _ENGINE:  # last of all: a warning may be an error, and nobody waits for this rank
             self._say(settled, levels)
-        self._gather(settled)  # all have opened what they use: processes are known, and nobody opens the descriptor
-        if segment is not None:
-            segment.forget_descriptor()
         return transport
+
+    def _library(self) -> tuple[ctypes.CDLL | None, str]:
+        """The engine, or why this rank has none that the others would understand.  An error here would leave them
+        waiting."""
+        library, reason = None, f"it is not built there: install a C++ compiler and run {REBUILD}"
+        try:
+            library = load_library() if self.use_engine else None
+        except CollectiveError as problem:
+            reason = str(problem)
+        if self.rank == 0:
+            self.store.set("engine", digest() if library is not None else "")
+        elif library is not None and self.store.get("engine").decode() not in ("", digest()):
+            return None, "rank 0 has another version of it: install the same Weft for all ranks"
+        return library, reason
 
     def _segment(self, library: ctypes.CDLL | None) -> tuple[Segment | None, str]:
         """Map the segment, or say why that is not possible."""
@@ -111,9 +129,10 @@ class Meeting:
     def _say(self, settled: int, levels: list[int]) -> None:
         if settled == _PYTHON:
             without = [rank for rank, level in enumerate(levels) if level == _PYTHON]
+            why = self.store.get(f"why/{without[0]}").decode()
             text = (
-                f"The shared-memory engine is not built where rank {without[0]} runs, so its {self.num_ranks} ranks"
-                f" use pure Python: the same results, 2 to 5 times slower. Install a C++ compiler and run {REBUILD}."
+                f"A group of {self.num_ranks} ranks shares memory by pure Python, the same results 2 to 5 times slower:"
+                f" rank {without[0]} lacks the engine ({why})."
             )
         else:
             first = levels.index(_NONE)

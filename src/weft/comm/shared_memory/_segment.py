@@ -112,6 +112,6 @@ def open_segment(description: str) -> Segment:
 
 
 def _map(descriptor: int, num_bytes: int) -> mmap.mmap:
-    memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    memory.madvise(mmap.MADV_DONTFORK)  # a forked helper (a data loader's) has no business in it, nor should it keep it
-    return memory
+    # A forked helper (a data loader's) inherits the mapping.  Without it (MADV_DONTFORK) the helper's own memory could
+    # come to lie there, and would be unmapped with the object that stands for this one.
+    return mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -40,6 +40,7 @@ class SharedMemoryWork(dist.Work):
         self._tensors = tensors
         self._copy_back = copy_back
         self._error: CollectiveError | None = None
+        self._waiting = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         group = self._group
@@ -51,9 +52,11 @@ class SharedMemoryWork(dist.Work):
                 # Not `error` itself: its traceback and context hold the group, and torch's futures hold on to errors.
                 self._error, self._group = CollectiveError(str(error), status=error.status), None
                 raise
-            for target, source in self._copy_back:
-                target.copy_(source)
-            self._group = None  # only now: another thread may wait for the same work
+            with self._waiting:
+                if self._group is not None:  # else another thread that waited has done so, and the caller goes on
+                    for target, source in self._copy_back:
+                        target.copy_(source)
+                    self._group = None
         if self._error is not None:
             raise self._error
         return True
@@ -95,6 +98,8 @@ class SharedMemoryWork(dist.Work):
             self.wait()
         except CollectiveError:
             future.set_exception(self._error)  # pyright: ignore[reportArgumentType]  # torch's stub: a generic T
+        except Exception as error:  # of copying back; the thread must live for the futures that follow
+            future.set_exception(error)  # pyright: ignore[reportArgumentType]
         else:
             future.set_result(self._tensors)
 

@@ -116,7 +116,7 @@ int weft_all_reduce(void* engine, const void* input, void* output, uint64_t byte
 
 // Kind, dtype, op, bytes and layout of the call that a rank has announced, as numbers; for messages.
 void weft_announced(void* engine, int rank, uint64_t numbers[5]) {
-  const Signature found = static_cast<Engine*>(engine)->member.announced(rank);
+  const Signature found = static_cast<Engine*>(engine)->announced(rank);
   numbers[0] = found.kind;
   numbers[1] = found.dtype;
   numbers[2] = found.op;

@@ -3,7 +3,30 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <system_error>
+
 namespace weft {
+
+namespace {
+
+// The call's own deadline names who has not come; a waiter's is for when even that does not end the call.
+constexpr auto kGrace = std::chrono::seconds(1);
+
+// Signals are for the threads of Python.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
 
 Engine::Engine(Segment shared, int own_rank, int num_local_ranks)
     : segment(shared), rank(own_rank), member(shared, own_rank, num_local_ranks) {}
@@ -17,12 +40,12 @@ uint64_t Engine::submit(Call call, bool is_background) {
   if (!is_background || is_stopping_) return ticket;
   wanted_ = ticket;
   if (!thread_.joinable()) {
-    // Signals are for the threads of Python.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::thread([this] { work(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    const SignalsBlocked blocked;
+    try {
+      thread_ = std::thread([this] { work(); });
+    } catch (const std::system_error&) {
+      // No thread to be had (a limit on processes): whoever waits carries the call out.
+    }
   }
   lock.unlock();
   for_thread_.notify_one();
@@ -33,14 +56,25 @@ Failure Engine::wait(uint64_t ticket, double patience_seconds) {
   const auto limit = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                         std::chrono::duration<double>(std::min(patience_seconds, 1e9)));
   std::unique_lock<std::mutex> lock(mutex_);
+  ++num_waiting_;
+  const Failure found = wait_holding(lock, ticket, limit);
+  if (--num_waiting_ == 0 && is_stopping_) for_waiters_.notify_all();
+  return found;
+}
+
+Failure Engine::wait_holding(std::unique_lock<std::mutex>& lock, uint64_t ticket, Clock::time_point limit) {
   while (completed_.load(std::memory_order_relaxed) < ticket) {
     if (is_stopping_) return {Trouble::kClosed, rank, rank};
     if (!is_busy_) {
-      const double left = std::chrono::duration<double>(limit - Clock::now()).count();
-      Call& front = queue_.front().call;
-      front.patience_seconds = std::min(front.patience_seconds, std::max(left, 0.0));
+      Entry& front = queue_.front();
+      if (front.ticket == ticket) {  // the patience of other calls is their own waiters' business
+        const double left = std::chrono::duration<double>(limit - Clock::now()).count();
+        front.call.patience_seconds = std::min(front.call.patience_seconds, std::max(left, 0.0));
+      }
       carry_out_front(lock, false);
-    } else if (for_waiters_.wait_until(lock, limit) == std::cv_status::timeout && Clock::now() >= limit) {
+    } else if (for_waiters_.wait_until(lock, limit + kGrace) == std::cv_status::timeout &&
+               Clock::now() >= limit + kGrace && !is_stopping_) {
+      Turns::tell(segment, Trouble::kDeadline, rank, -1);  // the call under way must not go on behind the caller's back
       return {Trouble::kDeadline, -1, rank};
     }
   }
@@ -68,6 +102,9 @@ void Engine::carry_out_front(std::unique_lock<std::mutex>& lock, bool is_backgro
     member.run(entry.call, is_background);
   } catch (const Failed& failed) {
     failure = failed.failure;
+  } catch (...) {  // no memory for a buffer: the others must not wait for this rank
+    failure = {Trouble::kAborted, rank, rank};
+    Turns::tell(segment, Trouble::kAborted, rank, rank);
   }
   lock.lock();
   is_busy_ = false;
@@ -81,22 +118,35 @@ void Engine::carry_out_front(std::unique_lock<std::mutex>& lock, bool is_backgro
   if (!is_background && !queue_.empty()) for_thread_.notify_one();
 }
 
-void Engine::abort(Trouble trouble, int culprit) { Turns::tell(segment, trouble, rank, culprit); }
+void Engine::abort(Trouble trouble, int culprit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!is_stopping_) Turns::tell(segment, trouble, rank, culprit);
+}
+
+Signature Engine::announced(int of_rank) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return is_stopping_ ? Signature{} : member.announced(of_rank);
+}
 
 void Engine::leave() {
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (is_stopping_) return;
+    if (is_stopping_) {  // somebody else is at it: be through when that one is
+      for_waiters_.wait(lock, [this] { return has_left_; });
+      return;
+    }
     is_stopping_ = true;
     // Whoever leaves in the middle of a call leaves the others, and its own thread, without its end.
     if (is_busy_ || !queue_.empty()) Turns::tell(segment, Trouble::kLeft, rank, rank);
+    segment.control(rank).has_left.store(1, std::memory_order_release);
   }
-  segment.control(rank).has_left.store(1, std::memory_order_release);
   for_thread_.notify_all();
   if (thread_.joinable()) thread_.join();
   std::unique_lock<std::mutex> lock(mutex_);
   for_waiters_.notify_all();
-  for_waiters_.wait(lock, [this] { return !is_busy_; });
+  for_waiters_.wait(lock, [this] { return !is_busy_ && num_waiting_ == 0; });
+  has_left_ = true;
+  for_waiters_.notify_all();
 }
 
 }  // namespace weft

@@ -23,7 +23,10 @@ class Engine {
   Failure wait(uint64_t ticket, double patience_seconds);
   uint64_t completed() const { return completed_.load(std::memory_order_acquire); }
   void abort(Trouble trouble, int culprit);
-  void leave();  // stops the thread; calls that have not begun fail
+  Signature announced(int of_rank);  // nothing once this rank has left
+  // Stops the thread; calls that have not begun fail.  Afterwards nothing here touches the segment, which may be
+  // unmapped; the engine itself must live as long as somebody might still call it.
+  void leave();
 
   Segment segment;
   const int rank;
@@ -35,6 +38,7 @@ class Engine {
     Call call;
   };
 
+  Failure wait_holding(std::unique_lock<std::mutex>& lock, uint64_t ticket, Clock::time_point limit);
   void work();
   void carry_out_front(std::unique_lock<std::mutex>& lock, bool is_background);
 
@@ -48,7 +52,9 @@ class Engine {
   uint64_t first_failed_ = 0;
   Failure failure_;
   bool is_busy_ = false;
+  int num_waiting_ = 0;  // threads inside `wait`
   bool is_stopping_ = false;
+  bool has_left_ = false;
   std::thread thread_;  // started by the first call that nobody waits for
 };
 

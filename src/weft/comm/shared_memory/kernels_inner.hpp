@@ -2,6 +2,19 @@
 // `#pragma GCC target`, by kernels.cpp; includes nothing itself, so that no library code is compiled for a processor
 // that may not be there.
 
+// Not __builtin_bit_cast, which g++ has from 11 on only; both compile to one move.
+inline float bits_as_float(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t float_as_bits(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
 template <typename T>
 struct Plain {
   using Stored = T;
@@ -13,10 +26,10 @@ struct Plain {
 struct BF16 {
   using Stored = uint16_t;
   using Summed = float;
-  static Summed load(Stored value) { return __builtin_bit_cast(float, uint32_t(value) << 16); }
+  static Summed load(Stored value) { return bits_as_float(uint32_t(value) << 16); }
   // To nearest, ties to even; a NaN stays one (its rounding up could end in infinity).
   static Stored store(Summed value) {
-    const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+    const uint32_t bits = float_as_bits(value);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
   }
@@ -28,20 +41,20 @@ struct F16 {
   // The exponent is moved by a multiplication with 2^112, which also makes denormal numbers normal.
   static Summed load(Stored value) {
     const uint32_t magnitude = (uint32_t(value) & 0x7fffu) << 13;
-    const float scaled = __builtin_bit_cast(float, magnitude) * 0x1p112f;
+    const float scaled = bits_as_float(magnitude) * 0x1p112f;
     const uint32_t special = magnitude | 0x7f800000u;
-    const uint32_t bits = magnitude >= 0x0f800000u ? special : __builtin_bit_cast(uint32_t, scaled);
-    return __builtin_bit_cast(float, bits | (uint32_t(value) & 0x8000u) << 16);
+    const uint32_t bits = magnitude >= 0x0f800000u ? special : float_as_bits(scaled);
+    return bits_as_float(bits | (uint32_t(value) & 0x8000u) << 16);
   }
   static Stored store(Summed value) {
-    const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+    const uint32_t bits = float_as_bits(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
     // Normal results: move the exponent, round the 13 bits that fall off to nearest, ties to even.
     const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
     // Denormal results: adding 0.5 lets the addition itself round at the last place that fp16 has there.
-    const float shifted = __builtin_bit_cast(float, magnitude) + 0.5f;
-    const uint32_t denormal = __builtin_bit_cast(uint32_t, shifted) - 0x3f000000u;
+    const float shifted = bits_as_float(magnitude) + 0.5f;
+    const uint32_t denormal = float_as_bits(shifted) - 0x3f000000u;
     const uint32_t infinite = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
     const uint32_t finite = magnitude < 0x38800000u ? denormal : normal;
     return static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? infinite : finite));

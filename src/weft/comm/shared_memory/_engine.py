@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.comm.shared_memory._arena import Arena
-from weft.comm.shared_memory._call import Call, Failure, GroupFailed, Kind, Region, Trouble
+from weft.comm.shared_memory._call import DTYPES, OPS, Call, Failure, GroupFailed, Kind, Region, Trouble
 from weft.comm.shared_memory._segment import Segment
 from weft.comm.shared_memory._sources import FOLDER, LIBRARY, digest
 from weft.errors import CollectiveError
@@ -140,6 +140,11 @@ class Engine:
         self._process = os.getpid()
         self._closed = False
         self._reduce: Callable[..., int] = library.weft_all_reduce
+        self._defined = frozenset(
+            (dtype, op) for dtype in DTYPES.values() for op in range(len(OPS)) if library.weft_is_defined(dtype, op)
+        )
+        self._failure = _FailureStruct()  # of the short way: whoever fails at the same time fails for the same reason
+        self._failure_at = byref(self._failure)
         self._handle: int | None = library.weft_open(self._base, rank, num_ranks, num_local_ranks)
         assert self._handle, "the segment is laid out before engines are opened"
         # At the interpreter's exit the thread must end before the memory goes; the rest goes with the process.
@@ -166,17 +171,15 @@ class Engine:
             raise GroupFailed(self._described(failure))
 
     def all_reduce(self, address: int, num_bytes: int, dtype: int, op: int, patience_seconds: float) -> None:
-        failure = _FailureStruct()
-        if self._reduce(
-            self._alive(), address, address, num_bytes, dtype, op, patience_seconds, byref(failure)
-        ):
-            raise GroupFailed(self._described(failure))
+        handle = self._alive()
+        if self._reduce(handle, address, address, num_bytes, dtype, op, patience_seconds, self._failure_at):
+            raise GroupFailed(self._described(self._failure))
 
     def completed(self) -> int:
         return int(self._library.weft_completed(self._alive()))
 
     def supports(self, dtype: int, op: int) -> bool:
-        return bool(self._library.weft_is_defined(dtype, op))
+        return (dtype, op) in self._defined
 
     def allocate(self, num_bytes: int) -> memoryview | None:
         start = self._arena.take(num_bytes)

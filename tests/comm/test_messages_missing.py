@@ -39,12 +39,12 @@ PHASES = [
 def do_some_steps(messenger: Messenger, tensor: torch.Tensor, algorithm: str, steps: int) -> None:
     """Take part in a collective's first steps only."""
     flat = tensor.view(-1)
-    program = messenger._prepared(flat, "all_reduce", algorithm, {"pieces": 4})
+    program, combine = messenger._prepared(flat, "all_reduce", algorithm, {"pieces": 4})
     cut = replace(program, actions=program.actions[:steps])
     messenger._num_jobs += 1
     lane = messenger._lane
     execute(
-        cut, flat, dist.ReduceOp.SUM, lane.wire, lane.given_up, torch.empty(cut.scratch_bytes, dtype=torch.uint8),
+        cut, flat, combine, lane.wire, lane.given_up, torch.empty(cut.scratch_bytes, dtype=torch.uint8),
         title="", tag=(1 << 30) + messenger._num_jobs, deadline_seconds=PATIENT,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm._program import Action, Program, add_up, combiner, padded
+from weft.comm._program import Action, Combine, Program, add_up, padded
 from weft.comm._trouble import Board, Reason, Report
 from weft.errors import CollectiveError
 
@@ -69,7 +69,7 @@ class _BrokenError(Exception):
 def execute(
     program: Program,
     flat: Tensor,
-    op: dist.ReduceOp.RedOpType,
+    combine: Combine | None,
     wire: Wire,
     given_up: GivenUp,
     scratch: Tensor,
@@ -81,6 +81,7 @@ def execute(
     """Do all steps of a program on a flat CPU tensor.
 
     Args:
+        combine: how sums are made; None where the collective makes none.
         scratch: bytes, at least as many as the program asks for.
         title: of the collective, for errors.
         tag: of its messages.
@@ -93,8 +94,6 @@ def execute(
     now = time.monotonic()
     grace = min(1.0, _GRACE_SHARE * deadline_seconds)
     turn = _Turn(wire, title, tag, now, now + deadline_seconds - grace, grace, deadline_seconds)
-    reduces = program.schedule.collective in ("all_reduce", "reduce_scatter")
-    combine = combiner(op, flat.dtype) if reduces else None
     for number, action in enumerate(program.actions):
         try:
             buffers = _exchange(action, flat, scratch, turn)
@@ -102,14 +101,10 @@ def execute(
             place = f"step {number + 1} of {len(program.actions)} ({action.phase})"
             given_up.error = _diagnosed(error, turn, given_up, place)
             raise given_up.error from None
-        add_up(action, flat, buffers, combine or _no_sums)
-    if reduces and op == dist.ReduceOp.AVG:
+        add_up(action, flat, buffers, combine)
+    if combine is not None and combine.is_mean:
         start, stop = program.own_region
         flat[start:stop].div_(len(wire.ranks))
-
-
-def _no_sums(a: Tensor, b: Tensor, out: Tensor) -> None:
-    raise AssertionError("only reductions add up")
 
 
 def _exchange(action: Action, flat: Tensor, scratch: Tensor, turn: _Turn) -> list[Tensor]:
@@ -135,7 +130,7 @@ def _exchange(action: Action, flat: Tensor, scratch: Tensor, turn: _Turn) -> lis
         for message, buffer in zip(action.receives, buffers, strict=True):
             peer = message.peer
             if peer != me:
-                receives.append((peer, group.recv([_raw(buffer)], peer, turn.tag)))
+                receives.append((peer, group.recv([buffer], peer, turn.tag)))
         for out in action.sends:
             peer = out.peer
             content = flat[slice(*out.runs[0])]
@@ -145,18 +140,13 @@ def _exchange(action: Action, flat: Tensor, scratch: Tensor, turn: _Turn) -> lis
             if peer == me:
                 own.append(content)
             else:
-                sends.append((peer, group.send([_raw(content)], peer, turn.tag)))
+                sends.append((peer, group.send([content], peer, turn.tag)))
     except RuntimeError as error:  # the connection is closed already
         raise _BrokenError("closed", (peer,), str(error)) from None
     _await(receives, turn)
     _move_own(action, buffers, own, me)
     _await(sends, turn)
     return buffers
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor: messages know no types."""
-    return tensor.view(torch.uint8)
 
 
 def _move_own(action: Action, buffers: Sequence[Tensor], own: Sequence[Tensor], me: int) -> None:

@@ -12,8 +12,6 @@ from torch import Tensor
 from weft.collective import Run, Runs, Schedule, Step
 from weft.errors import CollectiveError
 
-_Combine = Callable[[Tensor, Tensor, Tensor], object]
-"""(a, b, out): out = a ∘ b."""
 _ALIGNMENT = 64
 """Bytes between the beginnings of buffers in scratch memory: one cache line."""
 
@@ -21,6 +19,19 @@ _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 _BOOL = frozenset({torch.bool})
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """How two tensors of one type are reduced."""
+
+    function: Callable[..., Tensor]
+    """function(a, b, out=…)."""
+    is_mean: bool
+    """Whether the total is divided by the number of ranks at the end."""
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        self.function(a, b, out=out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,20 +165,12 @@ def _scratch_bytes(action: Action, element_bytes: int) -> int:
     return packed + sum(padded(m.size * element_bytes) for m in action.receives if m.is_staged)
 
 
-def add_up(action: Action, flat: Tensor, buffers: Sequence[Tensor], combine: _Combine) -> None:
+def add_up(action: Action, flat: Tensor, buffers: Sequence[Tensor], combine: Combine | None) -> None:
     """Put what has come where it belongs: sums in the order of ranks, the own part among them; then the rest."""
-    for total in action.sums:
-        for index in total.before[1:]:
-            first = buffers[total.before[0]]
-            combine(first, buffers[index], first)
-        at = 0
-        for start, stop in total.runs:
-            own, here = flat[start:stop], slice(at, at + stop - start)
-            if total.before:
-                combine(buffers[total.before[0]][here], own, own)
-            for index in total.after:
-                combine(own, buffers[index][here], own)
-            at = here.stop
+    assert combine is not None or not action.sums, "only reductions add up"
+    if combine is not None:
+        for total in action.sums:
+            _add_up(total, flat, buffers, combine)
     for message, buffer in zip(action.receives, buffers, strict=True):
         if message.is_staged and not message.reduce:
             at = 0
@@ -176,8 +179,22 @@ def add_up(action: Action, flat: Tensor, buffers: Sequence[Tensor], combine: _Co
                 at += stop - start
 
 
-def combiner(op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> _Combine:
-    """Return how two tensors of a type are reduced; an average is a sum until the end.
+def _add_up(total: Sum, flat: Tensor, buffers: Sequence[Tensor], combine: Combine) -> None:
+    for index in total.before[1:]:
+        first = buffers[total.before[0]]
+        combine(first, buffers[index], first)
+    at = 0
+    for start, stop in total.runs:
+        own, here = flat[start:stop], slice(at, at + stop - start)
+        if total.before:
+            combine(buffers[total.before[0]][here], own, own)
+        for index in total.after:
+            combine(own, buffers[index][here], own)
+        at = here.stop
+
+
+def combiner(op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Combine:
+    """Return how tensors of a type are reduced.
 
     Raises:
         CollectiveError: the operation makes no sense for the type.
@@ -201,13 +218,9 @@ def combiner(op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> _Combine:
         raise CollectiveError(
             f"{name} is not defined for {dtype}. " + (f"It has {does}." if does else "Cast it first.")
         )
-    return _combine(name, dtype)
-
-
-def _combine(name: str, dtype: torch.dtype) -> _Combine:
     if dtype in _BOOL:
         name = {"PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}.get(name, name)
-    function = {
+    functions: dict[str, Callable[..., Tensor]] = {
         "SUM": torch.add,
         "AVG": torch.add,
         "PRODUCT": torch.mul,
@@ -216,9 +229,5 @@ def _combine(name: str, dtype: torch.dtype) -> _Combine:
         "BAND": torch.bitwise_and,
         "BOR": torch.bitwise_or,
         "BXOR": torch.bitwise_xor,
-    }[name]
-
-    def combine(a: Tensor, b: Tensor, out: Tensor) -> object:
-        return function(a, b, out=out)
-
-    return combine
+    }
+    return Combine(functions[name], is_mean=name == "AVG")

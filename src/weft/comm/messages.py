@@ -32,7 +32,7 @@ from weft.collective import Arrangement, build_schedule
 from weft.comm._device import group_store
 from weft.comm._execute import GivenUp, Wire, execute, give_up
 from weft.comm._mesh import GroupView
-from weft.comm._program import Program, combiner, prepare
+from weft.comm._program import Combine, Program, combiner, prepare
 from weft.comm._reduce import Wait, nothing_to_wait_for
 from weft.comm._trouble import Board
 from weft.errors import CollectiveError
@@ -53,8 +53,8 @@ class _Job:
     """One collective, from the call to its end."""
 
     program: Program
+    combine: Combine | None
     flat: Tensor
-    op: dist.ReduceOp.RedOpType
     title: str
     deadline_seconds: float
     tag: int
@@ -86,7 +86,7 @@ class _Lane:
                 self.scratch = torch.empty(job.program.scratch_bytes, dtype=torch.uint8)
             try:
                 execute(
-                    job.program, job.flat, job.op, self.wire, self.given_up, self.scratch,
+                    job.program, job.flat, job.combine, self.wire, self.given_up, self.scratch,
                     title=job.title, tag=job.tag, deadline_seconds=job.deadline_seconds,
                 )  # fmt: skip
             except BaseException as error:  # whoever waits gets it
@@ -144,7 +144,7 @@ class Messenger:
         the one of the default group."""
         self.view = view
         self._deadline_seconds = _positive(deadline_seconds)
-        self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
+        self._programs: OrderedDict[tuple[object, ...], tuple[Program, Combine | None]] = OrderedDict()
         self._num_jobs = 0
         self._last: _Job | None = None
         self._thread: threading.Thread | None = None
@@ -216,32 +216,34 @@ class Messenger:
     def _job(self, tensor: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions) -> _Job | None:
         """Check a call; None where the group has one rank, and nothing is to be done."""
         flat = _flattened(tensor)
-        op = options.get("op", dist.ReduceOp.SUM)
-        if collective in ("all_reduce", "reduce_scatter"):
-            combiner(op, flat.dtype)
         limit = _positive(options.get("deadline_seconds", self._deadline_seconds))
-        program = self._prepared(flat, collective, algorithm, options)
+        program, combine = self._prepared(flat, collective, algorithm, options)
         if self.view.group is None:
             return None
         if self._thread is None:
             raise CollectiveError(f"{collective} on a messenger that is closed. Build a new one for the group.")
         self._num_jobs += 1
         title = f"{collective} of {flat.numel() * flat.element_size():,} bytes by {algorithm}"
-        return _Job(program, flat, op, title, limit, _tag(self._num_jobs))
+        return _Job(program, combine, flat, title, limit, _tag(self._num_jobs))
 
-    def _prepared(self, flat: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions) -> Program:
+    def _prepared(
+        self, flat: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions
+    ) -> tuple[Program, Combine | None]:
+        """Make ready what a call needs, or find it where the same was called before."""
+        op = options.get("op", dist.ReduceOp.SUM)
         arrangement, regions = options.get("arrangement"), options.get("regions")
         root, servers = options.get("root", 0), options.get("servers", 1)
         given = options.get("pieces")
         pieces = _pieces(flat.numel() * flat.element_size()) if given is None else given
         key = (
-            flat.numel(), flat.element_size(), collective, algorithm, root, pieces, servers,
+            flat.numel(), flat.dtype, op, collective, algorithm, root, pieces, servers,
             None if regions is None else tuple(regions),
             None if arrangement is None else (tuple(arrangement.order), arrangement.nodes, arrangement.shape),
         )  # fmt: skip
         if key in self._programs:
             self._programs.move_to_end(key)
             return self._programs[key]
+        combine = combiner(op, flat.dtype) if collective in ("all_reduce", "reduce_scatter") else None
         n = self.view.size
         schedule = build_schedule(
             algorithm,
@@ -261,11 +263,11 @@ class Messenger:
                 f"all_to_all in place needs regions of one size: {flat.numel()} elements do not divide by {n} ranks. "
                 f"Pad the tensor to {-(-flat.numel() // n) * n}."
             )
-        program = prepare(schedule, bounds, flat.element_size())
-        self._programs[key] = program
+        prepared = prepare(schedule, bounds, flat.element_size()), combine
+        self._programs[key] = prepared
         if len(self._programs) > _KEPT_PROGRAMS:
             self._programs.popitem(last=False)
-        return program
+        return prepared
 
 
 @dataclass(frozen=True, slots=True)

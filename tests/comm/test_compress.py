@@ -199,4 +199,6 @@ def test_which_parameters_are_compressed() -> None:
     assert not CODECS["powersgd"].takes((4, 64)), "factors of rank 2 are more than half as large"
     assert CODECS["topk"].takes((1024,))
     assert not CODECS["topk"].takes((1023,))
-    assert CODECS["int8"].takes((1,))
+    assert CODECS["int8"].takes((1024,))
+    assert not CODECS["int8"].takes((1023,)), "a norm beside a large gradient would be rounded to zero"
+    assert CODECS["bf16"].takes((1,))

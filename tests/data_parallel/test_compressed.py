@@ -218,7 +218,7 @@ def bucket_job(
     net = Net()
     store = BucketStore(
         members_of(net), mesh, zero=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32, cuts=cuts,
-        bucket_bytes=9000, first_bucket_bytes=2000, reduce_rounds=rounds, compression=CODECS[codec],
+        bucket_bytes=9000, first_bucket_bytes=2000, reduce_rounds=rounds, compression=CODECS.get(codec),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(mesh.rank)
     total: dict[str, Tensor] = {name: torch.zeros(p.numel()) for name, p in net.named_parameters()}
@@ -251,6 +251,10 @@ def test_buckets_under_every_stage(ranks: Any, codec: str) -> None:
     assert {name.rpartition("/")[2].partition("@")[0] for name in names} <= set(plain)
     assert bool(names) == (codec in ("powersgd", "topk"))
     assert not any("bias" in name for name in names)
+    exact, _ = ranks.run(3, bucket_job, 0, "anywhere", "none", 1)[0]
+    for name in plain:
+        if "bias" in name and codec != "bf16":  # small ones travel as they are, whatever lies beside them
+            torch.testing.assert_close(plain[name], exact[name], rtol=1e-5, atol=1e-7)
     close: dict[str, Any] = {"rtol": 0.05, "atol": 2e-2} if codec in ("bf16", "int8") else {"rtol": 1e-5, "atol": 1e-7}
     for cuts in ("anywhere", "parameter"):
         found, _ = ranks.run(3, bucket_job, 1, cuts, codec, 1)[0]
@@ -258,7 +262,10 @@ def test_buckets_under_every_stage(ranks: Any, codec: str) -> None:
             if cuts == "anywhere" or codec != "topk":  # another order in the bucket, and other places are its largest
                 torch.testing.assert_close(found[name], plain[name], **(close if cuts == "anywhere" else LOOSE))
     found, _ = ranks.run(3, bucket_job, 2, "anywhere", codec, 2)[0]
-    assert all(bool(found[name].isfinite().all()) for name in found)
+    for name in found:
+        assert bool(found[name].isfinite().all())
+        if codec in ("bf16", "int8"):
+            torch.testing.assert_close(found[name], exact[name], **LOOSE)
 
 
 LOOSE: Mapping[str, Any] = {"rtol": 0.05, "atol": 2e-2}

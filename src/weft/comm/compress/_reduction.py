@@ -22,7 +22,9 @@ from weft.comm.compress.topk import TopK
 Codec = Literal["bf16", "int8", "powersgd", "topk"]
 
 _LEAST_VALUES = 1024
-"""Top-k: parameters with fewer are not compressed; they are norms and biases, which cost little and matter much."""
+"""Parameters with fewer are neither quantised nor thinned out; they are norms and biases, which cost little and matter
+much.  Int8's blocks reach over the borders of parameters: beside a matrix with gradients 254 times as large a norm's
+would be rounded to zero in every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class Compression:
         """Whether a parameter of this shape (on a rank) is compressed; others travel as they are."""
         if self.codec == "powersgd":
             return is_worthwhile(shape, self.powersgd_rank)
-        return self.codec != "topk" or _LEAST_VALUES <= torch.Size(shape).numel() < 2**31
+        return self.codec == "bf16" or _LEAST_VALUES <= torch.Size(shape).numel() < 2**31
 
     def create(self, frame: Frame, like: Tensor) -> Compressor:
         """Return a codec for one storage; `like` has its dtype and device."""

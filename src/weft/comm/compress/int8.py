@@ -4,7 +4,9 @@
 
 A block's scale is its largest magnitude over 127, so nothing is clipped and one outlier costs 255 neighbours their
 precision, no more.  With round to nearest ‖C(x) − x‖² ≤ 256/(4·127²) ‖x‖² < 0.004 ‖x‖² for every block, which needs no
-error feedback.  Source: block-wise quantisation as in Dettmers et al., arXiv 2110.02861, §2.1 (linear, not dynamic).
+error feedback.  Blocks count from the start of a storage, so up to 255 numbers at either end of a parameter share the
+scale of its neighbour's; parameters of fewer than 1,024 numbers, whose blocks might all do so, travel as they are.
+Source: block-wise quantisation as in Dettmers et al., arXiv 2110.02861, §2.1 (linear, not dynamic).
 """
 
 from __future__ import annotations

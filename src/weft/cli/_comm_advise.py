@@ -63,7 +63,7 @@ def advise(
         TOML file or a spec such as 4x8xh100, in place of bandwidth and latency; by default what weft probe has
         measured.
     zero
-        ZeRO stage. From 1 on weights are gathered uncompressed in every step.
+        ZeRO stage, 0 or 1. Under 1 the weights, in fp32, are gathered uncompressed in every step.
     compute
         What a step takes without communication, such as 300ms: then whole steps are compared.
     powersgd_rank
@@ -79,8 +79,11 @@ def advise(
     from weft.comm.compress import Compression, Exchange, compressed, uncompressed, verdict
     from weft.plan import DataParallelPlan
 
-    if not 0 <= zero <= 2:
-        raise PlanError(f"--zero {zero}: only the buckets of ZeRO-0, 1 and 2 are compared here. Use 0, 1 or 2.")
+    if not 0 <= zero <= 1:
+        raise PlanError(
+            f"--zero {zero}: one reduction per step is compared here, as ZeRO-0 and 1 have it; ZeRO-2 reduces in every"
+            f" microbatch. Use 0 or 1."
+        )
     DataParallelPlan(compression="powersgd", powersgd_rank=powersgd_rank)
     DataParallelPlan(compression="topk", topk_share=topk_share)
     link, members = _link(bandwidth, latency, cluster, processes)

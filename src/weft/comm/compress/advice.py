@@ -177,15 +177,23 @@ def _estimate(
 ) -> Estimate:
     n = exchange.members
     leaving = [one.leaving(n) for one in traffic]
-    if exchange.is_sharded:  # the weights come back whole, whatever the gradients did
-        leaving.append(4.0 * exchange.num_elements * (n - 1) / n)
-        rounds += len(traffic)
-    wire = sum(leaving) / link.bandwidth_bytes_per_second + rounds * link.latency_seconds
+    gradients = sum(leaving)
+    reducing = gradients / link.bandwidth_bytes_per_second + rounds * link.latency_seconds
+    # Under ZeRO the weights come back whole, whatever the gradients did, and after the optimizer: nothing hides them.
+    weights = 4.0 * exchange.num_elements * (n - 1) / n if exchange.is_sharded else 0.0
+    gathering = weights / link.bandwidth_bytes_per_second + exchange.is_sharded * len(traffic) * link.latency_seconds
     step = None
     if compute is not None:
-        hideable = wire * (1 - 1 / max(1, len(traffic)))
-        step = compute + codec + wire - min(hideable, _BACKWARD_SHARE * compute)
-    return Estimate(name=name, bytes_sent=sum(leaving), wire_seconds=wire, codec_seconds=codec, step_seconds=step)
+        last = max(leaving, default=0.0) / gradients if gradients else 1.0  # the bucket that backward ends with
+        hidden = min(reducing * (1 - last), _BACKWARD_SHARE * compute)
+        step = compute + codec + reducing - hidden + gathering
+    return Estimate(
+        name=name,
+        bytes_sent=gradients + weights,
+        wire_seconds=reducing + gathering,
+        codec_seconds=codec,
+        step_seconds=step,
+    )
 
 
 def _rounds(compression: Compression | None, exchange: Exchange) -> int:

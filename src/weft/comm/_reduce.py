@@ -22,10 +22,15 @@ def nothing_to_wait_for() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Works:
+class WorksDone:
     """Several operations under way as one."""
 
     works: Sequence[dist.Work]
+
+    @classmethod
+    def of(cls, works: Sequence[dist.Work | None]) -> WorksDone:
+        """Leave out operations of which this rank is no part."""
+        return cls(_begun(works))
 
     def __call__(self) -> None:
         for work in self.works:
@@ -56,7 +61,7 @@ def start_all_reduce(flat: Tensor, view: GroupView) -> Wait:
     if view.group is None:
         return nothing_to_wait_for
     work = dist.all_reduce(flat, group=view.group, async_op=True)
-    return _Works(_begun([work]))
+    return WorksDone(_begun([work]))
 
 
 def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView, *, even: bool) -> Wait:
@@ -75,7 +80,7 @@ def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view:
         return start_all_reduce(flat, view)
     start, stop = regions[view.index]
     work = reduce_scatter_single(flat[start:stop], flat, group=view.group, async_op=True)
-    return _Works(_begun([work]))
+    return WorksDone(_begun([work]))
 
 
 def _start_exchange(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
@@ -107,13 +112,13 @@ def start_all_gather(flat: Tensor, regions: Sequence[tuple[int, int]], view: Gro
     if even:
         start, stop = regions[view.index]
         work = all_gather_single(flat, flat[start:stop], group=view.group, async_op=True)
-        return _Works(_begun([work]))
+        return WorksDone(_begun([work]))
     works = [
         dist.broadcast(flat[start:stop], src=view.ranks[owner], group=view.group, async_op=True)
         for owner, (start, stop) in enumerate(regions)
         if stop > start
     ]
-    return _Works(_begun(works))
+    return WorksDone(_begun(works))
 
 
 def _start_handing_out(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
@@ -126,4 +131,4 @@ def _start_handing_out(flat: Tensor, regions: Sequence[tuple[int, int]], view: G
     ]
     if mine.numel():
         works += [dist.isend(mine, view.ranks[index], group=view.group) for index in others]
-    return _Works(_begun(works))
+    return WorksDone(_begun(works))

@@ -78,4 +78,5 @@ def run_rank(place: Place, *, recipe: str, plan: str, steps: int) -> dict[str, A
             if distributed.device.type != "cpu":
                 torch.accelerator.synchronize(distributed.device)
             seconds.append(time.perf_counter() - began)
+        training.close()
         return {"seconds": seconds, "peak_bytes": peak_memory_bytes(distributed.device)}

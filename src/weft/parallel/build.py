@@ -167,6 +167,7 @@ def _bucket_store(
         bucket_bytes=data.bucket_bytes,
         first_bucket_bytes=data.first_bucket_bytes,
         reduce_rounds=min(plan.microbatch.shares(plan.mesh.data)) if per_microbatch else 1,
+        algorithm=data.algorithm if data.zero < 3 else "auto",
     )
 
 

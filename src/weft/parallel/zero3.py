@@ -211,6 +211,9 @@ class FullyShardedStore:
         )
         return {"parameters": size, "gradients": gradients, "masters": 0}
 
+    def close(self) -> None:
+        """Nothing to do: torch's hooks are part of the sharded modules, and nothing runs in the background."""
+
 
 def _local(tensor: DTensor) -> Tensor:
     """The tensor's storage on this rank, without a tie to autograd, which forbids in-place updates of views."""

@@ -9,7 +9,19 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, UnknownOptionError
 
-from weft.cli import _check, _comm_draw, _data, _describe, _generate, _launch, _plan, _plan_validate, _probe, _train
+from weft.cli import (
+    _check,
+    _comm_draw,
+    _comm_explain,
+    _data,
+    _describe,
+    _generate,
+    _launch,
+    _plan,
+    _plan_validate,
+    _probe,
+    _train,
+)
 from weft.errors import WeftError, did_you_mean
 
 USAGE_STATUS = 2
@@ -40,6 +52,7 @@ def build_app() -> App:
     app.command(data)
     comm = App(name="comm", help="Look at how ranks communicate.", help_format="plaintext")
     comm.command(_comm_draw.draw)
+    comm.command(_comm_explain.explain)
     app.command(comm)
     return app
 

@@ -11,7 +11,8 @@ from cyclopts import Parameter
 from weft.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from weft.collective import Candidate, ChoiceTable, Links, Row
+    from weft.cluster import Topology
+    from weft.collective import Arrangement, Candidate, ChoiceTable, Links, Row
 
 _MOST_RANKS = 64
 
@@ -47,11 +48,13 @@ def explain(
 
     if processes is not None and cluster is not None:
         raise CollectiveError("--processes goes without --cluster, which has one rank per device. Leave one out.")
-    place, topology, sizes = None, None, [parse_size(text) for text in size]
+    sizes = [parse_size(text) for text in size]
+    place: Arrangement | None = None
+    topology: Topology | None = None
     if cluster is not None:
         described = resolve_cluster(cluster)
         place = arrange("direct", described)
-        topology = next((tier.topology for tier in described.links if tier.topology == "torus"), None)
+        topology = "torus" if any(tier.topology == "torus" for tier in described.links) else None
     ranks = place.members if place is not None else 2 if processes is None else processes
     job = place_from_environment()
     if job is None and not 2 <= ranks <= _MOST_RANKS:

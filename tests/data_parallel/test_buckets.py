@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Literal
 
 import pytest
@@ -63,7 +64,11 @@ def reference() -> dict[str, torch.Tensor]:
 
 
 def job(
-    zero: Literal[0, 1, 2], cuts: Literal["anywhere", "parameter"], shares: tuple[int, ...], bucket: int
+    zero: Literal[0, 1, 2],
+    cuts: Literal["anywhere", "parameter"],
+    shares: tuple[int, ...],
+    bucket: int,
+    algorithm: str = "auto",
 ) -> dict[str, float]:
     mesh = Mesh(MeshPlan(replicate=len(shares)), torch.device("cpu"))
     net = build(torch.float64)
@@ -77,6 +82,7 @@ def job(
         bucket_bytes=bucket,
         first_bucket_bytes=bucket // 4,
         reduce_rounds=min(shares),
+        algorithm=algorithm,
     )
     expected = reference()
     scale = torch.sqrt(sum((g.square().sum() for g in expected.values()), torch.zeros(())))
@@ -100,7 +106,12 @@ def job(
                 got = shard.gradient[segment.offset : segment.offset + segment.length]
                 worst = max(worst, float((wanted - got).norm() / max(wanted.norm(), 1e-6 * scale)))
     held = sum(segment.length for shard in store.shards for segment in shard.segments)
+    store.publish()
+    sent = store._collectives.num_messages
+    store.close()
+    assert not any(thread.name == "weft-messages" for thread in threading.enumerate())
     return {
+        "sent": sent,
         "worst": worst,
         "held": held,
         "never": float("never.weight" in store.unused()),
@@ -118,6 +129,14 @@ def test_gradients_equal_one_process(ranks, zero, cuts, shares) -> None:
     total = sum(p.numel() for p in build(torch.float64).parameters())
     held = sum(r["held"] for r in results)
     assert held == (total if zero else total * len(shares))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving_doubling", "hierarchical", "tree:0-256;ring:256-max"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_equal_one_process_by_every_kind_of_algorithm(ranks, zero, algorithm) -> None:
+    results = ranks.run(3, job, zero, "parameter", (3, 5, 4), 512, algorithm)
+    assert max(r["worst"] for r in results) <= 1e-10
+    assert sum(r["sent"] for r in results) > 0
 
 
 def update_job(zero: Literal[0, 1, 2], compute: torch.dtype) -> list[float]:

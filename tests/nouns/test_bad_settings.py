@@ -162,7 +162,11 @@ PLANS: list[tuple[str, str, str]] = [
     ),
     ("26_214_400", "1\nfirst_bucket_bytes = 2", "data_parallel.first_bucket_bytes = 2 is more than bucket_bytes = 1."),
     ("26_214_400", '1\nzero = "3"', 'data_parallel.zero = "3" is not one of 0, 1, 2, 3. Write 3, without quotes.'),
-    ("26_214_400", '1\nalgorithm = "ring;"', 'data_parallel.algorithm = "ring;" is neither "auto" nor a list by size'),
+    (
+        "26_214_400",
+        '1\nalgorithm = "ring;"',
+        'data_parallel.algorithm = "ring;" is neither "auto" nor "measured" nor a list by size',
+    ),
 ]
 
 

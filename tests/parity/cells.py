@@ -127,6 +127,7 @@ def plan(
     fused: bool = True,
     compiled: bool = False,
     bucket_bytes: int = 4096,
+    algorithm: str = "auto",
 ) -> Plan:
     """A plan by its deviations from one process."""
     data = replicate * shard
@@ -134,7 +135,12 @@ def plan(
     assert micro * (sum(shares) if shares is not None else per_step * data) == BATCH, "the plan loses samples"
     return Plan(
         mesh=MeshPlan(replicate=replicate, shard=shard, tensor=tensor, pipeline=pipeline),
-        data_parallel=DataParallelPlan(zero=zero, bucket_bytes=bucket_bytes, first_bucket_bytes=1024),  # type: ignore[arg-type]
+        data_parallel=DataParallelPlan(
+            zero=zero,  # type: ignore[arg-type]
+            algorithm=algorithm,
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=1024,
+        ),
         tensor_parallel=TensorParallelPlan(sequence=sequence),
         pipeline_parallel=PipelineParallelPlan(schedule=schedule, chunks_per_rank=chunks, cuts=cuts),  # type: ignore[arg-type]
         microbatch=MicrobatchPlan(size=micro, per_step=per_step),
@@ -155,6 +161,8 @@ def name_of(plan: Plan) -> str:
     if plan.pipeline_parallel.cuts is not None:
         parts.append("cuts" + "_".join(map(str, plan.pipeline_parallel.cuts)))
     parts.append(f"z{plan.data_parallel.zero}")
+    if plan.data_parallel.algorithm != "auto":
+        parts.append("".join(mark if mark.isalnum() else "_" for mark in plan.data_parallel.algorithm))
     if plan.tensor_parallel.sequence:
         parts.append("sp")
     shares = plan.microbatch.per_step

@@ -127,6 +127,15 @@ def unequal() -> Iterator[Cell]:
     yield from _cells("decoder", plan(replicate=2, shard=2, zero=3, micro=1, shares=(6, 3, 2, 1)))
 
 
+def algorithms() -> Iterator[Cell]:
+    """Collectives by algorithms that are named: whole tensors, parts and hierarchies, at powers of two and beside."""
+    yield from _cells("decoder", _data(0, algorithm="tree"), _data(1, 4, micro=1, algorithm="ring"))
+    yield from _cells("decoder", _data(0, 4, micro=1, algorithm="halving_doubling"))
+    yield from _cells("decoder_dropout", _data(2, 4, micro=1, algorithm="hierarchical"))
+    yield from _cells("decoder", _data(2, tensor=2, shares=(4, 2), algorithm="halving_doubling"))
+    yield from _cells("own", _data(1, pipeline=2, algorithm="tree:0-2K;direct:2K-4K;ring:4K-max"))
+
+
 def compiled() -> Iterator[Cell]:
     """Compiled blocks, which take a minute each."""
     yield from _cells("decoder_dropout", _data(1, compiled=True), plan(tensor=2, compiled=True))
@@ -135,7 +144,7 @@ def compiled() -> Iterator[Cell]:
 
 
 def _full() -> tuple[Cell, ...]:
-    groups = (alone(), schedules(), pairs(), threefold(), unequal(), compiled())
+    groups = (alone(), schedules(), pairs(), threefold(), unequal(), algorithms(), compiled())
     return tuple(dict.fromkeys(itertools.chain(*groups)))  # once each, in order
 
 
@@ -165,12 +174,16 @@ def techniques(cell: Cell) -> frozenset[str]:
 
 
 def features(cell: Cell) -> frozenset[str]:
-    """What running a cell shows: pairs of techniques, a schedule, a size of the world, its model under each axis."""
+    """What running a cell shows: pairs of techniques, a schedule, a size of the world, its model under each axis, how
+    its collectives go."""
     used = sorted(techniques(cell))
     pairs_used = {f"{one} and {other}" for one, other in itertools.combinations(used, 2)}
     axes = {name for name in used if name in ("data", "tensor", "pipeline", "sequence", "unequal")}
     schedule = cell.plan.pipeline_parallel.schedule if "pipeline" in used else "no pipeline"
-    return frozenset(pairs_used | {schedule, f"world {cell.world}"} | {f"{cell.model} under {axis}" for axis in axes})
+    ways = f"collectives by {cell.plan.data_parallel.algorithm}"
+    return frozenset(
+        pairs_used | {schedule, f"world {cell.world}", ways} | {f"{cell.model} under {axis}" for axis in axes}
+    )
 
 
 def covering(cells: Sequence[Cell]) -> tuple[Cell, ...]:

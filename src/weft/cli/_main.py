@@ -13,6 +13,7 @@ from weft.cli import (
     _check,
     _comm_advise,
     _comm_draw,
+    _comm_explain,
     _data,
     _describe,
     _generate,
@@ -53,6 +54,7 @@ def build_app() -> App:
     comm = App(name="comm", help="Look at how ranks communicate.", help_format="plaintext")
     comm.command(_comm_draw.draw)
     comm.command(_comm_advise.advise)
+    comm.command(_comm_explain.explain)
     app.command(comm)
     return app
 

@@ -1,5 +1,7 @@
 """Process groups and collectives."""
 
+from weft.comm._chosen import Collectives as Collectives
+from weft.comm._chosen import collectives_for as collectives_for
 from weft.comm._collectives import all_gather as all_gather
 from weft.comm._collectives import all_gather_shards as all_gather_shards
 from weft.comm._collectives import all_reduce as all_reduce
@@ -24,6 +26,7 @@ from weft.comm._device import synchronize as synchronize
 from weft.comm._device import total_memory_bytes as total_memory_bytes
 from weft.comm._fake import fake_world as fake_world
 from weft.comm._fake import group_of as group_of
+from weft.comm._hosts import discover_nodes as discover_nodes
 from weft.comm._mesh import GroupName as GroupName
 from weft.comm._mesh import GroupView as GroupView
 from weft.comm._mesh import Mesh as Mesh
@@ -32,6 +35,7 @@ from weft.comm._reduce import nothing_to_wait_for as nothing_to_wait_for
 from weft.comm._reduce import start_all_gather as start_all_gather
 from weft.comm._reduce import start_all_reduce as start_all_reduce
 from weft.comm._reduce import start_reduce_scatter as start_reduce_scatter
+from weft.comm._share import share_table as share_table
 from weft.comm.shared_memory import SharedMemoryGroup as SharedMemoryGroup
 from weft.comm.shared_memory import register_shared_memory_backend as register_shared_memory_backend
 from weft.comm.shared_memory import shared_memory_group as shared_memory_group

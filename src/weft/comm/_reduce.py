@@ -23,10 +23,15 @@ def nothing_to_wait_for() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Works:
+class WorksDone:
     """Several operations under way as one."""
 
     works: Sequence[dist.Work]
+
+    @classmethod
+    def of(cls, works: Sequence[dist.Work | None]) -> WorksDone:
+        """Leave out operations of which this rank is no part."""
+        return cls(_begun(works))
 
     def __call__(self) -> None:
         for work in self.works:
@@ -57,7 +62,7 @@ def start_all_reduce(flat: Tensor, view: GroupView) -> Wait:
     if view.group is None:
         return nothing_to_wait_for
     work = dist.all_reduce(flat, group=view.group, async_op=True)
-    return _Works(_begun([work]))
+    return WorksDone(_begun([work]))
 
 
 def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView, *, even: bool) -> Wait:
@@ -73,7 +78,7 @@ def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view:
     shared = shared_memory_group(view.group)
     if shared is not None:
         parts = [flat[start:stop] for start, stop in regions]
-        return _Works([shared.reduce_scatter_regions(parts, parts[view.index])])
+        return WorksDone([shared.reduce_scatter_regions(parts, parts[view.index])])
     if carried_by_gloo(flat.device, view.group):
         # Gloo takes part in an all-reduce from an accelerator's memory, but sends from the CPU's alone.
         return _start_exchange(flat, regions, view) if flat.device.type == "cpu" else start_all_reduce(flat, view)
@@ -81,7 +86,7 @@ def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view:
         return start_all_reduce(flat, view)
     start, stop = regions[view.index]
     work = reduce_scatter_single(flat[start:stop], flat, group=view.group, async_op=True)
-    return _Works(_begun([work]))
+    return WorksDone(_begun([work]))
 
 
 def _start_exchange(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
@@ -111,19 +116,19 @@ def start_all_gather(flat: Tensor, regions: Sequence[tuple[int, int]], view: Gro
     shared = shared_memory_group(view.group)
     if shared is not None:
         parts = [flat[start:stop] for start, stop in regions]
-        return _Works([shared.all_gather_regions(parts[view.index], parts)])
+        return WorksDone([shared.all_gather_regions(parts[view.index], parts)])
     if flat.device.type == "cpu" and carried_by_gloo(flat.device, view.group):
         return _start_handing_out(flat, regions, view)
     if even:
         start, stop = regions[view.index]
         work = all_gather_single(flat, flat[start:stop], group=view.group, async_op=True)
-        return _Works(_begun([work]))
+        return WorksDone(_begun([work]))
     works = [
         dist.broadcast(flat[start:stop], src=view.ranks[owner], group=view.group, async_op=True)
         for owner, (start, stop) in enumerate(regions)
         if stop > start
     ]
-    return _Works(_begun(works))
+    return WorksDone(_begun(works))
 
 
 def _start_handing_out(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
@@ -136,4 +141,4 @@ def _start_handing_out(flat: Tensor, regions: Sequence[tuple[int, int]], view: G
     ]
     if mine.numel():
         works += [dist.isend(mine, view.ranks[index], group=view.group) for index in others]
-    return _Works(_begun(works))
+    return WorksDone(_begun(works))

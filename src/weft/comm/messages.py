@@ -146,6 +146,8 @@ class Messenger:
         self._deadline_seconds = _positive(deadline_seconds)
         self._programs: OrderedDict[tuple[object, ...], tuple[Program, Combine | None]] = OrderedDict()
         self._num_jobs = 0
+        self.num_messages = 0
+        """That this rank was told to send to others until now."""
         self._last: _Job | None = None
         self._thread: threading.Thread | None = None
         self._finalizer: Callable[[], object] = nothing_to_wait_for
@@ -223,6 +225,7 @@ class Messenger:
         if self._thread is None:
             raise CollectiveError(f"{collective} on a messenger that is closed. Build a new one for the group.")
         self._num_jobs += 1
+        self.num_messages += sum(out.peer != self.view.index for act in program.actions for out in act.sends)
         title = f"{collective} of {flat.numel() * flat.element_size():,} bytes by {algorithm}"
         return _Job(program, combine, flat, title, limit, _tag(self._num_jobs))
 

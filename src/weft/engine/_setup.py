@@ -60,6 +60,10 @@ class TrainingState:
             self.loss_scale.load_state(saved)  # pyright: ignore[reportArgumentType]
         self.model.stores.publish()
 
+    def close(self) -> None:
+        """End what the training runs in the background; no steps follow.  Call it before process groups end."""
+        self.model.stores.close()
+
 
 def model_pieces(model: ParallelModel) -> list[Piece]:
     """Return this rank's masters, frozen parameters and buffers, for saving and loading.  Call on every rank."""

@@ -77,7 +77,7 @@ def session(
         backend = wanted.compute.backend if isinstance(wanted, Plan) else "auto"
         distributed = stack.enter_context(initialise_distributed(device, backend=backend))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        yield Session(
+        session = Session(
             distributed,
             place_from_environment(),
             wanted if isinstance(wanted, Plan) else None,
@@ -86,6 +86,8 @@ def session(
             folder=Path(folder) if folder is not None else Path("runs") / "session",
             quiet=quiet,
         )
+        yield session
+        session.close()  # not after an error, when others may be gone whose messages it would wait for
 
 
 class Session:
@@ -114,6 +116,12 @@ class Session:
         self._meshes: dict[MeshPlan, Mesh] = {}
         self._prepared = 0
         self._owned: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+        self._states: weakref.WeakSet[TrainState] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """End what prepared models run in the background; they take no more steps.  Leaving the session does it."""
+        for state in self._states:
+            state.close()
 
     def prepare(
         self,
@@ -172,6 +180,7 @@ class Session:
             folder=self._folder / (f"model-{self._prepared}" if self._prepared > 1 else "model"),
         )
         self._own(state.model)
+        self._states.add(state)
         return state
 
     def _claim(self, model: nn.Module) -> None:

@@ -213,6 +213,10 @@ class TrainState:
             for parameter in trained:
                 parameter.requires_grad_(True)
 
+    def close(self) -> None:
+        """End what runs in the background; no steps follow.  Leaving the session does it."""
+        self._parallel.stores.close()
+
     # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _microbatches(self, batch: UserBatch) -> list[Batch]:

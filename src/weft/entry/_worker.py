@@ -80,4 +80,6 @@ def train_rank(
         )
         if resume is not None:
             trainer.resume(None if resume == "latest" else Path(resume))
-        return trainer.run()
+        outcome = trainer.run()
+        training.close()  # not after an error, when others may be gone whose messages it would wait for
+        return outcome

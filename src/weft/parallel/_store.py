@@ -70,6 +70,10 @@ class GradientStore(Protocol):
         parameter) and `compression` (residuals, bases)."""
         ...
 
+    def close(self) -> None:
+        """Let go of the model and of what runs in the background, before process groups end.  No steps follow."""
+        ...
+
 
 class StoreSet:
     """All stores of one rank, driven together and always in the same order, so that collectives match across ranks."""
@@ -128,3 +132,7 @@ class StoreSet:
             for kind, size in store.model_state_bytes().items():
                 total[kind] += size
         return total
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()

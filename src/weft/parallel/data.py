@@ -24,15 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import (
-    GroupView,
-    Mesh,
-    Wait,
-    nothing_to_wait_for,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from weft.comm import GroupView, Mesh, Wait, collectives_for, nothing_to_wait_for, start_all_reduce
 from weft.comm.compress import CompressedReduction, Compression, ReductionUnderWay
 from weft.parallel._compressed import compressible, frame_of, pieces_of
 from weft.parallel._shard import Piece, Shard
@@ -86,7 +78,8 @@ class BucketStore:
     `zero`: 0, 1 or 2.  `compute_dtype` is what the model runs in; with bf16 and fp16 the masters are fp32 and the
     weights are cast from them once per step.  `gradient_dtype` is what gradients accumulate and are summed in.
     `reduce_rounds` is how often per step ZeRO-2 reduces (once per microbatch of the data rank that has the fewest), 1
-    otherwise.  `compression` applies to what `compressible` says, over more than one data rank.
+    otherwise.  `algorithm` is the plan's, of the reductions and gathers over the data ranks.  `compression` applies to
+    what `compressible` says, over more than one data rank.
     """
 
     def __init__(
@@ -102,8 +95,10 @@ class BucketStore:
         first_bucket_bytes: int = 1_048_576,
         reduce_rounds: int = 1,
         compression: Compression | None = None,
+        algorithm: str = "auto",
     ) -> None:
         self._data: GroupView = mesh["data"]
+        self._collectives = collectives_for(self._data, mesh.device, algorithm)
         self._tensor: GroupView = mesh["tensor"]
         self._zero = zero
         self._compute_dtype = compute_dtype
@@ -274,9 +269,9 @@ class BucketStore:
         if live.reduction is not None:
             live.wait = live.reduction.start(flat)
         elif self._zero == 0:
-            live.wait = start_all_reduce(flat, self._data)
+            live.wait = self._collectives.start_all_reduce(flat)
         else:
-            live.wait = start_reduce_scatter(flat, live.bucket.regions, self._data, even=live.bucket.even)
+            live.wait = self._collectives.start_reduce_scatter(flat, live.bucket.regions, even=live.bucket.even)
 
     def _settle(self, live: _Live) -> None:
         """Wait for a bucket's reduction; under ZeRO-2 add this rank's region to what it keeps and free the rest."""
@@ -376,7 +371,8 @@ class BucketStore:
             if live.master.dtype != live.weights.dtype:
                 live.weights[start:stop].copy_(live.master)
             if self._zero > 0:
-                waits.append(start_all_gather(live.weights, live.bucket.regions, self._data, even=live.bucket.even))
+                regions, even = live.bucket.regions, live.bucket.even
+                waits.append(self._collectives.start_all_gather(live.weights, regions, even=even))
         for wait in waits:
             wait()
 
@@ -402,9 +398,10 @@ class BucketStore:
         }
 
     def close(self) -> None:
-        """Take the hooks out of the model."""
+        """Take the hooks out of the model and end the thread of collectives by messages, if there is one."""
         for handle in self._handles:
             handle.remove()
+        self._collectives.close()
 
 
 def _advance(live: _Live) -> None:

@@ -244,6 +244,9 @@ class FullyShardedStore:
         held = self._replicas.state_bytes() if self._replicas is not None else 0
         return {"parameters": size, "gradients": gradients, "masters": 0, "compression": held}
 
+    def close(self) -> None:
+        """Nothing to do: torch's hooks are part of the sharded modules, and nothing runs in the background."""
+
 
 def _local(tensor: DTensor) -> Tensor:
     """The tensor's storage on this rank, without a tie to autograd, which forbids in-place updates of views."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from weft.cluster import Collective
+from weft.collective import parse_choices, stand_in
 from weft.document import HIDDEN, Rules, dump, spell
-from weft.errors import PlanError, did_you_mean
+from weft.errors import CollectiveError, PlanError, did_you_mean
 from weft.plan._compression import RUNNABLE_COMPRESSIONS, compression_conflicts
 from weft.recipe import COMPRESSIONS, Precision
 
@@ -20,8 +21,6 @@ Recompute = Literal["none", "selective", "full"]
 
 AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 _RULES = Rules(PlanError)
-_SIZES = r"\d+[KMG]?-(?:\d+[KMG]?|max)"
-_ALGORITHM = re.compile(rf"auto|[a-z_]+(?::{_SIZES})?(?:;[a-z_]+:{_SIZES})*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,10 @@ class DataParallelPlan:
     zero: Literal[0, 1, 2, 3] = 1
     """1 and 2 shard over replicate × shard; 3 shards the weights over shard only."""
     algorithm: str = "auto"
-    """Of the reductions."""
+    """Of the reductions and gathers, by the bytes of a bucket: one name, or a list such as
+    `tree:0-32K;direct:32K-8M;ring:8M-max`, in which an entry without sizes takes the rest.  Algorithms that know
+    all-reduces only do a reduce-scatter as one, and leave gathers to direct messages.  `measured`: what `weft comm
+    explain` found here; then runs are equal bit for bit only while that stays."""
     bucket_bytes: int = 26_214_400
     """Gradients that are reduced together."""
     first_bucket_bytes: int = 1_048_576
@@ -88,9 +90,11 @@ class DataParallelPlan:
         _RULES.at_least(self, 1, "bucket_bytes", "first_bucket_bytes")
         if self.first_bucket_bytes > self.bucket_bytes and self.first_bucket_bytes != 1_048_576:
             raise _RULES.refuse(self, "first_bucket_bytes", f"is more than bucket_bytes = {self.bucket_bytes:_}.")
-        if not _ALGORITHM.fullmatch(self.algorithm):
-            problem = 'is neither "auto" nor a list by size, such as "tree:0-32K;direct:32K-8M;ring:8M-max".'
-            raise _RULES.refuse(self, "algorithm", problem)
+        if self.algorithm not in ("auto", "measured"):
+            try:
+                parse_choices(self.algorithm)
+            except CollectiveError as error:
+                raise _RULES.refuse(self, "algorithm", str(error)) from None
         if self.compression != "none" and self.compression not in COMPRESSIONS:
             hint = did_you_mean(self.compression, COMPRESSIONS) or f" Known are none, {', '.join(COMPRESSIONS)}."
             raise _RULES.refuse(self, "compression", f"is not a compression.{hint}")
@@ -258,7 +262,6 @@ def runnability(plan: Plan) -> list[str]:
         (plan.tensor_parallel.scheme != "1d", "tensor_parallel.scheme", plan.tensor_parallel.scheme, "1d", "it"),
         (plan.memory.offload != "none", "memory.offload", plan.memory.offload, "none", "offloading"),
         (is_missing, "data_parallel.compression", data.compression, "none", "this compression"),
-        (data.algorithm != "auto", "data_parallel.algorithm", data.algorithm, "auto", "a choice of algorithm"),
     )
     missing = [
         f"plan.{key} = {spell(value)} can be predicted but not run yet: the engine has not got {what}. "
@@ -266,7 +269,33 @@ def runnability(plan: Plan) -> list[str]:
         for is_given, key, value, instead, what in wanted
         if is_given
     ]
+    unfit = _unfit_algorithm(plan)
+    missing += [unfit] if unfit is not None else []
     return missing if is_missing else [*missing, *compression_conflicts(plan)]
+
+
+def _unfit_algorithm(plan: Plan) -> str | None:
+    """Why the engine cannot reduce as `data_parallel.algorithm` says."""
+    data = plan.data_parallel
+    if data.algorithm == "auto":
+        return None
+    start = f"plan.data_parallel.algorithm = {spell(data.algorithm)} cannot be run"
+    if plan.compute.device == "cuda":
+        return f'{start} with compute.device = "cuda": on CUDA NCCL chooses. Use "auto".'
+    if plan.compute.backend == "weft":
+        return f'{start} with compute.backend = "weft", which has a way of its own. Use "auto", or backend = "gloo".'
+    if data.compression != "none":
+        return f'{start} with data_parallel.compression = "{data.compression}", which has its own. Use "auto".'
+    if data.zero == 3 and plan.mesh.shard > 1:
+        return f'{start} with zero = 3, where torch gathers and reduces the weights itself. Use "auto", or zero = 2.'
+    if data.algorithm == "measured":
+        return None
+    used: tuple[Collective, ...] = ("all_reduce",) if data.zero == 0 else ("reduce_scatter", "all_gather")
+    for name in parse_choices(data.algorithm).names:
+        missing = next((collective for collective in used if stand_in(name, collective) is None), None)
+        if missing is not None:
+            return f"{start} with zero = {data.zero}: {name} does no {missing}. Use ring, direct or halving_doubling."
+    return None
 
 
 def axis_coordinates(mesh: MeshPlan, rank: int) -> dict[Axis, int]:

@@ -78,13 +78,15 @@ def run_trial(
         for step in range(steps)
     ]
     totals = training.model.runner.evaluate(data.microbatches(0), step=0, seed=recipe.run.seed)
+    state = _model_state(training)
+    training.close()
     return Trial(
         initial=initial,
         gradients=gradients,
         losses=[result.loss for result in results],
         gradient_norms=[result.gradient_norm for result in results],
         validation=float(totals.sum),
-        state=_model_state(training),
+        state=state,
     )
 
 

@@ -1,0 +1,182 @@
+"""What was measured of the ways of collectives on a group's links, and which is chosen: as JSON, and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from weft.cluster import Cluster, Collective
+from weft.collective._choices import defines
+from weft.collective._registry import Links
+from weft.collective._shortlist import Candidate
+from weft.errors import CollectiveError
+
+FORMAT = 1
+"""Rises when a kept table means something else."""
+CLEARLY = 0.95
+"""What is chosen in place of the usual way takes less than so much of its time: half a dozen timings tell no less."""
+_LARGEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One collective at one size."""
+
+    collective: Collective
+    size_bytes: int
+    """Of the whole tensor on one rank."""
+    choice: str
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceTable:
+    """The choice for every collective and size on one group."""
+
+    members: int
+    nodes: tuple[int, ...]
+    """Ranks of each node."""
+    backend: str
+    links: Links
+    rows: tuple[Row, ...]
+
+    def choose(self, collective: Collective, size_bytes: int) -> str | None:
+        """Return the way chosen at the measured size nearest to this one by its logarithm; None: never measured."""
+        rows = [row for row in self.rows if row.collective == collective]
+        if not rows:
+            return None
+        return min(rows, key=lambda row: abs(math.log2(row.size_bytes) - math.log2(max(1, size_bytes)))).choice
+
+
+def decide(candidates: Sequence[Candidate], usual: str) -> str:
+    """Return the name of the fastest that was measured, or what is `usual` where nothing is clearly faster."""
+    measured = {each.name: each.measured_seconds for each in candidates if each.measured_seconds is not None}
+    if not measured:
+        raise CollectiveError("nothing was measured, so nothing can be chosen. Keep at least one candidate.")
+    best = min(measured, key=lambda name: (measured[name], name))
+    return usual if usual in measured and CLEARLY * measured[usual] <= measured[best] else best
+
+
+def table_to_json(table: ChoiceTable) -> str:
+    """Write a table; `table_from_json` gives an equal one back."""
+    return json.dumps({"format": FORMAT, **asdict(table)})
+
+
+def table_from_json(text: str) -> ChoiceTable:
+    """Read a table.
+
+    Raises:
+        CollectiveError: it is damaged, or of another version, or chooses what cannot be done.
+    """
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise CollectiveError(f"a table of choices has format {data['format']}, and this version reads {FORMAT}.")
+        if not all(value is None or isinstance(value, float) for value in data["links"].values()):
+            raise ValueError(f"links are {data['links']}")
+        return ChoiceTable(
+            members=_whole(data["members"]),
+            nodes=tuple(_whole(each) for each in data["nodes"]),
+            backend=str(data["backend"]),
+            links=Links(**data["links"]),
+            rows=tuple(_row(row) for row in data["rows"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CollectiveError(f"a table of choices is damaged: {type(error).__name__} {error}.") from None
+
+
+def table_path(members: int, nodes: Sequence[int], backend: str, *, folder: Path | None = None) -> Path:
+    """Return where the table of such a group is kept: under a hash of it, this machine, and the versions of Weft and
+    torch."""
+    facts: Mapping[str, object] = {
+        "format": FORMAT,
+        "members": members,
+        "nodes": list(nodes),
+        "backend": backend,
+        "machine": Cluster.detect().digest,
+        "processor": _processor(),
+        "weft": _version("weft"),
+        "torch": _version("torch"),
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return (folder or Path.home() / ".cache" / "weft" / "collectives") / f"{digest}.json"
+
+
+def keep_table(table: ChoiceTable, *, folder: Path | None = None) -> Path:
+    """Keep a table for `find_table`, and return the file, which is whole or not there at any moment.
+
+    Raises:
+        CollectiveError: the file cannot be written.
+    """
+    path = table_path(table.members, table.nodes, table.backend, folder=folder)
+    aside: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(table_to_json(table))
+        os.replace(aside, path)
+    except OSError as error:
+        if aside is not None:
+            with suppress(OSError):
+                os.unlink(aside)
+        raise CollectiveError(f"{path} cannot be written: {error.strerror}. Make its folder writable.") from None
+    return path
+
+
+def find_table(members: int, nodes: Sequence[int], backend: str, *, folder: Path | None = None) -> ChoiceTable | None:
+    """Return the table kept of such a group, or None.  A damaged file, or one of another group, counts as none."""
+    path = table_path(members, nodes, backend, folder=folder)
+    try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            return None
+        table = table_from_json(path.read_text())
+    except (OSError, UnicodeDecodeError, CollectiveError):
+        return None
+    same = (table.members, table.nodes, table.backend) == (members, tuple(nodes), backend)
+    return table if same else None
+
+
+def _row(row: Mapping[str, Any]) -> Row:
+    collective: Collective = row["collective"]
+    choice = str(row["choice"])
+    if collective not in ("all_reduce", "reduce_scatter", "all_gather") or not defines(choice, collective):
+        raise CollectiveError(f"a table of choices has {choice} do {collective}, which it does not.")
+    size = _whole(row["size_bytes"])
+    return Row(
+        collective=collective,
+        size_bytes=size,
+        choice=choice,
+        candidates=tuple(Candidate(**candidate) for candidate in row["candidates"]),
+    )
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is no positive whole number")
+    return value
+
+
+def _processor() -> str:
+    """The model of the processor as Linux names it; empty elsewhere, where the machine's cores tell it well enough."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source tree
+        return ""

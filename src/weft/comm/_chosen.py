@@ -1,0 +1,172 @@
+"""All-reduces, reduce-scatters and all-gathers of flat storages, each by the way that is chosen for its size.
+
+Every rank must choose alike, or they wait for one another for ever.  So a choice is a pure function of collective and
+size that all ranks were given alike: by the plan, or by a table that the group's first rank has read and sent to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.cluster import Collective
+from weft.collective import BUILT_IN, Arrangement, ChoiceTable, defines, find_table, parse_choices
+from weft.comm._device import all_gather_single, carried_by_gloo
+from weft.comm._hosts import discover_nodes
+from weft.comm._mesh import GroupView
+from weft.comm._reduce import (
+    Wait,
+    WorksDone,
+    nothing_to_wait_for,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from weft.comm._share import share_table
+from weft.comm.messages import Messenger
+from weft.errors import PlanError
+
+Choose = Callable[[Collective, int], str | None]
+"""Collective and bytes of the whole tensor → a built-in way or an algorithm; None: what Weft does without a choice."""
+
+
+def choose_nothing(collective: Collective, size_bytes: int) -> None:
+    """The choice where nobody has chosen."""
+
+
+class Collectives:
+    """Starts collectives over one group; `weft.collective.stand_in` says what is done where a way lacks one.
+
+    Build it on every member, call it there alike and in one order, and close it before the group is destroyed: the
+    first collective by messages starts a thread, which `close` ends.
+    """
+
+    def __init__(self, view: GroupView, choose: Choose = choose_nothing, place: Arrangement | None = None) -> None:
+        """`place` is how the ranks lie on the links; by default in their order, all in one node."""
+        self.view = view
+        self._choose = choose
+        self._place = place
+        self._messenger: Messenger | None = None
+        self._is_closed = False
+
+    def __enter__(self) -> Collectives:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def num_messages(self) -> int:
+        """Messages that this rank was told to send by algorithms of `weft.collective` until now."""
+        return 0 if self._messenger is None else self._messenger.num_messages
+
+    def close(self) -> None:
+        """Finish what was started by messages and end their thread.  Closing again does nothing; what is started
+        afterwards by messages is an error."""
+        self._is_closed = True
+        if self._messenger is not None:
+            self._messenger.close()
+
+    def start_all_reduce(self, flat: Tensor, *, by: str | None = None) -> Wait:
+        """Sum `flat` in place over the group.  `by` overrides the choice, here and below."""
+        way = self._way("all_reduce", flat, by)
+        if way is None or way in BUILT_IN:
+            return start_all_reduce(flat, self.view)
+        return self._messages().start(flat, "all_reduce", way, arrangement=self._place)
+
+    def start_reduce_scatter(
+        self, flat: Tensor, regions: Sequence[tuple[int, int]], *, even: bool, by: str | None = None
+    ) -> Wait:
+        """Sum over the group so that afterwards `flat[regions[index]]` holds the sum; the rest of `flat` is undefined.
+
+        `regions` lie side by side and cover `flat`; `even` says whether they are equally long.
+        """
+        way = self._way("reduce_scatter", flat, by)
+        if way is None or way == "exchange":
+            return start_reduce_scatter(flat, regions, self.view, even=even)
+        if way == "backend" or not defines(way, "reduce_scatter"):
+            return self.start_all_reduce(flat, by=way)
+        return self._messages().start(flat, "reduce_scatter", way, regions=regions, arrangement=self._place)
+
+    def start_all_gather(
+        self, flat: Tensor, regions: Sequence[tuple[int, int]], *, even: bool, by: str | None = None
+    ) -> Wait:
+        """Fill `flat` with every rank's own region of it."""
+        way = self._way("all_gather", flat, by)
+        if way is None or way == "exchange" or not defines(way, "all_gather"):
+            return start_all_gather(flat, regions, self.view, even=even)
+        if way == "backend":
+            return _start_backend_gather(flat, regions, self.view, even=even)
+        return self._messages().start(flat, "all_gather", way, regions=regions, arrangement=self._place)
+
+    def _way(self, collective: Collective, flat: Tensor, by: str | None) -> str | None:
+        return by if by is not None else self._choose(collective, flat.numel() * flat.element_size())
+
+    def _messages(self) -> Messenger:
+        if self._messenger is None:
+            self._messenger = Messenger(self.view)
+            if self._is_closed:
+                self._messenger.close()  # so that it says why nothing can be started
+        return self._messenger
+
+
+def collectives_for(
+    view: GroupView, device: torch.device, algorithm: str = "auto", *, folder: Path | None = None
+) -> Collectives:
+    """Return what carries collectives of a device's tensors over a group.  Call on every rank of the group alike.
+
+    Args:
+        algorithm: as in a plan.  `auto` is what Weft does without a choice, always the same.  `measured` takes the
+            table kept of such a group in `folder` (by default below ~/.cache/weft), as the first rank reads it.
+
+    Raises:
+        PlanError: an algorithm is named for an accelerator, whose library chooses itself; `measured`, and nothing has
+            been.
+    """
+    if algorithm != "auto" and device.type != "cpu":
+        raise PlanError(
+            f'plan.data_parallel.algorithm = "{algorithm}" cannot be run on {device.type}: on CUDA NCCL chooses. '
+            'Use "auto".'
+        )
+    if algorithm == "auto" or view.group is None or not carried_by_gloo(device, view.group):
+        return Collectives(view)  # also in a dry run, whose group carries nothing
+    if algorithm != "measured":
+        choices = parse_choices(algorithm)
+        place = discover_nodes(view) if any(name.startswith("hierarchical") for name in choices.names) else None
+        return Collectives(view, lambda collective, size_bytes: choices.algorithm_for(size_bytes), place)
+    place = discover_nodes(view)
+    mine: ChoiceTable | None = None
+    if view.index == 0:
+        mine = find_table(view.size, place.nodes, dist.get_backend(view.group), folder=folder)
+    table = share_table(mine, view)
+    if table is None:
+        raise PlanError(
+            f'plan.data_parallel.algorithm = "measured", but nothing has been measured for {view.size} ranks that lie'
+            f' as these do. Run weft comm explain --measure --processes {view.size}, or use "auto".'
+        )
+    return Collectives(view, table.choose, place)
+
+
+def _start_backend_gather(
+    flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView, *, even: bool
+) -> Wait:  # fmt: skip
+    if view.group is None:
+        return nothing_to_wait_for
+    start, stop = regions[view.index]
+    if even:
+        # Gloo reads the shard while it writes the whole: it needs a storage of its own.
+        return WorksDone.of([all_gather_single(flat, flat[start:stop].clone(), view.group, async_op=True)])
+    return WorksDone.of(
+        [
+            dist.broadcast(flat[first:last], src=view.ranks[owner], group=view.group, async_op=True)
+            for owner, (first, last) in enumerate(regions)
+            if last > first
+        ]
+    )

@@ -1,0 +1,197 @@
+"""Which way is fastest for each collective and size on a group's links: formulas prune, and measurement decides.
+
+    table = measure_table(mesh["data"])       # the same on every rank
+    keep_table(table)                         # on one of them: what "auto" takes from then on
+
+The links are probed first, by a few messages between two ranks of a node and between the first ranks of two nodes.
+Formulas then say what every algorithm would take, and all but a few are pruned (`weft.collective.shortlist`).  Those
+are timed in turn, so that a disturbance meets all of them, and count by their slowest rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.cluster import Collective, Topology
+from weft.collective import (
+    Arrangement,
+    Candidate,
+    ChoiceTable,
+    Links,
+    Row,
+    decide,
+    fit_links,
+    predict,
+    shortlist,
+    spell_size,
+)
+from weft.comm._chosen import Collectives
+from weft.comm._device import carried_by_gloo
+from weft.comm._hosts import discover_nodes
+from weft.comm._mesh import GroupView
+from weft.comm._reduce import Wait
+from weft.comm._share import share_table
+from weft.errors import CollectiveError
+
+SIZES = tuple(1 << power for power in range(10, 27, 2))
+"""Bytes of the whole tensor: 1 KiB to 64 MiB."""
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+"""What gradients and weights go through."""
+RUNS = 5
+_FEWER_RUNS = 3
+_SLOW_SECONDS = 0.2
+"""Where the slowest candidate takes longer, three runs must do."""
+_PROBE_BYTES = (1 << 10, 1 << 16, 1 << 20)
+_PROBE_SECONDS = 0.03
+"""For each size of a link's probe, that both links together stay below 0.2 s."""
+_PROBE_RUNS = 50
+_TAG = (1 << 20) + 77
+
+
+def measure_table(
+    view: GroupView,
+    *,
+    place: Arrangement | None = None,
+    topology: Topology | None = None,
+    collectives: Sequence[Collective] = COLLECTIVES,
+    sizes: Sequence[int] = SIZES,
+    tell: Callable[[str], None] | None = None,
+) -> ChoiceTable:
+    """Measure, and return the first rank's table.  Call on every rank of the group alike; nothing else should run.
+
+    Args:
+        place: how the ranks lie on the links; by default as they find one another.
+        topology: of the links between nodes; see `weft.collective.predict`.
+        sizes: bytes of the whole tensor.
+        tell: receives a line of progress per collective and size.
+
+    Raises:
+        CollectiveError: the group has one rank, or its backend does not send CPU tensors.
+    """
+    if view.group is None:
+        raise CollectiveError("a group of 1 rank has no collectives to choose for. Measure with 2 or more.")
+    if not carried_by_gloo(torch.device("cpu"), view.group):
+        raise CollectiveError(
+            f"collectives of the backend {dist.get_backend(view.group)} are not chosen here: on CUDA NCCL chooses. "
+            "Measure on a Gloo group."
+        )
+    place = place if place is not None else discover_nodes(view)
+    links = probe_links(view, place)
+    rows: list[Row] = []
+    with Collectives(view, place=place) as carrier:
+        for collective in collectives:
+            for size in sizes:
+                predicted = predict(collective, size, place, links, topology=topology)
+                rows.append(_measured(carrier, collective, size, shortlist(predicted)))
+                if tell is not None:
+                    tell(f"{collective} of {spell_size(size)}: {rows[-1].choice}")
+    backend = dist.get_backend(view.group)
+    table = ChoiceTable(members=view.size, nodes=place.nodes, backend=backend, links=links, rows=tuple(rows))
+    shared = share_table(table, view)
+    assert shared is not None, "the first rank has a table"
+    return shared
+
+
+def probe_links(view: GroupView, place: Arrangement) -> Links:
+    """Return seconds of a message and of a byte between nodes and inside them, in at most about 0.2 s.
+
+    One pair of ranks sends to and fro for each kind of link.  Call on every rank of the group; all get the same.
+    """
+    firsts = [sum(place.nodes[:index]) for index in range(len(place.nodes))]
+    wide = next((index for index, count in enumerate(place.nodes) if count > 1), None)
+    inner = None if wide is None else _pair(place, firsts[wide], firsts[wide] + 1)
+    across = None if len(firsts) < 2 else _pair(place, firsts[0], firsts[1])
+    times = {kind: _ping(view, pair) for kind, pair in (("inner", inner), ("across", across)) if pair is not None}
+    if "across" not in times:
+        latency, per_byte = times["inner"]
+        return Links(latency=latency, per_byte=per_byte)
+    latency, per_byte = times["across"]
+    if "inner" not in times:
+        return Links(latency=latency, per_byte=per_byte)
+    inner_latency, inner_per_byte = times["inner"]
+    return Links(latency=latency, per_byte=per_byte, inner_latency=inner_latency, inner_per_byte=inner_per_byte)
+
+
+def _pair(place: Arrangement, first: int, second: int) -> tuple[int, int]:
+    return place.order[first], place.order[second]
+
+
+def _ping(view: GroupView, pair: tuple[int, int]) -> tuple[float, float]:
+    """Half of the median time to and fro of three sizes between two members, as a line; the same on all ranks."""
+    halves = torch.zeros(len(_PROBE_BYTES), dtype=torch.float64)
+    dist.barrier(group=view.group)
+    if view.index in pair:
+        peer = pair[1] if view.index == pair[0] else pair[0]
+        for index, size in enumerate(_PROBE_BYTES):
+            halves[index] = _half_round(view, peer, size, leads=view.index == pair[0])
+    dist.all_reduce(halves, dist.ReduceOp.MAX, group=view.group)
+    return fit_links(list(zip(_PROBE_BYTES, halves.tolist(), strict=True)))
+
+
+def _half_round(view: GroupView, peer: int, size_bytes: int, *, leads: bool) -> float:
+    """Messages to and fro until the time is over, which the leading rank says with its next message."""
+    message, other = torch.zeros(size_bytes, dtype=torch.uint8), view.ranks[peer]
+    times: list[float] = []
+    end = time.perf_counter() + _PROBE_SECONDS
+    while True:
+        start = time.perf_counter()
+        if leads:
+            message[0] = len(times) >= 2 and (start > end or len(times) >= _PROBE_RUNS)
+            dist.send(message, other, group=view.group, tag=_TAG)
+            dist.recv(message, other, group=view.group, tag=_TAG)
+        else:
+            dist.recv(message, other, group=view.group, tag=_TAG)
+            dist.send(message, other, group=view.group, tag=_TAG)
+        times.append((time.perf_counter() - start) / 2)
+        if int(message[0]):
+            return statistics.median(times[1:]) if leads else 0.0
+
+
+def _measured(carrier: Collectives, collective: Collective, size_bytes: int, listed: Sequence[Candidate]) -> Row:
+    """Time those that were not pruned, in turn, and choose."""
+    works = [_work(carrier, collective, size_bytes, each.name) for each in listed if not each.note]
+    times = iter(_slowest_medians(works, carrier.view))
+    found = tuple(each if each.note else replace(each, measured_seconds=next(times)) for each in listed)
+    usual = "backend" if collective == "all_reduce" else "exchange"
+    return Row(collective=collective, size_bytes=size_bytes, choice=decide(found, usual), candidates=found)
+
+
+def _work(carrier: Collectives, collective: Collective, size_bytes: int, name: str) -> Callable[[], Wait]:
+    """Start one collective over float32 that holds zeros, which sums leave as they are."""
+    n = carrier.view.size
+    flat = torch.zeros(max(n, size_bytes // 4 // n * n), dtype=torch.float32)
+    part = flat.numel() // n
+    regions = [(index * part, (index + 1) * part) for index in range(n)]
+    if collective == "all_reduce":
+        return lambda: carrier.start_all_reduce(flat, by=name)
+    if collective == "reduce_scatter":
+        return lambda: carrier.start_reduce_scatter(flat, regions, even=True, by=name)
+    return lambda: carrier.start_all_gather(flat, regions, even=True, by=name)
+
+
+def _slowest_medians(works: Sequence[Callable[[], Wait]], view: GroupView) -> list[float]:
+    """The median over runs of the slowest rank's seconds, of each work; the same on all ranks."""
+    warm = _slowest([[_time(work, view) for work in works]], view)
+    runs = RUNS if float(warm.max()) < _SLOW_SECONDS else _FEWER_RUNS
+    times = _slowest([[_time(work, view) for work in works] for _ in range(runs)], view)
+    return [float(each) for each in times.median(dim=0).values]
+
+
+def _slowest(seconds: list[list[float]], view: GroupView) -> Tensor:
+    table = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=view.group)
+    return table
+
+
+def _time(work: Callable[[], Wait], view: GroupView) -> float:
+    dist.barrier(group=view.group)
+    start = time.perf_counter()
+    work()()
+    return time.perf_counter() - start

@@ -1,0 +1,77 @@
+"""Measure which way carries each collective best: on ranks started here, or on those of a job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.cluster import Topology
+from weft.collective import Arrangement, ChoiceTable, table_from_json, table_to_json
+from weft.comm import GroupView
+from weft.comm.selector import SIZES, measure_table
+from weft.errors import CollectiveError
+from weft.launch import Place, initialise_distributed, launch_function, place_from_environment
+
+
+def measure_choices(
+    processes: int, *, place: Arrangement | None = None, topology: Topology | None = None, sizes: Sequence[int] = ()
+) -> ChoiceTable | None:
+    """Measure on CPU ranks, and return the table; None on all ranks of a job but the first.
+
+    Under torchrun or `weft launch` this process is one of the ranks: call it on all of them.  Otherwise `processes`
+    ranks are started on this machine, and end with the call.
+
+    Args:
+        place: how the ranks lie on the links; by default as they find one another.
+        topology: of the links between nodes.
+        sizes: bytes of the whole tensor; by default 1 KiB to 64 MiB.
+
+    Raises:
+        CollectiveError: one rank only, or a place for another number of ranks.
+        LaunchError: a rank could not start or died.
+    """
+    job = place_from_environment()
+    world = processes if job is None else job.world_size
+    if place is not None and place.members != world:
+        raise CollectiveError(f"the cluster has {place.members} devices, and {world} ranks run: start one for each.")
+    arguments: dict[str, Any] = {
+        "order": None if place is None else list(place.order),
+        "nodes": None if place is None else list(place.nodes),
+        "shape": None if place is None else list(place.shape),
+        "topology": topology,
+        "sizes": list(sizes) or list(SIZES),
+    }
+    text = (
+        launch_function("weft.probe:measure_choices_as_rank", arguments, world)[0]
+        if job is None
+        else measure_choices_as_rank(job, **arguments)
+    )
+    return None if text is None else table_from_json(text)
+
+
+def measure_choices_as_rank(
+    rank: Place,
+    *,
+    order: list[int] | None,
+    nodes: list[int] | None,
+    shape: list[int] | None,
+    topology: Topology | None,
+    sizes: list[int],
+) -> str | None:
+    """What each rank does; rank 0 returns the table as JSON."""
+    place: Arrangement | None = None
+    if order is not None and nodes is not None and shape is not None:
+        place = Arrangement(order=tuple(order), nodes=tuple(nodes), shape=(shape[0], shape[1]))
+    with initialise_distributed("cpu", rank) as distributed:
+        n = distributed.world_size
+        view = GroupView(tuple(range(n)), distributed.rank, dist.group.WORLD if n > 1 else None)
+        tell: Callable[[str], None] | None = _say if distributed.rank == 0 else None
+        table = measure_table(view, place=place, topology=topology, sizes=sizes, tell=tell)
+    return table_to_json(table) if distributed.rank == 0 else None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

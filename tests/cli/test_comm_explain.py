@@ -1,0 +1,48 @@
+"""`weft comm explain`: measured once, kept, shown again, and told apart from what cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.cli._main import run
+from weft.collective import find_table
+
+
+def test_it_measures_keeps_and_shows_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(["comm", "explain", "--processes", "2", "--size", "4K", "--size", "1K"]) == 0
+    text = capfd.readouterr()
+    lines = text.out.splitlines()
+    assert lines[0] == "ranks     2 on 1 node, backend gloo"
+    assert lines[1].startswith("links     ")
+    assert [line.partition(":")[0] for line in lines if " of " in line and line[0] != " "] == [
+        f"{kind} of {size}" for kind in ("all_reduce", "reduce_scatter", "all_gather") for size in ("1K", "4K")
+    ]
+    assert sum("→ " in line for line in lines) == 6
+    assert "× the cheapest" in text.out
+    assert "all_reduce of 1K: " in text.err
+    kept = find_table(2, (2,), "gloo")
+    assert kept is not None
+    assert f"kept in {tmp_path}" in lines[-1]
+    assert run(["comm", "explain", "--processes", "2"]) == 0
+    again = capfd.readouterr().out
+    assert again.splitlines()[0:-2] == lines[0:-2]
+    assert "--measure measures anew" in again
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--processes", "1"], "1 ranks cannot be started here: use 2 to 64."),
+        (["--cluster", "64x8xh100"], "512 ranks cannot be started here"),
+        (["--processes", "2", "--cluster", "1x2xh100"], "--processes goes without --cluster"),
+        (["--size", "many"], "many is no size"),
+    ],
+)
+def test_what_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["comm", "explain", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -52,6 +52,10 @@ class _Running:
         )
         self._step = 0
 
+    def close(self) -> None:
+        """End what runs beside the steps."""
+        self._training.close()
+
     def steps(self, count: int) -> float:
         """Take steps that all ranks begin together; seconds of one, by the slowest rank, the same on all."""
         torch.set_num_threads(self._plan.compute.threads_per_rank)
@@ -140,6 +144,8 @@ def run_rank(
         bench.begin(teams)
         going = _going_on(bench.early(), most, always)
         bench.go_on(teams, going, rounds)
+        for running in bench.running.values():
+            running.close()
         return {str(at): found for at, found in bench.found.items()}
 
 
@@ -173,7 +179,7 @@ class _Bench:
     def go_on(self, teams: Sequence[int], going: Sequence[int], rounds: int) -> None:
         """Step the plans that go on in turn; the order is turned round from round to round."""
         for at in [at for at in self.running if at not in going]:
-            del self.running[at]
+            self.running.pop(at).close()
         there, back = [(teams[at], at) for at in going], [(teams[at], at) for at in reversed(going)]
         self.turns.walk([turn for number in range(rounds) for turn in (back if number % 2 else there)], self._turn)
 

@@ -118,7 +118,8 @@ class PythonTransport:
         return None
 
     def abort(self) -> None:
-        self._tell(Trouble.ABORTED, self._rank)
+        if not self._is_closed:
+            self._tell(Trouble.ABORTED, self._rank)
 
     def close(self) -> None:
         if self._is_closed:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm import nothing_to_wait_for
+from weft.comm import Collectives, nothing_to_wait_for
 from weft.engine import _step
 from weft.models import Batch, Blueprint, build_model
 from weft.parallel import build, data, randomness, zero3
@@ -29,7 +29,7 @@ Patch = tuple[Any, str, Any]
 
 def _dropped_all_reduce() -> list[Patch]:
     """Data ranks keep their own gradients."""
-    return [(data, "start_all_reduce", lambda flat, view: nothing_to_wait_for)]
+    return [(Collectives, "start_all_reduce", lambda self, flat, by=None: nothing_to_wait_for)]
 
 
 def _last_bucket_not_reduced() -> list[Patch]:

@@ -215,6 +215,41 @@ def _plot_communication(result: Result, path: Path) -> None:
     _save(figure, path)
 
 
+def _plot_auto(result: Result, path: Path) -> None:
+    """Each cell's predicted step against the measured one, and how much longer the chosen plan took than the best."""
+    cells, cores = result["samples"]["cells"], result["machine"]["cores"]
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    groups = {
+        "as many processes as cores, or fewer": ([cell for cell in cells if cell["world"] <= cores], _OWN, "o"),
+        "more processes than cores": ([cell for cell in cells if cell["world"] > cores], _OTHERS, "s"),
+    }
+    for label, (mine, color, marker) in groups.items():
+        predicted = [cell["predicted_seconds"] * 1e3 for cell in mine]
+        left.plot([cell["measured_seconds"] * 1e3 for cell in mine], predicted, marker, color=color, label=label)
+        regrets = sorted(100 * max(cell["tried_regret"], 0) for cell in mine)
+        shares = [100 * (at + 1) / len(regrets) for at in range(len(regrets))]
+        right.step(regrets, shares, where="post", color=color, label=f"{label}, with trials")
+        regrets = sorted(100 * max(cell["regret"], 0) for cell in mine)
+        right.step(regrets, shares, ":", where="post", color=color, label=f"{label}, by prediction")
+    ends = [
+        min(cell["measured_seconds"] for cell in cells) * 500,
+        max(cell["measured_seconds"] for cell in cells) * 2e3,
+    ]
+    left.plot(ends, ends, "-", color=_MARK, linewidth=1)
+    left.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color=_MARK, alpha=0.15)
+    left.set(xscale="log", yscale="log", xlabel="measured step (ms)", ylabel="predicted step (ms); band: 10 %")
+    left.legend(fontsize=8)
+    right.axvline(5, color=_MARK, linewidth=1)
+    right.set(xlabel="chosen plan's step over the best one's (% longer)", ylabel="share of cells (%)", ylim=(0, 102))
+    right.legend(fontsize=8, loc="lower right")
+    _save(figure, path)
+
+
 _WAYS: Mapping[str, str] = {
     "weft, tensor in shared memory": "r-o",
     "weft": "r--s",
@@ -227,4 +262,5 @@ _PLOTS: Mapping[str, Callable[[Result, Path], None]] = {
     "memory": _plot_memory,
     "techniques": _plot_techniques,
     "communication": _plot_communication,
+    "auto": _plot_auto,
 }

@@ -12,6 +12,7 @@ python -m benchmarks.auto                 all of them, about half an hour on 2 c
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +58,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
 BATCHES = (8, 32)
 WORLDS = (1, 2, 4)
 MOST_PLANS = 12
+_MOST_SLOW_PLANS = 2
 _NEAR = 0.05
 _TRIED_SECONDS = 900.0
 """Predicted length of the run whose trials choose."""
@@ -113,12 +115,13 @@ def _quietly(line: str) -> None:
         log(line)
 
 
-def every_plan(cell: Cell, choices: Sequence[Plan]) -> list[Plan]:
+def every_plan(cell: Cell, choices: Sequence[Plan], cluster: Cluster) -> list[Plan]:
     """The plans to run: auto's choices first.
 
     The others are enumerated here and not by search: every split of the processes over data, tensor and pipeline, every
     ZeRO stage, microbatches of the whole share, a half and a quarter, both precisions, and the schedules that two
-    stages have.  Where there are too many, every split keeps its share of a random draw.
+    stages have.  Where there are too many, every split keeps its share of a random draw; of plans in a precision that these
+    cores were measured to be slower in, only a few are drawn, since they take most of the time and none comes near.
     """
     recipe = cell.recipe
     facts = facts_of(recipe)
@@ -132,7 +135,14 @@ def every_plan(cell: Cell, choices: Sequence[Plan]) -> list[Plan]:
     for plans in splits.values():
         draw.shuffle(plans)
     turns = [plan for turn in zip_longest(*splits.values()) for plan in turn if plan is not None]
-    return [*choices, *turns[: MOST_PLANS - len(choices)]]
+    slow = [plan for plan in turns if _is_slow(plan, cluster)][_MOST_SLOW_PLANS:]
+    return [*choices, *[plan for plan in turns if plan not in slow][: MOST_PLANS - len(choices)]]
+
+
+def _is_slow(plan: Plan, cluster: Cluster) -> bool:
+    """Whether products in the plan's precision were measured to be slower here than in fp32."""
+    measured = cluster.nodes[0].devices.measured_flops
+    return measured.get(plan.compute.precision, math.inf) < measured.get("fp32", 0.0)
 
 
 def _enumerated(cell: Cell, threads: int) -> Iterator[Plan]:
@@ -162,7 +172,7 @@ def run_cell(cell: Cell, cluster: Cluster, rounds: int) -> dict[str, Any] | None
     with_trials = replace(tried.plan, origins=choice.plan.origins)
     if with_trials != choice.plan:
         choices.append(with_trials)
-    plans = every_plan(cell, choices)
+    plans = every_plan(cell, choices, cluster)
     found = time_plans(cell.recipe, plans, rounds=rounds, most=3, always=len(choices))
     timed = {at: each for at, each in enumerate(found) if isinstance(each, TimedPlan)}
     if 0 not in timed:
@@ -280,6 +290,19 @@ def main() -> None:
     options = parser.parse_args()
     known, here = known_machine(), machine()
     results: list[dict[str, Any]] = []
+
+    def keep(results: Sequence[Mapping[str, Any]]) -> None:
+        """Write what there is after each cell: a run broken off has lost nothing."""
+        about = {
+            "settings": {"rounds": options.rounds, "cells": len(results), "machine_was_probed": not known.note},
+            "machine": here,
+            "versions": versions(),
+            "note": options.note,
+        }
+        made = goals(results, known.cluster.num_cores)
+        write_result("auto", goals=made, samples={"cells": results}, about=about, folder=options.folder)
+        (options.folder / "auto.md").write_text(table(results))
+
     for number, cell in enumerate(cells()[: options.cells]):
         log(f"{number + 1}: {cell.name}")
         found = run_cell(cell, known.cluster, options.rounds)
@@ -287,20 +310,7 @@ def main() -> None:
             results.append(found)
             tried = f"with trials {100 * found['tried_regret']:.1f} %, {found['tried']}"
             log(f"   regret {100 * found['regret']:.1f} %, {found['chosen']}; {tried}; best {found['best']}")
-    about = {
-        "settings": {"rounds": options.rounds, "cells": len(results), "machine_was_probed": not known.note},
-        "machine": here,
-        "versions": versions(),
-        "note": options.note,
-    }
-    write_result(
-        "auto",
-        goals=goals(results, known.cluster.num_cores),
-        samples={"cells": results},
-        about=about,
-        folder=options.folder,
-    )
-    (options.folder / "auto.md").write_text(table(results))
+            keep(results)
 
 
 if __name__ == "__main__":

@@ -128,8 +128,9 @@ class Pricer:
         unloading = 0.0
         if layout.offload == "activations":
             moved = [size / self.calibration.host_link_bytes_per_second for size in stages.kept_bytes]
-            out = [max(0.0, time - beside) for time, beside in zip(moved, stages.forward, strict=True)]
-            back = [max(0.0, time - beside) for time, beside in zip(moved, stages.input, strict=True)]
+            # The link to the host is free while a stage computes, and while it waits for weights.
+            out = [max(0.0, time - beside) for time, beside in zip(moved, forward, strict=True)]
+            back = [max(0.0, time - beside) for time, beside in zip(moved, inputs, strict=True)]
             forward = [one + more for one, more in zip(forward, out, strict=True)]
             inputs = [one + more for one, more in zip(inputs, back, strict=True)]
             unloading = sum(out) + sum(back)
@@ -227,15 +228,19 @@ class Pricer:
         rates = gathers_of(layout, max(block, 1.0), groups, self.seconds)
         if rates is None:
             return stages.forward, stages.input, 0.0
-        calibration, overlaps = self.calibration, self.stack.overlap_parameters
+        on_accelerator, device = self.memories.on_accelerator, self.device(layout)
+        calibration, overlaps = self.calibration, self.stack.overlap_parameters and on_accelerator
+        # On cores `fully_shard` waits for each collective at once, and its copies between weights and the flat tensors
+        # that travel, both ways, are no longer small beside the wire.
+        copied = 0.0 if on_accelerator else 2.0 / device.memory_bytes_per_second
         forward: list[float] = []
         inputs: list[float] = []
         exposed = 0.0
         for ahead, back, more, dense in zip(
             stages.forward, stages.input, stages.weight, stages.dense_parameters, strict=True
         ):
-            sent = dense * weight * rates.gather
-            sent_back = sent + dense * gradient * rates.scatter
+            sent = dense * weight * (rates.gather + copied)
+            sent_back = sent + dense * gradient * (rates.scatter + copied)
             waits: list[float] = []
             for time, beside in ((sent, ahead), (sent_back, back + more)):
                 hidden = min(time, calibration.overlap_share * beside) if overlaps else 0.0

@@ -107,9 +107,11 @@ class Estimates:
 
     def seconds(self, passes: Passes, held: Held, offload: Offload) -> Floats:
         """Return the seconds of a step."""
-        waits = self._gathering(passes) if self._zero == 3 else np.zeros(len(self._options))
+        none = np.zeros(len(self._options))
+        ahead, back = self._gathering(passes) if self._zero == 3 else (none, none)
+        waits = ahead + back
         if offload == "activations":
-            waits = waits + self._unloading(passes, held)
+            waits = waits + self._unloading(passes, held, ahead, back)
         blocks = len(self._pricer.profile.blocks)
         pipeline = pipeline_seconds(self._schedules, blocks, self._costs.hop, self._options, passes, waits)
         step = pipeline + self._reductions(passes) + self._optimizer(offload)
@@ -132,6 +134,9 @@ class Estimates:
         if zero == 3:
             gather = seconds("all_gather", _LARGE_BYTES, groups.shard) / _LARGE_BYTES
             scatter = seconds("reduce_scatter", _LARGE_BYTES, groups.shard) / _LARGE_BYTES
+            if not pricer.cluster.has_accelerators and shard > 1:  # see `Pricer`
+                gather += 2.0 / self._device.memory_bytes_per_second
+                scatter += 2.0 / self._device.memory_bytes_per_second
             experts = seconds("all_reduce", bucket, groups.expert_data) / bucket * self._gradient
             copies = seconds("all_reduce", bucket, groups.replicate) / bucket * self._gradient / max(1, shard)
             return Rates(scatter * self._gradient, gather * self._element, experts, 0.0, copies)
@@ -144,21 +149,24 @@ class Estimates:
             seconds("all_gather", bucket, groups.expert_data) / bucket * sharded,
         )
 
-    def _gathering(self, passes: Passes) -> Floats:
-        """Exposed seconds of ZeRO-3's collectives of one microbatch on one rank."""
+    def _gathering(self, passes: Passes) -> tuple[Floats, Floats]:
+        """Exposed seconds of ZeRO-3's collectives of one microbatch on one rank, forward and backward."""
         p, overlap = self._options.splits.pipeline, self._pricer.calibration.overlap_share
-        if not self._pricer.stack.overlap_parameters:
+        if not (self._pricer.stack.overlap_parameters and self._pricer.cluster.has_accelerators):
             overlap = 0.0
         sent = self._dense * self.rates.gather
         back = sent + self._dense * self.rates.reduce
         ahead = np.maximum(0.0, sent - overlap * passes.forward / p)
-        return ahead + np.maximum(0.0, back - overlap * (passes.input + passes.weight) / p)
+        return ahead, np.maximum(0.0, back - overlap * (passes.input + passes.weight) / p)
 
-    def _unloading(self, passes: Passes, held: Held) -> Floats:
-        """Exposed seconds of one microbatch's activations on their way to host memory and back, on one rank."""
+    def _unloading(self, passes: Passes, held: Held, ahead: Floats, back: Floats) -> Floats:
+        """Exposed seconds of one microbatch's activations on their way to host memory and back, on one rank; they also
+        hide beside the waits for weights."""
+        p = self._options.splits.pipeline
         moved = held.kept / self._pricer.calibration.host_link_bytes_per_second
-        exposed = max(0.0, moved - passes.forward) + max(0.0, moved - passes.input)
-        return exposed / self._options.splits.pipeline
+        return np.maximum(0.0, (moved - passes.forward) / p - ahead) + np.maximum(
+            0.0, (moved - passes.input) / p - back
+        )
 
     def _reductions(self, passes: Passes) -> Floats:
         """Exposed seconds of reducing gradients, and of gathering renewed weights."""

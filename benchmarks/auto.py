@@ -120,8 +120,8 @@ def every_plan(cell: Cell, choices: Sequence[Plan], cluster: Cluster) -> list[Pl
 
     The others are enumerated here and not by search: every split of the processes over data, tensor and pipeline, every
     ZeRO stage, microbatches of the whole share, a half and a quarter, both precisions, and the schedules that two
-    stages have.  Where there are too many, every split keeps its share of a random draw; of plans in a precision that these
-    cores were measured to be slower in, only a few are drawn, since they take most of the time and none comes near.
+    stages have.  Where there are too many, every split keeps its share of a random draw; of plans in a precision that
+    these cores were measured to be slower in, only a few are drawn: they take most of the time, and none comes near.
     """
     recipe = cell.recipe
     facts = facts_of(recipe)

@@ -6,7 +6,7 @@ size that all ranks were given alike: by the plan, or by a table that the group'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +19,7 @@ from weft.collective import BUILT_IN, Arrangement, ChoiceTable, defines, find_ta
 from weft.comm._device import all_gather_single, carried_by_gloo
 from weft.comm._hosts import discover_nodes
 from weft.comm._mesh import GroupView
+from weft.comm._node import NodeMemory, share_node_memory
 from weft.comm._reduce import (
     Wait,
     WorksDone,
@@ -46,11 +47,19 @@ class Collectives:
     first collective by messages starts a thread, which `close` ends.
     """
 
-    def __init__(self, view: GroupView, choose: Choose = choose_nothing, place: Arrangement | None = None) -> None:
-        """`place` is how the ranks lie on the links; by default in their order, all in one node."""
+    def __init__(
+        self,
+        view: GroupView,
+        choose: Choose = choose_nothing,
+        place: Arrangement | None = None,
+        node: NodeMemory | None = None,
+    ) -> None:
+        """`place` is how the ranks lie on the links; by default in their order, all in one node.  `node` is what the
+        ranks of this host share (`share_node_memory`), and is closed with this object."""
         self.view = view
         self._choose = choose
         self._place = place
+        self._node = node
         self._messenger: Messenger | None = None
         self._is_closed = False
 
@@ -73,6 +82,8 @@ class Collectives:
         self._is_closed = True
         if self._messenger is not None:
             self._messenger.close()
+        if self._node is not None:
+            self._node.close()
 
     def start_all_reduce(self, flat: Tensor, *, by: str | None = None) -> Wait:
         """Sum `flat` in place over the group.  `by` overrides the choice, here and below."""
@@ -111,7 +122,7 @@ class Collectives:
 
     def _messages(self) -> Messenger:
         if self._messenger is None:
-            self._messenger = Messenger(self.view)
+            self._messenger = Messenger(self.view, node=self._node)
             if self._is_closed:
                 self._messenger.close()  # so that it says why nothing can be started
         return self._messenger
@@ -139,8 +150,8 @@ def collectives_for(
         return Collectives(view)  # also in a dry run, whose group carries nothing
     if algorithm != "measured":
         choices = parse_choices(algorithm)
-        place = discover_nodes(view) if any(name.startswith("hierarchical") for name in choices.names) else None
-        return Collectives(view, lambda collective, size_bytes: choices.algorithm_for(size_bytes), place)
+        place, node = _levels_of(choices.names, view)
+        return Collectives(view, lambda collective, size_bytes: choices.algorithm_for(size_bytes), place, node)
     place = discover_nodes(view)
     mine: ChoiceTable | None = None
     if view.index == 0:
@@ -151,7 +162,18 @@ def collectives_for(
             f'plan.data_parallel.algorithm = "measured", but nothing has been measured for {view.size} ranks that lie'
             f' as these do. Run weft comm explain --measure --processes {view.size}, or use "auto".'
         )
-    return Collectives(view, table.choose, place)
+    _, node = _levels_of([row.choice for row in table.rows], view, place)
+    return Collectives(view, table.choose, place, node)
+
+
+def _levels_of(
+    names: Iterable[str], view: GroupView, place: Arrangement | None = None
+) -> tuple[Arrangement | None, NodeMemory | None]:
+    """How the ranks lie and what those of this host share, where one of the algorithms asks for it."""
+    if not any(name.startswith("hierarchical") for name in names):
+        return place, None
+    place = place if place is not None else discover_nodes(view)
+    return place, share_node_memory(view, place)
 
 
 def _start_backend_gather(

@@ -36,6 +36,7 @@ from weft.comm._chosen import Collectives
 from weft.comm._device import carried_by_gloo
 from weft.comm._hosts import discover_nodes
 from weft.comm._mesh import GroupView
+from weft.comm._node import share_node_memory
 from weft.comm._reduce import Wait
 from weft.comm._share import share_table
 from weft.errors import CollectiveError
@@ -85,7 +86,7 @@ def measure_table(
     place = place if place is not None else discover_nodes(view)
     links = probe_links(view, place)
     rows: list[Row] = []
-    with Collectives(view, place=place) as carrier:
+    with Collectives(view, place=place, node=share_node_memory(view, place)) as carrier:
         for collective in collectives:
             for size in sizes:
                 predicted = predict(collective, size, place, links, topology=topology)

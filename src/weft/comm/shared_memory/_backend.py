@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from weft.comm.shared_memory._call import Transport
 from weft.comm.shared_memory._group import SharedMemoryGroup
 from weft.comm.shared_memory._meeting import Meeting
 
@@ -37,25 +39,61 @@ def shared_memory_group(group: dist.ProcessGroup | None) -> SharedMemoryGroup | 
     return group if isinstance(group, SharedMemoryGroup) else None
 
 
+def open_transport(
+    store: dist.Store,
+    *,
+    rank: int,
+    num_ranks: int,
+    num_local_ranks: int,
+    timeout: timedelta,
+    speaks: bool,
+    use_engine: bool = True,
+) -> Transport | None:
+    """Open what carries calls between some ranks over memory that they share; None where they have none in common.
+
+    Call on each of these ranks, which alone use `store`.  No process group comes of it.  Which transport it is, the
+    engine or pure Python, is settled by all of them alike; where it is not the engine, the rank that `speaks` warns.
+
+    Args:
+        num_local_ranks: that compute on this machine in all: where they outnumber its cores, nobody spins.
+    """
+    return _settled(store, rank, num_ranks, num_local_ranks, timeout, speaks, use_engine)[0]
+
+
+def _settled(
+    store: dist.Store,
+    rank: int,
+    num_ranks: int,
+    num_local_ranks: int,
+    timeout: timedelta,
+    speaks: bool,
+    use_engine: bool,
+) -> tuple[Transport | None, dist.ProcessGroupGloo]:
+    """The transport, and the Gloo group over which the ranks agreed on it."""
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout)
+    gloo._set_sequence_number_for_group()
+    meeting = Meeting(
+        store=dist.PrefixStore("shared_memory", store),
+        gloo=gloo,
+        rank=rank,
+        num_ranks=num_ranks,
+        num_local_ranks=num_local_ranks,
+        timeout=timeout,
+        speaks=speaks,
+        use_engine=use_engine,
+    )
+    return meeting.settle(), gloo
+
+
 def _create(options: Any, _: object, *, use_engine: bool) -> Any:
     """What torch calls on every rank of a new group."""
     rank, ranks = options.group_rank, list(options.global_ranks_in_group)
     num_ranks = options.group_size
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, num_ranks, options.timeout)
-    gloo._set_sequence_number_for_group()
     ranks = ranks or list(range(num_ranks))  # torch names none for the default group
     local = dist.get_world_size() if dist.is_initialized() else num_ranks
-    meeting = Meeting(
-        store=dist.PrefixStore("shared_memory", options.store),
-        gloo=gloo,
-        rank=rank,
-        num_ranks=num_ranks,
-        num_local_ranks=max(local, num_ranks),
-        timeout=options.timeout,
-        speaks=ranks[rank] == 0,
-        use_engine=use_engine,
+    transport, gloo = _settled(
+        options.store, rank, num_ranks, max(local, num_ranks), options.timeout, ranks[rank] == 0, use_engine
     )
-    transport = meeting.settle()
     if transport is None:
         # torch takes a whole group here, as it stands; one that is Gloo alone lacks nothing of torch's own.
         plain = dist.ProcessGroup(rank, num_ranks)  # pyright: ignore[reportCallIssue, reportArgumentType]  # see _group

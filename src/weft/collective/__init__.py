@@ -50,3 +50,4 @@ from weft.collective._table import keep_table as keep_table
 from weft.collective._table import table_from_json as table_from_json
 from weft.collective._table import table_path as table_path
 from weft.collective._table import table_to_json as table_to_json
+from weft.collective._table import tables_of_others as tables_of_others

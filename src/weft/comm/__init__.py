@@ -1,7 +1,7 @@
 """Process groups and collectives."""
 
+from weft.comm._choose import collectives_for as collectives_for
 from weft.comm._chosen import Collectives as Collectives
-from weft.comm._chosen import collectives_for as collectives_for
 from weft.comm._collectives import all_gather as all_gather
 from weft.comm._collectives import all_gather_shards as all_gather_shards
 from weft.comm._collectives import all_reduce as all_reduce

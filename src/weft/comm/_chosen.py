@@ -6,20 +6,17 @@ size that all ranks were given alike: by the plan, or by a table that the group'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from weft.cluster import Collective
-from weft.collective import BUILT_IN, Arrangement, ChoiceTable, defines, find_table, parse_choices
-from weft.comm._device import all_gather_single, carried_by_gloo
-from weft.comm._hosts import discover_nodes
+from weft.collective import BUILT_IN, Arrangement, defines
+from weft.comm._device import all_gather_single
 from weft.comm._mesh import GroupView
-from weft.comm._node import NodeMemory, share_node_memory
+from weft.comm._node import NodeMemory
 from weft.comm._reduce import (
     Wait,
     WorksDone,
@@ -28,9 +25,7 @@ from weft.comm._reduce import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from weft.comm._share import share_table
 from weft.comm.messages import Messenger
-from weft.errors import PlanError
 
 Choose = Callable[[Collective, int], str | None]
 """Collective and bytes of the whole tensor → a built-in way or an algorithm; None: what Weft does without a choice."""
@@ -126,54 +121,6 @@ class Collectives:
             if self._is_closed:
                 self._messenger.close()  # so that it says why nothing can be started
         return self._messenger
-
-
-def collectives_for(
-    view: GroupView, device: torch.device, algorithm: str = "auto", *, folder: Path | None = None
-) -> Collectives:
-    """Return what carries collectives of a device's tensors over a group.  Call on every rank of the group alike.
-
-    Args:
-        algorithm: as in a plan.  `auto` is what Weft does without a choice, always the same.  `measured` takes the
-            table kept of such a group in `folder` (by default below ~/.cache/weft), as the first rank reads it.
-
-    Raises:
-        PlanError: an algorithm is named for an accelerator, whose library chooses itself; `measured`, and nothing has
-            been.
-    """
-    if algorithm != "auto" and device.type != "cpu":
-        raise PlanError(
-            f'plan.data_parallel.algorithm = "{algorithm}" cannot be run on {device.type}: on CUDA NCCL chooses. '
-            'Use "auto".'
-        )
-    if algorithm == "auto" or view.group is None or not carried_by_gloo(device, view.group):
-        return Collectives(view)  # also in a dry run, whose group carries nothing
-    if algorithm != "measured":
-        choices = parse_choices(algorithm)
-        place, node = _levels_of(choices.names, view)
-        return Collectives(view, lambda collective, size_bytes: choices.algorithm_for(size_bytes), place, node)
-    place = discover_nodes(view)
-    mine: ChoiceTable | None = None
-    if view.index == 0:
-        mine = find_table(view.size, place.nodes, dist.get_backend(view.group), folder=folder)
-    table = share_table(mine, view)
-    if table is None:
-        raise PlanError(
-            f'plan.data_parallel.algorithm = "measured", but nothing has been measured for {view.size} ranks that lie'
-            f' as these do. Run weft comm explain --measure --processes {view.size}, or use "auto".'
-        )
-    _, node = _levels_of([row.choice for row in table.rows], view, place)
-    return Collectives(view, table.choose, place, node)
-
-
-def _levels_of(
-    names: Iterable[str], view: GroupView, place: Arrangement | None = None
-) -> tuple[Arrangement | None, NodeMemory | None]:
-    """How the ranks lie and what those of this host share, where one of the algorithms asks for it."""
-    if not any(name.startswith("hierarchical") for name in names):
-        return place, None
-    place = place if place is not None else discover_nodes(view)
-    return place, share_node_memory(view, place)
 
 
 def _start_backend_gather(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,10 +27,12 @@ from weft.cluster import (
     parse_cluster,
     parse_cluster_spec,
 )
+from weft.collective import table_from_json
 from weft.errors import ClusterError
 from weft.launch import Place
 from weft.price import Layout, Network, choose_algorithm
 from weft.probe import probe
+from weft.probe._choices import worlds_of
 from weft.probe._devices import Setting, number_of_figures
 from weft.probe._links import KINDS, line_of, number_of_times, peers_of
 from weft.probe._probe import cluster_of, findings_from_json
@@ -64,6 +67,13 @@ def test_peers_inside_and_between_nodes() -> None:
         ("between", ((0, 2, 4), (1, 3, 5))),
     ]
     assert peers_of(Place(0, 1, 0, 1)) == []
+
+
+def test_worlds_whose_choices_are_measured() -> None:
+    assert worlds_of(Place(0, 4, 0, 4)) == [(0, 1), (0, 1, 2, 3)]
+    assert worlds_of(Place(0, 6, 0, 3)) == [(0, 1), (0, 1, 2), (0, 1, 2, 3, 4, 5)]
+    assert worlds_of(Place(0, 2, 0, 1)) == [(0, 1)]
+    assert worlds_of(Place(0, 1, 0, 1)) == []
 
 
 def test_median_and_spread() -> None:
@@ -116,7 +126,12 @@ def test_ranks_measure_together_and_agree(ranks: pool.RankPool) -> None:
         "2 ranks x 1 thread",
         "links inside a node",
     ]
-    assert len(first["said"]) == 3 + (unsteady(found.measured) is not None)
+    (text,) = found.tables
+    table = table_from_json(text)
+    assert table.members == 2
+    assert [row.collective for row in table.rows] == ["all_reduce", "reduce_scatter", "all_gather"]
+    assert first["said"][3].startswith("choices of 2 ranks: up to 1K, ")
+    assert len(first["said"]) == 4 + (unsteady(found.measured) is not None)
     cluster = cluster_of(found, parse_cluster_spec("cpu").nodes[0])
     assert parse_cluster(dump_cluster(cluster)) == cluster
     assert cluster.is_predictable
@@ -259,14 +274,21 @@ def test_uneven_nodes_are_refused(ranks: pool.RankPool) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_under_a_launcher_writes_one_file(tmp_path: Path) -> None:
+def test_a_job_under_a_launcher_writes_one_file_and_keeps_its_choices(tmp_path: Path) -> None:
     weft = str(Path(sys.executable).with_name("weft"))
     command = ["probe", "--seconds", "0.01", "--precision", "fp32", "--output", str(tmp_path / "cluster.toml")]
     done = subprocess.run(
-        [weft, "launch", "-n", "2", "-m", "weft.cli", *command], capture_output=True, text=True, timeout=240
+        [weft, "launch", "-n", "2", "-m", "weft.cli", *command],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("written to") == 1
+    assert done.stderr.count("choices of 2 ranks kept in") == 1
+    (kept,) = (tmp_path / ".cache" / "weft" / "collectives").iterdir()
+    assert table_from_json(kept.read_text()).members == 2
     cluster = load_cluster(tmp_path / "cluster.toml")
     assert cluster.nodes[0].devices.measured is not None
     assert cluster.links == () or cluster.links[0].measured

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from weft.errors import ClusterError
+
+if TYPE_CHECKING:
+    from weft.cluster import Cluster
 
 
 def probe(
@@ -24,6 +27,9 @@ def probe(
     processes and threads; every figure is written with its spread. Nothing else should run meanwhile. To measure a
     job's nodes, start it on all of them: torchrun ... --no-python weft probe, or weft launch -n 4 -m weft.cli probe.
 
+    On CPUs it also measures which algorithm suits each collective, for 2, 4, ... processes, and keeps these tables in
+    ~/.cache/weft/collectives/ for plans with data_parallel.algorithm = "measured"; weft comm explain shows them.
+
     Parameters
     ----------
     output
@@ -32,7 +38,7 @@ def probe(
     processes
         How many processes to start here; by default one per device, and twice the cores where these are few.
     seconds
-        For the measurements; starting the processes comes on top.
+        For the measurements; choices of collectives (0.4 of it at most) and starting the processes come on top.
     precision
         Of matrix products, such as bf16. May be given again; by default fp32 and bf16, on accelerators fp16 too.
     """
@@ -42,13 +48,25 @@ def probe(
         raise ClusterError(f"--seconds {seconds:g} must be above 0.")
     if output is not None and not output.parent.is_dir():
         raise ClusterError(f"{output} cannot be written: there is no folder {output.parent}. Create it first.")
-    from weft.cluster import dump_cluster, keep_machine
+    from weft.cluster import dump_cluster
+    from weft.collective import ChoiceTable, keep_table
     from weft.probe import probe as measure
 
-    cluster = measure(processes=processes, budget_seconds=seconds, precisions=precision)
+    tables: list[ChoiceTable] = []
+    cluster = measure(processes=processes, budget_seconds=seconds, precisions=precision, keep=tables.append)
     if cluster is None:  # another rank of the job writes
         return
     text = dump_cluster(cluster, header=["measured by weft probe"])
+    _write(text, cluster, output)
+    for table in tables:
+        path = keep_table(table)
+        print(f"choices of {table.members} ranks kept in {path}", file=sys.stderr)
+
+
+def _write(text: str, cluster: Cluster, output: Path | None) -> None:
+    """Print a cluster, and keep it where it is this machine; or write it to a file."""
+    from weft.cluster import keep_machine
+
     if output is None:
         print(text, end="")
         if cluster.num_nodes == 1:

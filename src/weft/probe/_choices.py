@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.cluster import Topology
-from weft.collective import Arrangement, ChoiceTable, table_from_json, table_to_json
+from weft.collective import BUILT_IN, Arrangement, ChoiceTable, spell_size, table_from_json, table_to_json
 from weft.comm import GroupView
 from weft.comm.selector import SIZES, measure_table
 from weft.errors import CollectiveError
@@ -75,3 +75,29 @@ def measure_choices_as_rank(
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def worlds_of(place: Place) -> list[tuple[int, ...]]:
+    """Return the ranks of the groups whose choices a probe measures: 2, 4, … of one node and all of it, then all of the
+    job."""
+    local = place.local_world_size
+    counts = [*(1 << power for power in range(1, local.bit_length()) if 1 << power < local), local, place.world_size]
+    return [tuple(range(count)) for count in dict.fromkeys(counts) if count > 1]
+
+
+def measure_tables(place: Place, budget_seconds: float, tell: Callable[[str], None]) -> list[str]:
+    """Measure the choices of the job's groups (`worlds_of`), and return the tables of those that this rank is in, as
+    JSON.  Call on all ranks of a job on CPUs, whose default group is of Gloo; groups share the time equally."""
+    worlds, tables = worlds_of(place), list[str]()
+    for ranks in worlds:
+        group = dist.new_group(list(ranks))
+        if place.rank not in ranks:
+            continue
+        assert not isinstance(group, int), "torch gives a number only to ranks that are no members"
+        view = GroupView(ranks, ranks.index(place.rank), group)
+        table = measure_table(view, budget_seconds=budget_seconds / len(worlds))
+        tables.append(table_to_json(table))
+        other = sum(row.choice not in BUILT_IN for row in table.rows)
+        largest = spell_size(max(row.size_bytes for row in table.rows))
+        tell(f"choices of {len(ranks)} ranks: up to {largest}, {other} of {len(table.rows)} for an algorithm of Weft's")
+    return tables

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from weft.cluster import (
     Node,
     table_links,
 )
+from weft.collective import ChoiceTable, table_from_json
 from weft.errors import ClusterError
 from weft.launch import Place, launch_function, place_from_environment
 from weft.probe._devices import DTYPES
@@ -28,14 +29,18 @@ from weft.probe._links import Reach, line_of
 from weft.probe._rank import Findings, probe_rank
 
 BUDGET_SECONDS = 150.0
-"""For the timings.  With starting the ranks, a probe stays under five minutes."""
+"""For the timings.  With the choices of collectives and starting the ranks, a probe stays under five minutes."""
 _ADD_BYTES = 12
 """Per element of `add`: two reads and a write."""
 _MOST_RANKS = 16
 
 
 def probe(
-    *, processes: int | None = None, budget_seconds: float = BUDGET_SECONDS, precisions: Sequence[str] = ()
+    *,
+    processes: int | None = None,
+    budget_seconds: float = BUDGET_SECONDS,
+    precisions: Sequence[str] = (),
+    keep: Callable[[ChoiceTable], object] | None = None,
 ) -> Cluster | None:
     """Measure where this job runs, and return it as a cluster.
 
@@ -46,6 +51,7 @@ def probe(
         processes: ranks to start here; by default twice the cores where these are few, one per accelerator.
         budget_seconds: for the timings.
         precisions: of matrix products; by default those that the devices compute in.
+        keep: takes each table of choices that was measured: on CPUs of 2, 4, … ranks, where the cluster is returned.
 
     Raises:
         ClusterError: a precision that is not known, or ranks that lie unevenly on the nodes.
@@ -65,10 +71,17 @@ def probe(
     place = place_from_environment()
     if place is not None:
         found = probe_rank(place, **arguments, tell=_say if place.rank == 0 else _keep_quiet)
-        return cluster_of(found, node) if place.rank == 0 else None
+        return _handed_over(found, node, keep) if place.rank == 0 else None
     ranks = processes or _ranks_for(node)
     results = launch_function("weft.probe:measure_as_rank", arguments, ranks, threads_per_rank=node.cores)
-    return cluster_of(findings_from_json(results[0]), node)
+    return _handed_over(findings_from_json(results[0]), node, keep)
+
+
+def _handed_over(found: Findings, node: Node, keep: Callable[[ChoiceTable], object] | None) -> Cluster:
+    if keep is not None:
+        for text in found.tables:
+            keep(table_from_json(text))
+    return cluster_of(found, node)
 
 
 def measure_as_rank(place: Place, **arguments: Any) -> dict[str, Any] | None:
@@ -108,6 +121,7 @@ def findings_from_json(tables: dict[str, Any]) -> Findings:
             operator_seconds=measured["operator_seconds"],
         ),
         links={reach: [CollectiveTime(**row) for row in rows] for reach, rows in tables["links"].items()},
+        tables=tuple(tables["tables"]),
         seconds=tables["seconds"],
     )
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from weft.cluster import CollectiveTime, Measured
 from weft.errors import ClusterError
 from weft.launch import Place, initialise_distributed
+from weft.probe._choices import measure_tables
 from weft.probe._devices import DTYPES, Bench, Setting, measure_devices, number_of_figures
 from weft.probe._links import Reach, measure_links, number_of_times
 
@@ -31,6 +32,8 @@ class Findings:
     ranks_per_node: int
     measured: Measured
     links: dict[Reach, list[CollectiveTime]]
+    tables: tuple[str, ...] = ()
+    """Choices of collectives as JSON, on the first rank: see `weft.collective.table_from_json`."""
     seconds: float
 
 
@@ -48,7 +51,7 @@ def probe_rank(
     Args:
         cores: of this node, for all its ranks.
         memory_bytes: of this node.
-        budget_seconds: for everything.
+        budget_seconds: for everything but the choices of collectives, which may take 0.4 of it in addition.
         precisions: of matrix products; the device's own where empty.
         tell: receives progress lines.
     """
@@ -76,6 +79,7 @@ def probe_rank(
             tell(f"{_line(parts[-1], setting)} ({time.perf_counter() - start:.0f} s)")
         if len(settings) <= _BEFORE_LINKS and place.world_size > 1:
             links = measure_links(place, device, each, tell)
+        tables = _choices(place, device, cores, _CHOICES_SHARE * budget_seconds, tell)
         torch.set_num_threads(before)
         measured = _joined(parts)
         warning = unsteady(measured)
@@ -89,10 +93,23 @@ def probe_rank(
             ranks_per_node=place.local_world_size,
             measured=measured,
             links=links,
+            tables=tables,
             seconds=time.perf_counter() - start,
         )
 
 
+def _choices(
+    place: Place, device: torch.device, cores: int, budget_seconds: float, tell: Callable[[str], None]
+) -> tuple[str, ...]:
+    """Tables of choices, where Weft chooses: NCCL does so itself."""
+    if device.type != "cpu" or place.world_size == 1:
+        return ()
+    torch.set_num_threads(max(1, cores // place.local_world_size))
+    return tuple(measure_tables(place, budget_seconds, tell))
+
+
+_CHOICES_SHARE = 0.4
+"""Of the budget, that the choices of collectives take on top of it: with the start of the ranks five minutes in all."""
 _BEFORE_LINKS = 2
 """Settings that are measured before the links; the others, as long as there is time."""
 

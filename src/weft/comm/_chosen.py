@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.cluster import Collective
@@ -23,8 +22,10 @@ from weft.comm._reduce import (
     Wait,
     WorksDone,
     nothing_to_wait_for,
+    seen_as,
     start_all_gather,
     start_all_reduce,
+    start_broadcasts,
     start_reduce_scatter,
 )
 from weft.comm._share import share_table
@@ -144,7 +145,7 @@ def collectives_for(
     place = discover_nodes(view)
     mine: ChoiceTable | None = None
     if view.index == 0:
-        mine = find_table(view.size, place.nodes, dist.get_backend(view.group), folder=folder)
+        mine = find_table(view.size, place.nodes, "gloo", folder=folder)
     table = share_table(mine, view)
     if table is None:
         raise PlanError(
@@ -163,10 +164,4 @@ def _start_backend_gather(
     if even:
         # Gloo reads the shard while it writes the whole: it needs a storage of its own.
         return WorksDone.of([all_gather_single(flat, flat[start:stop].clone(), view.group, async_op=True)])
-    return WorksDone.of(
-        [
-            dist.broadcast(flat[first:last], src=view.ranks[owner], group=view.group, async_op=True)
-            for owner, (first, last) in enumerate(regions)
-            if last > first
-        ]
-    )
+    return seen_as("all_gather", flat, view, lambda: start_broadcasts(flat, regions, view))

@@ -92,8 +92,7 @@ def measure_table(
                 rows.append(_measured(carrier, collective, size, shortlist(predicted)))
                 if tell is not None:
                     tell(f"{collective} of {spell_size(size)}: {rows[-1].choice}")
-    backend = dist.get_backend(view.group)
-    table = ChoiceTable(members=view.size, nodes=place.nodes, backend=backend, links=links, rows=tuple(rows))
+    table = ChoiceTable(members=view.size, nodes=place.nodes, backend="gloo", links=links, rows=tuple(rows))
     shared = share_table(table, view)
     assert shared is not None, "the first rank has a table"
     return shared

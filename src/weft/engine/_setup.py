@@ -63,6 +63,7 @@ class TrainingState:
     def close(self) -> None:
         """End what the training runs in the background; no steps follow.  Call it before process groups end."""
         self.model.stores.close()
+        self.model.mesh.watch(None)
 
 
 def model_pieces(model: ParallelModel) -> list[Piece]:
@@ -89,6 +90,7 @@ def create_stepper(
 
     `batch` is the global batch size in samples.
     """
+    model.mesh.watch(recorder.collectives.add)
     loss_scale = LossScale() if model.plan.compute.precision == "fp16" else None
     stepper = Stepper(
         runner=model.runner,

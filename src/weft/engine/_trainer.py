@@ -212,6 +212,7 @@ class Trainer:
                 printer.advance(step)
             return
         rates, spans = meter.read(), self._recorder.end_step()
+        traffic = self._recorder.collectives.end_step()
         if self._metrics is not None:
             self._metrics.write(
                 {
@@ -230,6 +231,7 @@ class Trainer:
                     "memory_bytes": result.memory_bytes,
                     "unix_time_seconds": time.time(),
                     **spans,
+                    "communication": {axis: sums.as_metric() for axis, sums in traffic.items()},
                 }
             )
         if printer is not None:

@@ -201,7 +201,8 @@ class ComputePlan:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: an accelerator where there is one."""
     backend: Literal["auto", "gloo", "weft"] = "auto"
-    """What carries tensors of the CPU between ranks; `weft`: memory that one host's ranks share; `auto`: Gloo."""
+    """What carries tensors of the CPU between ranks.  weft: memory that one host's ranks share, Gloo between hosts;
+    auto: weft, but gloo where data_parallel.algorithm names one."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
@@ -232,6 +233,12 @@ class Plan:
     def digest(self) -> str:
         """Twelve hexadecimal digits that name this plan: the same for equal plans, on every machine."""
         return hashlib.sha256(dump(self, everything=True, descriptions=False).encode()).hexdigest()[:12]
+
+    @property
+    def backend(self) -> Literal["auto", "gloo", "weft"]:
+        """What ranks are to join by: `compute.backend`, but Gloo where `data_parallel.algorithm` names messages."""
+        wanted = self.compute.backend
+        return "gloo" if wanted == "auto" and self.data_parallel.algorithm != "auto" else wanted
 
     @property
     def is_predictable(self) -> bool:

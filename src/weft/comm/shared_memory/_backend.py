@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from weft.comm._watched_group import WatchedGroup, gloo_of
 from weft.comm.shared_memory._group import SharedMemoryGroup
 from weft.comm.shared_memory._meeting import Meeting
 
 BACKEND = "weft"
 
 
-def register_shared_memory_backend(*, use_engine: bool = True) -> None:
+def register_shared_memory_backend(*, use_engine: bool = True, speaks_of_hosts: bool = True) -> None:
     """Let `init_process_group("cpu:weft")` and `new_group(backend="weft")` work in this process.
 
     No collective; on every rank before such a group is made.  Twice is as good as once.  `use_engine=False`: as if the
@@ -22,9 +22,9 @@ def register_shared_memory_backend(*, use_engine: bool = True) -> None:
 
     A group whose ranks cannot share memory (they are on several hosts, or in containers of their own) is plain Gloo.
     Which of the three it became, the engine, pure Python or Gloo, is settled by all ranks alike; what is slower than it
-    could be is said once, on rank 0.
+    could be is said once, on rank 0; that ranks are on several hosts only if it `speaks_of_hosts`.
     """
-    create = partial(_create, use_engine=use_engine)
+    create = partial(_create, use_engine=use_engine, speaks_of_hosts=speaks_of_hosts)
     if BACKEND in dist.Backend.backend_list:
         # torch refuses a second registration; the last one given is to hold.
         dist.Backend._plugins[BACKEND.upper()] = dist.Backend._BackendPlugin(create, True)  # pyright: ignore[reportPrivateUsage]
@@ -37,12 +37,11 @@ def shared_memory_group(group: dist.ProcessGroup | None) -> SharedMemoryGroup | 
     return group if isinstance(group, SharedMemoryGroup) else None
 
 
-def _create(options: Any, _: object, *, use_engine: bool) -> Any:
+def _create(options: Any, _: object, *, use_engine: bool, speaks_of_hosts: bool) -> Any:
     """What torch calls on every rank of a new group."""
     rank, ranks = options.group_rank, list(options.global_ranks_in_group)
     num_ranks = options.group_size
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, num_ranks, options.timeout)
-    gloo._set_sequence_number_for_group()
+    gloo = gloo_of(options)
     ranks = ranks or list(range(num_ranks))  # torch names none for the default group
     local = dist.get_world_size() if dist.is_initialized() else num_ranks
     meeting = Meeting(
@@ -54,12 +53,9 @@ def _create(options: Any, _: object, *, use_engine: bool) -> Any:
         timeout=options.timeout,
         speaks=ranks[rank] == 0,
         use_engine=use_engine,
+        speaks_of_hosts=speaks_of_hosts,
     )
     transport = meeting.settle()
     if transport is None:
-        # torch takes a whole group here, as it stands; one that is Gloo alone lacks nothing of torch's own.
-        plain = dist.ProcessGroup(rank, num_ranks)  # pyright: ignore[reportCallIssue, reportArgumentType]  # see _group
-        plain._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        plain._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        return plain
+        return WatchedGroup(gloo, rank=rank, num_ranks=num_ranks)
     return SharedMemoryGroup(transport, gloo, rank=rank, ranks=ranks, timeout=options.timeout)

@@ -126,6 +126,10 @@ class Transport(Protocol):
         """The number up to which calls are done, in whatever way."""
         ...
 
+    def done_ns(self, ticket: int) -> int:
+        """When a call was done, by the clock of `perf_counter_ns`; 0 where it is not, or too long ago to be known."""
+        ...
+
     def supports(self, dtype: int, op: int) -> bool:
         """Whether the reduction is defined: bitwise ones are not for floats, averages not for truth values."""
         ...

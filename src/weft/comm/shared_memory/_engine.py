@@ -86,6 +86,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ("weft_close", None, (c_void_p,)),
         ("weft_leave", None, (c_void_p,)),
         ("weft_completed", c_uint64, (c_void_p,)),
+        ("weft_done_ns", c_uint64, (c_void_p, c_uint64)),
         ("weft_in_place_calls", c_uint64, (c_void_p,)),
         ("weft_abort", None, (c_void_p,)),
         ("weft_submit", c_uint64, (c_void_p, POINTER(_CallStruct))),
@@ -177,6 +178,9 @@ class Engine:
 
     def completed(self) -> int:
         return int(self._library.weft_completed(self._alive()))
+
+    def done_ns(self, ticket: int) -> int:
+        return int(self._library.weft_done_ns(self._handle, ticket)) if self._handle else 0
 
     def supports(self, dtype: int, op: int) -> bool:
         return (dtype, op) in self._defined

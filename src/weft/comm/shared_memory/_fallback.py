@@ -37,6 +37,8 @@ _TURN, _HAS_LEFT, _PROCESS, _STARTED, _SIGNATURE, _TABLE = 0, 16, 17, 18, 32, 12
 _MAX_RANKS = 128
 _POLLS = 400
 _LOOK_SECONDS = 0.1
+_KEPT_TIMES = 256
+"""Calls of which it is known when they were done."""
 _DTYPES = tuple(DTYPES)
 _ACCUMULATED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _SUPPORTED = _DTYPES[:10]
@@ -70,6 +72,8 @@ class PythonTransport:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-shared-memory")
         self._pending: dict[int, Future[None]] = {}
         self._submitted = self._done = 0
+        self._done_ns: dict[int, int] = {}
+        """Of the last calls, by ticket."""
         self._failure: Failure | None = None
         self._first_failed = 0
         self._is_closed = False
@@ -106,6 +110,9 @@ class PythonTransport:
 
     def completed(self) -> int:
         return self._done
+
+    def done_ns(self, ticket: int) -> int:
+        return self._done_ns.get(ticket, 0)
 
     def supports(self, dtype: int, op: int) -> bool:
         kind = _DTYPES[dtype]
@@ -146,6 +153,8 @@ class PythonTransport:
             if self._failure is None:
                 self._first_failed, self._failure = ticket, failed.failure
         finally:
+            self._done_ns[ticket] = time.perf_counter_ns()
+            self._done_ns.pop(ticket - _KEPT_TIMES, None)
             self._done = ticket
             self._pending.pop(ticket, None)
 

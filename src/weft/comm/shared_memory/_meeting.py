@@ -20,14 +20,14 @@ import torch.distributed as dist
 from weft.comm.shared_memory._call import Transport
 from weft.comm.shared_memory._engine import REBUILD, Engine, load_library, prepare
 from weft.comm.shared_memory._fallback import PythonTransport, may_work_here, segment_bytes
-from weft.comm.shared_memory._segment import Segment, Unreachable, create_segment, open_segment
+from weft.comm.shared_memory._segment import OnAnotherHost, Segment, Unreachable, create_segment, open_segment
 from weft.comm.shared_memory._sources import digest
 from weft.errors import CollectiveError
 
 ARENA_BYTES = 1 << 30
 """Address space per rank for tensors that are reduced where they lie; it takes memory where it is written."""
 MAX_RANKS = 128
-_NONE, _PYTHON, _ENGINE = 0, 1, 2
+_ELSEWHERE, _NONE, _PYTHON, _ENGINE = range(-1, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class Meeting:
     """Whether this rank warns of what all of them have settled for."""
     use_engine: bool = True
     """False: as if it had not been built."""
+    speaks_of_hosts: bool = True
+    """False: that ranks on several hosts use Gloo goes without saying."""
 
     def settle(self) -> Transport | None:
         """Return this rank's transport; None where the ranks cannot share memory.  Call on every rank of the group.
@@ -51,8 +53,8 @@ class Meeting:
         What is slower than it could be is said once, by the rank that speaks.
         """
         library, unbuilt = self._library()
-        segment, reason = self._segment(library)
-        level = _NONE if segment is None else _ENGINE if library is not None else _PYTHON
+        segment, lacking, reason = self._segment(library)
+        level = lacking if segment is None else _ENGINE if library is not None else _PYTHON
         if level == _PYTHON and not may_work_here():
             level, reason = _NONE, "there is no C++ engine here, and Python's own needs an x86-64 Linux"
         if level < _ENGINE:
@@ -65,7 +67,8 @@ class Meeting:
         finally:
             if segment is not None:
                 segment.forget_descriptor()
-        if self.speaks and settled < _ENGINE:  # last of all: a warning may be an error, and nobody waits for this rank
+        is_news = settled < _ENGINE and (settled > _ELSEWHERE or self.speaks_of_hosts)
+        if self.speaks and is_news:  # last of all: a warning may be an error, and nobody waits for this rank
             self._say(settled, levels)
         return transport
 
@@ -83,11 +86,11 @@ class Meeting:
             return None, "rank 0 has another version of it: install the same Weft for all ranks"
         return library, reason
 
-    def _segment(self, library: ctypes.CDLL | None) -> tuple[Segment | None, str]:
-        """Map the segment, or say why that is not possible."""
+    def _segment(self, library: ctypes.CDLL | None) -> tuple[Segment | None, int, str]:
+        """Map the segment, or say what this rank can do instead and why."""
         try:
             if self.rank > 0:
-                return open_segment(self.store.get("segment").decode()), ""
+                return open_segment(self.store.get("segment").decode()), _NONE, ""
             if self.num_ranks > MAX_RANKS:
                 raise Unreachable(f"a group of more than {MAX_RANKS} ranks does not fit")
             segment = create_segment(self._segment_bytes(library))
@@ -97,8 +100,8 @@ class Meeting:
         except Unreachable as problem:
             if self.rank == 0:
                 self.store.set("segment", json.dumps({"reason": str(problem)}))
-            return None, str(problem)
-        return segment, ""
+            return None, _ELSEWHERE if isinstance(problem, OnAnotherHost) else _NONE, str(problem)
+        return segment, _NONE, ""
 
     def _segment_bytes(self, library: ctypes.CDLL | None) -> int:
         """Room for whichever transport it comes to."""
@@ -113,7 +116,7 @@ class Meeting:
         return [int(tensor.item()) for tensor in everyone]
 
     def _open(self, settled: int, library: ctypes.CDLL | None, segment: Segment | None) -> Transport | None:
-        if settled == _NONE or segment is None:
+        if settled <= _NONE or segment is None:
             return None
         if settled == _PYTHON or library is None:
             return PythonTransport(segment, rank=self.rank, num_ranks=self.num_ranks)
@@ -135,7 +138,7 @@ class Meeting:
                 f" rank {without[0]} lacks the engine ({why})."
             )
         else:
-            first = levels.index(_NONE)
+            first = next(rank for rank, level in enumerate(levels) if level <= _NONE)
             why = self.store.get(f"why/{first}").decode()
             text = f"A group of {self.num_ranks} ranks uses Gloo instead of shared memory: {why} (rank {first})."
         warnings.warn(text, stacklevel=2)

@@ -23,7 +23,7 @@ help:
 	@echo "make parity   every plan against one process: gradients and 20 optimizer steps (about 40 minutes)"
 	@echo "make check    ruff, pyright, import-linter and the rules of the house"
 	@echo "make bench    the benchmarks; writes benchmarks/results"
-	@echo "make bench-comm  those of communication alone (15 minutes)"
+	@echo "make bench-comm  those of communication alone (half an hour)"
 	@echo "make docs     the documentation's examples, run"
 	@echo "make gpu      the suite for one CUDA device: parity, speed, memory (9 minutes)"
 
@@ -65,7 +65,7 @@ bench: setup
 	@$(BIN)/python -m benchmarks
 
 bench-comm: setup
-	@$(BIN)/python -m benchmarks communication
+	@$(BIN)/python -m benchmarks communication selector
 
 docs: setup
 	@$(BIN)/python -m pytest -q tests/docs

@@ -1,6 +1,6 @@
 """Run the benchmarks one after another, each in a process of its own, then write the table and the plots.
 
-python -m benchmarks                      all of them, about an hour and a half on 2 cores
+python -m benchmarks                      all of them, nearly two hours on 2 cores
 python -m benchmarks memory bubble        some
 python -m benchmarks --report             only the table and the plots, from what is there
 """
@@ -15,7 +15,10 @@ from pathlib import Path
 from benchmarks._report import write_report
 from benchmarks._results import RESULTS, ROOT, log
 
-BENCHMARKS = ("memory", "bubble", "overhead", "techniques", "communication", "compression", "peers", "auto")
+BENCHMARKS = (
+    *("memory", "bubble", "overhead", "techniques", "communication", "selector", "compression"),
+    *("peers", "auto"),
+)
 
 
 def main() -> None:

@@ -206,8 +206,7 @@ def _plot_communication(result: Result, path: Path) -> None:
             copies = [min(median(limit[f"memcpy of {who}"][str(size)]) for who in ("libc", "torch")) for size in sizes]
             speeds = [size / seconds / 1e9 for size, seconds in zip(sizes, copies, strict=True)]
             axes.plot(sizes, speeds, ":", color=_MARK, label="memcpy")
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sizes, [f"{s >> 20}M" if s >> 20 else f"{s >> 10}K" for s in sizes])
+            _size_axis(axes, sizes)
             axes.set_yscale("log")
             axes.set_title(f"{titles[collective]}, {ranks} ranks")
         row[0].set_ylabel("bus bandwidth (GB/s)")
@@ -250,6 +249,64 @@ def _plot_auto(result: Result, path: Path) -> None:
     _save(figure, path)
 
 
+def _plot_selector(result: Result, path: Path) -> None:
+    """Seconds of every way over the fastest way's, by size, and what was chosen: all-reduces of each shape's largest
+    world."""
+    samples = {name: found for name, found in result["samples"].items() if name != "cells"}
+    cells = [cell for cell in result["samples"]["cells"] if cell["collective"] == "all_reduce"]
+    if not cells:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, grid = plt.subplots(
+        1, len(samples), figsize=(4.8 * len(samples), 4.4), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, (shape, worlds) in zip(grid[0], samples.items(), strict=True):
+        largest = max((cell["ranks"] for cell in cells if cell["shape"] == shape), key=sum)
+        race = worlds["+".join(map(str, largest))]["race"]["all_reduce"]
+        best = {size: min(median(found) for found in cell["seconds"].values()) for size, cell in race.items()}
+        for way in sorted({way for cell in race.values() for way in cell["seconds"]}):
+            sizes = [size for size, cell in race.items() if way in cell["seconds"]]
+            times = [median(race[size]["seconds"][way]) / best[size] for size in sizes]
+            style = _RACED.get(way, {"color": "#d0d0d0"})
+            axes.plot([int(size) for size in sizes], times, markersize=4, **style)
+        chosen = [(c["size_bytes"], c["plain_ratio"]) for c in cells if (c["shape"], c["ranks"]) == (shape, largest)]
+        axes.plot(*zip(*chosen, strict=True), "o", color=_OWN, markersize=13, fillstyle="none", label="chosen")
+        axes.axhspan(1, 1.1, color=_OTHERS, alpha=0.2)
+        _size_axis(axes, [int(size) for size in race])
+        axes.set_yscale("log")
+        axes.set_ylim(0.97, 4)
+        axes.set_yticks([1, 1.5, 2, 3, 4], ["1", "1.5", "2", "3", "4"], minor=False)
+        axes.set_yticks([], minor=True)
+        axes.set_title(f"{shape}, {'+'.join(map(str, largest))} ranks")
+    grid[0][0].set_ylabel("seconds over the fastest way's (all-reduce)")
+    grid[0][-1].legend(fontsize=8)
+    _save(figure, path)
+
+
+def _size_axis(axes: Any, sizes: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size >> 20}M" if size >> 20 else f"{size >> 10}K" for size in sizes])
+
+
+_RACED: Mapping[str, Mapping[str, Any]] = {
+    "backend": {"color": "k", "marker": "^", "label": "backend (Gloo)"},
+    "ring": {"color": "#2980b9", "marker": "s", "label": "ring"},
+    "recursive_doubling": {"color": "#27ae60", "marker": "v", "label": "recursive doubling"},
+    "direct": {"color": "#8e44ad", "marker": "D", "label": "direct"},
+    "hierarchical": {"color": _OWN, "marker": "o", "label": "hierarchical"},
+    "hierarchical+recursive_doubling": {
+        "color": _OWN,
+        "marker": "o",
+        "linestyle": "--",
+        "label": "… +recursive doubling",
+    },
+}
+
+
 _WAYS: Mapping[str, str] = {
     "weft, tensor in shared memory": "r-o",
     "weft": "r--s",
@@ -262,5 +319,6 @@ _PLOTS: Mapping[str, Callable[[Result, Path], None]] = {
     "memory": _plot_memory,
     "techniques": _plot_techniques,
     "communication": _plot_communication,
+    "selector": _plot_selector,
     "auto": _plot_auto,
 }

@@ -15,8 +15,9 @@ class NoNamespacesError(RuntimeError):
 
 
 @contextmanager
-def slow_link(rate: str) -> Generator[tuple[Host, Host]]:
-    """Yield two hosts whose link carries `rate` (as `tc` writes it: `100mbit`) each way.  Needs root.
+def slow_link(rate: str, *, back: str | None = None) -> Generator[tuple[Host, Host]]:
+    """Yield two hosts whose link carries `rate` (as `tc` writes it: `100mbit`) from the first to the second, and
+    `back`, by default as much, the other way.  Needs root.
 
     A token bucket with little burst: a message of a few hundred kB already sees the rate.  No latency is added.
 
@@ -30,12 +31,12 @@ def slow_link(rate: str) -> Generator[tuple[Host, Host]]:
         for name in names:
             _ip("netns", "add", name)
         _ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
-        for name, address in zip(names, addresses, strict=True):
+        for name, address, limit in zip(names, addresses, (rate, back or rate), strict=True):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", name, "up")
-            limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "400ms")
-            _run("tc", "-n", name, "qdisc", "add", "dev", name, "root", *limit)
+            bucket = ("tbf", "rate", limit, "burst", "64kb", "latency", "400ms")
+            _run("tc", "-n", name, "qdisc", "add", "dev", name, "root", *bucket)
         first, second = (
             Host(prefix=("ip", "netns", "exec", name), address=address, interface=name)
             for name, address in zip(names, addresses, strict=True)

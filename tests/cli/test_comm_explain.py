@@ -14,15 +14,15 @@ def test_it_measures_keeps_and_shows_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert run(["comm", "explain", "--processes", "2", "--size", "4K", "--size", "1K"]) == 0
+    assert run(["comm", "explain", "--processes", "2", "--size", "16M", "--size", "4K", "--size", "1K"]) == 0
     text = capfd.readouterr()
     lines = text.out.splitlines()
     assert lines[0] == "ranks     2 on 1 node, backend gloo"
     assert lines[1].startswith("links     ")
     assert [line.partition(":")[0] for line in lines if " of " in line and line[0] != " "] == [
-        f"{kind} of {size}" for kind in ("all_reduce", "reduce_scatter", "all_gather") for size in ("1K", "4K")
+        f"{kind} of {size}" for kind in ("all_reduce", "reduce_scatter", "all_gather") for size in ("1K", "4K", "16M")
     ]
-    assert sum("→ " in line for line in lines) == 6
+    assert sum("→ " in line for line in lines) == 9
     assert "× the cheapest" in text.out
     assert "all_reduce of 1K: " in text.err
     kept = find_table(2, (2,), "gloo")

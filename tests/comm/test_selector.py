@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import threading
+import warnings
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,13 +28,16 @@ from weft.collective import (
     flat,
     keep_table,
     table_to_json,
+    tables_of_others,
 )
-from weft.comm import Collectives, GroupView, collectives_for, discover_nodes, share_table
+from weft.comm import Collectives, GroupView, _choose, collectives_for, discover_nodes, share_table
+from weft.comm._choose import drift_of
 from weft.comm._hosts import arrange_hosts
 from weft.comm.selector import SIZES, measure_table, probe_links
 from weft.errors import CollectiveError, PlanError
 
 CPU = torch.device("cpu")
+TORCH = version("torch")
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -291,3 +298,81 @@ def test_ranks_are_taken_host_by_host() -> None:
     place = arrange_hosts([5, 5, 8])
     assert (place.order, place.nodes) == ((0, 1, 2), (2, 1))
     assert arrange_hosts([1, 2, 3]).nodes == (1, 1, 1)
+
+
+# ── what has changed since ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def budget_job() -> tuple[list[int], list[str]]:
+    told: list[str] = []
+    found = measure_table(world_view(), sizes=(1 << 16, 1 << 10), budget_seconds=1e-6, tell=told.append)
+    return [row.size_bytes for row in found.rows], told[3:]
+
+
+def test_a_budget_takes_the_shortest_sizes_and_one_at_least(ranks: RankPool) -> None:
+    for sizes, told in ranks.run(2, budget_job):
+        assert sizes == [1 << 10] * 3
+        assert told == ["64K and more left out: 0 s would not do"]
+
+
+def taking(seconds: float) -> ChoiceTable:
+    """A table that says that everything takes so long."""
+    found = table("ring")
+    each = Candidate(name="ring", predicted_seconds=1.0, measured_seconds=seconds)
+    return replace(found, rows=tuple(replace(row, candidates=(each,)) for row in found.rows))
+
+
+def drift_job(folder: str) -> list[tuple[float, list[str]]]:
+    view, results = world_view(), list[tuple[float, list[str]]]()
+    for seconds in (1e-7, 1000.0):
+        if view.index == 0:
+            keep_table(taking(seconds), folder=Path(folder))
+        dist.barrier()
+        with warnings.catch_warnings(record=True) as said, patch.object(_choose, "_CHECKED_SECONDS", 1e4):
+            warnings.simplefilter("always")
+            with collectives_for(view, CPU, "measured", folder=Path(folder)) as carrier:
+                before = carrier.num_messages
+                run_all(carrier, 100)
+                assert carrier.num_messages - before == 4  # of a ring, whatever it takes
+                results.append((drift_of(carrier, taking(seconds)), [str(each.message) for each in said]))
+        dist.barrier()
+    return results
+
+
+def test_links_that_have_drifted_are_reported_and_choices_stay(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, drift_job, str(tmp_path))
+    assert [drift for drift, _ in first] == [drift for drift, _ in second]  # the same figures on all ranks
+    assert first[0][0] > 1.3
+    assert first[1][0] < 1 / 1.3
+    for _, said in first:
+        assert len(said) == 1
+        assert "collectives of 2 ranks take" in said[0]
+        assert "weft comm explain --measure --processes 2" in said[0]
+    assert [said for _, said in second] == [[], []]
+
+
+def test_nothing_short_means_no_drift() -> None:
+    with Collectives(GroupView((0,), 0, None)) as carrier:
+        assert drift_of(carrier, table("ring")) == 1.0
+
+
+def missing_job(folder: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        collectives_for(world_view(), CPU, "measured", folder=Path(folder))
+    return str(caught.value)
+
+
+def test_a_table_of_other_versions_is_mentioned(ranks: RankPool, tmp_path: Path) -> None:
+    path = keep_table(table("ring"), folder=tmp_path)
+    data = json.loads(path.read_text())
+    data["circumstances"]["torch"] = "1.0"
+    path.unlink()
+    (tmp_path / "of-another-torch.json").write_text(json.dumps(data))
+    (tmp_path / "damaged.json").write_text("[")
+    (tmp_path / "a-list.json").write_text("[]")
+    assert tables_of_others(2, (2,), "gloo", folder=tmp_path) == f" One was measured under torch 1.0, now {TORCH}."
+    assert tables_of_others(3, (3,), "gloo", folder=tmp_path) == ""
+    assert tables_of_others(2, (2,), "gloo", folder=tmp_path / "none") == ""
+    first, second = ranks.run(2, missing_job, str(tmp_path))
+    assert f"as these do. One was measured under torch 1.0, now {TORCH}. Run weft comm explain" in first
+    assert "as these do. Run weft comm explain" in second

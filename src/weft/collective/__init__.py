@@ -8,6 +8,8 @@ from weft.collective._arrange import arrange as arrange
 from weft.collective._arrange import flat as flat
 from weft.collective._arrange import near_square as near_square
 from weft.collective._arrange import snake as snake
+from weft.collective._build import build_levels as build_levels
+from weft.collective._build import build_schedule as build_schedule
 from weft.collective._choices import BUILT_IN as BUILT_IN
 from weft.collective._choices import Choices as Choices
 from weft.collective._choices import Span as Span
@@ -21,11 +23,12 @@ from weft.collective._registry import ALGORITHMS as ALGORITHMS
 from weft.collective._registry import Algorithm as Algorithm
 from weft.collective._registry import Links as Links
 from weft.collective._registry import Method as Method
-from weft.collective._registry import build_schedule as build_schedule
 from weft.collective._registry import find_algorithm as find_algorithm
 from weft.collective._rounds import Drawing as Drawing
 from weft.collective._rounds import drawing_lines as drawing_lines
 from weft.collective._rounds import play_out as play_out
+from weft.collective._schedule import Levels as Levels
+from weft.collective._schedule import NodeRound as NodeRound
 from weft.collective._schedule import Receive as Receive
 from weft.collective._schedule import Run as Run
 from weft.collective._schedule import Runs as Runs
@@ -47,3 +50,4 @@ from weft.collective._table import keep_table as keep_table
 from weft.collective._table import table_from_json as table_from_json
 from weft.collective._table import table_path as table_path
 from weft.collective._table import table_to_json as table_to_json
+from weft.collective._table import tables_of_others as tables_of_others

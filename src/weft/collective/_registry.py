@@ -23,13 +23,10 @@ from weft.collective import (
     torus,
     tree,
 )
-from weft.collective._arrange import Arrangement, flat
+from weft.collective._arrange import Arrangement
 from weft.collective._cost import power_below
-from weft.collective._schedule import Line, Runs, Schedule, Step, singles
+from weft.collective._schedule import Line, Runs, Step
 from weft.errors import CollectiveError, did_you_mean
-
-_REGIONS: frozenset[Collective] = frozenset({"reduce_scatter", "all_gather", "all_to_all"})
-"""Collectives with one region of the buffer per rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +78,8 @@ class Method:
     """Into which it cuts the buffer; where each rank has a region, that region."""
     steps: Callable[[Task, Sequence[Runs]], list[Step]]
     """Of the rank that the task's line points to."""
+    in_levels: Callable[[Task, Sequence[Runs]], hierarchical.InLevels] | None = None
+    """The same for a rank whose node shares memory, where the algorithm knows nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,41 +317,53 @@ _ACROSS: Mapping[_Across, tuple[FlatCost, Callable[[int], int], hierarchical.All
 def _hierarchical(name: str, across: _Across) -> Algorithm:
     cost, blocks_of, outer = _ACROSS[across]
 
-    def steps(task: Task, blocks: Sequence[Runs]) -> list[Step]:
-        nodes = task.arrangement.nodes
-        each = blocks_of(len(nodes))
-        columns = [blocks[column * each : (column + 1) * each] for column in range(min(nodes))]
-        return hierarchical.all_reduce(task.line, nodes, columns, outer)
-
-    def half_seconds(place: Arrangement, size: float, links: Links) -> float:
-        return hierarchical.half_seconds(place.nodes, size, links.inside, links.across)
+    def columns_of(task: Task, blocks: Sequence[Runs]) -> list[Sequence[Runs]]:
+        each = blocks_of(len(task.arrangement.nodes))
+        return [blocks[column * each : (column + 1) * each] for column in range(min(task.arrangement.nodes))]
 
     all_reduce = Method(
         lambda place, size, links: hierarchical.all_reduce_seconds(place.nodes, size, links.inside, links.across, cost),
         lambda task: min(task.arrangement.nodes) * blocks_of(len(task.arrangement.nodes)),
-        steps,
+        lambda task, blocks: hierarchical.all_reduce(
+            task.line, task.arrangement.nodes, columns_of(task, blocks), outer
+        ),
+        lambda task, blocks: hierarchical.all_reduce_in_levels(
+            task.line, task.arrangement.nodes, columns_of(task, blocks), outer
+        ),
     )
-    rest: dict[Collective, Method] = {
+    summary = f"slow links between nodes, fast ones inside: {across} across nodes, direct inside"
+    rest = _HIERARCHICAL_REST if across == "ring" else {}
+    return Algorithm(name, summary, ("rails", "tree", "switch"), {"all_reduce": all_reduce, **rest})
+
+
+def _hierarchical_half(place: Arrangement, size: float, links: Links) -> float:
+    return hierarchical.half_seconds(place.nodes, size, links.inside, links.across)
+
+
+_HIERARCHICAL_REST: Mapping[Collective, Method] = MappingProxyType(
+    {
         "reduce_scatter": Method(
-            half_seconds,
+            _hierarchical_half,
             _one,
             lambda task, blocks: hierarchical.reduce_scatter(task.line, task.arrangement.nodes, blocks),
+            lambda task, blocks: hierarchical.reduce_scatter_in_levels(task.line, task.arrangement.nodes, blocks),
         ),
         "all_gather": Method(
-            half_seconds,
+            _hierarchical_half,
             _one,
             lambda task, blocks: hierarchical.all_gather(task.line, task.arrangement.nodes, blocks),
+            lambda task, blocks: hierarchical.all_gather_in_levels(task.line, task.arrangement.nodes, blocks),
         ),
         "broadcast": Method(
             lambda place, size, links: hierarchical.broadcast_seconds(place.nodes, size, links.inside, links.across),
             _one,
             lambda task, blocks: hierarchical.broadcast(task.line, task.arrangement.nodes, blocks[0], task.root),
+            lambda task, blocks: hierarchical.broadcast_in_levels(
+                task.line, task.arrangement.nodes, blocks[0], task.root
+            ),
         ),
     }
-    summary = f"slow links between nodes, fast ones inside: {across} across nodes, direct inside"
-    return Algorithm(
-        name, summary, ("rails", "tree", "switch"), {"all_reduce": all_reduce, **(rest if across == "ring" else {})}
-    )
+)
 
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
@@ -397,66 +408,3 @@ def find_algorithm(name: str) -> Algorithm:
     raise CollectiveError(
         f"algorithm = {name!r} does not exist. There are {', '.join(ALGORITHMS)}.{did_you_mean(name, ALGORITHMS)}"
     )
-
-
-def build_schedule(
-    name: str,
-    collective: Collective,
-    rank: int,
-    members: int,
-    *,
-    arrangement: Arrangement | None = None,
-    root: int = 0,
-    pieces: int = 1,
-    servers: int = 1,
-) -> Schedule:
-    """Return what one rank does.  A pure function: ranks that call it alike get schedules that fit together.
-
-    Args:
-        arrangement: how the ranks lie on the links (see `arrange`); by default in their order, all in one node.
-        root: rank that broadcasts.
-        pieces: into which pipelined algorithms (double_tree, and ring for broadcasts) cut what one tree or chain takes.
-        servers: of parameter_server, the first of the order.
-
-    Raises:
-        CollectiveError: the algorithm does not exist or does not define the collective, or a number is out of range.
-    """
-    algorithm = find_algorithm(name)
-    method = algorithm.methods.get(collective)
-    if method is None:
-        others = [other.name for other in ALGORITHMS.values() if collective in other.methods]
-        raise CollectiveError(
-            f"algorithm {name!r} does not define {collective}: it does {', '.join(algorithm.collectives)}. "
-            f"For {collective} there are {', '.join(others) or 'none'}."
-        )
-    place = arrangement if arrangement is not None else flat(members)
-    _check(rank, members, place, root, pieces, servers)
-    order = place.order
-    task = Task(
-        arrangement=place,
-        line=Line(order, order.index(rank)),
-        root=order.index(root),
-        pieces=pieces,
-        servers=servers,
-    )
-    count = method.num_blocks(task)
-    if collective in _REGIONS:
-        num_parts = count * members
-        blocks = [block for owner in order for block in singles(owner * count, count)]
-    else:
-        num_parts = count
-        blocks = singles(0, count)
-    steps = tuple(method.steps(task, blocks))
-    return Schedule(name, collective, rank, members, num_parts, root if collective == "broadcast" else 0, steps)
-
-
-def _check(rank: int, members: int, place: Arrangement, root: int, pieces: int, servers: int) -> None:
-    if place.members != members:
-        raise CollectiveError(f"the arrangement holds {place.members} ranks, and the group has {members}.")
-    for what, value in (("rank", rank), ("root", root)):
-        if not 0 <= value < members:
-            raise CollectiveError(f"{what} = {value} is not in a group of {members}: use 0 to {members - 1}.")
-    if pieces < 1:
-        raise CollectiveError(f"pieces = {pieces}: use 1 or more.")
-    if not 1 <= servers <= members:
-        raise CollectiveError(f"servers = {servers}: a group of {members} has 1 to {members} of them.")

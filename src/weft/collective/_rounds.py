@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from weft.cluster import Collective
 from weft.collective._arrange import Arrangement
-from weft.collective._registry import build_schedule, find_algorithm
+from weft.collective._build import build_schedule
+from weft.collective._registry import find_algorithm
 from weft.collective._schedule import Runs, Schedule
 from weft.collective._simulate import Flight, Outcome, simulate
 

@@ -20,6 +20,9 @@ KEPT = 3
 """Ways that are measured at least, where there are so many, beside the built-in ones."""
 CLOSE = 1.25
 """So many times the lowest prediction are kept, too: the formulas are no better than that."""
+SHORT_SECONDS = 2e-3
+"""What is predicted to take less is measured whatever it is: that takes no time, and where ranks share cores the number
+of messages counts for more than how many go at once, which the formulas do not know."""
 _ACROSS_NODES = ("hierarchical+recursive_doubling", "hierarchical+direct", "hierarchical+tree")
 
 
@@ -77,7 +80,8 @@ def shortlist(predicted: Mapping[str, float]) -> list[Candidate]:
     order = sorted(predicted, key=lambda name: predicted[name])
     algorithms = [name for name in order if name not in BUILT_IN]
     best = predicted[algorithms[0]] if algorithms else 0.0
-    kept = {*BUILT_IN, *algorithms[:KEPT], *(name for name in algorithms if predicted[name] <= CLOSE * best)}
+    limit = max(CLOSE * best, SHORT_SECONDS)
+    kept = {*BUILT_IN, *algorithms[:KEPT], *(name for name in algorithms if predicted[name] <= limit)}
     return [
         Candidate(
             name=name,

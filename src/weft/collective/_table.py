@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weft.cluster import Cluster, Collective
 from weft.collective._choices import defines
@@ -25,6 +25,7 @@ FORMAT = 1
 CLEARLY = 0.95
 """What is chosen in place of the usual way takes less than so much of its time: half a dozen timings tell no less."""
 _LARGEST_BYTES = 1 << 20
+_MOST_TABLES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,18 +98,52 @@ def table_from_json(text: str) -> ChoiceTable:
 def table_path(members: int, nodes: Sequence[int], backend: str, *, folder: Path | None = None) -> Path:
     """Return where the table of such a group is kept: under a hash of it, this machine, and the versions of Weft and
     torch."""
-    facts: Mapping[str, object] = {
+    facts = {"members": members, "nodes": list(nodes), "backend": backend, **_circumstances()}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return _folder(folder) / f"{digest}.json"
+
+
+def tables_of_others(members: int, nodes: Sequence[int], backend: str, *, folder: Path | None = None) -> str:
+    """Return a sentence, after a space, about a table that was kept of such a group in other circumstances; empty where
+    there is none."""
+    now = _circumstances()
+    for path in sorted(_folder(folder).glob("*.json"))[:_MOST_TABLES]:
+        data = _read(path)
+        if data is None or [data.get(name) for name in ("members", "nodes", "backend")] != [
+            members, list(nodes), backend
+        ]:  # fmt: skip
+            continue
+        then: Any = data.get("circumstances")
+        if not isinstance(then, dict):
+            continue
+        changed = [f"{name} {then[name]}, now {now[name]}" for name in now if then.get(name, now[name]) != now[name]]
+        if changed:
+            return f" One was measured under {'; '.join(changed)}."
+    return ""
+
+
+def _circumstances() -> dict[str, object]:
+    """What makes a table useless when it changes, beside the group."""
+    return {
         "format": FORMAT,
-        "members": members,
-        "nodes": list(nodes),
-        "backend": backend,
         "machine": Cluster.detect().digest,
         "processor": _processor(),
         "weft": _version("weft"),
         "torch": _version("torch"),
     }
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return (folder or Path.home() / ".cache" / "weft" / "collectives") / f"{digest}.json"
+
+
+def _folder(given: Path | None) -> Path:
+    return given or Path.home() / ".cache" / "weft" / "collectives"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A kept file as JSON; None where it is none."""
+    try:
+        data: Any = json.loads(path.read_text()) if path.stat().st_size <= _LARGEST_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return cast("dict[str, Any]", data) if isinstance(data, dict) else None
 
 
 def keep_table(table: ChoiceTable, *, folder: Path | None = None) -> Path:
@@ -123,7 +158,7 @@ def keep_table(table: ChoiceTable, *, folder: Path | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
         with os.fdopen(descriptor, "w") as file:
-            file.write(table_to_json(table))
+            file.write(json.dumps({**json.loads(table_to_json(table)), "circumstances": _circumstances()}))
         os.replace(aside, path)
     except OSError as error:
         if aside is not None:

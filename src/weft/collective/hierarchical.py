@@ -12,7 +12,8 @@ than those inside.
 
 Nodes may be of unequal size.  There are as many columns as the smallest node has ranks; the other ranks of larger nodes
 hand in what they have and are handed the result.  Inside a node all ranks talk to all (`direct`); across, any
-all-reduce does, the ring by default.
+all-reduce does, the ring by default.  Where the ranks of a node share memory, their part needs no messages:
+`…_in_levels` say what they sum and hand around there, before and after the same messages across.
 
 Source: Horovod's hierarchical all-reduce (Sergeev and Del Balso, 2018, arXiv 1802.05799); Jain and Sabharwal, "Optimal
 bucket algorithms for large MPI collectives on torus interconnects", ICS 2010, for one level after the other.
@@ -20,15 +21,18 @@ bucket algorithms for large MPI collectives on torus interconnects", ICS 2010, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from weft.collective import direct, ring, tree
 from weft.collective._cost import issue_seconds
-from weft.collective._schedule import Line, Receive, Runs, Send, Step, joined, mirrored
+from weft.collective._schedule import Line, NodeRound, Receive, Runs, Send, Step, joined, mirrored
 
 AllReduce = Callable[[Line, Sequence[Runs]], list[Step]]
+InLevels = tuple[tuple[NodeRound, ...], list[Step], tuple[NodeRound, ...]]
+"""Rounds inside the node, steps of this rank across nodes, rounds inside the node: see `Levels`."""
+_INSIDE, _ACROSS = "inside the node", "across nodes"
 
 
 def all_reduce_seconds(
@@ -122,22 +126,36 @@ def all_reduce(
     inner = place.inner()
     shares = [joined(blocks) for blocks in columns]
     owners = range(place.columns)
-    across: list[Step] = []
-    if place.within < place.columns:
-        across = _named(outer(place.outer(), columns[place.within]), "across nodes")
-    gathered = _named(direct.gather_sums(inner, owners, shares), "inside the node")
-    return [*gathered, *across, *_named(direct.spread_sums(inner, owners, shares), "inside the node")]
+    gathered = _named(direct.gather_sums(inner, owners, shares), _INSIDE)
+    across = _all_reduce_across(place, columns, outer)
+    return [*gathered, *across, *_named(direct.spread_sums(inner, owners, shares), _INSIDE)]
+
+
+def all_reduce_in_levels(
+    line: Line, nodes: tuple[int, ...], columns: Sequence[Sequence[Runs]], outer: AllReduce = ring.all_reduce
+) -> InLevels:
+    """The same where the ranks of this rank's node share memory."""
+    place = Place(line, nodes)
+    shares = _regions(place, dict(enumerate(joined(blocks) for blocks in columns)))
+    across = _all_reduce_across(place, columns, outer)
+    return (NodeRound("sum", shares),), across, (NodeRound("spread", shares),)
 
 
 def reduce_scatter(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs]) -> list[Step]:
     """After it the rank at position i has the sum of block i."""
     place = Place(line, nodes)
-    shares = [joined(block for node in _owned(place, blocks, column) for block in node) for column in _columns(place)]
-    steps = _named(direct.gather_sums(place.inner(), _columns(place), shares), "inside the node")
-    if place.within < place.columns:
-        parts = [joined(node) for node in _owned(place, blocks, place.within)]
-        steps += _named(ring.reduce_scatter(place.outer(), parts), "across nodes")
-    return steps + _hand_out(place, blocks)
+    steps = _named(direct.gather_sums(place.inner(), _columns(place), _shares(place, blocks)), _INSIDE)
+    return [*steps, *_reduce_scatter_across(place, blocks), *_hand_out(place, blocks)]
+
+
+def reduce_scatter_in_levels(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs]) -> InLevels:
+    """The same where the ranks of this rank's node share memory: beyond the columns each gets all that is for them."""
+    place = Place(line, nodes)
+    start, size, columns = place.starts[place.node], place.nodes[place.node], place.columns
+    beyond = {k: joined(blocks[start + k + columns : start + size : columns]) for k in _columns(place)}
+    after = (NodeRound("spread", _regions(place, beyond)),) if size > columns else ()
+    before = NodeRound("sum", _regions(place, dict(enumerate(_shares(place, blocks)))))
+    return (before,), _reduce_scatter_across(place, blocks), after
 
 
 def all_gather(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs]) -> list[Step]:
@@ -147,23 +165,76 @@ def all_gather(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs]) -> li
     return [Step(step.phase, back.sends, back.receives) for step, back in turned]
 
 
+def all_gather_in_levels(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs]) -> InLevels:
+    """The same where the ranks of this rank's node share memory."""
+    place = Place(line, nodes)
+    start, size, columns = place.starts[place.node], place.nodes[place.node], place.columns
+    beyond = {within: blocks[start + within] for within in range(columns, size)}
+    before = (NodeRound("spread", _regions(place, beyond)),) if beyond else ()
+    after = NodeRound("spread", _regions(place, dict(enumerate(_shares(place, blocks)))))
+    return before, mirrored(_reduce_scatter_across(place, blocks), _ACROSS), (after,)
+
+
 def broadcast(line: Line, nodes: tuple[int, ...], block: Runs, root: int) -> list[Step]:
     """From the rank at position `root`: a tree over one rank of each node, then a tree inside each node."""
     place = Place(line, nodes)
-    home = next(index for index, stop in enumerate(place.starts[1:]) if root < stop)
-    heads = [*place.starts[:-1]]
-    heads[home] = root
-    turned = [heads[(home + index) % len(heads)] for index in range(len(heads))]
-    steps: list[Step] = []
-    if line.position in turned:
-        steps += _named(tree.broadcast(line.of(turned), block), "across nodes")
-    start, size, head = place.starts[place.node], nodes[place.node], heads[place.node]
+    start, size = place.starts[place.node], nodes[place.node]
+    head = _heads(place, root)[place.node]
     inner = line.of(start + (head - start + index) % size for index in range(size))
-    return [*steps, *_named(tree.broadcast(inner, block), "inside the node")]
+    return [*_broadcast_across(place, block, root), *_named(tree.broadcast(inner, block), _INSIDE)]
+
+
+def broadcast_in_levels(line: Line, nodes: tuple[int, ...], block: Runs, root: int) -> InLevels:
+    """The same where the ranks of this rank's node share memory."""
+    place = Place(line, nodes)
+    head = _heads(place, root)[place.node] - place.starts[place.node]
+    return (), _broadcast_across(place, block, root), (NodeRound("spread", _regions(place, {head: block})),)
+
+
+def _all_reduce_across(place: Place, columns: Sequence[Sequence[Runs]], outer: AllReduce) -> list[Step]:
+    """Between the ranks of this rank's column, if it has one."""
+    return _named(outer(place.outer(), columns[place.within]), _ACROSS) if place.within < place.columns else []
+
+
+def _reduce_scatter_across(place: Place, blocks: Sequence[Runs]) -> list[Step]:
+    if place.within >= place.columns:
+        return []
+    parts = [joined(node) for node in _owned(place, blocks, place.within)]
+    return _named(ring.reduce_scatter(place.outer(), parts), _ACROSS)
+
+
+def _broadcast_across(place: Place, block: Runs, root: int) -> list[Step]:
+    heads, home = _heads(place, root), _home(place, root)
+    turned = [heads[(home + index) % len(heads)] for index in range(len(heads))]
+    if place.line.position not in turned:
+        return []
+    return _named(tree.broadcast(place.line.of(turned), block), _ACROSS)
+
+
+def _home(place: Place, root: int) -> int:
+    """The node of the rank at position `root`."""
+    return next(index for index, stop in enumerate(place.starts[1:]) if root < stop)
+
+
+def _heads(place: Place, root: int) -> list[int]:
+    """Positions of the rank of each node that talks to other nodes: the root, and elsewhere the first."""
+    heads = [*place.starts[:-1]]
+    heads[_home(place, root)] = root
+    return heads
 
 
 def _columns(place: Place) -> range:
     return range(place.columns)
+
+
+def _shares(place: Place, blocks: Sequence[Runs]) -> list[Runs]:
+    """All blocks, of all nodes, that pass through each column."""
+    return [joined(block for node in _owned(place, blocks, column) for block in node) for column in _columns(place)]
+
+
+def _regions(place: Place, owned: Mapping[int, Runs]) -> tuple[Runs, ...]:
+    """What each rank of this rank's node owns, given it by position within the node."""
+    return tuple(owned.get(within, ()) for within in range(place.nodes[place.node]))
 
 
 def _owned(place: Place, blocks: Sequence[Runs], column: int) -> list[list[Runs]]:
@@ -179,10 +250,10 @@ def _hand_out(place: Place, blocks: Sequence[Runs]) -> list[Step]:
     start, size, columns = place.starts[place.node], place.nodes[place.node], place.columns
     if place.within >= columns:
         owner = place.line.ranks[start + place.within % columns]
-        return [Step("inside the node", receives=(Receive(owner, blocks[place.line.position]),))]
+        return [Step(_INSIDE, receives=(Receive(owner, blocks[place.line.position]),))]
     beyond = range(place.within + columns, size, columns)
     sends = tuple(Send(place.line.ranks[start + within], blocks[start + within]) for within in beyond)
-    return [Step("inside the node", sends=sends)] if sends else []
+    return [Step(_INSIDE, sends=sends)] if sends else []
 
 
 def _named(steps: Sequence[Step], phase: str) -> list[Step]:

@@ -1,7 +1,7 @@
 """Process groups and collectives."""
 
+from weft.comm._choose import collectives_for as collectives_for
 from weft.comm._chosen import Collectives as Collectives
-from weft.comm._chosen import collectives_for as collectives_for
 from weft.comm._collectives import all_gather as all_gather
 from weft.comm._collectives import all_gather_shards as all_gather_shards
 from weft.comm._collectives import all_reduce as all_reduce
@@ -30,6 +30,8 @@ from weft.comm._hosts import discover_nodes as discover_nodes
 from weft.comm._mesh import GroupName as GroupName
 from weft.comm._mesh import GroupView as GroupView
 from weft.comm._mesh import Mesh as Mesh
+from weft.comm._node import NodeMemory as NodeMemory
+from weft.comm._node import share_node_memory as share_node_memory
 from weft.comm._reduce import Wait as Wait
 from weft.comm._reduce import nothing_to_wait_for as nothing_to_wait_for
 from weft.comm._reduce import start_all_gather as start_all_gather

@@ -7,17 +7,15 @@ size that all ranks were given alike: by the plan, or by a table that the group'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 
-import torch
 from torch import Tensor
 
 from weft.cluster import Collective
-from weft.collective import BUILT_IN, Arrangement, ChoiceTable, defines, find_table, parse_choices
-from weft.comm._device import all_gather_single, carried_by_gloo
-from weft.comm._hosts import discover_nodes
+from weft.collective import BUILT_IN, Arrangement, defines
+from weft.comm._device import all_gather_single
 from weft.comm._mesh import GroupView
+from weft.comm._node import NodeMemory
 from weft.comm._reduce import (
     Wait,
     WorksDone,
@@ -28,9 +26,7 @@ from weft.comm._reduce import (
     start_broadcasts,
     start_reduce_scatter,
 )
-from weft.comm._share import share_table
 from weft.comm.messages import Messenger
-from weft.errors import PlanError
 
 Choose = Callable[[Collective, int], str | None]
 """Collective and bytes of the whole tensor → a built-in way or an algorithm; None: what Weft does without a choice."""
@@ -47,11 +43,19 @@ class Collectives:
     first collective by messages starts a thread, which `close` ends.
     """
 
-    def __init__(self, view: GroupView, choose: Choose = choose_nothing, place: Arrangement | None = None) -> None:
-        """`place` is how the ranks lie on the links; by default in their order, all in one node."""
+    def __init__(
+        self,
+        view: GroupView,
+        choose: Choose = choose_nothing,
+        place: Arrangement | None = None,
+        node: NodeMemory | None = None,
+    ) -> None:
+        """`place` is how the ranks lie on the links; by default in their order, all in one node.  `node` is what the
+        ranks of this host share (`share_node_memory`), and is closed with this object."""
         self.view = view
         self._choose = choose
         self._place = place
+        self._node = node
         self._messenger: Messenger | None = None
         self._is_closed = False
 
@@ -74,6 +78,8 @@ class Collectives:
         self._is_closed = True
         if self._messenger is not None:
             self._messenger.close()
+        if self._node is not None:
+            self._node.close()
 
     def start_all_reduce(self, flat: Tensor, *, by: str | None = None) -> Wait:
         """Sum `flat` in place over the group.  `by` overrides the choice, here and below."""
@@ -112,47 +118,10 @@ class Collectives:
 
     def _messages(self) -> Messenger:
         if self._messenger is None:
-            self._messenger = Messenger(self.view)
+            self._messenger = Messenger(self.view, node=self._node)
             if self._is_closed:
                 self._messenger.close()  # so that it says why nothing can be started
         return self._messenger
-
-
-def collectives_for(
-    view: GroupView, device: torch.device, algorithm: str = "auto", *, folder: Path | None = None
-) -> Collectives:
-    """Return what carries collectives of a device's tensors over a group.  Call on every rank of the group alike.
-
-    Args:
-        algorithm: as in a plan.  `auto` is what Weft does without a choice, always the same.  `measured` takes the
-            table kept of such a group in `folder` (by default below ~/.cache/weft), as the first rank reads it.
-
-    Raises:
-        PlanError: an algorithm is named for an accelerator, whose library chooses itself; `measured`, and nothing has
-            been.
-    """
-    if algorithm != "auto" and device.type != "cpu":
-        raise PlanError(
-            f'plan.data_parallel.algorithm = "{algorithm}" cannot be run on {device.type}: on CUDA NCCL chooses. '
-            'Use "auto".'
-        )
-    if algorithm == "auto" or view.group is None or not carried_by_gloo(device, view.group):
-        return Collectives(view)  # also in a dry run, whose group carries nothing
-    if algorithm != "measured":
-        choices = parse_choices(algorithm)
-        place = discover_nodes(view) if any(name.startswith("hierarchical") for name in choices.names) else None
-        return Collectives(view, lambda collective, size_bytes: choices.algorithm_for(size_bytes), place)
-    place = discover_nodes(view)
-    mine: ChoiceTable | None = None
-    if view.index == 0:
-        mine = find_table(view.size, place.nodes, "gloo", folder=folder)
-    table = share_table(mine, view)
-    if table is None:
-        raise PlanError(
-            f'plan.data_parallel.algorithm = "measured", but nothing has been measured for {view.size} ranks that lie'
-            f' as these do. Run weft comm explain --measure --processes {view.size}, or use "auto".'
-        )
-    return Collectives(view, table.choose, place)
 
 
 def _start_backend_gather(

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm._program import Action, Combine, Program, add_up, padded
+from weft.comm._node import NodeMemory
+from weft.comm._program import Action, Combine, NodeCall, Program, add_up, padded
 from weft.comm._trouble import Board, Reason, Report
+from weft.comm.shared_memory import Failure, GroupFailed, Trouble, explain
 from weft.errors import CollectiveError
 
 _GRACE_SHARE = 0.25
@@ -32,6 +34,8 @@ class Wire:
     """Global ranks, by which errors name them."""
     index: int
     board: Board
+    node: NodeMemory | None = None
+    """What the ranks of this host share, for collectives in levels."""
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class _BrokenError(Exception):
         super().__init__(cause)
         self.reason: Reason = reason
         self.waits_for = waits_for
+        self.told: CollectiveError | None = None
+        """All there is to say, where nobody is missing."""
 
 
 def execute(
@@ -94,17 +100,44 @@ def execute(
     now = time.monotonic()
     grace = min(1.0, _GRACE_SHARE * deadline_seconds)
     turn = _Turn(wire, title, tag, now, now + deadline_seconds - grace, grace, deadline_seconds)
-    for number, action in enumerate(program.actions):
+    steps = program.steps
+    for number, step in enumerate(steps):
         try:
-            buffers = _exchange(action, flat, scratch, turn)
+            if isinstance(step, NodeCall):
+                _call_node(step, flat, combine, turn)
+                continue
+            buffers = _exchange(step, flat, scratch, turn)
         except _BrokenError as error:
-            place = f"step {number + 1} of {len(program.actions)} ({action.phase})"
+            place = f"step {number + 1} of {len(steps)} ({step.phase})"
             given_up.error = _diagnosed(error, turn, given_up, place)
             raise given_up.error from None
-        add_up(action, flat, buffers, combine)
+        add_up(step, flat, buffers, combine)
     if combine is not None and combine.is_mean:
         start, stop = program.own_region
         flat[start:stop].div_(len(wire.ranks))
+
+
+def _call_node(call: NodeCall, flat: Tensor, combine: Combine | None, turn: _Turn) -> None:
+    """One call over the memory of this rank's node; its troubles become those that messages have."""
+    node = turn.wire.node
+    assert node is not None, "calls of a node are prepared where there is its memory"
+    try:
+        node.perform(call, flat, combine, max(0.001, turn.stop - time.monotonic()))
+    except GroupFailed as failed:
+        raise _broken_inside(failed.failure, node, turn) from None
+
+
+def _broken_inside(failure: Failure, node: NodeMemory, turn: _Turn) -> _BrokenError:
+    """Who was waited for.  A rank that has given up is not missing: it has said itself for whom it waited."""
+    who = failure.reporter if failure.trouble is Trouble.ABORTED else failure.culprit
+    waits_for = (node.members[who],) if 0 <= who < len(node.members) and who != node.index else ()
+    is_late = failure.trouble is Trouble.DEADLINE and failure.culprit == node.index  # it is told what others said of it
+    reason: Reason = "deadline" if failure.trouble is Trouble.DEADLINE and not is_late else "closed"
+    broken = _BrokenError(reason, waits_for, failure.trouble.name)
+    if failure.trouble is Trouble.MISMATCH:
+        ranks = [turn.wire.ranks[member] for member in node.members]
+        broken.told = explain(failure, None, ranks, turn.deadline_seconds)
+    return broken
 
 
 def _exchange(action: Action, flat: Tensor, scratch: Tensor, turn: _Turn) -> list[Tensor]:
@@ -180,11 +213,14 @@ def give_up(wire: Wire, given_up: GivenUp) -> None:
     """Close all connections of the group, so that every rank that waits for this one stops waiting.
 
     Gloo has one way to do so: a wait that times out closes them, and wakes all other waits of the process, too.
+    Ranks that wait for it over the memory of the node are released as well.
     """
     with given_up.lock:
         if given_up.is_up:
             return
         given_up.is_up = True
+    if wire.node is not None:
+        wire.node.abort()
     never = torch.empty(1, dtype=torch.uint8)
     for peer in range(len(wire.ranks)):
         if peer == wire.index:
@@ -214,6 +250,8 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
     own = Report(error.waits_for, "alarm" if given_up.is_up and error.reason == "closed" else error.reason)
     wire.board.leave(wire.index, own)
     give_up(wire, given_up)
+    if error.told is not None:
+        return error.told
     missing, reports = wire.board.missing(wire.index, own, turn.grace_seconds)
     names = _ranks(wire, missing or error.waits_for)
     if any(report.reason == "deadline" for report in reports.values()):
@@ -230,5 +268,7 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
 
 
 def _ranks(wire: Wire, indices: Sequence[int]) -> str:
+    if not indices:
+        return "another rank"
     names = ", ".join(str(wire.ranks[index]) for index in sorted(indices))
     return f"rank {names}" if len(indices) == 1 else f"ranks {names}"

@@ -44,11 +44,26 @@ def arrange_hosts(hosts: list[int]) -> Arrangement:
     )
 
 
+def kernel_number() -> int:
+    """Return a number that differs between kernels, and on one machine between boots; containers of one have the
+    same."""
+    return _number(_boot())
+
+
 def _host_number() -> int:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = str(Path("/proc/self/ns/net").stat().st_ino)
     except OSError:  # no /proc (macOS)
-        boot, network = f"{platform.node()} {uuid.getnode()}", ""
-    digest = hashlib.sha256(f"{boot} {network}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> (64 - _BITS)
+        network = ""
+    return _number(f"{_boot()} {network}")
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{platform.node()} {uuid.getnode()}"
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.collective import Run, Runs, Schedule, Step
+from weft.collective import Levels, NodeRound, Run, Runs, Schedule, Step
 from weft.errors import CollectiveError
 
 _ALIGNMENT = 64
@@ -29,6 +31,8 @@ class Combine:
     """function(a, b, out=…)."""
     is_mean: bool
     """Whether the total is divided by the number of ranks at the end."""
+    number: int
+    """Of the operation as torch counts them; of SUM where the total is divided."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         self.function(a, b, out=out)
@@ -77,6 +81,17 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeCall:
+    """One call of all ranks of a node over the memory that they share."""
+
+    kind: Literal["sum", "spread"]
+    """As `weft.collective.NodeRound` has them."""
+    regions: Runs
+    """Elements that each rank of the node owns; an empty run where it owns none."""
+    phase: str = "inside the node"
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """All that one rank does to one buffer."""
 
@@ -85,6 +100,15 @@ class Program:
     """Elements at which parts begin."""
     actions: tuple[Action, ...]
     scratch_bytes: int
+    before: tuple[NodeCall, ...] = ()
+    """Over the memory of this rank's node, where its ranks share some: before all messages."""
+    after: tuple[NodeCall, ...] = ()
+    """After all messages."""
+
+    @property
+    def steps(self) -> tuple[NodeCall | Action, ...]:
+        """Everything in order."""
+        return (*self.before, *self.actions, *self.after)
 
     @property
     def own_region(self) -> Run:
@@ -100,6 +124,21 @@ def prepare(schedule: Schedule, bounds: tuple[int, ...], element_bytes: int) -> 
     actions = tuple(_action(step, schedule.rank, bounds) for step in schedule.steps)
     scratch = max((_scratch_bytes(action, element_bytes) for action in actions), default=0)
     return Program(schedule, bounds, tuple(a for a in actions if a.sends or a.receives), scratch)
+
+
+def prepare_levels(levels: Levels, bounds: tuple[int, ...], element_bytes: int) -> Program:
+    """The same for a rank whose node shares memory."""
+    before, after = (
+        tuple(call for each in rounds for call in _node_calls(each, bounds)) for rounds in (levels.before, levels.after)
+    )
+    return replace(prepare(levels.across, bounds, element_bytes), before=before, after=after)
+
+
+def _node_calls(given: NodeRound, bounds: tuple[int, ...]) -> Iterator[NodeCall]:
+    """One call takes one stretch of elements from each rank; all ranks of the node find the same calls."""
+    owned = [_elements(runs, bounds) for runs in given.regions]
+    for regions in zip_longest(*owned, fillvalue=(0, 0)):
+        yield NodeCall(given.kind, regions)
 
 
 def padded(num_bytes: int) -> int:
@@ -230,4 +269,5 @@ def combiner(op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Combine:
         "BOR": torch.bitwise_or,
         "BXOR": torch.bitwise_xor,
     }
-    return Combine(functions[name], is_mean=name == "AVG")
+    number = int(dist.ReduceOp.SUM if name == "AVG" else op)  # pyright: ignore[reportArgumentType]  # an enum of C++
+    return Combine(functions[name], is_mean=name == "AVG", number=number)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -114,10 +115,9 @@ class WatchedGroup(dist.ProcessGroup):
     barrier = _passed_on("barrier")
 
 
-def gloo_of(options: Any) -> dist.ProcessGroupGloo:
-    """Return a Gloo backend for the group that torch describes to a backend of Python's."""
-    store = dist.PrefixStore("gloo", options.store)
-    gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
+def gloo_backend(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Return Gloo between ranks that meet at `store`.  Call on each of them."""
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout)
     gloo._set_sequence_number_for_group()
     return gloo
 
@@ -130,7 +130,8 @@ def register_watched_backend() -> None:
 
 def _create(options: Any, _: object) -> WatchedGroup:
     """What torch calls on every rank of a new group."""
-    return WatchedGroup(gloo_of(options), rank=options.group_rank, num_ranks=options.group_size)
+    rank, num_ranks = options.group_rank, options.group_size
+    return WatchedGroup(gloo_backend(options.store, rank, num_ranks, options.timeout), rank=rank, num_ranks=num_ranks)
 
 
 def watch_of(group: dist.ProcessGroup | None) -> Watch | None:

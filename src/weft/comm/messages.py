@@ -28,11 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.cluster import Collective
-from weft.collective import Arrangement, build_schedule
+from weft.collective import Arrangement, Levels, build_levels, build_schedule
 from weft.comm._device import group_store
 from weft.comm._execute import GivenUp, Wire, execute, give_up
 from weft.comm._mesh import GroupView
-from weft.comm._program import Combine, Program, combiner, prepare
+from weft.comm._node import NodeMemory
+from weft.comm._program import Combine, Program, combiner, prepare, prepare_levels
 from weft.comm._reduce import Wait, nothing_to_wait_for
 from weft.comm._trouble import Board
 from weft.comm._watch import Seen, num_bytes
@@ -148,10 +149,19 @@ class Messenger:
     After a `CollectiveError` about missing ranks the connections of the group are closed: build a new group.
     """
 
-    def __init__(self, view: GroupView, *, deadline_seconds: float = 600.0, store: dist.Store | None = None) -> None:
+    def __init__(
+        self,
+        view: GroupView,
+        *,
+        deadline_seconds: float = 600.0,
+        store: dist.Store | None = None,
+        node: NodeMemory | None = None,
+    ) -> None:
         """`deadline_seconds` is the default of all calls.  `store` is where ranks report what went wrong; by default
-        the one of the default group."""
+        the one of the default group.  `node` carries what algorithms in levels do inside this rank's host; close it
+        after the messenger."""
         self.view = view
+        self._node = node
         self._deadline_seconds = _positive(deadline_seconds)
         self._programs: OrderedDict[tuple[object, ...], tuple[Program, Combine | None]] = OrderedDict()
         self._num_jobs = 0
@@ -163,7 +173,7 @@ class Messenger:
         if view.group is None:
             return
         board = Board(store or group_store(), f"weft/messages/{view.group.group_name}", view.size)
-        self._lane = _Lane(Wire(view.group, view.ranks, view.index, board), GivenUp(), queue.SimpleQueue())
+        self._lane = _Lane(Wire(view.group, view.ranks, view.index, board, node), GivenUp(), queue.SimpleQueue())
         self._thread = threading.Thread(target=_serve, args=(self._lane,), name="weft-messages", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._lane.jobs.put, None)
@@ -258,17 +268,33 @@ class Messenger:
             self._programs.move_to_end(key)
             return self._programs[key]
         combine = combiner(op, flat.dtype) if collective in ("all_reduce", "reduce_scatter") else None
-        n = self.view.size
-        schedule = build_schedule(
-            algorithm,
-            collective,
-            self.view.index,
-            n,
-            arrangement=arrangement,
-            root=root,
-            pieces=pieces,
-            servers=servers,
-        )
+        prepared = self._program(flat, collective, algorithm, combine, options, pieces), combine
+        self._programs[key] = prepared
+        if len(self._programs) > _KEPT_PROGRAMS:
+            self._programs.popitem(last=False)
+        return prepared
+
+    def _program(
+        self,
+        flat: Tensor,
+        collective: Collective,
+        algorithm: str,
+        combine: Combine | None,
+        options: CollectiveOptions,
+        pieces: int,
+    ) -> Program:
+        """All that this rank does: over the memory of its node as well, where that carries the collective."""
+        n, me = self.view.size, self.view.index
+        arrangement, root, regions = options.get("arrangement"), options.get("root", 0), options.get("regions")
+        levels: Levels | None = None
+        if self._node is not None and arrangement is not None and self._node.carries(arrangement, flat.dtype, combine):
+            levels = build_levels(algorithm, collective, me, n, arrangement=arrangement, root=root)
+        schedule = levels.across if levels is not None else None
+        if schedule is None:
+            servers = options.get("servers", 1)
+            schedule = build_schedule(
+                algorithm, collective, me, n, arrangement=arrangement, root=root, pieces=pieces, servers=servers
+            )
         if regions is not None:
             _check_regions(regions, flat.numel(), n, collective)
         bounds = schedule.bounds(flat.numel()) if regions is None else schedule.bounds_of_regions(regions)
@@ -277,11 +303,9 @@ class Messenger:
                 f"all_to_all in place needs regions of one size: {flat.numel()} elements do not divide by {n} ranks. "
                 f"Pad the tensor to {-(-flat.numel() // n) * n}."
             )
-        prepared = prepare(schedule, bounds, flat.element_size()), combine
-        self._programs[key] = prepared
-        if len(self._programs) > _KEPT_PROGRAMS:
-            self._programs.popitem(last=False)
-        return prepared
+        if levels is not None:
+            return prepare_levels(levels, bounds, flat.element_size())
+        return prepare(schedule, bounds, flat.element_size())
 
 
 @dataclass(frozen=True, slots=True)

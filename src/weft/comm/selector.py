@@ -1,7 +1,7 @@
 """Which way is fastest for each collective and size on a group's links: formulas prune, and measurement decides.
 
     table = measure_table(mesh["data"])       # the same on every rank
-    keep_table(table)                         # on one of them: what "auto" takes from then on
+    keep_table(table)                         # on one of them: what "measured" takes from then on
 
 The links are probed first, by a few messages between two ranks of a node and between the first ranks of two nodes.
 Formulas then say what every algorithm would take, and all but a few are pruned (`weft.collective.shortlist`).  Those
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from weft.comm._chosen import Collectives
 from weft.comm._device import carried_by_gloo
 from weft.comm._hosts import discover_nodes
 from weft.comm._mesh import GroupView
+from weft.comm._node import share_node_memory
 from weft.comm._reduce import Wait
 from weft.comm._share import share_table
 from weft.errors import CollectiveError
@@ -46,6 +48,9 @@ COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gath
 """What gradients and weights go through."""
 RUNS = 5
 _FEWER_RUNS = 3
+_MOST_RUNS = 20
+_SHORT_SECONDS = 0.02
+"""That a candidate may be timed for in all, where it is short: so many more runs."""
 _SLOW_SECONDS = 0.2
 """Where the slowest candidate takes longer, three runs must do."""
 _PROBE_BYTES = (1 << 10, 1 << 16, 1 << 20)
@@ -62,6 +67,7 @@ def measure_table(
     topology: Topology | None = None,
     collectives: Sequence[Collective] = COLLECTIVES,
     sizes: Sequence[int] = SIZES,
+    budget_seconds: float | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> ChoiceTable:
     """Measure, and return the first rank's table.  Call on every rank of the group alike; nothing else should run.
@@ -70,6 +76,7 @@ def measure_table(
         place: how the ranks lie on the links; by default as they find one another.
         topology: of the links between nodes; see `weft.collective.predict`.
         sizes: bytes of the whole tensor.
+        budget_seconds: the shortest sizes are measured as long as the next one fits, but one at least.
         tell: receives a line of progress per collective and size.
 
     Raises:
@@ -85,17 +92,36 @@ def measure_table(
     place = place if place is not None else discover_nodes(view)
     links = probe_links(view, place)
     rows: list[Row] = []
-    with Collectives(view, place=place) as carrier:
-        for collective in collectives:
-            for size in sizes:
+    began = time.perf_counter()
+    ordered = sorted(sizes)
+    with Collectives(view, place=place, node=share_node_memory(view, place)) as carrier:
+        for size, following in zip_longest(ordered, ordered[1:]):
+            started = time.perf_counter()
+            for collective in collectives:
                 predicted = predict(collective, size, place, links, topology=topology)
                 rows.append(_measured(carrier, collective, size, shortlist(predicted)))
-                if tell is not None:
-                    tell(f"{collective} of {spell_size(size)}: {rows[-1].choice}")
+                _tell(tell, f"{collective} of {spell_size(size)}: {rows[-1].choice}")
+            if following is None or budget_seconds is None:
+                continue
+            now = time.perf_counter()
+            if _latest(now - began + (now - started) * following / size, view) > budget_seconds:
+                _tell(tell, f"{spell_size(following)} and more left out: {budget_seconds:.0f} s would not do")
+                break
+    rows.sort(key=lambda row: collectives.index(row.collective))
     table = ChoiceTable(members=view.size, nodes=place.nodes, backend="gloo", links=links, rows=tuple(rows))
     shared = share_table(table, view)
     assert shared is not None, "the first rank has a table"
     return shared
+
+
+def _tell(tell: Callable[[str], None] | None, line: str) -> None:
+    if tell is not None:
+        tell(line)
+
+
+def _latest(seconds: float, view: GroupView) -> float:
+    """The largest of all ranks' figures, so that all decide alike."""
+    return float(slowest_of([[seconds]], view))
 
 
 def probe_links(view: GroupView, place: Arrangement) -> Links:
@@ -155,15 +181,15 @@ def _half_round(view: GroupView, peer: int, size_bytes: int, *, leads: bool) -> 
 
 def _measured(carrier: Collectives, collective: Collective, size_bytes: int, listed: Sequence[Candidate]) -> Row:
     """Time those that were not pruned, in turn, and choose."""
-    works = [_work(carrier, collective, size_bytes, each.name) for each in listed if not each.note]
+    works = [work_of(carrier, collective, size_bytes, each.name) for each in listed if not each.note]
     times = iter(_slowest_medians(works, carrier.view))
     found = tuple(each if each.note else replace(each, measured_seconds=next(times)) for each in listed)
     usual = "backend" if collective == "all_reduce" else "exchange"
     return Row(collective=collective, size_bytes=size_bytes, choice=decide(found, usual), candidates=found)
 
 
-def _work(carrier: Collectives, collective: Collective, size_bytes: int, name: str) -> Callable[[], Wait]:
-    """Start one collective over float32 that holds zeros, which sums leave as they are."""
+def work_of(carrier: Collectives, collective: Collective, size_bytes: int, name: str) -> Callable[[], Wait]:
+    """Return what starts one collective by a way, over float32 that holds zeros, which sums leave as they are."""
     n = carrier.view.size
     flat = torch.zeros(max(n, size_bytes // 4 // n * n), dtype=torch.float32)
     part = flat.numel() // n
@@ -177,20 +203,36 @@ def _work(carrier: Collectives, collective: Collective, size_bytes: int, name: s
 
 def _slowest_medians(works: Sequence[Callable[[], Wait]], view: GroupView) -> list[float]:
     """The median over runs of the slowest rank's seconds, of each work; the same on all ranks."""
-    warm = _slowest([[_time(work, view) for work in works]], view)
-    runs = RUNS if float(warm.max()) < _SLOW_SECONDS else _FEWER_RUNS
-    times = _slowest([[_time(work, view) for work in works] for _ in range(runs)], view)
+    once = _slowest_run(works, view)
+    if once < _SLOW_SECONDS:
+        once = _slowest_run(works, view)  # the first one connected ranks
+    runs = _FEWER_RUNS if once >= _SLOW_SECONDS else max(RUNS, min(_MOST_RUNS, int(_SHORT_SECONDS / once)))
+    times = slowest_of([[time_once(work, view) for work in works] for _ in range(runs)], view)
     return [float(each) for each in times.median(dim=0).values]
 
 
-def _slowest(seconds: list[list[float]], view: GroupView) -> Tensor:
+def _slowest_run(works: Sequence[Callable[[], Wait]], view: GroupView) -> float:
+    """Seconds of the slowest work on its slowest rank; all of them once."""
+    return float(slowest_of([[time_once(work, view) for work in works]], view).max())
+
+
+def slowest_of(seconds: list[list[float]], view: GroupView) -> Tensor:
+    """Return, for each figure, that of the rank where it is largest: as a tensor of the same shape, on every rank of
+    the group, all of which must call it."""
     table = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(table, dist.ReduceOp.MAX, group=view.group)
     return table
 
 
-def _time(work: Callable[[], Wait], view: GroupView) -> float:
+def time_once(work: Callable[[], Wait], view: GroupView) -> float:
+    """Return the seconds of one run that all ranks of the group begin together.  Call it on all of them."""
     dist.barrier(group=view.group)
     start = time.perf_counter()
     work()()
     return time.perf_counter() - start
+
+
+def seconds_of(carrier: Collectives, collective: Collective, size_bytes: int, name: str) -> float:
+    """Return what a way of a collective takes now, as `measure_table` takes it.  Call on every rank of the group; all
+    get the same."""
+    return _slowest_medians([work_of(carrier, collective, size_bytes, name)], carrier.view)[0]

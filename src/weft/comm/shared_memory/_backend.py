@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from weft.comm._watched_group import WatchedGroup, gloo_of
+from weft.comm._watched_group import WatchedGroup, gloo_backend
+from weft.comm.shared_memory._call import Transport
 from weft.comm.shared_memory._group import SharedMemoryGroup
 from weft.comm.shared_memory._meeting import Meeting
 
@@ -37,14 +39,45 @@ def shared_memory_group(group: dist.ProcessGroup | None) -> SharedMemoryGroup | 
     return group if isinstance(group, SharedMemoryGroup) else None
 
 
+def open_transport(
+    store: dist.Store,
+    *,
+    rank: int,
+    num_ranks: int,
+    num_local_ranks: int,
+    timeout: timedelta,
+    speaks: bool,
+    use_engine: bool = True,
+) -> Transport | None:
+    """Open what carries calls between some ranks over memory that they share; None where they have none in common.
+
+    Call on each of these ranks, which alone use `store`.  No process group comes of it.  Which transport it is, the
+    engine or pure Python, is settled by all of them alike; where it is not the engine, the rank that `speaks` warns.
+
+    Args:
+        num_local_ranks: that compute on this machine in all: where they outnumber its cores, nobody spins.
+    """
+    gloo = gloo_backend(store, rank, num_ranks, timeout)
+    return Meeting(
+        store=dist.PrefixStore("shared_memory", store),
+        gloo=gloo,
+        rank=rank,
+        num_ranks=num_ranks,
+        num_local_ranks=num_local_ranks,
+        timeout=timeout,
+        speaks=speaks,
+        use_engine=use_engine,
+    ).settle()
+
+
 def _create(options: Any, _: object, *, use_engine: bool, speaks_of_hosts: bool) -> Any:
     """What torch calls on every rank of a new group."""
     rank, ranks = options.group_rank, list(options.global_ranks_in_group)
     num_ranks = options.group_size
-    gloo = gloo_of(options)
+    gloo = gloo_backend(options.store, rank, num_ranks, options.timeout)
     ranks = ranks or list(range(num_ranks))  # torch names none for the default group
     local = dist.get_world_size() if dist.is_initialized() else num_ranks
-    meeting = Meeting(
+    transport = Meeting(
         store=dist.PrefixStore("shared_memory", options.store),
         gloo=gloo,
         rank=rank,
@@ -54,8 +87,7 @@ def _create(options: Any, _: object, *, use_engine: bool, speaks_of_hosts: bool)
         speaks=ranks[rank] == 0,
         use_engine=use_engine,
         speaks_of_hosts=speaks_of_hosts,
-    )
-    transport = meeting.settle()
+    ).settle()
     if transport is None:
         return WatchedGroup(gloo, rank=rank, num_ranks=num_ranks)
     return SharedMemoryGroup(transport, gloo, rank=rank, ranks=ranks, timeout=options.timeout)

@@ -1,0 +1,120 @@
+"""What one rank does in a collective: an algorithm's steps over the parts of a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.cluster import Collective
+from weft.collective._arrange import Arrangement, flat
+from weft.collective._registry import ALGORITHMS, Method, Task, find_algorithm
+from weft.collective._schedule import Levels, Line, Runs, Schedule, Step, singles
+from weft.errors import CollectiveError
+
+_REGIONS: frozenset[Collective] = frozenset({"reduce_scatter", "all_gather", "all_to_all"})
+"""Collectives with one region of the buffer per rank."""
+
+
+def build_schedule(
+    name: str,
+    collective: Collective,
+    rank: int,
+    members: int,
+    *,
+    arrangement: Arrangement | None = None,
+    root: int = 0,
+    pieces: int = 1,
+    servers: int = 1,
+) -> Schedule:
+    """Return what one rank does.  A pure function: ranks that call it alike get schedules that fit together.
+
+    Args:
+        arrangement: how the ranks lie on the links (see `arrange`); by default in their order, all in one node.
+        root: rank that broadcasts.
+        pieces: into which pipelined algorithms (double_tree, and ring for broadcasts) cut what one tree or chain takes.
+        servers: of parameter_server, the first of the order.
+
+    Raises:
+        CollectiveError: the algorithm does not exist or does not define the collective, or a number is out of range.
+    """
+    method = _method(name, collective)
+    task = _task(rank, members, arrangement, root, pieces, servers)
+    blocks = _blocks(method, task, collective)
+    return _schedule(name, collective, rank, task, len(blocks), method.steps(task, blocks))
+
+
+def build_levels(
+    name: str,
+    collective: Collective,
+    rank: int,
+    members: int,
+    *,
+    arrangement: Arrangement,
+    root: int = 0,
+) -> Levels | None:
+    """Return what one rank does where the ranks of its node share memory; None: the algorithm knows no nodes.
+
+    Whether a rank takes this or `build_schedule` is up to its node, whose ranks must do alike.
+
+    Raises:
+        CollectiveError: as `build_schedule`.
+    """
+    method = _method(name, collective)
+    if method.in_levels is None:
+        return None
+    task = _task(rank, members, arrangement, root, 1, 1)
+    blocks = _blocks(method, task, collective)
+    before, steps, after = method.in_levels(task, blocks)
+    return Levels(before, _schedule(name, collective, rank, task, len(blocks), steps), after)
+
+
+def _method(name: str, collective: Collective) -> Method:
+    algorithm = find_algorithm(name)
+    method = algorithm.methods.get(collective)
+    if method is None:
+        others = [other.name for other in ALGORITHMS.values() if collective in other.methods]
+        raise CollectiveError(
+            f"algorithm {name!r} does not define {collective}: it does {', '.join(algorithm.collectives)}. "
+            f"For {collective} there are {', '.join(others) or 'none'}."
+        )
+    return method
+
+
+def _task(rank: int, members: int, arrangement: Arrangement | None, root: int, pieces: int, servers: int) -> Task:
+    place = arrangement if arrangement is not None else flat(members)
+    _check(rank, members, place, root, pieces, servers)
+    order = place.order
+    return Task(
+        arrangement=place,
+        line=Line(order, order.index(rank)),
+        root=order.index(root),
+        pieces=pieces,
+        servers=servers,
+    )
+
+
+def _blocks(method: Method, task: Task, collective: Collective) -> list[Runs]:
+    """Blocks of one part each: those of each rank's region in the order of the line, or of the whole buffer."""
+    count = method.num_blocks(task)
+    if collective in _REGIONS:
+        return [block for owner in task.arrangement.order for block in singles(owner * count, count)]
+    return singles(0, count)
+
+
+def _schedule(
+    name: str, collective: Collective, rank: int, task: Task, num_parts: int, steps: Sequence[Step]
+) -> Schedule:
+    order = task.arrangement.order
+    root = order[task.root] if collective == "broadcast" else 0
+    return Schedule(name, collective, rank, len(order), num_parts, root, tuple(steps))
+
+
+def _check(rank: int, members: int, place: Arrangement, root: int, pieces: int, servers: int) -> None:
+    if place.members != members:
+        raise CollectiveError(f"the arrangement holds {place.members} ranks, and the group has {members}.")
+    for what, value in (("rank", rank), ("root", root)):
+        if not 0 <= value < members:
+            raise CollectiveError(f"{what} = {value} is not in a group of {members}: use 0 to {members - 1}.")
+    if pieces < 1:
+        raise CollectiveError(f"pieces = {pieces}: use 1 or more.")
+    if not 1 <= servers <= members:
+        raise CollectiveError(f"servers = {servers}: a group of {members} has 1 to {members} of them.")

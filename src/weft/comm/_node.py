@@ -1,0 +1,118 @@
+"""The ranks of one host as a leg of collectives that go beyond it: their part over the memory that they share.
+
+    node = share_node_memory(view, place)            # on every rank of the group; None where it would serve nothing
+    messenger = Messenger(view, node=node)
+    messenger.run(gradient, "all_reduce", "hierarchical", arrangement=place)
+
+Each host decides for itself.  Where one has no memory that its ranks share, they send each other messages, and the
+messages between hosts are the same.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.collective import Arrangement
+from weft.comm._collectives import all_gather
+from weft.comm._device import group_store
+from weft.comm._hosts import kernel_number
+from weft.comm._mesh import GroupView
+from weft.comm._program import Combine, NodeCall
+from weft.comm.shared_memory import DTYPES, Call, Kind, Region, Transport, open_transport
+
+_NONCE_BITS = 62
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """The memory that this rank's node shares, as one rank sees it.  Build it with `share_node_memory`."""
+
+    transport: Transport
+    place: Arrangement
+    """How the ranks of the group lie on hosts."""
+    members: tuple[int, ...]
+    """Ranks within the group that are of this node, in the order of its collectives."""
+    index: int
+    """Of this rank among them."""
+
+    def carries(self, arrangement: Arrangement | None, dtype: torch.dtype, combine: Combine | None) -> bool:
+        """Whether a collective can go over it: it takes the ranks as they lie, and its sums are defined here."""
+        if arrangement is None or (*arrangement.order,) != (*self.place.order,):
+            return False
+        if arrangement.nodes != self.place.nodes:
+            return False
+        return combine is None or (dtype in DTYPES and self.transport.supports(DTYPES[dtype], combine.number))
+
+    def perform(self, call: NodeCall, flat: Tensor, combine: Combine | None, patience_seconds: float) -> None:
+        """Do one call on a flat CPU tensor.  On every rank of the node, in one order.
+
+        Raises:
+            GroupFailed: a rank of the node is missing, or has given up.
+        """
+        at, size = flat.data_ptr(), flat.element_size()
+        regions: list[Region] = [(at + start * size, (stop - start) * size) for start, stop in call.regions]
+        own = regions[self.index][0]
+        if call.kind == "spread":
+            asked = Call(Kind.ALL_GATHER, input=own, receive=regions)
+        else:
+            assert combine is not None, "only reductions sum"
+            asked = Call(Kind.REDUCE_SCATTER, DTYPES[flat.dtype], combine.number, output=own, send=regions)
+        ticket = self.transport.submit(asked, patience_seconds, background=False)
+        self.transport.wait(ticket, patience_seconds)
+
+    def abort(self) -> None:
+        """Release every rank of the node that waits here; nothing can be done over it afterwards."""
+        self.transport.abort()
+
+    def close(self) -> None:
+        """Leave.  Closing again does nothing."""
+        self.transport.close()
+
+
+def share_node_memory(
+    view: GroupView, place: Arrangement, *, timeout_seconds: float = 600.0, use_engine: bool = True
+) -> NodeMemory | None:
+    """Let the ranks of each node share memory, and return this rank's part.  Call on every rank of the group alike.
+
+    None where it would serve nothing: in a group within one node, of one rank per node, or where this rank is alone in
+    its node; and where the node's ranks turn out to have no common memory, which its first rank says aloud.  `place`
+    only says where to try: each rank proves that it sees the others' memory.
+
+    Close it before the group is destroyed.  `use_engine=False`: as if the C++ engine had not been built.
+    """
+    if view.group is None or len(place.nodes) < 2 or max(place.nodes) < 2:
+        return None
+    mine = torch.tensor([kernel_number(), secrets.randbits(_NONCE_BITS)], dtype=torch.int64)
+    told = all_gather(mine, view)
+    node, members = _node_of(place, view.index)
+    if len(members) == 1:
+        return None
+    # Ranks of other groups compute on this machine, too: as many for each of this group's as there are groups.
+    here = int((told[:, 0] == mine[0]).sum())
+    transport = open_transport(
+        dist.PrefixStore(f"weft/node/{int(told[0, 1]):x}/{node}", group_store()),
+        rank=members.index(view.index),
+        num_ranks=len(members),
+        num_local_ranks=-(-here * dist.get_world_size() // view.size),
+        timeout=timedelta(seconds=timeout_seconds),
+        speaks=members[0] == view.index,
+        use_engine=use_engine,
+    )
+    return None if transport is None else NodeMemory(transport, place, members, members.index(view.index))
+
+
+def _node_of(place: Arrangement, rank: int) -> tuple[int, tuple[int, ...]]:
+    """A rank's node by number, and its ranks in the order of the arrangement."""
+    start = 0
+    for node, count in enumerate(place.nodes):
+        members = tuple(place.order[start : start + count])
+        if rank in members:
+            return node, members
+        start += count
+    raise AssertionError("an arrangement holds every rank of the group")

@@ -58,6 +58,7 @@ class PythonTransport:
     """This rank's part; a `Transport`.  Calls run one after another on one thread of their own."""
 
     name = "shared memory in pure Python"
+    has_arena = False
 
     def __init__(self, segment: Segment, *, rank: int, num_ranks: int) -> None:
         assert num_ranks <= _MAX_RANKS

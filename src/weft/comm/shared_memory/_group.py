@@ -12,6 +12,7 @@ names as in `torch/csrc/distributed/c10d/PyProcessGroup.hpp`, those of torch 2.1
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -57,6 +58,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.ranks = tuple(ranks)
         self.served: Counter[str] = Counter()
         self._place = rank
+        self._has_warned = False
         self._held: deque[tuple[int, Any]] = deque()
         self._letting_go = threading.Lock()
         self._completer: Completer | None = None
@@ -88,18 +90,47 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allocate(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised tensor in shared memory, which collectives of this group reduce where it lies.
 
-        No collective; but the staging is only spared where all ranks give such a tensor.
+        No collective; but the staging is only spared where all ranks give such a tensor.  The tensor may outlive its
+        group, and keeps the group's memory then.  What an all-reduce that failed was given must not be used again: a
+        rank that was only late may still write its part of the result.
 
         Raises:
-            CollectiveError: the arena of this rank is full.
+            CollectiveError: the arena of this rank is full, or the machine has no more memory for it, or the group has
+                been left.
         """
-        count = torch.Size(shape).numel()
+        try:
+            found = self._allocated(torch.Size(shape), dtype)
+        except GroupFailed as failed:
+            raise explain(failed.failure, None, self.ranks, self.seconds) from None
+        if found is None:
+            raise CollectiveError(
+                f"{torch.Size(shape).numel() * dtype.itemsize:,} bytes do not fit any more into this rank's arena in"
+                f" the shared memory. Free tensors that `allocate` gave, or make this one with torch.empty: it is then"
+                f" staged."
+            )
+        return found
+
+    def allocate_if_possible(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """As `allocate`, flat; None where there is no such memory, of which the group's first rank warns once."""
+        try:
+            found = self._allocated(torch.Size((num_elements,)), dtype)
+        except GroupFailed:  # it has been left: a collective will say so
+            return None
+        if found is None and self.transport.has_arena and self._place == 0 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Buffers of {num_elements * dtype.itemsize:,} bytes do not fit any more into the shared memory of"
+                f" ranks {_listed(self.ranks)}: they are copied there piece by piece, with the same results, more"
+                f" slowly. Shard gradients (zero = 2 or 3), or cut the model over more ranks.",
+                stacklevel=2,
+            )
+        return found
+
+    def _allocated(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        count = shape.numel()
         memory = self.transport.allocate(max(count, 1) * dtype.itemsize)
         if memory is None:
-            raise CollectiveError(
-                f"{count * dtype.itemsize:,} bytes do not fit any more into this rank's arena in the shared memory."
-                f" Free tensors that `allocate` gave, or make this one with torch.empty: it is then staged."
-            )
+            return None
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape) if count else torch.empty(shape).to(dtype)
 
     def abort(self) -> None:
@@ -396,6 +427,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
             regions.append((at, part * row))
             at += part * row
         return regions
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _check_memory(tensor: Tensor) -> None:

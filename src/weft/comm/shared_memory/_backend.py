@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from weft.comm.shared_memory._group import SharedMemoryGroup
 from weft.comm.shared_memory._meeting import Meeting
+from weft.comm.shared_memory._process import Process
+from weft.comm.shared_memory._roll import RollCall
 
 BACKEND = "weft"
 
@@ -41,17 +44,24 @@ def _create(options: Any, _: object, *, use_engine: bool) -> Any:
     """What torch calls on every rank of a new group."""
     rank, ranks = options.group_rank, list(options.global_ranks_in_group)
     num_ranks = options.group_size
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), rank, num_ranks, options.timeout)
-    gloo._set_sequence_number_for_group()
     ranks = ranks or list(range(num_ranks))  # torch names none for the default group
+    roll = RollCall(
+        dist.PrefixStore("roll", options.store),
+        rank=rank,
+        ranks=ranks,
+        seconds=options.timeout.total_seconds(),
+        processes=_known(ranks),
+    )
+    roll.begin()
+    store = dist.PrefixStore("gloo", options.store)
+    gloo = roll.during("gloo", lambda: dist.ProcessGroupGloo(store, rank, num_ranks, options.timeout))
+    gloo._set_sequence_number_for_group()
     local = dist.get_world_size() if dist.is_initialized() else num_ranks
     meeting = Meeting(
-        store=dist.PrefixStore("shared_memory", options.store),
-        gloo=gloo,
+        roll=roll,
         rank=rank,
         num_ranks=num_ranks,
         num_local_ranks=max(local, num_ranks),
-        timeout=options.timeout,
         speaks=ranks[rank] == 0,
         use_engine=use_engine,
     )
@@ -62,4 +72,12 @@ def _create(options: Any, _: object, *, use_engine: bool) -> Any:
         plain._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         plain._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         return plain
-    return SharedMemoryGroup(transport, gloo, rank=rank, ranks=ranks, timeout=options.timeout)
+    processes = {ranks[position]: process for position, process in roll.processes.items()}
+    return SharedMemoryGroup(transport, gloo, rank=rank, ranks=ranks, timeout=options.timeout, processes=processes)
+
+
+def _known(ranks: Sequence[int]) -> Mapping[int, Process]:
+    """Processes, by position, of those ranks that this one met when the default group was formed."""
+    default = shared_memory_group(dist.group.WORLD) if dist.is_initialized() else None
+    met = default.processes if default is not None else {}
+    return {position: met[rank] for position, rank in enumerate(ranks) if rank in met}

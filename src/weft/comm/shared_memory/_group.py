@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region, Transport
 from weft.comm.shared_memory._failure import explain
+from weft.comm.shared_memory._process import Process
 from weft.comm.shared_memory._work import Completer, CopyBack, SharedMemoryWork
 from weft.errors import CollectiveError
 
@@ -37,7 +38,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     """The ranks of one host as a process group.  Reductions are summed in the order of the ranks: the result is the
     same on all, and at 2 ranks Gloo's to the last bit; bf16 and fp16 are summed in fp32 and rounded once.
 
-    `served` counts, by method, the calls that took the shared memory and not Gloo.
+    `served` counts, by method, the calls that took the shared memory and not Gloo.  `processes` are those of the other
+    ranks, by global rank: by them a later group's ranks are watched while it is formed.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         rank: int,
         ranks: Sequence[int],
         timeout: timedelta,
+        processes: Mapping[int, Process],
     ) -> None:
         # The stub knows only the form with a store, which leaves the object without what Python needs of it.
         super().__init__(rank, len(ranks))  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -56,6 +59,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.transport = transport
         self.seconds = timeout.total_seconds()
         self.ranks = tuple(ranks)
+        self.processes = processes
         self.served: Counter[str] = Counter()
         self._place = rank
         self._has_warned = False

@@ -76,7 +76,7 @@ class RollCall:
     def during(self, what: str, make: Callable[[], T]) -> T:
         """Return what `make` returns, in which all ranks wait for one another in a way of its own.
 
-        Where it does not end, it is left to itself on a thread that ends with it (Gloo: when the store's timeout passes).
+        Where it does not end, it is left to itself on a thread that ends with it (Gloo: at the store's timeout).
         """
         made: list[T] = []
         problems: list[Exception] = []

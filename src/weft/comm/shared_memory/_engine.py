@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from weft.comm.shared_memory._arena import Arena, whole_pages
@@ -20,6 +19,7 @@ from weft.comm.shared_memory._sources import FOLDER, LIBRARY, digest
 from weft.errors import CollectiveError
 
 REBUILD = "python setup.py build_ext --inplace"
+_MANY_TYPES = 64
 _POPULATE_WRITE = 23
 """Of madvise, since Linux 5.14; Python has no name for it."""
 
@@ -141,6 +141,7 @@ class Engine:
         self._base = _address(segment)
         self._arena = Arena(arena_bytes)
         self._backed_bytes = 0
+        self._piece_types: dict[int, Any] = {}
         self._arena_offset = int(library.weft_arena_offset(self._base, rank))
         self._rank = rank
         self._process = os.getpid()
@@ -196,9 +197,19 @@ class Engine:
             self._arena.give_back(start)
             return None
         # The array keeps the mapping alive, whatever becomes of this engine; tensors made of it keep the array.
-        array = _piece_of(num_bytes).from_buffer(segment.memory, self._arena_offset + start)
+        array = self._piece_of(num_bytes).from_buffer(segment.memory, self._arena_offset + start)
         weakref.finalize(array, self._arena.give_back, start)
         return memoryview(array).cast("B")
+
+    def _piece_of(self, num_bytes: int) -> Any:
+        """An array type whose instances, unlike those of ctypes' own, can be watched by weak references.  A training
+        asks for the same few sizes again and again, and types are garbage that only the collector can free."""
+        found = self._piece_types.get(num_bytes)
+        if found is None:
+            if len(self._piece_types) > _MANY_TYPES:
+                self._piece_types.clear()
+            found = self._piece_types[num_bytes] = type("Piece", (c_char * num_bytes,), {})
+        return found
 
     def _has_memory(self, segment: Segment, stop: int) -> bool:
         """Whether the arena has memory up to `stop`, which is asked for here: a later write that found none would end
@@ -298,9 +309,3 @@ def _leave(library: ctypes.CDLL, handle: int, process: int, segment: Segment) ->
     del segment
     if process == os.getpid():
         library.weft_leave(handle)
-
-
-@lru_cache(maxsize=64)
-def _piece_of(num_bytes: int) -> Any:
-    """An array type whose instances, unlike those of ctypes' own, can be watched by weak references."""
-    return type("Piece", (c_char * num_bytes,), {})

@@ -290,7 +290,7 @@ def operation_of(name: str, group: SharedMemoryGroup) -> Callable[[], Any]:
     flat = torch.ones(count)
     parts = list(flat.chunk(world))
     if name == "all_reduce in place":
-        shared = group.allocate(8 * count)
+        shared = group.allocate(2 * count)
         return lambda: dist.all_reduce(shared.fill_(1.0), group=group)
     if name == "all_reduce":
         return lambda: dist.all_reduce(flat, group=group)

@@ -165,9 +165,9 @@ def test_a_full_shared_memory_file_system_does_not_matter(tmp_path: Path) -> Non
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE) for rank in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=60)[1].decode() for process in started]
+        said = [process.communicate(timeout=150)[1].decode() for process in started]
         assert [process.returncode for process in started] == [0, 0], said
     finally:
         for process in started:
             process.kill()
-            process.wait()
+            process.communicate()

@@ -27,6 +27,7 @@ from weft.comm._device import total_memory_bytes as total_memory_bytes
 from weft.comm._fake import fake_world as fake_world
 from weft.comm._fake import group_of as group_of
 from weft.comm._hosts import discover_nodes as discover_nodes
+from weft.comm._memory import new_flat as new_flat
 from weft.comm._mesh import GroupName as GroupName
 from weft.comm._mesh import GroupView as GroupView
 from weft.comm._mesh import Mesh as Mesh

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from weft.cluster import Collective
 from weft.collective import Arrangement, ChoiceTable, Row, find_table, parse_choices, tables_of_others

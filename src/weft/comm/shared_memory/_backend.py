@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ from weft.comm._watched_group import WatchedGroup, gloo_backend
 from weft.comm.shared_memory._call import Transport
 from weft.comm.shared_memory._group import SharedMemoryGroup
 from weft.comm.shared_memory._meeting import Meeting
+from weft.comm.shared_memory._process import Process
+from weft.comm.shared_memory._roll import RollCall
 
 BACKEND = "weft"
 
@@ -43,7 +46,7 @@ def open_transport(
     store: dist.Store,
     *,
     rank: int,
-    num_ranks: int,
+    ranks: Sequence[int],
     num_local_ranks: int,
     timeout: timedelta,
     speaks: bool,
@@ -55,16 +58,19 @@ def open_transport(
     engine or pure Python, is settled by all of them alike; where it is not the engine, the rank that `speaks` warns.
 
     Args:
+        rank: this rank's position among `ranks`.
+        ranks: as errors name them.
         num_local_ranks: that compute on this machine in all: where they outnumber its cores, nobody spins.
+
+    Raises:
+        CollectiveError: a rank died, or did not come in time, on the way.
     """
-    gloo = gloo_backend(store, rank, num_ranks, timeout)
+    roll = _called(store, rank, ranks, timeout)
     return Meeting(
-        store=dist.PrefixStore("shared_memory", store),
-        gloo=gloo,
+        roll=roll,
         rank=rank,
-        num_ranks=num_ranks,
+        num_ranks=len(ranks),
         num_local_ranks=num_local_ranks,
-        timeout=timeout,
         speaks=speaks,
         use_engine=use_engine,
     ).settle()
@@ -72,22 +78,41 @@ def open_transport(
 
 def _create(options: Any, _: object, *, use_engine: bool, speaks_of_hosts: bool) -> Any:
     """What torch calls on every rank of a new group."""
-    rank, ranks = options.group_rank, list(options.global_ranks_in_group)
-    num_ranks = options.group_size
-    gloo = gloo_backend(options.store, rank, num_ranks, options.timeout)
-    ranks = ranks or list(range(num_ranks))  # torch names none for the default group
+    rank, num_ranks, timeout = options.group_rank, options.group_size, options.timeout
+    ranks = list(options.global_ranks_in_group) or list(range(num_ranks))  # torch names none for the default group
+    roll = _called(options.store, rank, ranks, timeout)
+    gloo = roll.during("gloo", lambda: gloo_backend(options.store, rank, num_ranks, timeout))
     local = dist.get_world_size() if dist.is_initialized() else num_ranks
     transport = Meeting(
-        store=dist.PrefixStore("shared_memory", options.store),
-        gloo=gloo,
+        roll=roll,
         rank=rank,
         num_ranks=num_ranks,
         num_local_ranks=max(local, num_ranks),
-        timeout=options.timeout,
         speaks=ranks[rank] == 0,
         use_engine=use_engine,
         speaks_of_hosts=speaks_of_hosts,
     ).settle()
     if transport is None:
         return WatchedGroup(gloo, rank=rank, num_ranks=num_ranks)
-    return SharedMemoryGroup(transport, gloo, rank=rank, ranks=ranks, timeout=options.timeout)
+    processes = {ranks[position]: process for position, process in roll.processes.items()}
+    return SharedMemoryGroup(transport, gloo, rank=rank, ranks=ranks, timeout=timeout, processes=processes)
+
+
+def _called(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> RollCall:
+    """A roll call to which all ranks have come."""
+    roll = RollCall(
+        dist.PrefixStore("roll", store),
+        rank=rank,
+        ranks=ranks,
+        seconds=timeout.total_seconds(),
+        processes=_known(ranks),
+    )
+    roll.begin()
+    return roll
+
+
+def _known(ranks: Sequence[int]) -> Mapping[int, Process]:
+    """Processes, by position, of those ranks that this one met when the default group was formed."""
+    default = shared_memory_group(dist.group.WORLD) if dist.is_initialized() else None
+    met = default.processes if default is not None else {}
+    return {position: met[rank] for position, rank in enumerate(ranks) if rank in met}

@@ -9,8 +9,9 @@ Gloo, of which it is made (see `WatchedGroup`), carries whatever is not overridd
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,7 @@ from weft.comm._watch import Seen
 from weft.comm._watched_group import WatchedGroup
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region, Transport
 from weft.comm.shared_memory._failure import explain
+from weft.comm.shared_memory._process import Process
 from weft.comm.shared_memory._work import Completer, CopyBack, SharedMemoryWork
 from weft.errors import CollectiveError
 
@@ -34,7 +36,8 @@ class SharedMemoryGroup(WatchedGroup):
     """The ranks of one host as a process group.  Reductions are summed in the order of the ranks: the result is the
     same on all, and at 2 ranks Gloo's to the last bit; bf16 and fp16 are summed in fp32 and rounded once.
 
-    `served` counts, by method, the calls that took the shared memory and not Gloo.
+    `served` counts, by method, the calls that took the shared memory and not Gloo.  `processes` are those of the other
+    ranks, by global rank: by them a later group's ranks are watched while it is formed.
     """
 
     def __init__(
@@ -45,13 +48,16 @@ class SharedMemoryGroup(WatchedGroup):
         rank: int,
         ranks: Sequence[int],
         timeout: timedelta,
+        processes: Mapping[int, Process],
     ) -> None:
         super().__init__(gloo, rank=rank, num_ranks=len(ranks))
         self.transport = transport
         self.seconds = timeout.total_seconds()
         self.ranks = tuple(ranks)
+        self.processes = processes
         self.served: Counter[str] = Counter()
         self._place = rank
+        self._has_warned = False
         self._held: deque[tuple[int, Any]] = deque()
         self._letting_go = threading.Lock()
         self._completer: Completer | None = None
@@ -87,18 +93,47 @@ class SharedMemoryGroup(WatchedGroup):
     def allocate(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised tensor in shared memory, which collectives of this group reduce where it lies.
 
-        No collective; but the staging is only spared where all ranks give such a tensor.
+        No collective; but the staging is only spared where all ranks give such a tensor.  The tensor may outlive its
+        group, and keeps the group's memory then.  What an all-reduce that failed was given must not be used again: a
+        rank that was only late may still write its part of the result.
 
         Raises:
-            CollectiveError: the arena of this rank is full.
+            CollectiveError: the arena of this rank is full, or the machine has no more memory for it, or the group has
+                been left.
         """
-        count = torch.Size(shape).numel()
+        try:
+            found = self._allocated(torch.Size(shape), dtype)
+        except GroupFailed as failed:
+            raise explain(failed.failure, None, self.ranks, self.seconds) from None
+        if found is None:
+            raise CollectiveError(
+                f"{torch.Size(shape).numel() * dtype.itemsize:,} bytes do not fit any more into this rank's arena in"
+                f" the shared memory. Free tensors that `allocate` gave, or make this one with torch.empty: it is then"
+                f" staged."
+            )
+        return found
+
+    def allocate_if_possible(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """As `allocate`, flat; None where there is no such memory, of which the group's first rank warns once."""
+        try:
+            found = self._allocated(torch.Size((num_elements,)), dtype)
+        except GroupFailed:  # it has been left: a collective will say so
+            return None
+        if found is None and self.transport.has_arena and self._place == 0 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Buffers of {num_elements * dtype.itemsize:,} bytes do not fit any more into the shared memory of"
+                f" ranks {_listed(self.ranks)}: they are copied there piece by piece, with the same results, more"
+                f" slowly. Shard gradients (zero = 2 or 3), or cut the model over more ranks.",
+                stacklevel=2,
+            )
+        return found
+
+    def _allocated(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        count = shape.numel()
         memory = self.transport.allocate(max(count, 1) * dtype.itemsize)
         if memory is None:
-            raise CollectiveError(
-                f"{count * dtype.itemsize:,} bytes do not fit any more into this rank's arena in the shared memory."
-                f" Free tensors that `allocate` gave, or make this one with torch.empty: it is then staged."
-            )
+            return None
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape) if count else torch.empty(shape).to(dtype)
 
     def abort(self) -> None:
@@ -409,6 +444,10 @@ class SharedMemoryGroup(WatchedGroup):
             regions.append((at, part * row))
             at += part * row
         return regions
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _check_memory(tensor: Tensor) -> None:

@@ -87,7 +87,7 @@ class Deed:
 
     def __call__(self) -> None:
         """Of the thread that calls: `late` lets the process's others go on."""
-        (Path(self.folder) / "when").write_text(repr(time.time()))
+        self._note()
         if self.kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "stopped":
@@ -95,14 +95,29 @@ class Deed:
         else:
             time.sleep(self.pause_seconds)
 
-    def slowly(self) -> None:
-        """`late` in a call of C++, whose thread cannot be told to sleep: the process runs a tenth of the time."""
+    def _note(self) -> None:
+        (Path(self.folder) / "when").write_text(repr(time.time()))
+
+    def slowly(self) -> Callable[[], None]:
+        """`late` in a call of C++, whose thread cannot be told to sleep: the process runs a tenth of the time.
+
+        Returns the deed.  Who will wake this process waits for it already: a shell that had to be started first would
+        find the call done.
+        """
         if self.kind != "late":
-            self()
-            return
-        script = f"for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do kill -STOP {os.getpid()}; sleep 0.1;"
-        script += f" kill -CONT {os.getpid()}; sleep 0.01; done"
-        subprocess.run(["sh", "-c", script], check=True)
+            return self
+        mine = os.getpid()
+        script = f"until grep -q 'State:.T' /proc/{mine}/status; do sleep 0.005; done;"
+        script += f" for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do kill -STOP {mine}; sleep 0.1;"
+        script += f" kill -CONT {mine}; sleep 0.01; done"
+        waker = subprocess.Popen(["sh", "-c", script])
+
+        def deed() -> None:
+            self._note()
+            os.kill(mine, signal.SIGSTOP)
+            waker.wait()
+
+        return deed
 
 
 def stop_for(seconds: float) -> None:
@@ -313,7 +328,7 @@ def _at_entry(folder: str, deed: Deed, group: SharedMemoryGroup, call: Callable[
 def _in_the_middle(folder: str, deed: Deed, group: SharedMemoryGroup, call: Callable[[], Any]) -> Told:
     if dist.get_rank() != VICTIM:
         return failing(folder, deed, call)
-    with watching(group, 20, deed.slowly):
+    with watching(group, 20, deed.slowly()):
         return failing(folder, deed, call)
 
 
@@ -321,7 +336,7 @@ def _while_summing(folder: str, deed: Deed, group: SharedMemoryGroup, call: Call
     """In place there is one turn before the sum, and one after it."""
     if dist.get_rank() != VICTIM:
         return failing(folder, deed, call)
-    with watching(group, 1, deed.slowly):
+    with watching(group, 1, deed.slowly()):
         return failing(folder, deed, call)
 
 
@@ -343,10 +358,14 @@ def _waiting(folder: str, deed: Deed, group: SharedMemoryGroup, call: Callable[[
 def _at_the_end(folder: str, deed: Deed, group: SharedMemoryGroup, call: Callable[[], Any]) -> Told:
     """The victim has given all that the others need when it is hit: they finish this call, and fail in the next."""
     value = torch.ones(3)
-    if dist.get_rank() == VICTIM:
+
+    def end_and_call() -> None:
         with watching(group, 1, deed, waiting=True):
-            dist.all_reduce(value, group=group)
-        return failing(folder, deed, call)
+            dist.all_reduce(value, group=group)  # it may learn here already what the others found in the next
+        call()
+
+    if dist.get_rank() == VICTIM:
+        return failing(folder, deed, end_and_call)
     if dist.get_rank() == 0:
         time.sleep(0.3)
     dist.all_reduce(value, group=group)

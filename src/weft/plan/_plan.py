@@ -21,6 +21,12 @@ Recompute = Literal["none", "selective", "full"]
 
 AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 _RULES = Rules(PlanError)
+_SETTINGS_OF_CODECS = (
+    ("powersgd", "powersgd_rank", 4),
+    ("topk", "topk_share", 0.01),
+    ("randomk", "randomk_share", 0.1),
+)
+"""Codec, its setting, and the setting's default, which says that it was not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +88,8 @@ class DataParallelPlan:
     """Columns of PowerSGD's factors: more are more exact, and more bytes."""
     topk_share: float = 0.01
     """Share of the gradients that top-k sends."""
+    randomk_share: float = 0.1
+    """Share of every parameter's gradients that random-k sends."""
     reduce_precision: Literal["fp32", "compute"] = "fp32"
     """Precision in which gradients are kept and summed when compute is bf16 or fp16."""
 
@@ -99,9 +107,9 @@ class DataParallelPlan:
             hint = did_you_mean(self.compression, COMPRESSIONS) or f" Known are none, {', '.join(COMPRESSIONS)}."
             raise _RULES.refuse(self, "compression", f"is not a compression.{hint}")
         _RULES.at_least(self, 1, "powersgd_rank")
-        _RULES.above_zero(self, "topk_share")
-        _RULES.between(self, 0, 1, "topk_share", below=False)
-        for codec, name, default in (("powersgd", "powersgd_rank", 4), ("topk", "topk_share", 0.01)):
+        _RULES.above_zero(self, "topk_share", "randomk_share")
+        _RULES.between(self, 0, 1, "topk_share", "randomk_share", below=False)
+        for codec, name, default in _SETTINGS_OF_CODECS:
             if self.compression != codec and getattr(self, name) != default:
                 problem = f'has no effect with compression = "{self.compression}". Remove it, or use "{codec}".'
                 raise _RULES.refuse(self, name, problem)

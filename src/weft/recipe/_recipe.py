@@ -13,7 +13,7 @@ from weft.errors import RecipeError, Setting, did_you_mean
 from weft.recipe._shapes import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ReferenceShape
 
 BUILT_IN_LOSSES = ("tokens", "classes", "regression")
-COMPRESSIONS = ("bf16", "fp16", "fp8", "int8", "int4", "onebit", "topk", "powersgd")
+COMPRESSIONS = ("bf16", "fp16", "fp8", "int8", "int4", "onebit", "topk", "powersgd", "randomk", "signsgd")
 """Names that `permit.compression` knows."""
 
 SHAPES: Mapping[str, type[ReferenceShape]] = {

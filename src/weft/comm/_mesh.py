@@ -5,6 +5,7 @@ Everything that needs a group takes a `Mesh`; nobody reads the default group or 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,6 +110,15 @@ class Mesh:
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=tuple(axes))
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
+
+    def within_replica(self) -> Mesh:
+        """Return this mesh as it looks to ranks that know of no other replica: the data ranks are those of the shard
+        axis, and nobody replicates.  `world`, coordinates and groups stay what they are.  Not collective.
+        """
+        inside = copy.copy(self)
+        alone = GroupView((self.rank,), 0, None)
+        inside._views = {**self._views, "data": self._views["shard"], "replicate": alone}
+        return inside
 
     def create_group(self, partition: Sequence[Sequence[int]], name: str) -> GroupView:
         """Create one group per part of `partition` (global ranks) and return this rank's.  Call on every rank alike.

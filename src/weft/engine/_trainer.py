@@ -261,11 +261,11 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the loss over the validation set: global sum over global count, exact over uneven tails.
 
-        With a moving average of the weights, it is the average that is evaluated.  Call on every rank.
+        With a moving average of the weights, it is the average that is evaluated; in the middle of a round of local
+        steps, the weights that replicas agreed on last.  Call on every rank.
         """
         training, totals = self._training, torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        publish = training.model.stores.publish
-        with training.average.swapped(publish) if training.average is not None else contextlib.nullcontext():
+        with training.evaluated():
             for microbatches in self._data.evaluation(self._recipe.run.evaluate_batches):
                 found = training.model.runner.evaluate(microbatches, step=0, seed=self._recipe.run.seed)
                 if self._mesh.index("tensor") == 0:

@@ -75,12 +75,14 @@ def parallelize(
     `cuts` says where the optimizer lets data parallelism cut its shards.
     """
     dtypes = Dtypes.of(plan)
+    # Under local steps gradients meet inside a replica only, and so does all that is made for them.
+    summing = mesh.within_replica() if plan.data_parallel.local_steps else mesh
     context = StepContext()
     parts = cut_parts(blueprint, plan, mesh, context)
     for part in parts:
         apply_tensor(part.module, blueprint, plan, mesh, context, part.layout)
         apply_sequence(part.module, blueprint, plan, mesh, context, part.layout)
-        apply_batch_norm(part.module, mesh, is_narrow=dtypes.compute != dtypes.master)
+        apply_batch_norm(part.module, summing, is_narrow=dtypes.compute != dtypes.master)
         apply_keyed_dropout(part.module, blueprint, mesh, context, sequence=plan.tensor_parallel.sequence)
         apply_fused_loss(part.module, blueprint, plan, mesh, part.layout, context)
         materialise(part.module, blueprint, part.layout, seed, mesh.device, dtypes.master)
@@ -88,8 +90,8 @@ def parallelize(
     for part in parts:
         apply_recompute(part.module, blueprint, plan, context)
         apply_compile(part.module, blueprint, plan)
-    compression = compression_of(plan, seed, mesh)
-    stores = _create_stores(blueprint, plan, mesh, dtypes, parts, group_parameters, cuts, compression)
+    compression = compression_of(plan, seed, summing)
+    stores = _create_stores(blueprint, plan, summing, dtypes, parts, group_parameters, cuts, compression)
     return ParallelModel(
         blueprint=blueprint,
         plan=plan,

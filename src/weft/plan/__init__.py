@@ -16,6 +16,9 @@ from weft.plan._load import apply_overrides as apply_overrides
 from weft.plan._load import dump_plan as dump_plan
 from weft.plan._load import load_plan as load_plan
 from weft.plan._load import parse_plan as parse_plan
+from weft.plan._local import OUTER_LEARNING_RATE as OUTER_LEARNING_RATE
+from weft.plan._local import OUTER_MOMENTUM as OUTER_MOMENTUM
+from weft.plan._local import outer_copies as outer_copies
 from weft.plan._memory import MemoryNeed as MemoryNeed
 from weft.plan._memory import estimate_memory as estimate_memory
 from weft.plan._plan import AXES as AXES

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm import (
+    GroupView,
     SharedMemoryGroup,
     all_gather_single,
     reduce_scatter_single,
@@ -21,6 +22,7 @@ from weft.comm import (
     shared_memory_group,
 )
 from weft.launch import Place, initialise_distributed
+from weft.parallel.shared_buffers import share_buffers
 
 _BLOCK_SECONDS = 0.02
 _MOST_CALLS = 200
@@ -124,7 +126,7 @@ def _calls_per_block(way: _Way) -> int:
 
 def fsdp_step(settings: Mapping[str, Any]) -> Callable[[int], float]:
     """A contender: forward, backward and SGD of an 8.4 M-parameter model under torch's own FSDP2; no optimisation of
-    Weft's but the backend."""
+    Weft's but the backend and, with `shared_buffers`, where the buffers lie."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -137,6 +139,11 @@ def fsdp_step(settings: Mapping[str, Any]) -> Callable[[int], float]:
         for block in model:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        if settings.get("shared_buffers"):
+            ranks = tuple(range(dist.get_world_size()))
+            view = GroupView(ranks, dist.get_rank(), mesh.get_group())
+            for module in (*model, model):
+                share_buffers(module, view)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     given = torch.randn(16, 512, generator=torch.Generator().manual_seed(dist.get_rank()))
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks._llama import POOL, SEED, pool_of, samples_of, shape_of, world_size
-from weft.comm import Mesh, register_shared_memory_backend
+from weft.comm import Mesh, backend_for, register_shared_memory_backend
 from weft.data import rank_range
 from weft.engine import TrainingState, create_training
 from weft.models import build_decoder
@@ -33,7 +33,7 @@ LEARNING_RATE = 3e-4
 
 def plan_of(settings: Mapping[str, Any]) -> Plan:
     """`settings`: a whole plan as TOML, or precision, compile, zero, fused_loss, recompute, bucket_bytes,
-    reduce_precision, batch, threads."""
+    reduce_precision, batch, backend, threads."""
     if "plan" in settings:
         return parse_plan(settings["plan"])
     data = DataParallelPlan(zero=settings.get("zero", 1), reduce_precision=settings.get("reduce_precision", "fp32"))
@@ -50,6 +50,7 @@ def plan_of(settings: Mapping[str, Any]) -> Plan:
             compile=settings.get("compile", False),
             threads_per_rank=settings.get("threads", 1),
             device="cpu",
+            backend=settings.get("backend", "auto"),
         ),
     )
 
@@ -73,11 +74,11 @@ def recipe_of(settings: Mapping[str, Any], plan: Plan) -> Recipe:
 
 def create(settings: Mapping[str, Any]) -> TrainingState:
     """Join the process group and build this rank's training."""
-    if world_size() > 1:
-        if settings.get("backend") == "cpu:weft":
-            register_shared_memory_backend()
-        dist.init_process_group(settings.get("backend", "gloo"))
     plan = plan_of(settings)
+    if world_size() > 1:
+        if plan.compute.backend == "weft":
+            register_shared_memory_backend()
+        dist.init_process_group(backend_for(torch.device("cpu"), wanted=plan.compute.backend))
     mesh = Mesh(plan.mesh, torch.device("cpu"))
     return create_training(recipe_of(settings, plan), plan, build_decoder(shape_of(settings)), mesh, Recorder())
 

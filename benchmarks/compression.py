@@ -44,6 +44,8 @@ CODECS: Mapping[str, Mapping[str, Any]] = {
     "powersgd rank 4": {"compression": "powersgd", "powersgd_rank": 4},
     "powersgd rank 8": {"compression": "powersgd", "powersgd_rank": 8},
     "topk 1 %": {"compression": "topk", "topk_share": 0.01},
+    "randomk 10 %": {"compression": "randomk", "randomk_share": 0.1},
+    "signsgd": {"compression": "signsgd"},
 }
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "sgd": {"name": "sgd", "learning_rate": 0.3, "momentum": 0.9},
@@ -86,7 +88,7 @@ def _final_loss(codec: str, optimizer: str, seed: int, steps: int, world: int) -
         batch=BatchRecipe(global_batch_size=_BATCH),
         optimizer=OptimizerRecipe(**OPTIMIZERS[optimizer], max_grad_norm=1.0, warmup_steps=min(20, steps)),
         run=RunRecipe(steps=steps, seed=seed),
-        permit=PermitRecipe(compression=("bf16", "int8", "powersgd", "topk")),
+        permit=PermitRecipe(compression=("bf16", "int8", "powersgd", "topk", "randomk", "signsgd")),
     )
     mesh = Mesh(plan.mesh, torch.device("cpu"))
     training = create_training(recipe, plan, build_decoder(shape), mesh, Recorder())

@@ -30,12 +30,23 @@ _BATCH, _RANKS = 8, 2
 _HEAT = 4
 _LOSS_TOLERANCE = 1e-3
 """Of the first losses (about 9.05), which are good to 2e-4 in bf16."""
+_KINDS = ("default", "tuned fp32", "tuned bf16")
 _TUNED = {"fused": True, "tuned": True, "compile": True}
 _WEFT = "benchmarks._weft:weft"
-WEFT = {
-    "fp32": Entry(name="weft fp32", target=_WEFT, settings={"zero": 1, "compile": True}),
-    "bf16": Entry(name="weft bf16", target=_WEFT, settings={"zero": 1, "compile": True, "precision": "bf16"}),
-}
+_BACKENDS = {"gloo": "", "weft": " on shared memory"}
+
+
+def own(stages: Sequence[int], backends: Sequence[str]) -> dict[str, Entry]:
+    """Weft with a plan of its user's, by what tells one such plan from another; ZeRO-1 on Gloo is not named."""
+    found: dict[str, Entry] = {}
+    for backend in backends:
+        for zero in stages:
+            for precision in ("fp32", "bf16"):
+                stage = "" if zero == 1 else f"zero-{zero} "
+                kind = f"{stage}{precision}{_BACKENDS[backend]}"
+                settings = {"zero": zero, "compile": True, "precision": precision, "backend": backend}
+                found[kind] = Entry(name=f"weft {kind}", target=_WEFT, settings=settings)
+    return found
 
 
 def auto_entry() -> Entry:
@@ -104,9 +115,9 @@ def _extend(mine: dict[str, Any], blocks: Sequence[Block]) -> None:
 
 
 def _compared(name: str, blocks: Sequence[Block], weft: Mapping[str, Sequence[Block]]) -> dict[str, Any]:
-    kinds = {"default": ("bf16", "fp32", "auto"), "tuned fp32": ("fp32", "auto"), "tuned bf16": ("bf16", "auto")}
-    kind = next(kind for kind in kinds if name.endswith(kind))
-    against = [which for which in kinds[kind] if which in weft]
+    kind = next(kind for kind in _KINDS if name.endswith(kind))
+    precision = kind.removeprefix("tuned ")
+    against = [which for which in weft if which == "auto" or precision in ("default", *which.split())]
     rival: dict[str, Any] = {"kind": kind}
     _extend(rival, blocks)
     rival["weft_seconds"] = {which: _seconds(weft[which]) for which in against}
@@ -134,9 +145,11 @@ def _ratio_line(rival: dict[str, Any]) -> str:
 def goals_of(kept: dict[str, Any]) -> list[Goal]:
     """Against the best rival of each kind: the one that leaves Weft the smallest lead."""
     goals: list[Goal] = []
+    plain = [
+        (f"tuned {word}", which, 1.0) for which in _kinds_of(kept) for word in ("fp32", "bf16") if word in which.split()
+    ]
     for kind, which, wanted in (
-        ("tuned fp32", "fp32", 1.0),
-        ("tuned bf16", "bf16", 1.0),
+        *plain,
         ("default", "bf16", 1.5),
         ("default", "auto", 1.8),
         ("tuned", "auto", 1.2),
@@ -162,15 +175,23 @@ def goals_of(kept: dict[str, Any]) -> list[Goal]:
     return goals
 
 
+def _kinds_of(kept: Mapping[str, Any]) -> list[str]:
+    """Weft's plans that rivals were compared with, in their order, but the searched one."""
+    found = {which: None for rival in kept.values() for which in rival.get("ratios", ()) if which != "auto"}
+    return list(found)
+
+
 def main() -> None:
     parser = options_parser(__doc__, rounds=15)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--only", default="", help="part of a rival's name")
     parser.add_argument("--without", default=None, help="part of the names of those that stay away, such as bf16")
+    parser.add_argument("--stages", type=int, nargs="+", choices=(1, 3), default=[1, 3], help="of Weft's ZeRO")
+    parser.add_argument("--backends", nargs="+", choices=_BACKENDS, default=list(_BACKENDS), help="of Weft's plans")
     options = parser.parse_args()
     before, python = machine(), peers_python()
     everybody = [entry for entry in rivals(python) if options.only in entry.name]
-    entries, weft = everybody, {**WEFT, "auto": auto_entry()}
+    entries, weft = everybody, {**own(options.stages, options.backends), "auto": auto_entry()}
     if options.without:
         entries = [entry for entry in everybody if options.without not in entry.name]
         weft = {kind: entry for kind, entry in weft.items() if options.without not in entry.name}

@@ -25,6 +25,8 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
     ratios = {name: found["none"]["bytes_sent"] / row["bytes_sent"] for name, row in found.items()}
     assert ratios["bf16"] == pytest.approx(2, rel=1e-3)
     assert ratios["int8"] == pytest.approx(3.94, rel=1e-2)
+    assert ratios["randomk 10 %"] == pytest.approx(10, rel=1e-2)
+    assert ratios["signsgd"] == pytest.approx(28.4, rel=1e-2)
     for name, row in found.items():
         if name != "none":
             assert row["codec_seconds"] > 0
@@ -46,7 +48,7 @@ def test_a_fast_link_needs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "none of them pays here." in told
     assert "Nothing is chosen" in told
-    assert told.count("does not pay") == 4
+    assert told.count("does not pay") == 6
     assert "gathering of the weights" in told
 
 
@@ -69,6 +71,7 @@ def test_what_backward_hides_is_no_gain() -> None:
         ([*SLOW[2:8], "--processes", "1"], "one data rank exchanges nothing"),
         ([*SLOW[2:8], "--zero", "3"], "--zero 3"),
         ([*SLOW[2:8], "--topk-share", "2"], "topk_share = 2"),
+        ([*SLOW[2:8], "--randomk-share", "0"], "randomk_share = 0"),
         ([*SLOW[2:8], "--compute", "fast"], "--compute fast is not a time"),
         ([*SLOW[2:8], "--cluster", "2x8xh100"], "--cluster and --bandwidth cannot go together"),
     ],

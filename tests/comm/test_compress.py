@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.comm import GroupView
-from weft.comm.compress import CompressedReduction, Compression, Frame, Span
+from weft.comm.compress import CompressedReduction, Compression, Frame, SignSGD, Span
+from weft.comm.compress.randomk import count_of, drawn_places
 
 ALONE = GroupView((0,), 0, None)
 """The work of one rank without a network: the sum over it is what its codec makes of its own gradients."""
@@ -18,8 +22,10 @@ CODECS = {
     "int8": Compression(codec="int8"),
     "powersgd": Compression(codec="powersgd", powersgd_rank=2),
     "topk": Compression(codec="topk", topk_share=0.05),
+    "randomk": Compression(codec="randomk", randomk_share=0.25),
+    "signsgd": Compression(codec="signsgd"),
 }
-BIASED = ("powersgd", "topk")
+BIASED = ("powersgd", "topk", "randomk", "signsgd")
 
 
 def frame_of(*shapes: tuple[int, ...], gap: int = 0) -> Frame:
@@ -58,8 +64,9 @@ def test_what_is_lost_is_a_part_of_the_gradient(
     flat = gradients(frame, seed, scale=10.0**power)
     decoded = flat.clone()
     CompressedReduction(CODECS[name], frame, flat, ALONE).start(decoded)()
-    # bf16 and int8 round once on the way out; half a unit of bf16 is at most 2⁻⁸ of a value.
-    kept = {"bf16": 1 - 2.0**-16, "int8": 1 - 0.004, "powersgd": 0.0, "topk": 0.05}[name]
+    # bf16 and int8 round once on the way out; half a unit of bf16 is at most 2⁻⁸ of a value.  What random-k draws may
+    # be nothing but zeros.
+    kept = {"bf16": 1 - 2.0**-16, "int8": 1 - 0.004, "topk": 0.05, "signsgd": 1 / 256}.get(name, 0.0)
     assert squares(decoded - flat) <= (1 - kept) * squares(flat) * (1 + 1e-5) + 1e-60
 
 
@@ -121,7 +128,7 @@ def test_parameters_that_nobody_used_are_owed_what_they_were(name: str) -> None:
     before = step(1, frozenset())
     after = step(2, frozenset({"p0"}))
     assert {key for key in before if torch.equal(before[key], after[key])} == {key for key in before if "p0" in key}
-    assert len(before) == (4 if name == "powersgd" else 2)
+    assert len(before) == (4 if name in ("powersgd", "randomk") else 2)
 
 
 @pytest.mark.parametrize("name", BIASED)
@@ -192,6 +199,108 @@ def test_top_k_is_exact_whatever_the_sample_says(length: int, share: float, seed
     assert int((decoded != 0).sum()) == 0 or left <= decoded[decoded != 0].abs().min()
 
 
+# ── random-k ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5000), st.floats(0.001, 1.0), st.integers(0, 2**31))
+def test_random_places_are_one_of_each_run(length: int, share: float, seed: int) -> None:
+    count = count_of(length, share)
+    places = drawn_places(length, count, str(seed)).tolist()
+    assert len(places) == count == min(length, max(1, math.ceil(share * length)))
+    for index, place in enumerate(places):
+        assert index * length // count <= place < (index + 1) * length // count
+    assert places == drawn_places(length, count, str(seed)).tolist()
+
+
+def test_random_places_are_drawn_evenly() -> None:
+    """10 of 35 elements, in runs of three and four: each as often as its run's length says, ±5 standard deviations."""
+    draws = 4000
+    hits = torch.zeros(35)
+    for key in range(draws):
+        hits[drawn_places(35, 10, str(key))] += 1
+    for index in range(10):
+        start, stop = index * 35 // 10, (index + 1) * 35 // 10
+        chance = 1 / (stop - start)
+        spread = 5 * math.sqrt(draws * chance * (1 - chance))
+        assert bool(((hits[start:stop] - draws * chance).abs() < spread).all()), (index, hits[start:stop])
+
+
+def test_random_k_loses_its_share_on_average() -> None:
+    """E‖C(x) − x‖² = (1 − k/d)‖x‖² where k divides d, over draws of one step after another."""
+    frame = frame_of((40, 25))
+    flat = gradients(frame, 3, dtype=torch.float64)
+    compression = Compression(codec="randomk", randomk_share=0.1, feedback=False)
+    reduction = CompressedReduction(compression, frame, flat, ALONE)
+    lost = list[float]()
+    for _ in range(800):
+        decoded = flat.clone()
+        reduction.begin_step()
+        reduction.start(decoded)()
+        reduction.keep()
+        lost.append(squares(decoded - flat) / squares(flat))
+    assert sum(lost) / len(lost) == pytest.approx(0.9, abs=0.03)
+
+
+def test_random_k_draws_by_seed_parameter_and_step_and_by_nothing_else() -> None:
+    """What is sent of a parameter depends neither on the bucket that it lies in nor on its place there."""
+
+    def sent(frame: Frame, seed: int, steps: int) -> dict[str, Tensor]:
+        reduction = CompressedReduction(replace(CODECS["randomk"], seed=seed), frame, flat_of(frame), ALONE)
+        flat = flat_of(frame)
+        for _ in range(steps):
+            flat = flat_of(frame)
+            reduction.begin_step()
+            reduction.start(flat)()
+            reduction.keep()
+        return {span.name: flat[span.offset : span.stop] != 0 for span in frame.spans}
+
+    def flat_of(frame: Frame) -> Tensor:
+        return torch.ones(frame.num_elements)
+
+    wide = frame_of((40, 30), (20, 70), gap=5)
+    alone = Frame(spans=(replace(wide.spans[1], offset=0),), num_elements=1400)
+    first = sent(wide, 1, 1)
+    assert torch.equal(sent(alone, 1, 1)["p1"], first["p1"])
+    assert not torch.equal(sent(wide, 2, 1)["p1"], first["p1"])
+    assert not torch.equal(sent(wide, 1, 2)["p1"], first["p1"])
+    assert not torch.equal(first["p0"][:300], first["p1"][:300])
+
+
+# ── signs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1500), st.integers(0, 2**31), st.sampled_from([torch.float32, torch.float64]))
+def test_signs_are_packed_bit_by_bit(length: int, seed: int, dtype: torch.dtype) -> None:
+    """Every block comes back as its mean magnitude with the signs of its values; zeros count as positive."""
+    values = torch.randn(length, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    values[::7] = 0
+    codec = SignSGD()
+    packed = torch.zeros(codec.packed_bytes(length), dtype=torch.uint8)
+    codec.pack(values, packed)
+    unpacked = torch.empty_like(values)
+    codec.unpack(packed, unpacked)
+    assert len(packed) == 4 * math.ceil(length / 256) + 4 * math.ceil(length / 32)
+    for start in range(0, length, 256):
+        block, found = values[start : start + 256], unpacked[start : start + 256]
+        assert torch.equal(found >= 0, block >= 0)
+        torch.testing.assert_close(found.abs(), block.abs().mean().expand(len(block)), rtol=1e-6, atol=0.0)
+
+
+def test_padding_beside_signs_stays_zero() -> None:
+    frame = frame_of((30, 40), (40, 40), gap=100)
+    reduction = CompressedReduction(CODECS["signsgd"], frame, torch.zeros(frame.num_elements), ALONE)
+    for seed in range(3):
+        flat = gradients(frame, seed)
+        reduction.begin_step()
+        reduction.start(flat)()
+        reduction.keep()
+        for gap in frame.gaps():
+            assert squares(flat[gap]) == 0
+    assert [(gap.start, gap.stop) for gap in frame.gaps()] == [(1200, 1300), (2900, 3000)]
+
+
 def test_which_parameters_are_compressed() -> None:
     assert CODECS["powersgd"].takes((64, 64))
     assert CODECS["powersgd"].takes((64, 3, 3, 3))
@@ -202,3 +311,6 @@ def test_which_parameters_are_compressed() -> None:
     assert CODECS["int8"].takes((1024,))
     assert not CODECS["int8"].takes((1023,)), "a norm beside a large gradient would be rounded to zero"
     assert CODECS["bf16"].takes((1,))
+    for name in ("randomk", "signsgd"):
+        assert CODECS[name].takes((1024,))
+        assert not CODECS[name].takes((1023,))

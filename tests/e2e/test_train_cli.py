@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def trained(home: Path) -> Done:
     return watch((*TRAIN, "--run-folder", "runs/whole"), home)
 
 
-def metrics(run: Path, kind: str = "step") -> dict[int, dict[str, float]]:
+def metrics(run: Path, kind: str = "step") -> dict[int, dict[str, Any]]:
     """Lines of metrics.jsonl by step; of two lines of one step the later counts."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line for line in lines if line["kind"] == kind}
@@ -75,9 +76,13 @@ def test_the_folder_holds_everything(home: Path, trained: Done) -> None:
     first = metrics(run)[1]
     assert first["count"] == 256
     units = ("_per_second", "_seconds", "_bytes", "_norm", "_rate", "_share", "_scale")
-    plain = {"kind", "step", "loss", "count", "skipped"}
+    plain = {"kind", "step", "loss", "count", "skipped", "communication"}
     assert all(name in plain or name.endswith(units) for name in first), first.keys()
     assert list(metrics(run, "evaluation")) == [40, 60]
+    second, third = (metrics(run)[step]["communication"]["data"] for step in (2, 3))
+    assert second["bytes"] == third["bytes"] > 4 * 100_000, "gradients and weights of 0.1 M parameters travel"
+    assert 0 < second["exposed_seconds"] <= metrics(run)[2]["step_seconds"]
+    assert set(second) == {"count", "bytes", "total_seconds", "exposed_seconds"}
     assert losses(run)[60] < 0.8 * losses(run)[1]
     assert "saved" in (run / "rank-1.log").read_text()
     assert run.stat().st_mode & 0o077 == 0, "only its owner may read a run"

@@ -294,6 +294,10 @@ def test_bf16_keeps_fp32_masters(home: Path, reference: Reference, ranks: RankPo
         (WHOLE + '[compute]\nbackend = "weft"\n', "torch alone, which has Gloo"),
         ('[mesh]\nshard = 2\n[data_parallel]\ncompression = "int8"\n' + HALVES, "sums gradients as they are"),
         (
+            "[mesh]\nreplicate = 2\n[data_parallel]\nzero = 0\nlocal_steps = 9\n" + HALVES,
+            "over all data ranks in every step",
+        ),
+        (
             "[mesh]\nshard = 2\n[data_parallel]\nzero = 3\n[microbatch]\nsize = 2\nper_step = [3, 1]\n",
             r"per_step = \[3, 1\].*equal shares, or zero = 1",
         ),

@@ -138,6 +138,21 @@ def test_compression_is_left_out_and_the_report_says_so(project: Path) -> None:
     assert "compared without compression: powersgd changes gradients, which the recipe permits" in str(report)
 
 
+def test_local_steps_are_left_out_and_the_report_says_so(project: Path) -> None:
+    recipe = factory("build")
+    recipe = replace(recipe, permit=replace(recipe.permit, local_steps=5))
+    plan = Plan(
+        mesh=MeshPlan(replicate=2),
+        data_parallel=DataParallelPlan(zero=0, local_steps=5, outer_momentum=0.5),
+        microbatch=MicrobatchPlan(size=4),
+        memory=MemoryPlan(fused_loss=False),
+    )
+    report = weft.check(recipe, plan)
+    assert report.is_equal, str(report)
+    assert report.plan.data_parallel == DataParallelPlan(zero=0)
+    assert "compared without local steps: replicas that step by themselves learn something else" in str(report)
+
+
 def test_a_wrong_split_table_is_named_with_what_it_takes(project: Path) -> None:
     plan = Plan(
         mesh=MeshPlan(replicate=2, tensor=2),

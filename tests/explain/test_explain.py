@@ -161,6 +161,9 @@ def test_what_a_launcher_cannot_do_is_refused() -> None:
     zbv = replace(launch, layout=replace(LAYOUT, schedule="zbv", chunks=2))
     with pytest.raises(PlanError, match="schedule zbv"):
         emit("megatron", zbv)
+    rounds = replace(launch, layout=replace(LAYOUT, local_steps=50))
+    with pytest.raises(PlanError, match="replicas that average every 50 steps"):
+        emit("megatron", rounds)
     with pytest.raises(PlanError, match=r"Did you mean megatron\?"):
         emit("megatorn", launch)
     assert len(TARGETS) == 4

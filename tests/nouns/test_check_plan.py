@@ -294,6 +294,8 @@ def test_settings_of_a_codec_that_is_not_used_are_refused() -> None:
         ({"compression": "int8", "topk_share": 0.1}, 'topk_share = 0.1 has no effect with compression = "int8"'),
         ({"compression": "topk", "topk_share": 1.5}, "topk_share = 1.5 must be at least 0 and at most 1"),
         ({"compression": "powersgd", "powersgd_rank": 0}, "powersgd_rank = 0 is too small"),
+        ({"compression": "signsgd", "randomk_share": 0.5}, "randomk_share = 0.5 has no effect with compression ="),
+        ({"compression": "randomk", "randomk_share": 0.0}, "randomk_share = 0.0 must be a finite number above 0"),
     ):
         with pytest.raises(PlanError, match=re.escape(message)):
             DataParallelPlan(**settings)  # type: ignore[arg-type]  # on purpose
@@ -311,8 +313,10 @@ def test_compressions_that_cannot_be_joined_say_why() -> None:
     assert "cannot join data_parallel.zero = 3 with mesh.replicate = 1" in told
     (told,) = reasons({"replicate": 2}, "bf16", compression="int8", reduce_precision="compute")
     assert 'cannot join data_parallel.reduce_precision = "compute"' in told
-    (told,) = reasons({"replicate": 2}, "fp16", compression="topk")
-    assert "in units of the loss scale" in told
+    assert reasons({"replicate": 2, "shard": 2}, zero=3, compression="signsgd") == []
+    for codec in ("topk", "powersgd", "randomk", "signsgd"):
+        (told,) = reasons({"replicate": 2}, "fp16", compression=codec)
+        assert "in units of the loss scale" in told
     (told,) = reasons({"replicate": 2}, compression="fp8")
     assert "can be predicted but not run yet: the engine has not got this compression" in told
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.plan import Schedule, peak_activations, schedule_orders
+from weft.plan import FEEDBACK, Schedule, peak_activations, schedule_orders
 from weft.price import HABITS, WEFT, Layout, Memories, StageMemory, memory_of
 from weft.price._in_flight import in_flight
 from weft.profile import KNOWN_MODELS, ModelSizes, Profile, known_model, profile_of_sizes
@@ -84,6 +84,9 @@ def test_what_compression_owes_is_held_whole(zero: int, parts: int) -> None:
     )
     assert owing - plain == pytest.approx(8 * SMALL.num_parameters / parts)
     assert rounded == plain
+    for name in FEEDBACK:
+        held = memory_of(SMALL, replace(layout, compression=name))[0].kinds.gradients
+        assert held == pytest.approx(owing), name
 
 
 def test_experts_are_shared_out_before_zero() -> None:

@@ -207,6 +207,19 @@ def test_what_top_k_gathers_grows_with_the_ranks() -> None:
     assert share(32) == pytest.approx(16 * share(2), rel=0.3)
 
 
+def test_what_travels_decides_what_a_compression_saves() -> None:
+    """A bit less than a byte, a byte less than two; random-k sends no places, but all to every rank, under ZeRO too."""
+    slow = replace(NODES, links=tuple(replace(link, bandwidth_bytes_per_second=1e8) for link in NODES.links))
+
+    def data(name: str, zero: int) -> float:
+        layout = Layout(replicate=8, zero=zero, compression=name)  # type: ignore[arg-type]
+        return predict(SMALL, slow, layout).time.data
+
+    for zero in (0, 1):
+        assert data("signsgd", zero) < data("int8", zero) < data("bf16", zero) < data("none", zero)
+    assert data("signsgd", 0) < data("randomk", 0) < data("int8", 0)
+
+
 def test_experts_that_travel_far_cost_more_and_less_when_tokens_travel_once() -> None:
     near = Layout(replicate=32, expert=8, microbatches=2)
     far = replace(near, expert=16)

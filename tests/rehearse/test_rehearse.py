@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,11 @@ CASES = {
         data_parallel=DataParallelPlan(zero=3),
         microbatch=MicrobatchPlan(size=1, per_step=1),
     ),
+    "local_steps": Plan(
+        mesh=MeshPlan(replicate=2, shard=2),
+        data_parallel=DataParallelPlan(zero=3, local_steps=3),
+        microbatch=MicrobatchPlan(size=1, per_step=1),
+    ),
     "pipeline_interleaved": Plan(
         mesh=MeshPlan(pipeline=2, tensor=2),
         pipeline_parallel=PipelineParallelPlan(schedule="interleaved_1f1b", chunks_per_rank=2),
@@ -102,6 +108,18 @@ def test_rehearsed_is_real(ranks: Any, name: str) -> None:
         if name == "pipeline_interleaved":  # with sequence parallelism Gloo's reduce-scatters are all-reduces, too
             assert rehearsed.per_step["tensor", "all_reduce"][0] == reduced[0] + 1  # flags of unused parameters
         assert {key: rehearsed.per_step[key] for key in passed} == passed
+
+
+def test_what_only_the_end_of_a_round_sends_is_told() -> None:
+    plan = CASES["local_steps"]
+    recipe = recipe_of(plan.global_batch_size)
+    report = rehearse(recipe, plan, lambda: build_model(recipe))
+    assert ("replicate", "all_reduce") not in report.per_step
+    assert any("all-reduce" in note and "of weights in every 3. step" in note for note in report.notes)
+    assert report.state.outer > 0
+    often = replace(plan, data_parallel=DataParallelPlan(zero=3, local_steps=1))
+    sent = rehearse(recipe, often, lambda: build_model(recipe)).per_step["replicate", "all_reduce"][1]
+    assert 2 * sent == report.state.outer
 
 
 def test_every_rank_of_a_large_world() -> None:

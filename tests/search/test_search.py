@@ -167,15 +167,15 @@ def test_given_settings_are_kept() -> None:
         assert (each.layout.tensor, each.layout.zero, each.layout.recompute) == (2, 3, "full")
 
 
-def test_a_compression_is_given_and_never_chosen() -> None:
+def test_a_compression_is_given_and_never_chosen_and_local_steps_neither() -> None:
     from weft.plan import parse_plan
 
     cluster = cluster_of("4x1xh100")
     slow = replace(cluster, links=tuple(replace(link, bandwidth_bytes_per_second=1e8) for link in cluster.links))
-    permit = PermitRecipe(precision=("bf16",), compression=("int8", "topk"))
+    permit = PermitRecipe(precision=("bf16",), compression=("int8", "topk"), local_steps=1000)
     space = space_of(tiny(), slow, global_batch_size=8, permit=permit)
     found = search(tiny(), slow, global_batch_size=8, space=space).best
-    assert {each.layout.compression for each in found} == {"none"}
+    assert {(each.layout.compression, each.layout.local_steps) for each in found} == {("none", 0)}
     given_plan = parse_plan('[data_parallel]\ncompression = "int8"\n')
     found = search(tiny(), slow, global_batch_size=8, space=pinned(space, given_plan)).best
     assert {each.layout.compression for each in found} == {"int8"}

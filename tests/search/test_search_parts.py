@@ -106,6 +106,7 @@ layouts = st.builds(
     gradient_bytes=st.sampled_from([2, 4]),
     bucket_bytes=st.sampled_from([1000, 26_214_400]),
     compression=st.sampled_from(["none", "int8"]),
+    local_steps=st.sampled_from([0, 10]),
 )
 
 

@@ -1,9 +1,11 @@
-"""State that belongs to a plan and not to the training: what compression owes, and what it has learnt.
+"""State that belongs to a plan and not to the training: what compression owes and has learnt, and what replicas that
+step by themselves have each.
 
 A checkpoint may be loaded under a plan that compresses otherwise, over other ranks, or not at all, so such tensors may
 be missing or left over.  What gradients still owe to the weights, though, is part of the training: with r₁ … rₘ owed on
 m ranks, the coming sums contain Σ rᵢ.  On n ranks each takes Σ rᵢ / n, which keeps that sum and is the smallest share
-in which it can be held.
+in which it can be held.  Replicas' own weights and optimizer states have no such sum: as many replicas as saved them
+take them up, and others start from what all share.
 """
 
 from __future__ import annotations
@@ -22,8 +24,15 @@ from weft.parallel import Piece
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "compression/"
+_COMPRESSION, _LOCAL = "compression/", "local/"
 _ADDEND = re.compile(r"(?P<name>.+)@(?P<index>\d+)-of-(?P<number>\d+)", re.ASCII)
+_REPLICA = re.compile(r"local/\d+-of-\d+/(?P<kind>\w+)/", re.ASCII)
+_LOST: Mapping[str, str] = {
+    "model": "what each replica has learnt since all were averaged",
+    "optimizer": "the optimizer states of all replicas but the first",
+    "momentum": "the outer momentum of local steps",
+}
+"""What it means when tensors of a kind find no place."""
 
 _Addends = Mapping[str, Sequence[str]]
 """Name → stored names of its addends, by rank."""
@@ -31,14 +40,14 @@ _Addends = Mapping[str, Sequence[str]]
 
 def is_of_plan(name: str) -> bool:
     """Whether a checkpoint's tensor of this name belongs to a plan."""
-    return name.startswith(_PREFIX)
+    return name.startswith((_COMPRESSION, _LOCAL))
 
 
 def carry_over(stored: StoredCheckpoint, pieces: Sequence[Piece], peers: Peers) -> None:
     """Fill the pieces that belong to a plan with what the checkpoint has for them.  Call on every rank.
 
     A rank's own tensor comes back bit for bit where as many ranks as before hold one, else as an equal part of the sum;
-    what is not there becomes zero, if it is an addend, and else stays as it is.  Addends that nobody takes are lost,
+    what is not there becomes zero, if it is an addend, and else stays as it is.  What nobody takes is lost,
     which rank 0 warns of.
 
     Raises:
@@ -50,6 +59,7 @@ def carry_over(stored: StoredCheckpoint, pieces: Sequence[Piece], peers: Peers) 
     if problem is not None:
         raise CheckpointError(f"{stored.folder} does not fit: {problem}")
     _warn_of_lost(stored, wanted, addends, peers)
+    _warn_of_lost_replicas(stored, wanted, peers)
     for piece in wanted:
         if piece.stored_name in stored.runs:
             stored.fill(piece.stored_name, [piece])
@@ -88,6 +98,29 @@ def _warn_of_lost(stored: StoredCheckpoint, wanted: Sequence[Piece], addends: _A
             len(lost),
             lost[0].rpartition("/")[2],
         )
+
+
+def _warn_of_lost_replicas(stored: StoredCheckpoint, wanted: Sequence[Piece], peers: Peers) -> None:
+    names = sorted(name for name in stored.runs if name.startswith(_LOCAL))
+    if not names:
+        return
+    mine = {piece.name for piece in wanted}
+    untaken = peers.minimum([int(name not in mine) for name in names])
+    kinds = {_kind(name) for name, flag in zip(names, untaken, strict=True) if flag}
+    lost = [what for kind, what in _LOST.items() if kind in kinds]
+    if lost and peers.rank == 0:
+        logger.warning(
+            "%s holds %s, for which this plan has no place: dropped. To keep it, go on with the replicas and the"
+            " local_steps that saved it.",
+            stored.folder,
+            ", and ".join(lost),
+        )
+
+
+def _kind(name: str) -> str:
+    """`model` of `local/1-of-2/model/…`, `momentum` of `local/momentum/…`."""
+    found = _REPLICA.match(name)
+    return found["kind"] if found else name.split("/")[1]
 
 
 def _fill_with_part(stored: StoredCheckpoint, piece: Piece, names: Sequence[str]) -> None:

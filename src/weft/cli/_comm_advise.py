@@ -38,6 +38,7 @@ def advise(
     compute: str | None = None,
     powersgd_rank: int = 4,
     topk_share: float = 0.01,
+    randomk_share: float = 0.1,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Say whether compressing gradients would pay on a link, and by how much. Nothing is chosen.
@@ -70,6 +71,8 @@ def advise(
         Rank of PowerSGD's factors.
     topk_share
         Share of the gradients that top-k sends.
+    randomk_share
+        Share of the gradients that random-k sends.
     json
         Print the figures as JSON.
     """
@@ -86,6 +89,7 @@ def advise(
         )
     DataParallelPlan(compression="powersgd", powersgd_rank=powersgd_rank)
     DataParallelPlan(compression="topk", topk_share=topk_share)
+    DataParallelPlan(compression="randomk", randomk_share=randomk_share)
     link, members = _link(bandwidth, latency, cluster, processes)
     exchange = Exchange(shapes=_shapes(recipe, parameters, set), members=members, is_sharded=zero > 0)
     seconds = None if compute is None else _seconds(compute, "--compute")
@@ -100,6 +104,8 @@ def advise(
             Compression(codec="int8"),
             Compression(codec="powersgd", powersgd_rank=powersgd_rank),
             Compression(codec="topk", topk_share=topk_share),
+            Compression(codec="randomk", randomk_share=randomk_share),
+            Compression(codec="signsgd"),
         ):
             found = compressed(compression, exchange, link, seconds, device)
             rows.append((found, verdict(found, plain)))

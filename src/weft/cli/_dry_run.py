@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from weft.recipe import Recipe
     from weft.rehearse import RankReport, WorldReport
 
-_KINDS = ("weights", "gradients", "masters", "optimizer", "buffers", "compression")
+_KINDS = ("weights", "gradients", "masters", "optimizer", "buffers", "compression", "outer")
 
 
 def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:

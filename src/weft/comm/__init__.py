@@ -27,6 +27,7 @@ from weft.comm._device import total_memory_bytes as total_memory_bytes
 from weft.comm._fake import fake_world as fake_world
 from weft.comm._fake import group_of as group_of
 from weft.comm._hosts import discover_nodes as discover_nodes
+from weft.comm._memory import new_flat as new_flat
 from weft.comm._mesh import GroupName as GroupName
 from weft.comm._mesh import GroupView as GroupView
 from weft.comm._mesh import Mesh as Mesh
@@ -38,6 +39,10 @@ from weft.comm._reduce import start_all_gather as start_all_gather
 from weft.comm._reduce import start_all_reduce as start_all_reduce
 from weft.comm._reduce import start_reduce_scatter as start_reduce_scatter
 from weft.comm._share import share_table as share_table
+from weft.comm._watch import Seen as Seen
+from weft.comm._watch import Sink as Sink
+from weft.comm._watch import Watch as Watch
+from weft.comm._watched_group import WatchedGroup as WatchedGroup
 from weft.comm.shared_memory import SharedMemoryGroup as SharedMemoryGroup
 from weft.comm.shared_memory import register_shared_memory_backend as register_shared_memory_backend
 from weft.comm.shared_memory import shared_memory_group as shared_memory_group

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from weft.cluster import Collective
 from weft.collective import Arrangement, ChoiceTable, Row, find_table, parse_choices, tables_of_others
@@ -53,7 +52,7 @@ def collectives_for(
         place, node = _levels_of(choices.names, view)
         return Collectives(view, lambda collective, size_bytes: choices.algorithm_for(size_bytes), place, node)
     place = discover_nodes(view)
-    table = _kept_table(view, place, dist.get_backend(view.group), folder)
+    table = _kept_table(view, place, folder)
     _, node = _levels_of([row.choice for row in table.rows], view, place)
     carrier = Collectives(view, table.choose, place, node)
     drift = drift_of(carrier, table)
@@ -87,13 +86,13 @@ def _expected(row: Row) -> float | None:
     return next((each.measured_seconds for each in row.candidates if each.name == row.choice), None)
 
 
-def _kept_table(view: GroupView, place: Arrangement, backend: str, folder: Path | None) -> ChoiceTable:
+def _kept_table(view: GroupView, place: Arrangement, folder: Path | None) -> ChoiceTable:
     """The table that the first rank finds, on all ranks."""
     mine: ChoiceTable | None = None
     others = ""
     if view.index == 0:
-        mine = find_table(view.size, place.nodes, backend, folder=folder)
-        others = "" if mine is not None else tables_of_others(view.size, place.nodes, backend, folder=folder)
+        mine = find_table(view.size, place.nodes, "gloo", folder=folder)
+        others = "" if mine is not None else tables_of_others(view.size, place.nodes, "gloo", folder=folder)
     table = share_table(mine, view)
     if table is None:
         raise PlanError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.cluster import Collective
@@ -21,8 +20,10 @@ from weft.comm._reduce import (
     Wait,
     WorksDone,
     nothing_to_wait_for,
+    seen_as,
     start_all_gather,
     start_all_reduce,
+    start_broadcasts,
     start_reduce_scatter,
 )
 from weft.comm.messages import Messenger
@@ -132,10 +133,4 @@ def _start_backend_gather(
     if even:
         # Gloo reads the shard while it writes the whole: it needs a storage of its own.
         return WorksDone.of([all_gather_single(flat, flat[start:stop].clone(), view.group, async_op=True)])
-    return WorksDone.of(
-        [
-            dist.broadcast(flat[first:last], src=view.ranks[owner], group=view.group, async_op=True)
-            for owner, (first, last) in enumerate(regions)
-            if last > first
-        ]
-    )
+    return seen_as("all_gather", flat, view, lambda: start_broadcasts(flat, regions, view))

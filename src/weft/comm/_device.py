@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm._watched_group import WatchedGroup
 from weft.comm.shared_memory import BACKEND, shared_memory_group
 from weft.errors import ClusterError
 
@@ -48,13 +49,13 @@ def ranks_share_device(device: torch.device, local_world: int) -> bool:
 
 
 def backend_for(device: torch.device, *, shared: bool = False, wanted: BackendKind = "auto") -> str:
-    """Return the `init_process_group` backend: Gloo or Weft's shared memory on the CPU, NCCL and Gloo on CUDA.
+    """Return the `init_process_group` backend: Weft's shared memory or Gloo on the CPU, NCCL and Gloo on CUDA.
 
     NCCL refuses two ranks on one GPU, so with `shared` (see `ranks_share_device`) Gloo carries CUDA tensors, too; its
     one name stands for both (in pairs, `cpu:gloo,cuda:gloo`, torch may warn of a group without a default backend).
 
-    `wanted` is the plan's `compute.backend`, which speaks of tensors on the CPU; `auto` is Gloo.  Before a group of
-    `weft` is made, `register_shared_memory_backend` must have been called.
+    `wanted` is the plan's `backend`, which speaks of tensors on the CPU; `auto` is shared memory where ranks compute
+    there.  Before a group of `weft` is made, `register_shared_memory_backend` must have been called.
 
     Raises:
         ClusterError: shared memory is wanted where tensors are on an accelerator.
@@ -64,7 +65,7 @@ def backend_for(device: torch.device, *, shared: bool = False, wanted: BackendKi
             f'plan.compute.backend = "weft", but the ranks compute on {device.type}, whose tensors are not in the'
             f' memory that processes share. Use backend = "auto", or device = "cpu".'
         )
-    if wanted == "weft":
+    if device.type == "cpu" and wanted != "gloo":
         return f"cpu:{BACKEND}"
     if device.type == "cpu" or shared:
         return "gloo"
@@ -77,10 +78,9 @@ def carried_by_gloo(device: torch.device, group: dist.ProcessGroup) -> bool:
     Ask with the device: the name of a group of two backends (`get_backend`) names both.  Gloo also carries a group of
     `weft` whose ranks turned out to share no memory.
     """
-    carriers = dist.get_backend_config(group).split(",")
-    if f"{device.type}:{BACKEND}" in carriers:
+    if device.type == "cpu" and isinstance(group, WatchedGroup):
         return shared_memory_group(group) is None
-    return f"{device.type}:gloo" in carriers
+    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def synchronize(device: torch.device) -> None:

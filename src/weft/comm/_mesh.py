@@ -5,6 +5,7 @@ Everything that needs a group takes a `Mesh`; nobody reads the default group or 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm._watch import Sink, Watch
+from weft.comm._watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
 from weft.plan import Axis, MeshPlan, axis_coordinates
 
 GroupName = Literal["pipeline", "replicate", "shard", "context", "tensor", "data", "world"]
@@ -57,7 +60,11 @@ class Mesh:
         self._device_meshes: dict[tuple[Axis, ...], DeviceMesh] = {}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.coordinates = axis_coordinates(plan, self.rank)
-        self._views = {name: self._create(axes) for name, axes in _PRODUCTS.items()}
+        self._made: dict[tuple[tuple[int, ...], ...], GroupView] = {}
+        """Groups of several axes, by all parts of the partition."""
+        self._watched: dict[WatchedGroup, str] = {}
+        self._sink: Sink | None = None
+        self._views = {name: self._create(name, axes) for name, axes in _PRODUCTS.items()}
 
     def __getitem__(self, name: GroupName) -> GroupView:
         return self._views[name]
@@ -67,6 +74,23 @@ class Mesh:
 
     def index(self, name: GroupName) -> int:
         return self._views[name].index
+
+    def watch(self, sink: Sink | None) -> None:
+        """Hand every collective of this mesh's groups to `sink` when it is launched, from now on; None: to nobody.
+
+        No collective.  A group that stands for two axes goes by the name of the one with fewer (`data` before `world`).
+        Groups that NCCL carries are not watched.
+        """
+        self._sink = sink
+        for group, name in self._watched.items():
+            group.watch = None if sink is None else Watch(name, sink)
+
+    def _note(self, view: GroupView, name: str) -> GroupView:
+        """Let a view's group be watched by this name, unless it has one already."""
+        if isinstance(view.group, WatchedGroup) and view.group not in self._watched:
+            self._watched[view.group] = name
+            view.group.watch = None if self._sink is None else Watch(name, self._sink)
+        return view
 
     def device_mesh(self, *axes: Axis) -> DeviceMesh:
         """Return a DeviceMesh over `axes`, all larger than 1, with this rank's other coordinates fixed.
@@ -87,17 +111,39 @@ class Mesh:
             return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=tuple(axes))
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
 
-    def create_group(self, partition: Sequence[Sequence[int]]) -> GroupView:
-        """Create one group per part of `partition` (global ranks) and return this rank's.  Call on every rank alike."""
+    def within_replica(self) -> Mesh:
+        """Return this mesh as it looks to ranks that know of no other replica: the data ranks are those of the shard
+        axis, and nobody replicates.  `world`, coordinates and groups stay what they are.  Not collective.
+        """
+        inside = copy.copy(self)
+        alone = GroupView((self.rank,), 0, None)
+        inside._views = {**self._views, "data": self._views["shard"], "replicate": alone}
+        return inside
+
+    def create_group(self, partition: Sequence[Sequence[int]], name: str) -> GroupView:
+        """Create one group per part of `partition` (global ranks) and return this rank's.  Call on every rank alike.
+
+        `name` says what for; by it its collectives are recorded.
+        """
         mine: GroupView | None = None
+        backend = self._backend()
         for ranks in partition:
             if self._alone and self.rank not in ranks:
                 continue
-            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            group = dist.new_group(list(ranks), backend=backend, group_desc=name) if len(ranks) > 1 else None
             if self.rank in ranks:
                 assert not isinstance(group, int), "torch gives a number only to ranks that are no members"
-                mine = GroupView(tuple(ranks), tuple(ranks).index(self.rank), group)
+                mine = self._note(GroupView(tuple(ranks), tuple(ranks).index(self.rank), group), name)
         return mine if mine is not None else GroupView((self.rank,), 0, None)
+
+    def _backend(self) -> str | None:
+        """What carries new groups: the default group's backend, but Gloo in a form that can be watched."""
+        if self.device.type != "cpu" or not dist.is_initialized():
+            return None
+        if "cpu:gloo" not in dist.get_backend_config().split(","):
+            return None
+        register_watched_backend()
+        return WATCHED_GLOO
 
     def ranks_where(self, **fixed: int) -> tuple[int, ...]:
         """Global ranks whose coordinates agree with this rank's except for the axes given, which have these values."""
@@ -112,13 +158,20 @@ class Mesh:
             members.extend(self.ranks_where(**dict(zip(axes, values, strict=True))))
         return tuple(members)
 
-    def _create(self, axes: tuple[Axis, ...]) -> GroupView:
+    def _create(self, name: GroupName, axes: tuple[Axis, ...]) -> GroupView:
         parts: dict[tuple[tuple[Axis, int], ...], list[int]] = {}
         for rank in range(self.plan.world_size):
             place = axis_coordinates(self.plan, rank)
             key: tuple[tuple[Axis, int], ...] = tuple((axis, at) for axis, at in place.items() if axis not in axes)
             parts.setdefault(key, []).append(rank)
-        if len(axes) > 1 and len(parts) == 1 and self.plan.world_size > 1:
-            everyone = tuple(range(self.plan.world_size))
-            return GroupView(everyone, self.rank, dist.group.WORLD)
-        return self.create_group([parts[key] for key in sorted(parts)])
+        partition = tuple(tuple(parts[key]) for key in sorted(parts))
+        if len(axes) == 1:
+            return self.create_group(partition, name)
+        if partition not in self._made:
+            is_everyone = len(partition) == 1 and self.plan.world_size > 1 and self._backend() is None
+            self._made[partition] = (
+                self._note(GroupView(partition[0], self.rank, dist.group.WORLD), name)
+                if is_everyone
+                else self.create_group(partition, name)
+            )
+        return self._made[partition]

@@ -98,7 +98,7 @@ def share_node_memory(
     transport = open_transport(
         dist.PrefixStore(f"weft/node/{int(told[0, 1]):x}/{node}", group_store()),
         rank=members.index(view.index),
-        num_ranks=len(members),
+        ranks=[view.ranks[member] for member in members],
         num_local_ranks=-(-here * dist.get_world_size() // view.size),
         timeout=timedelta(seconds=timeout_seconds),
         speaks=members[0] == view.index,

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from weft.comm._device import all_gather_single, carried_by_gloo, reduce_scatter_single
 from weft.comm._mesh import GroupView
+from weft.comm._watch import Operation, Seen, num_bytes
+from weft.comm._watched_group import watch_of
 from weft.comm.shared_memory import shared_memory_group
 
 Wait = Callable[[], None]
@@ -36,6 +38,31 @@ class WorksDone:
     def __call__(self) -> None:
         for work in self.works:
             work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _SeenWait:
+    """The wait of a collective that was seen as a whole, whatever it consists of."""
+
+    wait: Wait
+    seen: Seen
+
+    def __call__(self) -> None:
+        entered = self.seen.enter_wait()
+        try:
+            self.wait()
+        finally:
+            self.seen.exit_wait(entered)
+
+
+def seen_as(operation: Operation, flat: Tensor, view: GroupView, start: Callable[[], Wait]) -> Wait:
+    """Start a collective that consists of others, so that one is seen: `operation` on `flat`."""
+    watch = watch_of(view.group)
+    seen = None if watch is None else watch.launch(operation, num_bytes(flat))
+    if watch is None or seen is None:
+        return start()
+    with watch.cover():
+        return _SeenWait(start(), seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +108,9 @@ def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view:
         return WorksDone([shared.reduce_scatter_regions(parts, parts[view.index])])
     if carried_by_gloo(flat.device, view.group):
         # Gloo takes part in an all-reduce from an accelerator's memory, but sends from the CPU's alone.
-        return _start_exchange(flat, regions, view) if flat.device.type == "cpu" else start_all_reduce(flat, view)
+        if flat.device.type != "cpu":
+            return start_all_reduce(flat, view)
+        return seen_as("reduce_scatter", flat, view, lambda: _start_exchange(flat, regions, view))
     if not even:
         return start_all_reduce(flat, view)
     start, stop = regions[view.index]
@@ -118,11 +147,16 @@ def start_all_gather(flat: Tensor, regions: Sequence[tuple[int, int]], view: Gro
         parts = [flat[start:stop] for start, stop in regions]
         return WorksDone([shared.all_gather_regions(parts[view.index], parts)])
     if flat.device.type == "cpu" and carried_by_gloo(flat.device, view.group):
-        return _start_handing_out(flat, regions, view)
+        return seen_as("all_gather", flat, view, lambda: _start_handing_out(flat, regions, view))
     if even:
         start, stop = regions[view.index]
         work = all_gather_single(flat, flat[start:stop], group=view.group, async_op=True)
         return WorksDone(_begun([work]))
+    return seen_as("all_gather", flat, view, lambda: start_broadcasts(flat, regions, view))
+
+
+def start_broadcasts(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
+    """Fill `flat` by one broadcast per region that is not empty."""
     works = [
         dist.broadcast(flat[start:stop], src=view.ranks[owner], group=view.group, async_op=True)
         for owner, (start, stop) in enumerate(regions)

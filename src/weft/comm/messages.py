@@ -36,6 +36,8 @@ from weft.comm._node import NodeMemory
 from weft.comm._program import Combine, Program, combiner, prepare, prepare_levels
 from weft.comm._reduce import Wait, nothing_to_wait_for
 from weft.comm._trouble import Board
+from weft.comm._watch import Seen, num_bytes
+from weft.comm._watched_group import unseen, watch_of
 from weft.errors import CollectiveError
 
 _PIPELINE_BYTES = 128 << 10
@@ -59,6 +61,7 @@ class _Job:
     title: str
     deadline_seconds: float
     tag: int
+    seen: Seen | None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
@@ -86,23 +89,29 @@ class _Lane:
             if self.scratch.numel() < job.program.scratch_bytes:
                 self.scratch = torch.empty(job.program.scratch_bytes, dtype=torch.uint8)
             try:
-                execute(
-                    job.program, job.flat, job.combine, self.wire, self.given_up, self.scratch,
-                    title=job.title, tag=job.tag, deadline_seconds=job.deadline_seconds,
-                )  # fmt: skip
+                with unseen(self.wire.group):  # whoever called has seen the whole
+                    execute(
+                        job.program, job.flat, job.combine, self.wire, self.given_up, self.scratch,
+                        title=job.title, tag=job.tag, deadline_seconds=job.deadline_seconds,
+                    )  # fmt: skip
             except BaseException as error:  # whoever waits gets it
                 job.error = error
+        if job.seen is not None:
+            job.seen.done()
         job.done.set()
 
     def perform_here(self, job: _Job) -> None:
         """Run a job in the caller's thread, which saves two changes of threads; the other one looks for alarms."""
         self.began = time.monotonic()
+        entered = 0 if job.seen is None else job.seen.enter_wait()
         if self.is_asleep:
             self.jobs.put("wake")
         try:
             self.perform(job)
         finally:
             self.began, self.ended = None, time.monotonic()
+            if job.seen is not None:
+                job.seen.exit_wait(entered)
 
     def look(self) -> None:
         """Stop a collective that waits for a rank if another rank has given up, which a waiting thread cannot see."""
@@ -237,7 +246,9 @@ class Messenger:
         self._num_jobs += 1
         self.num_messages += sum(out.peer != self.view.index for act in program.actions for out in act.sends)
         title = f"{collective} of {flat.numel() * flat.element_size():,} bytes by {algorithm}"
-        return _Job(program, combine, flat, title, limit, _tag(self._num_jobs))
+        watch = watch_of(self.view.group)
+        seen = None if watch is None else watch.launch(collective, num_bytes(flat))
+        return _Job(program, combine, flat, title, limit, _tag(self._num_jobs), seen)
 
     def _prepared(
         self, flat: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions
@@ -305,8 +316,12 @@ class _Waiting:
     lane: _Lane
 
     def __call__(self) -> None:
+        seen = self.job.seen
+        entered = 0 if seen is None else seen.enter_wait()
         while not self.job.done.wait(_POLL_SECONDS):
             self.lane.look()
+        if seen is not None:
+            seen.exit_wait(entered)
         if self.job.error is not None:
             raise self.job.error
 

@@ -108,8 +108,7 @@ def measure_table(
                 _tell(tell, f"{spell_size(following)} and more left out: {budget_seconds:.0f} s would not do")
                 break
     rows.sort(key=lambda row: collectives.index(row.collective))
-    backend = dist.get_backend(view.group)
-    table = ChoiceTable(members=view.size, nodes=place.nodes, backend=backend, links=links, rows=tuple(rows))
+    table = ChoiceTable(members=view.size, nodes=place.nodes, backend="gloo", links=links, rows=tuple(rows))
     shared = share_table(table, view)
     assert shared is not None, "the first rank has a table"
     return shared

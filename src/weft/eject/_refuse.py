@@ -68,6 +68,9 @@ def plan_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if plan.data_parallel.compression != "none":
         named = f'plan.data_parallel.compression = "{plan.data_parallel.compression}"'
         yield f'{named}: the script sums gradients as they are. Use "none".'
+    if plan.data_parallel.local_steps:
+        named = f"plan.data_parallel.local_steps = {plan.data_parallel.local_steps}"
+        yield f"{named}: the script sums gradients over all data ranks in every step. Use 0."
     if plan.compute.backend == "weft":
         yield 'plan.compute.backend = "weft": the script imports torch alone, which has Gloo on CPUs. Use "auto".'
     if schedule.schedule not in ("gpipe", "1f1b") or schedule.chunks_per_rank > 1:

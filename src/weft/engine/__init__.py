@@ -2,6 +2,7 @@
 
 from weft.engine._learning_rate import learning_rate as learning_rate
 from weft.engine._learning_rate import peak_learning_rate as peak_learning_rate
+from weft.engine._local_rounds import LocalRounds as LocalRounds
 from weft.engine._loss_scale import LossScale as LossScale
 from weft.engine._progress import format_duration as format_duration
 from weft.engine._progress import format_loss as format_loss

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from weft.errors import RecipeError
 from weft.parallel import Piece, Shard, shard_pieces
@@ -59,23 +60,26 @@ class WeightAverage:
         leave on every rank.  Masters and averages change places, one shard at a time: there is no third copy.
         """
         assert not self._swapped, "the averages are in the model already"
-        self._exchange()
+        self._swapped = not self._swapped
+        exchange(self._shards, self._averages)
         try:
             publish()
             yield
         finally:
-            self._exchange()
+            self._swapped = not self._swapped
+            exchange(self._shards, self._averages)
             publish()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        self._swapped = not self._swapped
-        for shard, average in zip(self._shards, self._averages, strict=True):
-            held = shard.master.clone()
-            shard.master.copy_(average)
-            average.copy_(held)
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
         for shard, average in zip(self._shards, self._averages, strict=True):
             average.copy_(shard.master)
+
+
+@torch.no_grad()
+def exchange(shards: Sequence[Shard], others: Sequence[Tensor]) -> None:
+    """Let masters and others change places, one shard at a time: there is no third copy."""
+    for shard, other in zip(shards, others, strict=True):
+        held = shard.master.clone()
+        shard.master.copy_(other)
+        other.copy_(held)

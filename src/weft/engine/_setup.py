@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from weft.checkpoint import Json, module_pieces
 from weft.comm import Mesh
 from weft.engine._average import WeightAverage
+from weft.engine._local_rounds import LocalRounds
 from weft.engine._loss_scale import LossScale
 from weft.engine._step import Stepper
 from weft.engine.optimizers import (
@@ -36,14 +38,18 @@ class TrainingState:
     model: ParallelModel
     optimizer: ShardOptimizer
     average: WeightAverage | None
+    rounds: LocalRounds | None
+    """Where replicas step by themselves."""
     loss_scale: LossScale | None
     stepper: Stepper
 
     def pieces(self) -> list[Piece]:
         """Every tensor that a checkpoint holds: masters, frozen parameters and buffers, optimizer states, averages, and
-        what compression owes and has learnt."""
-        pieces = model_pieces(self.model)
-        pieces += self.optimizer.pieces()
+        what belongs to a plan: what compression owes and has learnt, what replicas have for themselves."""
+        if self.rounds is None:
+            pieces = model_pieces(self.model) + self.optimizer.pieces()
+        else:
+            pieces = unchanged_pieces(self.model) + self.rounds.pieces(self.optimizer.pieces())
         pieces += self.model.stores.pieces()
         if self.average is not None:
             pieces += self.average.pieces()
@@ -51,28 +57,47 @@ class TrainingState:
 
     def state(self) -> dict[str, Json]:
         """What is no tensor.  Randomness needs no state: it is keyed by seed, step and sample."""
-        return {"loss_scale": None if self.loss_scale is None else dict[str, Json](self.loss_scale.state())}
+        state: dict[str, Json] = {
+            "loss_scale": None if self.loss_scale is None else dict[str, Json](self.loss_scale.state())
+        }
+        if self.rounds is not None:
+            state["local_rounds"] = self.rounds.state()
+        return state
 
     def restored(self, state: Mapping[str, Json]) -> None:
         """Take over a loaded checkpoint after its pieces have been filled.  Call on every rank."""
         saved = state.get("loss_scale")
         if self.loss_scale is not None and isinstance(saved, Mapping):
             self.loss_scale.load_state(saved)  # pyright: ignore[reportArgumentType]
+        if self.rounds is not None:
+            rounds = state.get("local_rounds")
+            self.rounds.load_state(rounds if isinstance(rounds, Mapping) else {})
         self.model.stores.publish()
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Let the model have the weights that are evaluated: their moving average where there is one, and those that
+        replicas agreed on last where they step by themselves.  Enter and leave on every rank."""
+        publish = self.model.stores.publish
+        if self.average is not None:
+            return self.average.swapped(publish)
+        return self.rounds.swapped(publish) if self.rounds is not None else nullcontext()
 
     def close(self) -> None:
         """End what the training runs in the background; no steps follow.  Call it before process groups end."""
         self.model.stores.close()
+        self.model.mesh.watch(None)
 
 
 def model_pieces(model: ParallelModel) -> list[Piece]:
     """Return this rank's masters, frozen parameters and buffers, for saving and loading.  Call on every rank."""
-    model.stores.release()
     shards = model.stores.shards
-    pieces = list(shard_pieces("model", shards, [shard.master for shard in shards]))
-    for part in model.parts:
-        pieces += module_pieces(part.module, part.layout, model.mesh)
-    return pieces
+    return [*shard_pieces("model", shards, [shard.master for shard in shards]), *unchanged_pieces(model)]
+
+
+def unchanged_pieces(model: ParallelModel) -> list[Piece]:
+    """Return what no optimizer updates: frozen parameters and buffers.  Call on every rank."""
+    model.stores.release()
+    return [piece for part in model.parts for piece in module_pieces(part.module, part.layout, model.mesh)]
 
 
 def create_stepper(
@@ -83,12 +108,14 @@ def create_stepper(
     batch: int,
     max_gradient_norm: float | None,
     average: WeightAverage | None,
+    rounds: LocalRounds | None = None,
     recorder: Recorder,
 ) -> tuple[Stepper, LossScale | None]:
     """Return the stepper of a model, whoever owns the loop, and the loss scale that fp16 needs.  Call on every rank.
 
     `batch` is the global batch size in samples.
     """
+    model.mesh.watch(recorder.collectives.add)
     loss_scale = LossScale() if model.plan.compute.precision == "fp16" else None
     stepper = Stepper(
         runner=model.runner,
@@ -100,6 +127,7 @@ def create_stepper(
         max_gradient_norm=max_gradient_norm,
         loss_scale=loss_scale,
         average=average,
+        rounds=rounds,
         recorder=recorder,
         buffers=changing_buffers(model),
     )
@@ -142,6 +170,8 @@ def create_training(recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh
     optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups)
     decay = recipe.optimizer.average_decay
     average = WeightAverage(shards, decay) if decay is not None else None
+    local = plan.data_parallel if plan.data_parallel.local_steps else None
+    rounds = LocalRounds(shards, mesh, local, last_step=recipe.run.steps) if local is not None else None
     stepper, loss_scale = create_stepper(
         model,
         optimizer,
@@ -149,6 +179,9 @@ def create_training(recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh
         batch=recipe.batch.global_batch_size,
         max_gradient_norm=recipe.optimizer.max_grad_norm,
         average=average,
+        rounds=rounds,
         recorder=recorder,
     )
-    return TrainingState(model=model, optimizer=optimizer, average=average, loss_scale=loss_scale, stepper=stepper)
+    return TrainingState(
+        model=model, optimizer=optimizer, average=average, rounds=rounds, loss_scale=loss_scale, stepper=stepper
+    )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.comm import GroupView, Mesh, peak_memory_bytes
 from weft.engine._average import WeightAverage
+from weft.engine._local_rounds import LocalRounds
 from weft.engine._loss_scale import LossScale
 from weft.engine.optimizers import ShardOptimizer, squared_sum
 from weft.models import Batch
@@ -35,10 +36,11 @@ class StepResult:
     count: float
     """Global count: tokens with a label, or samples."""
     gradient_norm: float
-    """Of the whole gradient, before clipping."""
+    """Of the whole gradient, before clipping; where replicas step by themselves, of the replica that has the largest.
+    """
     learning_rate: float
     skipped: bool
-    """Whether the update was left out because a gradient was not finite."""
+    """Whether the update was left out, on all ranks, because a gradient was not finite."""
     loss_scale: float
     stop: bool
     """Whether some rank was asked to stop; all ranks see it at the same step."""
@@ -48,11 +50,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
-    """Sums over the world."""
+    """Sums over the world; where replicas step by themselves, the first three by replica, else of all ranks as one."""
 
-    loss_sum: float
-    count: float
-    squares: float
+    loss_sums: Sequence[float]
+    counts: Sequence[float]
+    squares: Sequence[float]
     """Of all gradient elements, before the correction of the scale."""
     unused: float
     """Parameters that took no part, counted on every rank that holds them."""
@@ -75,6 +77,7 @@ class Stepper:
         max_gradient_norm: float | None,
         loss_scale: LossScale | None,
         average: WeightAverage | None,
+        rounds: LocalRounds | None = None,
         recorder: Recorder,
         buffers: Sequence[Tensor] = (),
     ) -> None:
@@ -90,6 +93,10 @@ class Stepper:
         self._max_gradient_norm = max_gradient_norm
         self._loss_scale = loss_scale
         self._average = average
+        self._rounds = rounds
+        self._replica = rounds.index if rounds is not None else 0
+        within = mesh.within_replica() if rounds is not None else mesh
+        self._summing = (within["data"], within["tensor"])  # the ranks that sum the gradients of a step
         self._recorder = recorder
         self._buffers = tuple(buffers)
 
@@ -113,24 +120,33 @@ class Stepper:
         with self._recorder.span("reduce_wait"):
             self._stores.finish()
             agreed = self._agree(totals, stop_requested())
-        factor = self._nominal_count / ((agreed.count or 1.0) * scale)
-        norm = math.sqrt(agreed.squares) * factor if agreed.squares >= 0 else math.nan
-        finite = math.isfinite(norm) and math.isfinite(agreed.loss_sum)
+        factors = [self._nominal_count / ((count or 1.0) * scale) for count in agreed.counts]
+        norms = [
+            math.sqrt(squares) * factor if squares >= 0 else math.nan
+            for squares, factor in zip(agreed.squares, factors, strict=True)
+        ]
+        loss_sum, count = sum(agreed.loss_sums), sum(agreed.counts)
+        finite = all(map(math.isfinite, norms)) and math.isfinite(loss_sum)
         with self._recorder.span("optimizer"):
-            if finite and agreed.count > 0:
-                self._update(learning_rate, factor * self._clip(norm), agreed.unused > 0)
+            if finite and agreed.counts[self._replica] > 0:
+                clip = self._clip(norms[self._replica])
+                self._update(learning_rate, factors[self._replica] * clip, agreed.unused > 0)
             else:
                 for buffer, kept in zip(self._buffers, before, strict=True):
                     buffer.copy_(kept)
             if self._loss_scale is not None:
                 self._loss_scale.update(finite)
+        if self._rounds is not None:
+            with self._recorder.span("average_replicas"):
+                if self._rounds.end_step(step, agreed.counts if finite else None):
+                    self._stores.publish()
         return StepResult(
             step=step,
-            loss=agreed.loss_sum / agreed.count if agreed.count else math.nan,
-            count=agreed.count,
-            gradient_norm=norm,
+            loss=loss_sum / count if count else math.nan,
+            count=count,
+            gradient_norm=_largest(norms),
             learning_rate=learning_rate,
-            skipped=not finite or agreed.count == 0,
+            skipped=not finite or count == 0,
             loss_scale=scale,
             stop=agreed.stop > 0,
             memory_bytes=agreed.memory_bytes,
@@ -143,20 +159,24 @@ class Stepper:
         return min(1.0, self._max_gradient_norm / (norm + 1e-6))
 
     def _agree(self, totals: LossTotals, stop: float) -> _Agreed:
-        """The step's one world-wide all-reduce.  Memory goes in one slot per rank, so that a sum can give its
-        maximum."""
-        mine = torch.zeros(5 + self._world.size, dtype=torch.float64, device=self._mesh.device)
+        """The step's one world-wide all-reduce.  Memory goes in one slot per rank, so that a sum can give its maximum;
+        what each replica needs for itself in one slot per replica."""
+        replicas = self._rounds.num_replicas if self._rounds is not None else 1
+        mine = torch.zeros(3 * replicas + 2 + self._world.size, dtype=torch.float64, device=self._mesh.device)
+        by_replica = mine[: 3 * replicas].view(3, replicas)[:, self._replica]
         if self._mesh.index("tensor") == 0:  # the tensor ranks of the last stage all know the same totals
-            mine[0] += totals.sum
-            mine[1] += totals.count
-        mine[2] = squared_norm(self._stores.shards)
-        mine[3] = float(len(self._stores.unused()))
-        mine[4] = stop
-        mine[5 + self._world.index] = float(peak_memory_bytes(self._mesh.device))
+            by_replica[0] += totals.sum
+            by_replica[1] += totals.count
+        by_replica[2] = squared_norm(self._stores.shards)
+        mine[3 * replicas] = float(len(self._stores.unused()))
+        mine[3 * replicas + 1] = stop
+        mine[3 * replicas + 2 + self._world.index] = float(peak_memory_bytes(self._mesh.device))
         if self._world.group is not None:
             dist.all_reduce(mine, group=self._world.group)
-        loss_sum, count, squares, unused, stop, *memory = mine.tolist()
-        return _Agreed(loss_sum, count, squares, unused, stop, int(max(memory)))
+        found = mine.tolist()
+        unused, stop, *memory = found[3 * replicas :]
+        loss_sums, counts, squares = (found[kind * replicas : (kind + 1) * replicas] for kind in range(3))
+        return _Agreed(loss_sums, counts, squares, unused, stop, int(max(memory)))
 
     def _update(self, learning_rate: float, gradient_scale: float, some_unused: bool) -> None:
         skipped = self._unused_everywhere() if some_unused else frozenset[str]()
@@ -171,12 +191,16 @@ class Stepper:
         names = sorted(self._stores.names())
         mine = self._stores.unused()
         flags = torch.tensor([float(name in mine) for name in names], device=self._mesh.device)
-        views = (self._mesh["data"], self._mesh["tensor"])
-        for view in views:
+        for view in self._summing:
             if view.group is not None:
                 dist.all_reduce(flags, group=view.group)
-        everyone = float(views[0].size * views[1].size)
+        everyone = float(self._summing[0].size * self._summing[1].size)
         return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if flag == everyone)
+
+
+def _largest(norms: Sequence[float]) -> float:
+    """The largest norm; one that is not finite, if there is one."""
+    return next((norm for norm in norms if not math.isfinite(norm)), max(norms))
 
 
 def squared_norm(shards: Sequence[Shard]) -> Tensor:

@@ -212,6 +212,7 @@ class Trainer:
                 printer.advance(step)
             return
         rates, spans = meter.read(), self._recorder.end_step()
+        traffic = self._recorder.collectives.end_step()
         if self._metrics is not None:
             self._metrics.write(
                 {
@@ -230,6 +231,7 @@ class Trainer:
                     "memory_bytes": result.memory_bytes,
                     "unix_time_seconds": time.time(),
                     **spans,
+                    "communication": {axis: sums.as_metric() for axis, sums in traffic.items()},
                 }
             )
         if printer is not None:
@@ -259,11 +261,11 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the loss over the validation set: global sum over global count, exact over uneven tails.
 
-        With a moving average of the weights, it is the average that is evaluated.  Call on every rank.
+        With a moving average of the weights, it is the average that is evaluated; in the middle of a round of local
+        steps, the weights that replicas agreed on last.  Call on every rank.
         """
         training, totals = self._training, torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        publish = training.model.stores.publish
-        with training.average.swapped(publish) if training.average is not None else contextlib.nullcontext():
+        with training.evaluated():
             for microbatches in self._data.evaluation(self._recipe.run.evaluate_batches):
                 found = training.model.runner.evaluate(microbatches, step=0, seed=self._recipe.run.seed)
                 if self._mesh.index("tensor") == 0:

@@ -22,7 +22,16 @@ from weft.entry._check_worker import awake_model, case_name, outputs_path, trial
 from weft.entry._facts import facts_of_blueprint
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.launch import RankError, launch_function, place_from_environment
-from weft.plan import ModelFacts, Plan, check_plan, check_runnable, dump_plan, facts_of, load_plan
+from weft.plan import (
+    DataParallelPlan,
+    ModelFacts,
+    Plan,
+    check_plan,
+    check_runnable,
+    dump_plan,
+    facts_of,
+    load_plan,
+)
 from weft.profile import profile_of
 from weft.prove import (
     STEPS,
@@ -77,8 +86,8 @@ def check(
         processes: the most to start; by default 8, or as many as the plan has axes for.
         explain: when something differs, find the likely cause and the techniques that it needs, by more runs.
 
-    A plan that compresses gradients is compared without compression, and the report says so: compression is lossy by
-    the recipe's permission, so it has no equal to be compared with.
+    A plan that compresses gradients, or lets replicas step by themselves, is compared without either, and the report
+    says so: both change the mathematics by the recipe's permission, so there is no equal to compare with.
 
     Raises:
         WeftError: the plan does not fit the recipe, cannot be run yet, or cannot be checked.
@@ -119,7 +128,7 @@ def check_by(
         plan = load_plan(plan)
     check_plan(plan, recipe, facts)
     check_runnable(plan)
-    plan, left_out = _without_compression(plan)
+    plan, left_out = _without_permitted_changes(plan)
     with tempfile.TemporaryDirectory(prefix="weft-check-") as name, _state_kept():
         folder = Path(name)
         budget = int(_MEMORY_SHARE * min(node.memory_bytes for node in Cluster.detect().nodes))
@@ -135,14 +144,27 @@ def check_by(
     )
 
 
-def _without_compression(plan: Plan) -> tuple[Plan, list[str]]:
-    """Return the plan as it is compared, and what to say about that."""
-    data = plan.data_parallel
-    if data.compression == "none":
-        return plan, []
-    exact = replace(plan, data_parallel=replace(data, compression="none", powersgd_rank=4, topk_share=0.01))
-    line = f"          compared without compression: {data.compression} changes gradients, which the recipe permits"
-    return exact, [line]
+def _without_permitted_changes(plan: Plan) -> tuple[Plan, list[str]]:
+    """Return the plan as it is compared, without what changes the mathematics, and what to say about that."""
+    data, lines = plan.data_parallel, list[str]()
+    if data.compression != "none":
+        lines.append(
+            f"          compared without compression: {data.compression} changes gradients, which the recipe permits"
+        )
+        data = replace(data, compression="none", powersgd_rank=4, topk_share=0.01, randomk_share=0.1)
+    if data.local_steps:
+        lines.append(
+            "          compared without local steps: replicas that step by themselves learn something else, which the"
+            " recipe permits"
+        )
+        exact = DataParallelPlan()
+        data = replace(
+            data,
+            local_steps=exact.local_steps,
+            outer_learning_rate=exact.outer_learning_rate,
+            outer_momentum=exact.outer_momentum,
+        )
+    return replace(plan, data_parallel=data), lines
 
 
 def _facts(recipe: Recipe) -> ModelFacts:

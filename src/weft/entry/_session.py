@@ -20,7 +20,7 @@ from weft.entry._facts import facts_of_blueprint
 from weft.entry._state import LossOfUser, TrainState
 from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
 from weft.entry._user_optimizer import group_indices
-from weft.errors import DataError, RecipeError
+from weft.errors import DataError, PlanError, RecipeError
 from weft.launch import Distributed, Place, initialise_distributed, place_from_environment
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
@@ -74,7 +74,7 @@ def session(
         wanted = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
         if isinstance(wanted, Plan) and wanted.compute.device != "auto":
             device = wanted.compute.device
-        backend = wanted.compute.backend if isinstance(wanted, Plan) else "auto"
+        backend = wanted.backend if isinstance(wanted, Plan) else "auto"
         distributed = stack.enter_context(initialise_distributed(device, backend=backend))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         session = Session(
@@ -284,6 +284,12 @@ class Session:
             plan, reasons = choice.plan, choice.reasons
             if profile is None:
                 note = "the model cannot be described, so auto took the largest split of the data that fits"
+        if plan.data_parallel.local_steps:
+            raise PlanError(
+                f"plan.data_parallel.local_steps = {plan.data_parallel.local_steps} needs a loop that Weft owns:"
+                " replicas must meet after the last step, which a session does not know. Use 0, or train from a recipe"
+                " with weft train."
+            )
         check_plan(plan, recipe, facts, self.world_size)
         check_runnable(plan)
         check_same_on_all_ranks(recipe, plan)

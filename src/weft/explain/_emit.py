@@ -308,6 +308,8 @@ def _accelerate_refuses(launch: Launch) -> Iterator[str]:
 def _compression(layout: Layout) -> Iterator[str]:
     if layout.compression != "none":
         yield f"gradients compressed by {layout.compression}"
+    if layout.local_steps:
+        yield f"replicas that average every {layout.local_steps} steps"
 
 
 def _torchrun(launch: Launch) -> str:

@@ -69,6 +69,8 @@ def layout_line(layout: Layout) -> str:
     axes = [pipeline] if layout.pipeline > 1 else []
     axes += [f"{name} {size}" for name, size in _axes(layout) if size > 1]
     words = [" × ".join(axes) or "1 device", f"ZeRO-{layout.zero}", f"microbatch {layout.microbatch_size}"]
+    if layout.local_steps:
+        words.append(f"replicas average every {layout.local_steps} steps")
     words.append(f"recompute {spell_recompute(layout)}")
     if layout.offload != "none":
         words.append(f"offload {layout.offload}")

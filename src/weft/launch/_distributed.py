@@ -82,8 +82,8 @@ def _join(place: Place, device: torch.device, timeout: timedelta, wanted: Backen
 
     from weft.comm import backend_for, ranks_share_device, register_shared_memory_backend
 
-    if wanted == "weft":
-        register_shared_memory_backend()
+    register_shared_memory_backend(speaks_of_hosts=wanted == "weft")
+    wanted = "gloo" if wanted == "auto" and place.world_size == 1 else wanted  # nobody to share memory with
     backend = backend_for(device, shared=ranks_share_device(device, place.local_world_size), wanted=wanted)
     store = _store(place)
     if store is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
@@ -11,6 +12,37 @@ from weft.comm.compress import CompressedReduction, Compression, Frame, Kept, Sp
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Piece
 from weft.parallel.buckets import Bucket, Member
+from weft.plan import UNPROVEN, Plan
+
+logger = logging.getLogger(__name__)
+
+
+def compression_of(plan: Plan, seed: int, mesh: Mesh) -> Compression | None:
+    """Return what the plan says of compression, whose names `runnability` has checked; random draws follow `seed`.
+
+    Of one that promises nothing about convergence the first rank warns, once per training.  Call on every rank.
+    """
+    data = plan.data_parallel
+    if data.compression == "none":
+        return None
+    if data.compression in UNPROVEN and mesh.rank == 0:
+        logger.warning(
+            'plan.data_parallel.compression = "%s": nothing guarantees that this training converges as without it,'
+            " because a step applies little of its gradients and owes the rest to later ones. Compare the losses of"
+            ' a short run with compression = "none" first, or use "int8", which sends every gradient.',
+            data.compression,
+        )
+    match data.compression:
+        case "bf16" | "int8" | "powersgd" | "topk" | "randomk" | "signsgd" as codec:
+            return Compression(
+                codec=codec,
+                powersgd_rank=data.powersgd_rank,
+                topk_share=data.topk_share,
+                randomk_share=data.randomk_share,
+                seed=seed,
+            )
+        case other:
+            raise AssertionError(f"{other} cannot be run")
 
 
 def compressible(compression: Compression, mesh: Mesh) -> Callable[[Member], bool]:
@@ -61,7 +93,7 @@ def pieces_of(
         if kept.is_own:
             pieces.append(_residual(kept, layout, view, (starts or {}).get(kept.name, 0)))
         else:
-            pieces.append(_basis(kept, layout, view, shard))
+            pieces.append(_shared(kept, layout, view, shard))
     return pieces
 
 
@@ -76,9 +108,9 @@ def _residual(kept: Kept, layout: ParameterLayout, view: GroupView, start: int) 
     )
 
 
-def _basis(kept: Kept, layout: ParameterLayout, view: GroupView, shard: tuple[int, int]) -> Piece:
-    """A basis belongs to the matrix that this rank sees; of a matrix cut otherwise it says nothing, and none is
-    loaded."""
+def _shared(kept: Kept, layout: ParameterLayout, view: GroupView, shard: tuple[int, int]) -> Piece:
+    """What all members hold alike belongs to the matrix that this rank sees; of one cut otherwise it says nothing, and
+    none is loaded."""
     cut = "" if layout.split is None else f"/tensor-{layout.split.index}-of-{layout.split.parts}"
     cut += "" if shard[1] == 1 else f"/shard-{shard[0]}-of-{shard[1]}"
     return Piece(

@@ -75,7 +75,8 @@ class Piece:
 
     name: str
     """`model/<parameter>`, `optimizer/<state>/<parameter>`, `average/<parameter>`, `buffer/<buffer>`, and
-    `compression/<kind>/<parameter>`, which belongs to a plan: a checkpoint may lack it, or hold it in vain."""
+    `compression/<kind>/<parameter>` and `local/…`, which belong to a plan: a checkpoint may lack them, or hold them in
+    vain."""
     shape: torch.Size
     """Shape of the whole tensor."""
     tensor: Tensor

@@ -45,7 +45,7 @@ class GradientStore(Protocol):
         ...
 
     def pieces(self) -> list[Piece]:
-        """What of the reductions themselves must outlive a restart: residuals and bases of compression."""
+        """What of the reductions themselves must outlive a restart: what compression owes and has learnt."""
         ...
 
     def publish(self) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from weft.comm import Mesh
 from weft.comm.compress import Compression
 from weft.models import Blueprint
+from weft.parallel._compressed import compression_of
 from weft.parallel._context import StepContext
 from weft.parallel._part import ModelPart
 from weft.parallel._precision import Dtypes
@@ -74,12 +75,14 @@ def parallelize(
     `cuts` says where the optimizer lets data parallelism cut its shards.
     """
     dtypes = Dtypes.of(plan)
+    # Under local steps gradients meet inside a replica only, and so does all that is made for them.
+    summing = mesh.within_replica() if plan.data_parallel.local_steps else mesh
     context = StepContext()
     parts = cut_parts(blueprint, plan, mesh, context)
     for part in parts:
         apply_tensor(part.module, blueprint, plan, mesh, context, part.layout)
         apply_sequence(part.module, blueprint, plan, mesh, context, part.layout)
-        apply_batch_norm(part.module, mesh, is_narrow=dtypes.compute != dtypes.master)
+        apply_batch_norm(part.module, summing, is_narrow=dtypes.compute != dtypes.master)
         apply_keyed_dropout(part.module, blueprint, mesh, context, sequence=plan.tensor_parallel.sequence)
         apply_fused_loss(part.module, blueprint, plan, mesh, part.layout, context)
         materialise(part.module, blueprint, part.layout, seed, mesh.device, dtypes.master)
@@ -87,7 +90,8 @@ def parallelize(
     for part in parts:
         apply_recompute(part.module, blueprint, plan, context)
         apply_compile(part.module, blueprint, plan)
-    stores = _create_stores(blueprint, plan, mesh, dtypes, parts, group_parameters, cuts)
+    compression = compression_of(plan, seed, summing)
+    stores = _create_stores(blueprint, plan, summing, dtypes, parts, group_parameters, cuts, compression)
     return ParallelModel(
         blueprint=blueprint,
         plan=plan,
@@ -113,12 +117,13 @@ def _create_stores(
     parts: Sequence[ModelPart],
     group_parameters: GroupParameters,
     cuts: Literal["anywhere", "parameter"],
+    compression: Compression | None,
 ) -> StoreSet:
     every = _members(parts, group_parameters)
     sparse = sparse_tables(blueprint.module)
     tables = {key: member for key, member in every.items() if member.layout.name in sparse}
     members = {key: member for key, member in every.items() if key not in tables}
-    zero, compression = plan.data_parallel.zero, _compression(plan)
+    zero = plan.data_parallel.zero
     stores: list[GradientStore] = []
     if zero == 3 and mesh.size("shard") > 1:
         kept_out = tables.keys() | {key for key in members if key[1] in parts[key[0]].ties}
@@ -151,7 +156,7 @@ def _create_stores(
             SparseStore(list(tables.values()), mesh, compute_dtype=dtypes.compute, gradient_dtype=dtypes.gradient)
         )
     if members or not stores:
-        stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts))
+        stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression))
     if zero != 3 or mesh.size("shard") == 1:
         _cast_frozen(parts, dtypes)
     return StoreSet(stores)
@@ -164,7 +169,12 @@ def _holds_weights(plan: Plan) -> bool:
 
 
 def _bucket_store(
-    members: list[Member], plan: Plan, mesh: Mesh, dtypes: Dtypes, cuts: Literal["anywhere", "parameter"]
+    members: list[Member],
+    plan: Plan,
+    mesh: Mesh,
+    dtypes: Dtypes,
+    cuts: Literal["anywhere", "parameter"],
+    compression: Compression | None,
 ) -> BucketStore:
     """Buckets for everything, or for what ZeRO-3 leaves out; ZeRO-3 over one shard is ZeRO-1 over the replicas."""
     data = plan.data_parallel
@@ -179,20 +189,9 @@ def _bucket_store(
         bucket_bytes=data.bucket_bytes,
         first_bucket_bytes=data.first_bucket_bytes,
         reduce_rounds=min(plan.microbatch.shares(plan.mesh.data)) if per_microbatch else 1,
-        compression=_compression(plan),
+        compression=compression,
         algorithm=data.algorithm if data.zero < 3 else "auto",
     )
-
-
-def _compression(plan: Plan) -> Compression | None:
-    """What the plan says of compression; `runnability` lets no other name pass."""
-    data = plan.data_parallel
-    match data.compression:
-        case "bf16" | "int8" | "powersgd" | "topk":
-            return Compression(codec=data.compression, powersgd_rank=data.powersgd_rank, topk_share=data.topk_share)
-        case other:
-            assert other == "none", f"{other} cannot be run"
-            return None
 
 
 def _members(parts: Sequence[ModelPart], group_parameters: GroupParameters) -> dict[tuple[int, str], Member]:

@@ -7,7 +7,8 @@ What is at rest per parameter, with Ψ parameters, N data ranks and AdamW (Rajbh
     1       all       all         1/N
     2       all       1/N         1/N
 
-Gradients accumulate straight into flat storages.  A bucket is reduced as soon as backward has completed its last
+Gradients accumulate straight into flat storages, which lie in the memory that ranks of one host share where the group
+has such: reductions then read them where they are.  A bucket is reduced as soon as backward has completed its last
 member in the step's last microbatch, while backward goes on; buckets start strictly in one order that all data ranks
 share, because a parameter that only some ranks used must not make their collectives cross.  After the first step that
 order is the one in which the first data rank's buckets became ready.
@@ -24,7 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import GroupView, Mesh, Wait, collectives_for, nothing_to_wait_for, start_all_reduce
+from weft.comm import (
+    GroupView,
+    Mesh,
+    Wait,
+    collectives_for,
+    new_flat,
+    nothing_to_wait_for,
+    shared_memory_group,
+    start_all_reduce,
+)
 from weft.comm.compress import CompressedReduction, Compression, ReductionUnderWay
 from weft.parallel._compressed import compressible, frame_of, pieces_of
 from weft.parallel._shard import Piece, Shard
@@ -166,7 +176,8 @@ class BucketStore:
         return CompressedReduction(self._compression, frame_of(bucket, sharded=self._zero > 0), like, self._data)
 
     def _new_gradients(self, live: _Live) -> Tensor:
-        live.gradients = torch.zeros(live.bucket.num_elements, dtype=self._gradient_dtype, device=live.weights.device)
+        made = new_flat(live.bucket.num_elements, self._gradient_dtype, live.weights.device, self._data)
+        live.gradients = made.zero_()
         return live.gradients
 
     def _attach_all(self, live: _Live) -> None:
@@ -288,7 +299,7 @@ class BucketStore:
         self._forget(live)
 
     def _forget(self, live: _Live) -> None:
-        """ZeRO-2: drop the storage of all gradients of a bucket."""
+        """Drop the storage of all gradients of a bucket."""
         live.gradients = None
         live.adopted.clear()
         for member in live.bucket.members:
@@ -398,10 +409,15 @@ class BucketStore:
         }
 
     def close(self) -> None:
-        """Take the hooks out of the model and end the thread of collectives by messages, if there is one."""
+        """Take the hooks out of the model and end the thread of collectives by messages, if there is one.  Gradients in
+        memory that ranks share go, too: with the model they would keep the group's memory."""
         for handle in self._handles:
             handle.remove()
         self._collectives.close()
+        if shared_memory_group(self._data.group) is not None:
+            for live in self._live:
+                live.shard.gradient = None
+                self._forget(live)
 
 
 def _advance(live: _Live) -> None:

@@ -34,6 +34,7 @@ from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard
 from weft.parallel.buckets import Member
 from weft.parallel.replicas import ReplicaSums
+from weft.parallel.shared_buffers import share_buffers
 
 
 def apply_zero3(
@@ -71,6 +72,7 @@ def apply_zero3(
             module.set_gradient_divide_factor(1.0)
             if hasattr(module, "set_reduce_scatter_unused_params"):  # not in the oldest torch that Weft takes
                 module.set_reduce_scatter_unused_params(True)
+            share_buffers(module, mesh["shard"])
 
 
 @dataclass(frozen=True, slots=True)

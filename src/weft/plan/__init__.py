@@ -6,6 +6,7 @@ from weft.plan._check import check_runnable as check_runnable
 from weft.plan._check import mesh_sizes as mesh_sizes
 from weft.plan._compression import FEEDBACK as FEEDBACK
 from weft.plan._compression import FEEDBACK_BYTES as FEEDBACK_BYTES
+from weft.plan._compression import UNPROVEN as UNPROVEN
 from weft.plan._cuts import balanced_cuts as balanced_cuts
 from weft.plan._describe import describe_plan as describe_plan
 from weft.plan._facts import ModelFacts as ModelFacts
@@ -15,6 +16,9 @@ from weft.plan._load import apply_overrides as apply_overrides
 from weft.plan._load import dump_plan as dump_plan
 from weft.plan._load import load_plan as load_plan
 from weft.plan._load import parse_plan as parse_plan
+from weft.plan._local import OUTER_LEARNING_RATE as OUTER_LEARNING_RATE
+from weft.plan._local import OUTER_MOMENTUM as OUTER_MOMENTUM
+from weft.plan._local import outer_copies as outer_copies
 from weft.plan._memory import MemoryNeed as MemoryNeed
 from weft.plan._memory import estimate_memory as estimate_memory
 from weft.plan._plan import AXES as AXES

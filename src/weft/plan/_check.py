@@ -265,6 +265,26 @@ def _check_numerics(case: _Case) -> None:
         raise case.refuse(("data_parallel", "compression"), problem)
 
 
+def _check_local_steps(case: _Case) -> None:
+    """What `runnability` cannot know: the recipe's permission, its model and its average."""
+    plan, recipe = case.plan, case.recipe
+    steps, permitted, path = plan.data_parallel.local_steps, recipe.permit.local_steps, ("data_parallel", "local_steps")
+    if not steps:
+        return
+    if steps > permitted:
+        problem = f"is not permitted by the recipe, whose permit.local_steps = {permitted}."
+        raise case.refuse(path, f"{problem}\nUse {permitted}, or permit.local_steps = {steps}.")
+    if plan.mesh.replicate == 1:
+        problem = "has no effect with mesh.replicate = 1: there are no replicas that could step by themselves."
+        raise case.refuse(path, f"{problem}\nUse 0, or more replicas.")
+    if recipe.optimizer.average_decay is not None:
+        problem = "leaves no weights of which a moving average could be taken in every step: each replica has its own."
+        raise case.refuse(path, f"{problem}\nUse 0, or leave out the recipe's optimizer.average_decay.")
+    if case.facts.has_batch_norm:
+        problem = "would let the running statistics of BatchNorm drift apart: each replica sees its own samples."
+        raise case.refuse(path, f'{problem}\nUse 0, or a model with another norm (norm = "group" in a convnet).')
+
+
 def _check_recompute(case: _Case) -> None:
     recompute, blocks = case.plan.memory.recompute, case.facts.num_blocks
     if isinstance(recompute, tuple) and blocks is not None and len(recompute) != blocks:
@@ -284,5 +304,6 @@ _CHECKS: tuple[Callable[[_Case], None], ...] = (
     _check_per_sample_loss,
     _check_sharding,
     _check_numerics,
+    _check_local_steps,
     _check_recompute,
 )

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weft.plan._plan import Plan
 
-RUNNABLE_COMPRESSIONS = ("bf16", "int8", "powersgd", "topk")
+RUNNABLE_COMPRESSIONS = ("bf16", "int8", "powersgd", "topk", "randomk", "signsgd")
 """The others can only be predicted."""
 
-FEEDBACK = ("powersgd", "topk")
+FEEDBACK = ("powersgd", "topk", "randomk", "signsgd")
 """Those that leave out a part of the gradient and owe it to later steps."""
 FEEDBACK_BYTES = 8.0
 """Per parameter and data rank: what is owed, and what will be if the step is not skipped, whole and in fp32."""
+UNPROVEN = ("randomk", "signsgd")
+"""Those of which nobody can say that a training ends where it would have: whoever runs one is told so."""
 
 
 def compression_conflicts(plan: Plan) -> Iterator[str]:

@@ -53,6 +53,8 @@ def _headline(plan: Plan, facts: ModelFacts, cluster: Cluster | None) -> str:
         parts.append(_SCHEDULES[plan.pipeline_parallel.schedule])
     if plan.mesh.data > 1:
         parts.append(f"ZeRO-{plan.data_parallel.zero}")
+    if plan.data_parallel.local_steps:
+        parts.append(f"replicas average every {plan.data_parallel.local_steps} steps")
     parts.append(plan.compute.precision)
     if facts.num_parameters is not None:
         parts.append(f"{facts.num_parameters / 1e6:,.1f} M parameters")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from weft.plan._compression import FEEDBACK, FEEDBACK_BYTES
 from weft.plan._facts import ModelFacts
+from weft.plan._local import outer_copies
 from weft.plan._plan import Plan
 from weft.plan._schedules import peak_activations, schedule_orders
 from weft.recipe import OptimizerRecipe, Recipe
@@ -65,10 +66,11 @@ def _state_bytes(plan: Plan, optimizer: OptimizerRecipe) -> float:
     gradients = float(element if plan.data_parallel.reduce_precision == "compute" else master)
     kept = float(_MOMENTS[optimizer.name] * master + (master if master > element else 0))
     kept += master if optimizer.average_decay is not None else 0
+    kept += outer_copies(plan.data_parallel) * master
     owed = FEEDBACK_BYTES if plan.data_parallel.compression in FEEDBACK else 0.0
     if zero == 3:
         return (weights + gradients + kept + owed) / plan.mesh.shard
-    ranks = plan.mesh.data
+    ranks = plan.mesh.shard if plan.data_parallel.local_steps else plan.mesh.data
     return weights + (gradients / ranks if zero == 2 else gradients) + (kept / ranks if zero else kept) + owed
 
 

@@ -13,6 +13,7 @@ from weft.collective import parse_choices, stand_in
 from weft.document import HIDDEN, Rules, dump, spell
 from weft.errors import CollectiveError, PlanError, did_you_mean
 from weft.plan._compression import RUNNABLE_COMPRESSIONS, compression_conflicts
+from weft.plan._local import OUTER_LEARNING_RATE, OUTER_MOMENTUM, local_conflicts
 from weft.recipe import COMPRESSIONS, Precision
 
 Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "tensor"]
@@ -21,6 +22,12 @@ Recompute = Literal["none", "selective", "full"]
 
 AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 _RULES = Rules(PlanError)
+_SETTINGS_OF_CODECS = (
+    ("powersgd", "powersgd_rank", 4),
+    ("topk", "topk_share", 0.01),
+    ("randomk", "randomk_share", 0.1),
+)
+"""Codec, its setting, and the setting's default, which says that it was not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +89,21 @@ class DataParallelPlan:
     """Columns of PowerSGD's factors: more are more exact, and more bytes."""
     topk_share: float = 0.01
     """Share of the gradients that top-k sends."""
+    randomk_share: float = 0.1
+    """Share of every parameter's gradients that random-k sends."""
     reduce_precision: Literal["fp32", "compute"] = "fp32"
     """Precision in which gradients are kept and summed when compute is bf16 or fp16."""
+    local_steps: int = 0
+    """Steps that each replica takes by itself before replicas average what they learnt (local SGD, DiLoCo), with the
+    recipe's permission only; 0: replicas sum their gradients in every step."""
+    outer_learning_rate: float = OUTER_LEARNING_RATE
+    """With local steps: how far the weights go towards the replicas' average; 1: all the way."""
+    outer_momentum: float = OUTER_MOMENTUM
+    """With local steps: Nesterov momentum of the averages; 0: none, which is local SGD."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
+        self._check_local_steps()
         _RULES.at_least(self, 1, "bucket_bytes", "first_bucket_bytes")
         if self.first_bucket_bytes > self.bucket_bytes and self.first_bucket_bytes != 1_048_576:
             raise _RULES.refuse(self, "first_bucket_bytes", f"is more than bucket_bytes = {self.bucket_bytes:_}.")
@@ -99,12 +116,20 @@ class DataParallelPlan:
             hint = did_you_mean(self.compression, COMPRESSIONS) or f" Known are none, {', '.join(COMPRESSIONS)}."
             raise _RULES.refuse(self, "compression", f"is not a compression.{hint}")
         _RULES.at_least(self, 1, "powersgd_rank")
-        _RULES.above_zero(self, "topk_share")
-        _RULES.between(self, 0, 1, "topk_share", below=False)
-        for codec, name, default in (("powersgd", "powersgd_rank", 4), ("topk", "topk_share", 0.01)):
+        _RULES.above_zero(self, "topk_share", "randomk_share")
+        _RULES.between(self, 0, 1, "topk_share", "randomk_share", below=False)
+        for codec, name, default in _SETTINGS_OF_CODECS:
             if self.compression != codec and getattr(self, name) != default:
                 problem = f'has no effect with compression = "{self.compression}". Remove it, or use "{codec}".'
                 raise _RULES.refuse(self, name, problem)
+
+    def _check_local_steps(self) -> None:
+        _RULES.at_least(self, 0, "local_steps")
+        _RULES.above_zero(self, "outer_learning_rate")
+        _RULES.between(self, 0, 1, "outer_momentum")
+        for name, default in (("outer_learning_rate", OUTER_LEARNING_RATE), ("outer_momentum", OUTER_MOMENTUM)):
+            if not self.local_steps and getattr(self, name) != default:
+                raise _RULES.refuse(self, name, "has no effect with local_steps = 0. Remove it, or give local_steps.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +226,8 @@ class ComputePlan:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: an accelerator where there is one."""
     backend: Literal["auto", "gloo", "weft"] = "auto"
-    """What carries tensors of the CPU between ranks; `weft`: memory that one host's ranks share; `auto`: Gloo."""
+    """What carries tensors of the CPU between ranks.  weft: memory that one host's ranks share, Gloo between hosts;
+    auto: weft, but gloo where data_parallel.algorithm names one."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
@@ -232,6 +258,12 @@ class Plan:
     def digest(self) -> str:
         """Twelve hexadecimal digits that name this plan: the same for equal plans, on every machine."""
         return hashlib.sha256(dump(self, everything=True, descriptions=False).encode()).hexdigest()[:12]
+
+    @property
+    def backend(self) -> Literal["auto", "gloo", "weft"]:
+        """What ranks are to join by: `compute.backend`, but Gloo where `data_parallel.algorithm` names messages."""
+        wanted = self.compute.backend
+        return "gloo" if wanted == "auto" and self.data_parallel.algorithm != "auto" else wanted
 
     @property
     def is_predictable(self) -> bool:
@@ -271,7 +303,7 @@ def runnability(plan: Plan) -> list[str]:
     ]
     unfit = _unfit_algorithm(plan)
     missing += [unfit] if unfit is not None else []
-    return missing if is_missing else [*missing, *compression_conflicts(plan)]
+    return missing if is_missing else [*missing, *compression_conflicts(plan), *local_conflicts(plan)]
 
 
 def _unfit_algorithm(plan: Plan) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.plan import AXES, Axis, Plan, Recompute, Schedule
+from weft.plan import AXES, OUTER_LEARNING_RATE, OUTER_MOMENTUM, Axis, Plan, Recompute, Schedule
 
 PricedPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
 
@@ -49,6 +49,10 @@ class Layout:
     bucket_bytes: int = 26_214_400
     compression: str = "none"
     algorithm: str = "auto"
+    local_steps: int = 0
+    """Steps between two averages of the replicas; 0: their gradients are summed in every step."""
+    outer_learning_rate: float = OUTER_LEARNING_RATE
+    outer_momentum: float = OUTER_MOMENTUM
 
     @property
     def world_size(self) -> int:
@@ -57,6 +61,18 @@ class Layout:
     @property
     def data(self) -> int:
         return self.replicate * self.shard
+
+    @property
+    def summing(self) -> int:
+        """Data ranks that sum their gradients in every step: all, or those of one replica under local steps."""
+        return self.shard if self.local_steps else self.data
+
+    @property
+    def outer_bytes(self) -> float:
+        """Per parameter, of the anchor and the outer momentum that local steps need."""
+        if not self.local_steps:
+            return 0.0
+        return (2.0 if self.outer_momentum else 1.0) * (8 if self.precision == "fp64" else 4)
 
     @property
     def num_stages(self) -> int:
@@ -94,4 +110,7 @@ class Layout:
             bucket_bytes=data.bucket_bytes,
             compression=data.compression,
             algorithm=data.algorithm,
+            local_steps=data.local_steps,
+            outer_learning_rate=data.outer_learning_rate,
+            outer_momentum=data.outer_momentum,
         )

@@ -47,17 +47,18 @@ class States(NamedTuple):
 
 
 def states_of(layout: Layout, *, experts: bool = False, whole_gradients: bool = False) -> States:
-    """Return bytes of model states per element.  ZeRO-1 and 2 shard over data × context, ZeRO-3 over shard × context;
-    experts, which the expert axis has shared out already, over as many ranks less, and over the tensor axis, whose
-    ranks have whole experts and share out the tokens.  `whole_gradients`: they are reduced once per step, so that
-    ZeRO-2 and 3 hold them whole until then."""
+    """Return bytes of model states per element.  ZeRO-1 and 2 shard over data × context (over shard × context under
+    local steps), ZeRO-3 over shard × context; experts, which the expert axis has shared out already, over as many ranks
+    less, and over the tensor axis, whose ranks have whole experts and share out the tokens.  `whole_gradients`: they
+    are reduced once per step, so that ZeRO-2 and 3 hold them whole until then."""
     element = activation_bytes(layout.precision)
     if layout.adapters_only:
         return States(element / (layout.shard * layout.context if layout.zero == 3 else 1), 0.0, 0.0)
-    shards = (layout.shard if layout.zero == 3 else layout.data) * layout.context
+    shards = (layout.shard if layout.zero == 3 else layout.summing) * layout.context
     if experts:
         shards = max(1, shards * layout.tensor // layout.expert)
     optimizer = 0.0 if layout.offload == "optimizer" else float(layout.master_bytes)
+    optimizer += layout.outer_bytes
     owed = FEEDBACK_BYTES if layout.compression in FEEDBACK else 0.0
     return States(
         element / (shards if layout.zero == 3 else 1),

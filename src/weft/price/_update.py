@@ -23,13 +23,17 @@ _WIRE_SHARES: Mapping[str, float] = {
     "onebit": 1 / 32,
     "topk": 0.02,
     "powersgd": 0.02,
+    "randomk": 0.1,
+    "signsgd": 1 / 28,
 }
 """Bytes on the wire over those of an all-reduce in fp32, at usual settings: PowerSGD of a low rank; top-k of 1 % with
-its indices between two ranks."""
-_WHOLE = ("topk", "powersgd")
+its indices between two ranks; random-k of 10 %."""
+_WHOLE = ("topk", "powersgd", "randomk")
 """Those that every rank gets whole, under ZeRO too, where the others need half of what an all-reduce moves."""
 _COMPRESSION_PASSES = 3.0
 """Times that compressed gradients are read or written besides."""
+_AVERAGE_PASSES = 4.0
+"""Times that masters are read or written around the average of replicas, besides anchor and momentum."""
 
 
 class RankLoad(NamedTuple):
@@ -84,7 +88,7 @@ def update_of(
     rates = _Rates(layout, device, groups, seconds)
     ends = [rates.reduce(load) - early for load, early in zip(loads, step.slack, strict=True)]
     data = max(0.0, *ends) if len(ends) > 1 else max(0.0, ends[0])
-    data += max(rates.publish(load) for load in loads)
+    data += max(rates.publish(load) + rates.average(load) for load in loads)
     fullest = max(loads, key=lambda load: load.dense + load.experts)
     optimizer, offload = _optimizer(layout, fullest, device)
     return Update(data, optimizer, offload)
@@ -107,7 +111,8 @@ class _Rates:
         element, bucket = layout.gradient_bytes, bucket_bytes(layout, device.stack)
         self._bucket = bucket
         kind: Collective = "all_reduce" if layout.zero == 0 or layout.compression in _WHOLE else "reduce_scatter"
-        dense: Group = groups.data
+        # Under local steps the ranks of a replica are all that meet in a step, for experts as for the rest.
+        dense, experts = (groups.shard, groups.shard) if layout.local_steps else (groups.data, groups.expert_data)
         sharded = 1
         if layout.zero == 3 and layout.shard > 1:
             # What is left after every microbatch's scatter: the sum over copies.
@@ -117,14 +122,30 @@ class _Rates:
             return seconds(kind, bucket * _wire_share(layout, group), group) / bucket * size
 
         self.dense = per_element(kind, dense, element) / sharded
-        self.experts = per_element("all_reduce" if layout.zero == 3 else kind, groups.expert_data, element)
+        self.experts = per_element("all_reduce" if layout.zero == 3 else kind, experts, element)
+        if layout.local_steps and sharded > 1:
+            self.dense = self.experts = 0.0
         if layout.compression != "none":
             squeeze = _COMPRESSION_PASSES * element / device.memory_bytes_per_second
             self.dense, self.experts = self.dense + squeeze, self.experts + squeeze
         gathered = layout.zero in (1, 2)
         weight = element_bytes(layout)
-        self._gather = seconds("all_gather", bucket, groups.data) / bucket * weight if gathered else 0.0
-        self._gather_experts = seconds("all_gather", bucket, groups.expert_data) / bucket * weight if gathered else 0.0
+        self._gather = seconds("all_gather", bucket, dense) / bucket * weight if gathered else 0.0
+        self._gather_experts = seconds("all_gather", bucket, experts) / bucket * weight if gathered else 0.0
+        self._average = self._average_seconds(groups, seconds) if layout.local_steps else 0.0
+
+    def _average_seconds(self, groups: Groups, seconds: Seconds) -> float:
+        """Seconds per element and step of averaging the replicas at the end of a round: nothing hides it."""
+        layout = self._layout
+        master = 8 if layout.precision == "fp64" else 4
+        shards = groups.shard.size if layout.zero else 1
+        wire = seconds("all_reduce", self._bucket, groups.replicate) / self._bucket * master
+        passes = (_AVERAGE_PASSES * master + 2.0 * layout.outer_bytes) / self._device.memory_bytes_per_second
+        return (wire + passes) / shards / layout.local_steps
+
+    def average(self, load: RankLoad) -> float:
+        """Exposed seconds of averaging replicas, in the mean over a round's steps."""
+        return (load.dense + load.experts) * self._average
 
     def reduce(self, load: RankLoad) -> float:
         """Exposed seconds of all reductions of a step."""
@@ -174,7 +195,7 @@ def _beside(layout: Layout, whole: float, window: float) -> tuple[float, float]:
 
 def _optimizer(layout: Layout, load: RankLoad, device: Device) -> tuple[float, float]:
     """Seconds of the optimizer's step, and of moving what it needs from and to host memory."""
-    ranks = layout.data * layout.context
+    ranks = layout.summing * layout.context
     shards = 1 if layout.zero == 0 else ranks if layout.zero < 3 else layout.shard * layout.context
     expert_shards = 1 if layout.zero == 0 else max(1, shards * layout.tensor // layout.expert)
     mine = load.dense / shards + load.experts / expert_shards

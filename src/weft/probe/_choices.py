@@ -65,7 +65,7 @@ def measure_choices_as_rank(
     place: Arrangement | None = None
     if order is not None and nodes is not None and shape is not None:
         place = Arrangement(order=tuple(order), nodes=tuple(nodes), shape=(shape[0], shape[1]))
-    with initialise_distributed("cpu", rank) as distributed:
+    with initialise_distributed("cpu", rank, backend="gloo") as distributed:
         n = distributed.world_size
         view = GroupView(tuple(range(n)), distributed.rank, dist.group.WORLD if n > 1 else None)
         tell: Callable[[str], None] | None = _say if distributed.rank == 0 else None

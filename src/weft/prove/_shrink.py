@@ -77,6 +77,7 @@ def shrink_case(
             precision=("fp64", "fp32", "bf16", "fp16"),
             compression=recipe.permit.compression,
             staleness=recipe.permit.staleness,
+            local_steps=recipe.permit.local_steps,
         ),
         origins={},
     )

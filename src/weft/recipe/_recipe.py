@@ -13,7 +13,7 @@ from weft.errors import RecipeError, Setting, did_you_mean
 from weft.recipe._shapes import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ReferenceShape
 
 BUILT_IN_LOSSES = ("tokens", "classes", "regression")
-COMPRESSIONS = ("bf16", "fp16", "fp8", "int8", "int4", "onebit", "topk", "powersgd")
+COMPRESSIONS = ("bf16", "fp16", "fp8", "int8", "int4", "onebit", "topk", "powersgd", "randomk", "signsgd")
 """Names that `permit.compression` knows."""
 
 SHAPES: Mapping[str, type[ReferenceShape]] = {
@@ -307,10 +307,13 @@ class PermitRecipe:
     """Lossy compressions of gradients that a plan may use."""
     staleness: int = 0
     """Steps by which the weights of a gradient may be out of date."""
+    local_steps: int = 0
+    """Most steps that replicas may take by themselves before they average what they learnt; 0: gradients are summed
+    over all replicas in every step."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
-        _RULES.at_least(self, 0, "staleness")
+        _RULES.at_least(self, 0, "staleness", "local_steps")
         if not self.precision:
             raise _RULES.refuse(self, "precision", 'is empty. Write ["fp32"].')
         for index, name in enumerate(self.compression):

@@ -1,5 +1,7 @@
 """What a run leaves behind: its folder, metrics, logs, and where the time went."""
 
+from weft.record._collectives import CollectiveLog as CollectiveLog
+from weft.record._collectives import Traffic as Traffic
 from weft.record._logs import RankFilter as RankFilter
 from weft.record._logs import rank_logging as rank_logging
 from weft.record._metrics import Metric as Metric

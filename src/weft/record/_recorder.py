@@ -6,6 +6,8 @@ from array import array
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 
+from weft.record._collectives import CollectiveLog
+
 PHASES = ("data_wait", "forward_backward", "reduce_wait", "optimizer", "checkpoint", "evaluation")
 """What a training step is made of; other names may be recorded besides."""
 
@@ -19,6 +21,8 @@ class Recorder:
 
     def __init__(self, *, keep: int = 65_536) -> None:
         """Keep the latest `keep` spans (24 bytes each)."""
+        self.collectives = CollectiveLog()
+        """What `Mesh.watch` hands over: time that lies inside the spans, or beside them."""
         self._names: list[str] = []
         self._spans: dict[str, Span] = {}
         self._own_ns: list[int] = []

@@ -36,11 +36,13 @@ class StateBytes:
     buffers: int
     compression: int = 0
     """Residuals and bases of compressed gradients."""
+    outer: int = 0
+    """Anchor and outer momentum of local steps."""
 
     @property
     def total(self) -> int:
         exact = self.weights + self.gradients + self.masters + self.optimizer + self.buffers
-        return exact + self.compression
+        return exact + self.compression + self.outer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +140,8 @@ def _run(
                 notes.append("the model brings no example batch, so no step was taken: no gradients, no collectives")
             else:
                 training.stepper([example_batch(blueprint, plan)] * microbatches, step=0, learning_rate=1e-3)
+            if training.rounds is not None and plan.data_parallel.local_steps > 1:
+                notes.append(_round_note(training.rounds.round_bytes(), plan.data_parallel.local_steps))
             state = _state_bytes(training)
         notes += [str(warning.message) for warning in heard if not issubclass(warning.category, DeprecationWarning)]
         return RankReport(
@@ -152,10 +156,18 @@ def _run(
         )
 
 
+def _round_note(size_bytes: int, steps: int) -> str:
+    return (
+        f"replicas all-reduce {size_bytes / 1e6:.3g} MB of weights in every {steps}. step, which is not in these"
+        f" numbers: {size_bytes / steps / 1e6:.3g} MB per step in the mean"
+    )
+
+
 def prepare_device_mesh(plan: Plan, mesh: Mesh) -> None:
     """Make ZeRO-3's DeviceMesh while tensors still have values; the mesh keeps it."""
     if plan.data_parallel.zero == 3 and plan.mesh.shard > 1:
-        axes: tuple[Axis, ...] = ("replicate", "shard") if plan.mesh.replicate > 1 else ("shard",)
+        sums_replicas = plan.mesh.replicate > 1 and not plan.data_parallel.local_steps
+        axes: tuple[Axis, ...] = ("replicate", "shard") if sums_replicas else ("shard",)
         mesh.device_mesh(*axes)
 
 
@@ -195,6 +207,7 @@ def _state_bytes(training: TrainingState) -> StateBytes:
         optimizer=optimizer,
         buffers=buffers,
         compression=training.model.stores.model_state_bytes()["compression"],
+        outer=training.rounds.state_bytes() if training.rounds is not None else 0,
     )
 
 

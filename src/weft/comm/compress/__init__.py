@@ -21,4 +21,6 @@ from weft.comm.compress.advice import verdict as verdict
 from weft.comm.compress.bf16 import BFloat16 as BFloat16
 from weft.comm.compress.int8 import Int8 as Int8
 from weft.comm.compress.powersgd import PowerSGD as PowerSGD
+from weft.comm.compress.randomk import RandomK as RandomK
+from weft.comm.compress.signsgd import SignSGD as SignSGD
 from weft.comm.compress.topk import TopK as TopK

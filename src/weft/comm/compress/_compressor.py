@@ -27,7 +27,7 @@ class Kept:
     """A tensor that must outlive the step: part of a checkpoint."""
 
     kind: str
-    """`residual` or `basis`."""
+    """`residual`, `basis` or `draws`."""
     name: str
     """Of the parameter."""
     tensor: Tensor

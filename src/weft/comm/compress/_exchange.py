@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.comm._device import carried_by_gloo
 from weft.comm._mesh import GroupView
-from weft.comm._reduce import Wait, nothing_to_wait_for
+from weft.comm._reduce import Wait, nothing_to_wait_for, seen_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,10 @@ def start_all_to_all(outgoing: Tensor, places: Sequence[tuple[int, int]], incomi
             async_op=True,
         )
         return _Begun([work] if work is not None else [])
+    return seen_as("all_to_all", outgoing, view, lambda: _start_messages(outgoing, places, incoming, view))
+
+
+def _start_messages(outgoing: Tensor, places: Sequence[tuple[int, int]], incoming: Tensor, view: GroupView) -> Wait:
     others = [index for index in range(view.size) if index != view.index]
     works = [dist.irecv(incoming[i], view.ranks[i], group=view.group) for i in others if incoming.shape[1]]
     works += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,16 @@ class Frame:
     def num_values(self) -> int:
         """Elements that are no padding."""
         return sum(span.shape.numel() for span in self.spans)
+
+    def gaps(self) -> Iterator[slice]:
+        """Yield the runs of padding, rising."""
+        stop = 0
+        for span in sorted(self.spans, key=lambda span: span.offset):
+            if span.offset > stop:
+                yield slice(stop, span.offset)
+            stop = span.stop
+        if self.num_elements > stop:
+            yield slice(stop, self.num_elements)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,11 @@ from weft.comm.compress._frame import Frame, WireBytes
 from weft.comm.compress.bf16 import BFloat16
 from weft.comm.compress.int8 import Int8
 from weft.comm.compress.powersgd import PowerSGD, is_worthwhile
+from weft.comm.compress.randomk import RandomK
+from weft.comm.compress.signsgd import SignSGD
 from weft.comm.compress.topk import TopK
 
-Codec = Literal["bf16", "int8", "powersgd", "topk"]
+Codec = Literal["bf16", "int8", "powersgd", "topk", "randomk", "signsgd"]
 
 _LEAST_VALUES = 1024
 """Parameters with fewer are neither quantised nor thinned out; they are norms and biases, which cost little and matter
@@ -34,6 +36,9 @@ class Compression:
     codec: Codec
     powersgd_rank: int = 4
     topk_share: float = 0.01
+    randomk_share: float = 0.1
+    seed: int = 0
+    """Of random draws; the same on every rank."""
     feedback: bool = True
 
     def takes(self, shape: Sequence[int]) -> bool:
@@ -51,6 +56,10 @@ class Compression:
                 return Int8()
             case "topk":
                 return TopK(self.topk_share)
+            case "randomk":
+                return RandomK(self.randomk_share, self.seed, frame)
+            case "signsgd":
+                return SignSGD()
             case "powersgd":
                 codec = PowerSGD(self.powersgd_rank)
                 codec.prepare(frame, like)

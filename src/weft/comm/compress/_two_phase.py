@@ -9,6 +9,8 @@ member, because all unpack the same bytes.  The owner's own contribution is not 
     2   owner of part p → each rank     the rounded sum of part p        n − 1 messages of S/n
 
 Where each rank needs its own region of the sum only (ZeRO-1 and 2), parts are regions and the second phase falls away.
+With error feedback a rank owes what its shares lost on the way to their owners, and an owner what the sum lost when it
+was packed: the latter comes back in its own share, which is not packed.
 Source: 8-bit two-shot all-reduce as in ZeRO++ (Wang et al., arXiv 2306.10209, §3.3), without its node hierarchy.
 """
 
@@ -35,6 +37,11 @@ class Packing(Protocol):
         """Elements that share something: parts begin at its multiples, counted from the start of a run."""
         ...
 
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether what is zero stays so."""
+        ...
+
     def packed_bytes(self, length: int) -> int:
         """Bytes of a packed run of so many elements; a multiple of 4."""
         ...
@@ -48,27 +55,33 @@ class Packing(Protocol):
         ...
 
 
-def reduce_in_two_phases(packing: Packing, flat: Tensor, frame: Frame, view: GroupView) -> Stages:
-    """Replace `flat` by the sum over the members, or this rank's region of it by that region's sum."""
+def reduce_in_two_phases(packing: Packing, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
+    """Replace `flat` by the sum over the members, or this rank's region of it by that region's sum.
+
+    `owed` gets what packing takes away: of the other parts, from this rank's share of them; of its own, from the sum.
+    """
     parts = _parts(packing, frame, view.size)
-    start, stop = parts[view.index]
-    mine = flat[start:stop]
+    own = slice(*parts[view.index])
+    mine = flat[own]
     places = places_of([packing.packed_bytes(last - first) for first, last in parts])
-    packed = torch.empty(places[-1][1], dtype=torch.uint8, device=flat.device)
-    for index, (part, place) in enumerate(zip(parts, places, strict=True)):
-        if index != view.index:
-            packing.pack(flat[slice(*part)], packed[slice(*place)])
-    incoming = packed.new_empty((view.size, packing.packed_bytes(stop - start)))
+    packed = _pack_shares(packing, flat, parts, places, view.index, owed)
+    incoming = packed.new_empty((view.size, packing.packed_bytes(len(mine))))
     yield start_all_to_all(packed, places, incoming, view)
     _add_in_rank_order(packing, mine, incoming, view.index)
+    _clear_padding(packing, frame, flat, owed)
     if frame.regions is not None:
         return
     gathered = torch.empty_like(packed)
     packing.pack(mine, gathered[slice(*places[view.index])])
+    if owed is not None:
+        owed[own] = mine
     even = len({last - first for first, last in places}) == 1
     yield start_all_gather(gathered, places, view, even=even)
     for part, place in zip(parts, places, strict=True):
         packing.unpack(gathered[slice(*place)], flat[slice(*part)])
+    _clear_padding(packing, frame, flat, None)
+    if owed is not None:
+        owed[own].sub_(mine)
 
 
 def two_phase_bytes(packing: Packing, frame: Frame, members: int, index: int) -> WireBytes:
@@ -93,3 +106,34 @@ def _add_in_rank_order(packing: Packing, mine: Tensor, incoming: Tensor, index: 
         term = mine if member == index else values
         total = total.copy_(term) if member == 0 else total.add_(term)
     mine.copy_(total)
+
+
+def _pack_shares(
+    packing: Packing,
+    flat: Tensor,
+    parts: Sequence[tuple[int, int]],
+    places: Sequence[tuple[int, int]],
+    index: int,
+    owed: Tensor | None,
+) -> Tensor:
+    """Pack what goes to the owners of the other parts, and note in `owed` what of it they will not get."""
+    packed = torch.empty(places[-1][1], dtype=torch.uint8, device=flat.device)
+    for owner, (part, place) in enumerate(zip(parts, places, strict=True)):
+        if owner != index:
+            packing.pack(flat[slice(*part)], packed[slice(*place)])
+            if owed is not None:
+                packing.unpack(packed[slice(*place)], owed[slice(*part)])
+                torch.sub(flat[slice(*part)], owed[slice(*part)], out=owed[slice(*part)])
+        elif owed is not None:
+            owed[slice(*part)] = 0
+    return packed
+
+
+def _clear_padding(packing: Packing, frame: Frame, flat: Tensor, owed: Tensor | None) -> None:
+    """Padding stays zero, where a packing has no zero."""
+    if packing.keeps_zeros:
+        return
+    for gap in frame.gaps():
+        flat[gap] = 0
+        if owed is not None:
+            owed[gap] = 0

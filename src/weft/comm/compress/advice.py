@@ -102,12 +102,14 @@ def compressed(
 
 
 def name_of(compression: Compression) -> str:
-    """`powersgd rank 4`, `topk 1 %`, `int8`."""
+    """`powersgd rank 4`, `topk 1 %`, `randomk 10 %`, `int8`."""
     match compression.codec:
         case "powersgd":
             return f"powersgd rank {compression.powersgd_rank}"
         case "topk":
             return f"topk {100 * compression.topk_share:g} %"
+        case "randomk":
+            return f"randomk {100 * compression.randomk_share:g} %"
         case codec:
             return codec
 
@@ -201,7 +203,7 @@ def _rounds(compression: Compression | None, exchange: Exchange) -> int:
     ring = 2 * (exchange.members - 1)
     if compression is None:
         return 1 if exchange.is_sharded else ring
-    return {"powersgd": 2 * ring, "topk": 1}.get(compression.codec, 1 if exchange.is_sharded else 2)
+    return {"powersgd": 2 * ring, "topk": 1, "randomk": ring}.get(compression.codec, 1 if exchange.is_sharded else 2)
 
 
 def _codec_seconds(reduction: CompressedReduction, like: Tensor) -> float:

@@ -21,6 +21,7 @@ class BFloat16(Stateless):
     """Rounds to nearest even; a relative error of at most 2⁻⁸ per rounding, two roundings per sum."""
 
     is_biased = False
+    keeps_zeros = True
     block = 2
     """So that every part begins at a multiple of 4 bytes."""
 
@@ -35,10 +36,8 @@ class BFloat16(Stateless):
         values.copy_(packed.view(torch.bfloat16)[: len(values)])
 
     def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
-        """See `Compressor`; nothing is owed."""
-        if owed is not None:
-            owed.zero_()
-        return reduce_in_two_phases(self, flat, frame, view)
+        """See `Compressor`."""
+        return reduce_in_two_phases(self, flat, frame, view, owed)
 
     def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
         """See `Compressor`."""

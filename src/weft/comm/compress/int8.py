@@ -30,6 +30,7 @@ class Int8(Stateless):
     """Symmetric, linear, to nearest; blocks count from the start of each part."""
 
     is_biased = False
+    keeps_zeros = True
     block = 256
 
     def packed_bytes(self, length: int) -> int:
@@ -64,10 +65,8 @@ class Int8(Stateless):
             values[whole:].copy_(numbers[whole:length]).mul_(scales[-1])
 
     def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
-        """See `Compressor`; nothing is owed."""
-        if owed is not None:
-            owed.zero_()
-        return reduce_in_two_phases(self, flat, frame, view)
+        """See `Compressor`."""
+        return reduce_in_two_phases(self, flat, frame, view, owed)
 
     def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
         """See `Compressor`."""

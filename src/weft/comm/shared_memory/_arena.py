@@ -5,7 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-_ALIGN = 4096
+_PAGE = 4096
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Return what a piece of `num_bytes` takes."""
+    return -(-max(num_bytes, 1) // _PAGE) * _PAGE
 
 
 class Arena:
@@ -22,7 +27,7 @@ class Arena:
 
     def take(self, num_bytes: int) -> int | None:
         """Return where a piece of at least `num_bytes` begins; None when no free stretch is as long."""
-        size = -(-max(num_bytes, 1) // _ALIGN) * _ALIGN
+        size = whole_pages(num_bytes)
         with self._lock:
             self._settle()
             for index, (start, length) in enumerate(self._free):

@@ -105,6 +105,8 @@ class Transport(Protocol):
     """Carries out the calls of one rank, one after another in the order of their submission."""
 
     name: str
+    has_arena: bool
+    """Whether it has memory for tensors that need no staging."""
 
     def submit(self, call: Call, patience_seconds: float, *, background: bool) -> int:
         """Put a call in the queue and return its number; `background`: begin although nobody waits for it yet."""
@@ -126,12 +128,20 @@ class Transport(Protocol):
         """The number up to which calls are done, in whatever way."""
         ...
 
+    def done_ns(self, ticket: int) -> int:
+        """When a call was done, by the clock of `perf_counter_ns`; 0 where it is not, or too long ago to be known."""
+        ...
+
     def supports(self, dtype: int, op: int) -> bool:
         """Whether the reduction is defined: bitwise ones are not for floats, averages not for truth values."""
         ...
 
     def allocate(self, num_bytes: int) -> memoryview | None:
-        """Memory that the other ranks of the group can reach; None where there is no more."""
+        """Memory that the other ranks of the group can reach; None where there is no more.
+
+        Raises:
+            GroupFailed: this rank has left the group.
+        """
         ...
 
     def abort(self) -> None:

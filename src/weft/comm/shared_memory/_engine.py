@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sys
 import weakref
@@ -11,13 +12,16 @@ from ctypes import POINTER, byref, c_char, c_double, c_int, c_int32, c_uint32, c
 from dataclasses import dataclass
 from typing import Any
 
-from weft.comm.shared_memory._arena import Arena
+from weft.comm.shared_memory._arena import Arena, whole_pages
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, Failure, GroupFailed, Kind, Region, Trouble
 from weft.comm.shared_memory._segment import Segment
 from weft.comm.shared_memory._sources import FOLDER, LIBRARY, digest
 from weft.errors import CollectiveError
 
 REBUILD = "python setup.py build_ext --inplace"
+_MANY_TYPES = 64
+_POPULATE_WRITE = 23
+"""Of madvise, since Linux 5.14; Python has no name for it."""
 
 
 class _CallStruct(ctypes.Structure):
@@ -86,6 +90,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ("weft_close", None, (c_void_p,)),
         ("weft_leave", None, (c_void_p,)),
         ("weft_completed", c_uint64, (c_void_p,)),
+        ("weft_done_ns", c_uint64, (c_void_p, c_uint64)),
         ("weft_in_place_calls", c_uint64, (c_void_p,)),
         ("weft_abort", None, (c_void_p,)),
         ("weft_submit", c_uint64, (c_void_p, POINTER(_CallStruct))),
@@ -118,6 +123,7 @@ class Engine:
     """This rank's engine on a segment; a `Transport`."""
 
     name = "shared memory"
+    has_arena = True
 
     def __init__(
         self,
@@ -135,6 +141,8 @@ class Engine:
         self._array = c_uint64 * num_ranks
         self._base = _address(segment)
         self._arena = Arena(arena_bytes)
+        self._backed_bytes = 0
+        self._piece_types: dict[int, Any] = {}
         self._arena_offset = int(library.weft_arena_offset(self._base, rank))
         self._rank = rank
         self._process = os.getpid()
@@ -178,18 +186,48 @@ class Engine:
     def completed(self) -> int:
         return int(self._library.weft_completed(self._alive()))
 
+    def done_ns(self, ticket: int) -> int:
+        return int(self._library.weft_done_ns(self._handle, ticket)) if self._handle else 0
+
     def supports(self, dtype: int, op: int) -> bool:
         return (dtype, op) in self._defined
 
     def allocate(self, num_bytes: int) -> memoryview | None:
-        start = self._arena.take(num_bytes)
-        if start is None or self._segment is None:
+        self._alive()
+        segment, start = self._segment, self._arena.take(num_bytes)
+        if segment is None or start is None:
             return None
-        at = self._arena_offset + start
+        if not self._has_memory(segment, start + whole_pages(num_bytes)):
+            self._arena.give_back(start)
+            return None
         # The array keeps the mapping alive, whatever becomes of this engine; tensors made of it keep the array.
-        array = _Piece(num_bytes).from_buffer(self._segment.memory, at)
+        array = self._piece_of(num_bytes).from_buffer(segment.memory, self._arena_offset + start)
         weakref.finalize(array, self._arena.give_back, start)
         return memoryview(array).cast("B")
+
+    def _piece_of(self, num_bytes: int) -> Any:
+        """An array type whose instances, unlike those of ctypes' own, can be watched by weak references.  A training
+        asks for the same few sizes again and again, and types are garbage that only the collector can free."""
+        found = self._piece_types.get(num_bytes)
+        if found is None:
+            if len(self._piece_types) > _MANY_TYPES:
+                self._piece_types.clear()
+            found = self._piece_types[num_bytes] = type("Piece", (c_char * num_bytes,), {})
+        return found
+
+    def _has_memory(self, segment: Segment, stop: int) -> bool:
+        """Whether the arena has memory up to `stop`, which is asked for here: a later write that found none would end
+        the process (SIGBUS).  It stays when pieces are given back, so whatever lies before it has been asked for."""
+        start = self._backed_bytes
+        if stop <= start:
+            return True
+        try:
+            segment.memory.madvise(_POPULATE_WRITE, self._arena_offset + start, stop - start)
+        except OSError as problem:
+            if problem.errno != errno.EINVAL:  # else this kernel cannot be asked
+                return False
+        self._backed_bytes = stop
+        return True
 
     def abort(self) -> None:
         if self._handle is not None and self._process == os.getpid():
@@ -275,8 +313,3 @@ def _leave(library: ctypes.CDLL, handle: int, process: int, segment: Segment) ->
     del segment
     if process == os.getpid():
         library.weft_leave(handle)
-
-
-def _Piece(num_bytes: int) -> Any:  # noqa: N802 - it makes a type
-    """An array type whose instances, unlike those of ctypes' own, can be watched by weak references."""
-    return type("Piece", (c_char * num_bytes,), {})

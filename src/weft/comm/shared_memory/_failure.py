@@ -40,6 +40,27 @@ def explain(failure: Failure, call: Call | None, ranks: Sequence[int], seconds: 
     return CollectiveError(text, status=1)
 
 
+def explain_forming(failure: Failure, ranks: Sequence[int], here: int, seconds: float) -> CollectiveError:
+    """Return the error for a group of `ranks` (global ranks) that was not formed; `here` is this one's position."""
+    what = f"The group of ranks {', '.join(map(str, ranks))}"
+    who = _name(failure.culprit, ranks)
+    told = "" if failure.reporter == here else f" ({_name(failure.reporter, ranks)} says so and has given up)"
+    match failure.trouble:
+        case Trouble.DIED:
+            text = (
+                f"{what} cannot be formed: the process of {who} has died{told}. Form it again with another in its"
+                " place, or without it."
+            )
+        case Trouble.DEADLINE:
+            text = (
+                f"{what} was not formed in {seconds:g} s: {who} has not come{told}. It may be stopped, busy, or forming"
+                " its groups in another order. If it was only slow, give the process group a longer timeout."
+            )
+        case _:
+            text = f"{what} cannot be formed: {_name(failure.reporter, ranks)} has given up, for a reason of its own."
+    return CollectiveError(text, status=1)
+
+
 def _name(rank: int, ranks: Sequence[int]) -> str:
     return f"rank {ranks[rank]}" if 0 <= rank < len(ranks) else "another rank"
 

@@ -20,12 +20,12 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, Failure, GroupFailed, Kind, Region, Trouble
+from weft.comm.shared_memory._process import started_at
 from weft.comm.shared_memory._segment import Segment
 
 _PAGE = 4096
@@ -37,6 +37,8 @@ _TURN, _HAS_LEFT, _PROCESS, _STARTED, _SIGNATURE, _TABLE = 0, 16, 17, 18, 32, 12
 _MAX_RANKS = 128
 _POLLS = 400
 _LOOK_SECONDS = 0.1
+_KEPT_TIMES = 256
+"""Calls of which it is known when they were done."""
 _DTYPES = tuple(DTYPES)
 _ACCUMULATED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _SUPPORTED = _DTYPES[:10]
@@ -58,6 +60,7 @@ class PythonTransport:
     """This rank's part; a `Transport`.  Calls run one after another on one thread of their own."""
 
     name = "shared memory in pure Python"
+    has_arena = False
 
     def __init__(self, segment: Segment, *, rank: int, num_ranks: int) -> None:
         assert num_ranks <= _MAX_RANKS
@@ -65,11 +68,13 @@ class PythonTransport:
         self._words = memoryview(segment.memory).cast("Q")
         self._rank, self._num_ranks = rank, num_ranks
         self._turn = self._calls = 0
-        self._words[self._word(rank, _STARTED)] = _process_start(os.getpid())
+        self._words[self._word(rank, _STARTED)] = started_at(os.getpid())
         self._words[self._word(rank, _PROCESS)] = os.getpid()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-shared-memory")
         self._pending: dict[int, Future[None]] = {}
         self._submitted = self._done = 0
+        self._done_ns: dict[int, int] = {}
+        """Of the last calls, by ticket."""
         self._failure: Failure | None = None
         self._first_failed = 0
         self._is_closed = False
@@ -106,6 +111,9 @@ class PythonTransport:
 
     def completed(self) -> int:
         return self._done
+
+    def done_ns(self, ticket: int) -> int:
+        return self._done_ns.get(ticket, 0)
 
     def supports(self, dtype: int, op: int) -> bool:
         kind = _DTYPES[dtype]
@@ -146,6 +154,8 @@ class PythonTransport:
             if self._failure is None:
                 self._first_failed, self._failure = ticket, failed.failure
         finally:
+            self._done_ns[ticket] = time.perf_counter_ns()
+            self._done_ns.pop(ticket - _KEPT_TIMES, None)
             self._done = ticket
             self._pending.pop(ticket, None)
 
@@ -200,7 +210,7 @@ class PythonTransport:
             if rank == self._rank or self._words[self._word(rank, _TURN)] >= self._turn:
                 continue
             has_left = self._words[self._word(rank, _HAS_LEFT)]
-            started = _process_start(self._words[self._word(rank, _PROCESS)])
+            started = started_at(self._words[self._word(rank, _PROCESS)])
             is_alive = started == self._words[self._word(rank, _STARTED)]
             if self._words[self._word(rank, _TURN)] >= self._turn:
                 continue  # it has published, and left or died since
@@ -371,12 +381,3 @@ def _combine(op: str, total: Tensor, part: Tensor) -> None:
             total.bitwise_or_(part)
         case _:
             total.bitwise_xor_(part)
-
-
-def _process_start(process: int) -> int:
-    """Clock ticks since boot at which the process started; 0 when there is none, or it is a zombie."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in ("Z", "X") else int(fields[19])

@@ -1,9 +1,6 @@
 """`torch.distributed`'s view of the shared-memory transports: the process group of the backend `weft`.
 
-torch lets Python subclass `ProcessGroup`, not `Backend`.  Two conditions make such a group work everywhere (DDP, FSDP2,
-DTensor, DeviceMesh, functional collectives): it holds a real backend, here Gloo, which gives it a name and carries
-whatever is not overridden (sends and receives, sparse tensors); and what C++ calls by virtual methods has the same
-names as in `torch/csrc/distributed/c10d/PyProcessGroup.hpp`, those of torch 2.13 and the older ones of 2.11.
+Gloo, of which it is made (see `WatchedGroup`), carries whatever is not overridden: sends and receives, sparse tensors.
 """
 
 # torch's stubs overload these methods by what Python may pass; what arrives here is always options.
@@ -12,8 +9,9 @@ names as in `torch/csrc/distributed/c10d/PyProcessGroup.hpp`, those of torch 2.1
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,21 +20,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from weft.comm._watch import Seen
+from weft.comm._watched_group import WatchedGroup
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region, Transport
 from weft.comm.shared_memory._failure import explain
+from weft.comm.shared_memory._process import Process
 from weft.comm.shared_memory._work import Completer, CopyBack, SharedMemoryWork
 from weft.errors import CollectiveError
 
-_CPU = torch.device("cpu")
 _MANY = 32
 """Works under way before it is looked which of them are done."""
 
 
-class SharedMemoryGroup(dist.ProcessGroup):
+class SharedMemoryGroup(WatchedGroup):
     """The ranks of one host as a process group.  Reductions are summed in the order of the ranks: the result is the
     same on all, and at 2 ranks Gloo's to the last bit; bf16 and fp16 are summed in fp32 and rounded once.
 
-    `served` counts, by method, the calls that took the shared memory and not Gloo.
+    `served` counts, by method, the calls that took the shared memory and not Gloo.  `processes` are those of the other
+    ranks, by global rank: by them a later group's ranks are watched while it is formed.
     """
 
     def __init__(
@@ -47,20 +48,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
         rank: int,
         ranks: Sequence[int],
         timeout: timedelta,
+        processes: Mapping[int, Process],
     ) -> None:
-        # The stub knows only the form with a store, which leaves the object without what Python needs of it.
-        super().__init__(rank, len(ranks))  # pyright: ignore[reportCallIssue, reportArgumentType]
-        self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        super().__init__(gloo, rank=rank, num_ranks=len(ranks))
         self.transport = transport
         self.seconds = timeout.total_seconds()
         self.ranks = tuple(ranks)
+        self.processes = processes
         self.served: Counter[str] = Counter()
         self._place = rank
+        self._has_warned = False
         self._held: deque[tuple[int, Any]] = deque()
         self._letting_go = threading.Lock()
         self._completer: Completer | None = None
-        self._done = SharedMemoryWork(None, 0, None, [], ())
+        self._done = SharedMemoryWork(None, 0, None, [], (), None)
 
     # ── what the works need ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -70,6 +71,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._let_go()
         except GroupFailed as failed:
             raise explain(failed.failure, call, self.ranks, seconds) from None
+
+    def done_ns(self, ticket: int) -> int:
+        """When a call was done, by `perf_counter_ns`; 0 where that is not known any more."""
+        return self.transport.done_ns(ticket)
 
     def has_done(self, ticket: int) -> bool:
         try:
@@ -88,18 +93,47 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allocate(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised tensor in shared memory, which collectives of this group reduce where it lies.
 
-        No collective; but the staging is only spared where all ranks give such a tensor.
+        No collective; but the staging is only spared where all ranks give such a tensor.  The tensor may outlive its
+        group, and keeps the group's memory then.  What an all-reduce that failed was given must not be used again: a
+        rank that was only late may still write its part of the result.
 
         Raises:
-            CollectiveError: the arena of this rank is full.
+            CollectiveError: the arena of this rank is full, or the machine has no more memory for it, or the group has
+                been left.
         """
-        count = torch.Size(shape).numel()
+        try:
+            found = self._allocated(torch.Size(shape), dtype)
+        except GroupFailed as failed:
+            raise explain(failed.failure, None, self.ranks, self.seconds) from None
+        if found is None:
+            raise CollectiveError(
+                f"{torch.Size(shape).numel() * dtype.itemsize:,} bytes do not fit any more into this rank's arena in"
+                f" the shared memory. Free tensors that `allocate` gave, or make this one with torch.empty: it is then"
+                f" staged."
+            )
+        return found
+
+    def allocate_if_possible(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """As `allocate`, flat; None where there is no such memory, of which the group's first rank warns once."""
+        try:
+            found = self._allocated(torch.Size((num_elements,)), dtype)
+        except GroupFailed:  # it has been left: a collective will say so
+            return None
+        if found is None and self.transport.has_arena and self._place == 0 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Buffers of {num_elements * dtype.itemsize:,} bytes do not fit any more into the shared memory of"
+                f" ranks {_listed(self.ranks)}: they are copied there piece by piece, with the same results, more"
+                f" slowly. Shard gradients (zero = 2 or 3), or cut the model over more ranks.",
+                stacklevel=2,
+            )
+        return found
+
+    def _allocated(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        count = shape.numel()
         memory = self.transport.allocate(max(count, 1) * dtype.itemsize)
         if memory is None:
-            raise CollectiveError(
-                f"{count * dtype.itemsize:,} bytes do not fit any more into this rank's arena in the shared memory."
-                f" Free tensors that `allocate` gave, or make this one with torch.empty: it is then staged."
-            )
+            return None
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape) if count else torch.empty(shape).to(dtype)
 
     def abort(self) -> None:
@@ -128,18 +162,22 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return super().allreduce(tensors, opts)
         op = _op(opts)
         dtype = self._reducible(tensor, op)
-        self.served["allreduce"] += 1
+        seen = self._serve("allreduce", tensors)
         if opts is not None and not opts.asyncOp and tensor.is_contiguous():
             _check_memory(tensor)
             size = tensor.numel() * tensor.itemsize
+            entered = 0 if seen is None else seen.enter_wait()
             try:
                 self._let_go()  # of works that nobody waited for
                 self.transport.all_reduce(tensor.data_ptr(), size, dtype, op, self.seconds)
             except GroupFailed as failed:
                 call = Call(Kind.ALL_REDUCE, dtype, op, num_bytes=size)
                 raise explain(failed.failure, call, self.ranks, self.seconds) from None
+            finally:
+                if seen is not None:
+                    seen.exit_wait(entered)
             return self._done
-        return self._submit(*self._reducing(tensor, dtype, op), tensors, opts)
+        return self._submit(*self._reducing(tensor, dtype, op), tensors, opts, seen)
 
     def _reducing(self, tensor: Tensor, dtype: int, op: int) -> tuple[Call, list[Tensor], CopyBack]:
         flat, back = _contiguous(tensor)
@@ -148,19 +186,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         op = _op(opts)
-        self.served["allreduce_coalesced"] += 1
-        return self._submit_all([self._reducing(t, self._reducible(t, op), op) for t in tensors], tensors, opts)
+        seen = self._serve("allreduce_coalesced", tensors)
+        return self._submit_all([self._reducing(t, self._reducible(t, op), op) for t in tensors], tensors, opts, seen)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
         op = _op(opts)
         dtype = self._reducible(tensor, op)
-        self.served["reduce"] += 1
+        seen = self._serve("reduce", tensors)
         flat, back = _contiguous(tensor)
         at, size = _region(flat)
         send = [(at, size if rank == opts.rootRank else 0) for rank in range(len(self.ranks))]
         call = Call(Kind.REDUCE_SCATTER, dtype, op, output=at, send=send)
-        return self._submit(call, [flat], back if self._place == opts.rootRank else (), tensors, opts)
+        return self._submit(call, [flat], back if self._place == opts.rootRank else (), tensors, opts, seen)
 
     def reduce_scatter_regions(
         self, parts: Sequence[Tensor], output: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -170,8 +208,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         All tensors must be contiguous and of one dtype.
         """
-        self.served["reduce_scatter_regions"] += 1
-        return self._submit(*self._scattering(parts, output, _number(op)), [output], None)
+        seen = self._serve("reduce_scatter_regions", list(parts))
+        return self._submit(*self._scattering(parts, output, _number(op)), [output], None, seen)
 
     def _scattering(self, parts: Sequence[Tensor], output: Tensor, op: int) -> tuple[Call, list[Tensor], CopyBack]:
         dtype = self._reducible(output, op)
@@ -188,12 +226,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         (output,), (parts,) = outputs, inputs
-        self.served["reduce_scatter"] += 1
-        return self._submit(*self._scattering(parts, output, _op(opts)), outputs, opts)
+        seen = self._serve("reduce_scatter", inputs)
+        return self._submit(*self._scattering(parts, output, _op(opts)), outputs, opts, seen)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
-        self.served["reduce_scatter_single"] += 1
-        return self._submit(*self._scattering_evenly(output, whole, _op(opts)), [output], opts)
+        seen = self._serve("reduce_scatter_single", whole)
+        return self._submit(*self._scattering_evenly(output, whole, _op(opts)), [output], opts, seen)
 
     def _scattering_evenly(self, output: Tensor, whole: Tensor, op: int) -> tuple[Call, list[Tensor], CopyBack]:
         dtype = self._reducible(output, op)
@@ -212,18 +250,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        self.served["reduce_scatter_single_coalesced"] += 1
+        seen = self._serve("reduce_scatter_single_coalesced", inputs)
         op = _op(opts)
         calls = [self._scattering_evenly(output, whole, op) for output, whole in zip(outputs, inputs, strict=True)]
-        return self._submit_all(calls, outputs, opts)
+        return self._submit_all(calls, outputs, opts, seen)
 
     # ── what only moves ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def all_gather_regions(self, given: Tensor, parts: Sequence[Tensor]) -> dist.Work:
         """Fill `parts[rank]` with what rank `rank` gives; sizes may differ from rank to rank, and `given` may be this
         rank's part.  Call on every rank; returns at once.  All tensors must be contiguous and of one dtype."""
-        self.served["all_gather_regions"] += 1
-        return self._submit(*self._gathering(given, parts), list(parts), None)
+        seen = self._serve("all_gather_regions", list(parts))
+        return self._submit(*self._gathering(given, parts), list(parts), None, seen)
 
     def _gathering(self, given: Tensor, parts: Sequence[Tensor]) -> tuple[Call, list[Tensor], CopyBack]:
         flat_given = _contiguous(given)[0]
@@ -239,12 +277,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         (parts,), (given,) = outputs, inputs
-        self.served["allgather"] += 1
-        return self._submit(*self._gathering(given, parts), parts, opts)
+        seen = self._serve("allgather", outputs)
+        return self._submit(*self._gathering(given, parts), parts, opts, seen)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        self.served["all_gather_single"] += 1
-        return self._submit(*self._gathering_evenly(output, given), [output], opts)
+        seen = self._serve("all_gather_single", output)
+        return self._submit(*self._gathering_evenly(output, given), [output], opts, seen)
 
     def _gathering_evenly(self, output: Tensor, given: Tensor) -> tuple[Call, list[Tensor], CopyBack]:
         flat_given, (flat, back) = _contiguous(given)[0], _contiguous(output)
@@ -259,19 +297,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return Call(Kind.ALL_GATHER, input=at, receive=receive), [flat_given, flat], back
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        self.served["all_gather_single_coalesced"] += 1
+        seen = self._serve("all_gather_single_coalesced", outputs)
         calls = [self._gathering_evenly(output, given) for output, given in zip(outputs, inputs, strict=True)]
-        return self._submit_all(calls, outputs, opts)
+        return self._submit_all(calls, outputs, opts, seen)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
         if tensor.is_sparse:
             return super().broadcast(tensors, opts)
-        self.served["broadcast"] += 1
+        seen = self._serve("broadcast", tensors)
         flat, back = _contiguous(tensor)
         at, size = _region(flat)
         receive = [(at, size if rank == opts.rootRank else 0) for rank in range(len(self.ranks))]
-        return self._submit(Call(Kind.ALL_GATHER, input=at, receive=receive), [flat], back, tensors, opts)
+        return self._submit(Call(Kind.ALL_GATHER, input=at, receive=receive), [flat], back, tensors, opts, seen)
 
     def alltoall_base(
         self,
@@ -281,7 +319,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         input_splits: list[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        self.served["all_to_all_single"] += 1
+        seen = self._serve("all_to_all_single", given)
         (flat, back), flat_given = _contiguous(output), _contiguous(given)[0]
         send = self._split(flat_given, given, input_splits or [])
         receive = self._split(flat, output, output_splits or [])
@@ -290,30 +328,31 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 f"an all-to-all that gives this rank {send[self._place][1]:,} bytes of {given.dtype} cannot take"
                 f" {receive[self._place][1]:,} of {output.dtype} from it: they must agree."
             )
-        return self._submit(Call(Kind.ALL_TO_ALL, send=send, receive=receive), [flat_given, flat], back, [output], opts)
+        call = Call(Kind.ALL_TO_ALL, send=send, receive=receive)
+        return self._submit(call, [flat_given, flat], back, [output], opts, seen)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        self.served["alltoall"] += 1
-        return self._exchange(inputs, outputs, opts)
+        seen = self._serve("alltoall", inputs)
+        return self._exchange(inputs, outputs, opts, seen)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        self.served["gather"] += 1
+        seen = self._serve("gather", inputs)
         (given,) = inputs
         nothing = given.new_empty(0)
         given_to = [given if rank == opts.rootRank else nothing for rank in range(len(self.ranks))]
         taken = outputs[0] if self._place == opts.rootRank else [nothing] * len(self.ranks)
-        return self._exchange(given_to, taken, opts)
+        return self._exchange(given_to, taken, opts, seen)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        self.served["scatter"] += 1
+        seen = self._serve("scatter", outputs)
         (output,) = outputs
         nothing = output.new_empty(0)
         given = inputs[0] if self._place == opts.rootRank else [nothing] * len(self.ranks)
         return self._exchange(
-            given, [output if rank == opts.rootRank else nothing for rank in range(len(self.ranks))], opts
+            given, [output if rank == opts.rootRank else nothing for rank in range(len(self.ranks))], opts, seen
         )
 
-    def _exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor], opts: Any) -> dist.Work:
+    def _exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor], opts: Any, seen: Seen | None) -> dist.Work:
         flats, flats_given = [_contiguous(tensor) for tensor in taken], [_contiguous(tensor)[0] for tensor in given]
         call = Call(
             Kind.ALL_TO_ALL,
@@ -321,11 +360,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
             receive=[_region(flat) for flat, _ in flats],
         )
         back = [pair for _, pairs in flats for pair in pairs]
-        return self._submit(call, [*flats_given, *(flat for flat, _ in flats)], back, list(taken), opts)
+        return self._submit(call, [*flats_given, *(flat for flat, _ in flats)], back, list(taken), opts, seen)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        self.served["barrier"] += 1
-        return self._submit(Call(Kind.BARRIER), [], (), [], opts)
+        seen = self._serve("barrier", None)
+        return self._submit(Call(Kind.BARRIER), [], (), [], opts, seen)
 
     # torch 2.11 and 2.12 call them by these names.
     _allgather_base = all_gather_single
@@ -336,13 +375,22 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # ── the queue ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _serve(self, method: str, tensors: object) -> Seen | None:
+        """Count a call that takes the shared memory, and let it be seen."""
+        self.served[method] += 1
+        return self.launch(method, tensors)
+
     def _submit(
-        self, call: Call, used: list[Tensor], copy_back: CopyBack, result: list[Tensor], opts: Any
+        self, call: Call, used: list[Tensor], copy_back: CopyBack, result: list[Tensor], opts: Any, seen: Seen | None
     ) -> dist.Work:
-        return self._submit_all([(call, used, copy_back)], result, opts)
+        return self._submit_all([(call, used, copy_back)], result, opts, seen)
 
     def _submit_all(
-        self, calls: Sequence[tuple[Call, list[Tensor], CopyBack]], result: list[Tensor], opts: Any
+        self,
+        calls: Sequence[tuple[Call, list[Tensor], CopyBack]],
+        result: list[Tensor],
+        opts: Any,
+        seen: Seen | None,
     ) -> dist.Work:
         """Calls are carried out in the order of their numbers, so the last one's end is the end of all."""
         is_async = opts is None or opts.asyncOp
@@ -356,7 +404,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 back += copy_back
         except GroupFailed as failed:
             raise explain(failed.failure, last, self.ranks, self.seconds) from None
-        work = SharedMemoryWork(self, ticket, last, result, back)
+        work = SharedMemoryWork(self, ticket, last, result, back, seen)
         if not is_async:
             work.wait()
         return work
@@ -396,6 +444,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
             regions.append((at, part * row))
             at += part * row
         return regions
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _check_memory(tensor: Tensor) -> None:

@@ -26,6 +26,10 @@ class Unreachable(Exception):
     """This rank cannot share memory with the one that made the segment; the text says why."""
 
 
+class OnAnotherHost(Unreachable):
+    """Nor could it ever."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A mapping, and, with the rank that made it, the descriptor by which the others find it."""
@@ -90,7 +94,7 @@ def open_segment(description: str) -> Segment:
     if "reason" in told:
         raise Unreachable(str(told["reason"]))
     if not told["boot_id"] or told["boot_id"] != boot_id():
-        raise Unreachable("the group's ranks are on different hosts")
+        raise OnAnotherHost("the group's ranks are on different hosts")
     path = f"/proc/{int(told['process'])}/fd/{int(told['descriptor'])}"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)

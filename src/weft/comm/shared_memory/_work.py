@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from weft.comm._watch import Seen
 from weft.comm.shared_memory._call import Call
 from weft.errors import CollectiveError
 
@@ -32,6 +33,7 @@ class SharedMemoryWork(dist.Work):
         call: Call | None,
         tensors: list[Tensor],
         copy_back: CopyBack,
+        seen: Seen | None,
     ) -> None:
         super().__init__()
         self._group = group  # None: there is nothing to wait for any more
@@ -39,10 +41,21 @@ class SharedMemoryWork(dist.Work):
         self._call = call
         self._tensors = tensors
         self._copy_back = copy_back
+        self._seen = seen
         self._error: CollectiveError | None = None
         self._waiting = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        seen = self._seen if self._group is not None else None
+        if seen is None:
+            return self._wait(timeout)
+        entered = seen.enter_wait()
+        try:
+            return self._wait(timeout)
+        finally:
+            seen.exit_wait(entered)
+
+    def _wait(self, timeout: timedelta | None = None) -> bool:
         group = self._group
         if group is not None:
             seconds = timeout.total_seconds() if timeout else group.seconds
@@ -52,6 +65,9 @@ class SharedMemoryWork(dist.Work):
                 # Not `error` itself: its traceback and context hold the group, and torch's futures hold on to errors.
                 self._error, self._group = CollectiveError(str(error), status=error.status), None
                 raise
+            finally:
+                if self._seen is not None and (done_ns := group.done_ns(self._ticket)):
+                    self._seen.done(done_ns)
             with self._waiting:
                 if self._group is not None:  # else another thread that waited has done so, and the caller goes on
                     for target, source in self._copy_back:
@@ -95,7 +111,7 @@ class SharedMemoryWork(dist.Work):
     def complete(self, future: Future[Any]) -> None:
         """Wait, and give the future its value or its error."""
         try:
-            self.wait()
+            self._wait()  # nobody computes less for it: it is not seen as a wait
         except CollectiveError:
             future.set_exception(self._error)  # pyright: ignore[reportArgumentType]  # torch's stub: a generic T
         except Exception as error:  # of copying back; the thread must live for the futures that follow

@@ -70,6 +70,7 @@ void* weft_open(void* base, int rank, int num_ranks, int num_local_ranks) {
 void weft_close(void* engine) { delete static_cast<Engine*>(engine); }
 void weft_leave(void* engine) { static_cast<Engine*>(engine)->leave(); }
 uint64_t weft_completed(void* engine) { return static_cast<Engine*>(engine)->completed(); }
+uint64_t weft_done_ns(void* engine, uint64_t ticket) { return static_cast<Engine*>(engine)->done_ns(ticket); }
 uint64_t weft_in_place_calls(void* engine) { return static_cast<Engine*>(engine)->member.in_place_calls(); }
 void weft_abort(void* engine) { static_cast<Engine*>(engine)->abort(Trouble::kAborted, static_cast<Engine*>(engine)->rank); }
 

@@ -112,10 +112,19 @@ void Engine::carry_out_front(std::unique_lock<std::mutex>& lock, bool is_backgro
     first_failed_ = entry.ticket;
     failure_ = failure;
   }
+  const auto now = Clock::now().time_since_epoch();
+  done_[entry.ticket % done_.size()] = {
+      entry.ticket, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count()};
   completed_.store(entry.ticket, std::memory_order_release);
   for_waiters_.notify_all();
   // A caller may have carried out the call before those for which the thread was asked.
   if (!is_background && !queue_.empty()) for_thread_.notify_one();
+}
+
+uint64_t Engine::done_ns(uint64_t ticket) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto [kept, at] = done_[ticket % done_.size()];
+  return kept == ticket ? at : 0;
 }
 
 void Engine::abort(Trouble trouble, int culprit) {

@@ -1,10 +1,12 @@
 // A group's queue of calls: one at a time, in the order in which they were made, on whichever thread is at hand.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "collectives.hpp"
 
@@ -22,6 +24,8 @@ class Engine {
   // Blocks until call `ticket` is done; returns what went wrong with the group at or before it.
   Failure wait(uint64_t ticket, double patience_seconds);
   uint64_t completed() const { return completed_.load(std::memory_order_acquire); }
+  // When a call was done, in nanoseconds of the steady clock; 0 where it is not yet, or others have overwritten it.
+  uint64_t done_ns(uint64_t ticket);
   void abort(Trouble trouble, int culprit);
   Signature announced(int of_rank);  // nothing once this rank has left
   // Stops the thread; calls that have not begun fail.  Afterwards nothing here touches the segment, which may be
@@ -49,6 +53,7 @@ class Engine {
   uint64_t submitted_ = 0;
   uint64_t wanted_ = 0;  // up to this ticket the thread need not be asked
   std::atomic<uint64_t> completed_{0};
+  std::array<std::pair<uint64_t, uint64_t>, 256> done_{};  // ticket and time of the last calls, by ticket
   uint64_t first_failed_ = 0;
   Failure failure_;
   bool is_busy_ = false;

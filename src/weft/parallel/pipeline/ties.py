@@ -64,7 +64,9 @@ def create_tie_groups(ties: Sequence[Tie], ranks: Sequence[int], mesh: Mesh) -> 
         members = tuple(sorted({ranks[stage] for stage in tie.stages}))
         if members not in made:
             everyone = len(members) == mesh.size("pipeline")
-            made[members] = mesh["pipeline"] if everyone else mesh.create_group(pipeline_partition(mesh, members))
+            made[members] = (
+                mesh["pipeline"] if everyone else mesh.create_group(pipeline_partition(mesh, members), "tied")
+            )
         groups[tie.name] = made[members]
     return groups
 

@@ -213,7 +213,7 @@ def _create_channel_groups(mesh: Mesh, ranks: Sequence[int]) -> dict[tuple[int, 
     pairs = {(a, b) for a, b in zip(ranks, ranks[1:], strict=False) if a != b}
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}
     for pair in sorted(pairs | {(b, a) for a, b in pairs}):
-        view = mesh.create_group(pipeline_partition(mesh, pair))
+        view = mesh.create_group(pipeline_partition(mesh, pair), "pipeline")
         if mesh.index("pipeline") in pair:
             assert view.group is not None
             groups[pair] = view.group

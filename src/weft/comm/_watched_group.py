@@ -1,0 +1,145 @@
+"""Gloo as a process group in Python, so that every collective passes one place where it can be seen.
+
+torch lets Python subclass `ProcessGroup`, not `Backend`.  Two conditions make such a group work everywhere (DDP, FSDP2,
+DTensor, DeviceMesh, functional collectives): it holds a real backend, which gives it a name; and what C++ calls by
+virtual methods has the same names as in `torch/csrc/distributed/c10d/PyProcessGroup.hpp`, those of torch 2.13 and the
+older ones of 2.11.  Collectives go on to a plain group over the same backend: to call a virtual method of one's own
+base class would lead back here.
+"""
+
+# torch's stubs overload these methods by what Python may pass.
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.comm._watch import Operation, Seen, Watch, WatchedWork, num_bytes
+
+WATCHED_GLOO = "weft_gloo"
+"""The backend's name."""
+_CPU = torch.device("cpu")
+
+OPERATIONS: Mapping[str, tuple[Operation, int | None]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "reduce": ("reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_regions": ("reduce_scatter", 0),
+    "all_gather_regions": ("all_gather", 0),
+    "allgather": ("all_gather", 0),
+    "allgather_coalesced": ("all_gather", 0),
+    "all_gather_single": ("all_gather", 0),
+    "all_gather_single_coalesced": ("all_gather", 0),
+    "_allgather_base": ("all_gather", 0),
+    "allgather_into_tensor_coalesced": ("all_gather", 0),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "send": ("send", 0),
+    "recv": ("receive", 0),
+    "recv_anysource": ("receive", 0),
+    "barrier": ("barrier", None),
+}
+"""Methods of a process group, and two of `SharedMemoryGroup`: what they do, and which argument is the whole tensor."""
+
+
+def _passed_on(name: str) -> Any:
+    """The method of that name: the plain group's, watched."""
+    whole = OPERATIONS[name][1]
+
+    def method(self: WatchedGroup, *args: Any, **options: Any) -> dist.Work:
+        seen = self.launch(name, None if whole is None else args[whole])
+        work: dist.Work = getattr(self.plain, name)(*args, **options)
+        return work if seen is None else WatchedWork(work, seen)
+
+    method.__name__ = name
+    return method
+
+
+class WatchedGroup(dist.ProcessGroup):
+    """A group over Gloo.  With a `watch` everything that it carries is seen; without one it only passes on."""
+
+    watch: Watch | None = None
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, *, rank: int, num_ranks: int) -> None:
+        # The stub knows only the form with a store, which leaves the object without what Python needs of it.
+        super().__init__(rank, num_ranks)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        self.plain = dist.ProcessGroup(rank, num_ranks)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        """What carries: the same backend without this class around it."""
+        for group in (self, self.plain):
+            group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+    def launch(self, method: str, tensors: object) -> Seen | None:
+        """Note that a method is called on `tensors`; None where nobody watches, or it is a part of what was seen."""
+        watch = self.watch
+        return None if watch is None else watch.launch(OPERATIONS[method][0], num_bytes(tensors))
+
+    allreduce = _passed_on("allreduce")
+    allreduce_coalesced = _passed_on("allreduce_coalesced")
+    reduce = _passed_on("reduce")
+    broadcast = _passed_on("broadcast")
+    reduce_scatter = _passed_on("reduce_scatter")
+    reduce_scatter_single = _passed_on("reduce_scatter_single")
+    reduce_scatter_single_coalesced = _passed_on("reduce_scatter_single_coalesced")
+    _reduce_scatter_base = _passed_on("_reduce_scatter_base")
+    reduce_scatter_tensor_coalesced = _passed_on("reduce_scatter_tensor_coalesced")
+    allgather = _passed_on("allgather")
+    allgather_coalesced = _passed_on("allgather_coalesced")
+    all_gather_single = _passed_on("all_gather_single")
+    all_gather_single_coalesced = _passed_on("all_gather_single_coalesced")
+    _allgather_base = _passed_on("_allgather_base")
+    allgather_into_tensor_coalesced = _passed_on("allgather_into_tensor_coalesced")
+    alltoall = _passed_on("alltoall")
+    alltoall_base = _passed_on("alltoall_base")
+    all_to_all_single = _passed_on("all_to_all_single")
+    gather = _passed_on("gather")
+    scatter = _passed_on("scatter")
+    send = _passed_on("send")
+    recv = _passed_on("recv")
+    recv_anysource = _passed_on("recv_anysource")
+    barrier = _passed_on("barrier")
+
+
+def gloo_backend(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Return Gloo between ranks that meet at `store`.  Call on each of them."""
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout)
+    gloo._set_sequence_number_for_group()
+    return gloo
+
+
+def register_watched_backend() -> None:
+    """Let `new_group(backend="weft_gloo")` work in this process.  No collective; twice is as good as once."""
+    if WATCHED_GLOO not in dist.Backend.backend_list:
+        dist.Backend.register_backend(WATCHED_GLOO, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, _: object) -> WatchedGroup:
+    """What torch calls on every rank of a new group."""
+    rank, num_ranks = options.group_rank, options.group_size
+    return WatchedGroup(gloo_backend(options.store, rank, num_ranks, options.timeout), rank=rank, num_ranks=num_ranks)
+
+
+def watch_of(group: dist.ProcessGroup | None) -> Watch | None:
+    """Who watches a group; None also where it cannot be watched."""
+    return group.watch if isinstance(group, WatchedGroup) else None
+
+
+def unseen(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+    """What this thread launches in the group inside is part of a collective that was seen as a whole."""
+    watch = watch_of(group)
+    return nullcontext() if watch is None else watch.cover()

@@ -1,0 +1,97 @@
+"""What the collectives of a step took, by axis of the mesh: how long they ran, and were waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from weft.comm import Seen
+from weft.record._metrics import Metric
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Sums over collectives of one axis that ended, on this rank.
+
+    total − exposed is what overlapped with computation.  Where a collective's end was not observed when it happened,
+    its total runs until somebody asked, so totals are upper bounds; `inexact_count` says of how many.
+    """
+
+    count: int = 0
+    num_bytes: int = 0
+    """Of the tensors, as `Seen.num_bytes`."""
+    total_ns: int = 0
+    """From launch to end."""
+    exposed_ns: int = 0
+    """Inside waits and blocking calls."""
+    inexact_count: int = 0
+
+    def add(self, seen: Seen) -> None:
+        self.count += 1
+        self.num_bytes += seen.num_bytes
+        self.total_ns += seen.total_ns
+        self.exposed_ns += seen.exposed_ns
+        self.inexact_count += not seen.is_done_exact
+
+    def as_metric(self) -> dict[str, Metric]:
+        """As `metrics.jsonl` holds it."""
+        return {
+            "count": self.count,
+            "bytes": self.num_bytes,
+            "total_seconds": self.total_ns / 1e9,
+            "exposed_seconds": self.exposed_ns / 1e9,
+        }
+
+
+class CollectiveLog:
+    """Takes every collective when it is launched (`add`, from any thread), and sums up per step those that ended.
+
+    A collective counts in the step in which the wait for it ended.  One that nobody waits for counts, too, once its end
+    is known; one of which nothing more is heard is given up when `keep` later ones have come, and counted as `lost`.
+    """
+
+    def __init__(self, *, keep: int = 16_384) -> None:
+        """Keep the latest `keep` that ended, and as many that did not."""
+        self._open: deque[Seen] = deque()
+        self._latest: deque[Seen] = deque(maxlen=keep)
+        self._sums: dict[str, Traffic] = {}
+        self._keep = keep
+        self._sweeping = threading.Lock()
+        self.lost = 0
+        """Collectives whose end was never seen."""
+
+    def add(self, seen: Seen) -> None:
+        """A collective was launched."""
+        self._open.append(seen)
+        if len(self._open) > self._keep:
+            with self._sweeping:
+                self._sweep()
+                while len(self._open) > self._keep // 2:
+                    self._open.popleft()
+                    self.lost += 1
+
+    def end_step(self) -> dict[str, Traffic]:
+        """Return what ended since the last call, by axis, in the order of their first collective."""
+        with self._sweeping:
+            self._sweep()
+            sums, self._sums = self._sums, {}
+        return sums
+
+    def latest(self) -> list[Seen]:
+        """Return the kept ones that ended, in the order in which they were launched."""
+        return sorted(self._latest, key=lambda seen: seen.launched_ns)
+
+    def under_way(self) -> list[Seen]:
+        """Return those whose end has not been seen: on a rank that hangs the last of them is what it hangs in."""
+        return list(self._open)
+
+    def _sweep(self) -> None:
+        """Take out what ended; other threads may append at the same time."""
+        for _ in range(len(self._open)):
+            seen = self._open.popleft()
+            if seen.is_over or seen.is_done_exact:
+                self._latest.append(seen)
+                self._sums.setdefault(seen.axis, Traffic()).add(seen)
+            else:
+                self._open.append(seen)

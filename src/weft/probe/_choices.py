@@ -87,10 +87,10 @@ def worlds_of(place: Place) -> list[tuple[int, ...]]:
 
 def measure_tables(place: Place, budget_seconds: float, tell: Callable[[str], None]) -> list[str]:
     """Measure the choices of the job's groups (`worlds_of`), and return the tables of those that this rank is in, as
-    JSON.  Call on all ranks of a job on CPUs, whose default group is of Gloo; groups share the time equally."""
+    JSON.  Call on all ranks of a job on CPUs; groups share the time equally."""
     worlds, tables = worlds_of(place), list[str]()
     for ranks in worlds:
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), backend="gloo")  # messages, not shared memory
         if place.rank not in ranks:
             continue
         assert not isinstance(group, int), "torch gives a number only to ranks that are no members"

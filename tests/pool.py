@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -152,7 +152,8 @@ class RankPool:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="weft-ranks-"))
             self._context.set_forkserver_preload(list(PRELOAD))
-            _start_server()
+            with _tracker_may_have_died():
+                _start_server()
         for rank in range(world):
             worker = self._workers.get(rank)
             if worker is not None and not worker.process.is_alive():
@@ -162,9 +163,7 @@ class RankPool:
                 log = self._folder / f"rank{rank}.log"
                 here, there = self._context.Pipe()
                 process = self._context.Process(target=_serve, args=(there, str(log)), daemon=False, name=f"rank{rank}")
-                with warnings.catch_warnings():
-                    # Python's tracker of semaphores may have been ended by a test that ends all children it finds.
-                    warnings.filterwarnings("ignore", message="resource_tracker: process died unexpectedly")
+                with _tracker_may_have_died():
                     process.start()
                 there.close()
                 self._workers[rank] = _Worker(process, here, log)
@@ -213,6 +212,14 @@ class RankPool:
             error.add_note(note)
             raise error
         raise RankError(f"rank {first} {outcome.summary}\n{note}")
+
+
+@contextlib.contextmanager
+def _tracker_may_have_died() -> Generator[None]:
+    """Python's tracker of semaphores may have been ended by a test that ends all children it finds; it starts again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="resource_tracker: process died unexpectedly")
+        yield
 
 
 def _start_server() -> None:

@@ -34,9 +34,9 @@ def test_without_an_accelerator_the_cpu_is_taken_and_asking_for_one_is_an_error(
         device_for_rank("cuda", 0)
 
 
-def test_the_cpu_is_served_by_gloo() -> None:
+def test_the_cpu_is_served_by_shared_memory() -> None:
     assert device_for_rank("cpu", 0) == CPU
-    assert backend_for(CPU) == "gloo"
+    assert backend_for(CPU) == "cpu:weft"
     assert not ranks_share_device(CPU, 8)
 
 

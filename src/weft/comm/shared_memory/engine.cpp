@@ -63,14 +63,18 @@ Failure Engine::wait(uint64_t ticket, double patience_seconds) {
 }
 
 Failure Engine::wait_holding(std::unique_lock<std::mutex>& lock, uint64_t ticket, Clock::time_point limit) {
+  bool came_late = false;  // other calls had to be carried out first
   while (completed_.load(std::memory_order_relaxed) < ticket) {
     if (is_stopping_) return {Trouble::kClosed, rank, rank};
     if (!is_busy_) {
       Entry& front = queue_.front();
       if (front.ticket == ticket) {  // the patience of other calls is their own waiters' business
-        const double left = std::chrono::duration<double>(limit - Clock::now()).count();
+        // Behind others it has the same grace as where the thread carries them out: else it would fail at once.
+        const auto end = came_late ? limit + kGrace : limit;
+        const double left = std::chrono::duration<double>(end - Clock::now()).count();
         front.call.patience_seconds = std::min(front.call.patience_seconds, std::max(left, 0.0));
       }
+      came_late = true;
       carry_out_front(lock, false);
     } else if (for_waiters_.wait_until(lock, limit + kGrace) == std::cv_status::timeout &&
                Clock::now() >= limit + kGrace && !is_stopping_) {

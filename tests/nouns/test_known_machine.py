@@ -20,7 +20,7 @@ def test_a_machine_is_known_once_it_was_measured(tmp_path: Path) -> None:
     node = detected.nodes[0]
     measured = replace(detected, nodes=(replace(node, devices=replace(node.devices, measured_flops={"fp32": 1e10})),))
     path = keep_machine(measured, folder)
-    assert path.name == f"{detected.digest}.toml"
+    assert path.name == f"{detected.digest}-shared-memory.toml"
     assert [*folder.iterdir()] == [path]
     after = known_machine(folder)
     assert after.cluster == measured

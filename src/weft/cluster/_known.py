@@ -54,5 +54,9 @@ def keep_machine(measured: Cluster, folder: Path | None = None) -> Path:
     return path
 
 
+_MEASURED = "shared-memory"
+"""What collectives were measured over: a file of another name has times that hold no longer, and is not used."""
+
+
 def _path(machine: Cluster, folder: Path | None) -> Path:
-    return (folder or Path.home() / ".cache" / "weft" / "machines") / f"{machine.digest}.toml"
+    return (folder or Path.home() / ".cache" / "weft" / "machines") / f"{machine.digest}-{_MEASURED}.toml"

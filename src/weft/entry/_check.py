@@ -140,9 +140,8 @@ def _without_compression(plan: Plan) -> tuple[Plan, list[str]]:
     data = plan.data_parallel
     if data.compression == "none":
         return plan, []
-    plain = replace(data, compression="none", powersgd_rank=4, topk_share=0.01, randomk_share=0.1)
     line = f"          compared without compression: {data.compression} changes gradients, which the recipe permits"
-    return replace(plan, data_parallel=plain), [line]
+    return replace(plan, data_parallel=data.uncompressed()), [line]
 
 
 def _facts(recipe: Recipe) -> ModelFacts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.plan._compression import FEEDBACK, FEEDBACK_BYTES
+from weft.plan._compression import kept_bytes
 from weft.plan._facts import ModelFacts
 from weft.plan._plan import Plan
 from weft.plan._schedules import peak_activations, schedule_orders
@@ -65,7 +65,7 @@ def _state_bytes(plan: Plan, optimizer: OptimizerRecipe) -> float:
     gradients = float(element if plan.data_parallel.reduce_precision == "compute" else master)
     kept = float(_MOMENTS[optimizer.name] * master + (master if master > element else 0))
     kept += master if optimizer.average_decay is not None else 0
-    owed = FEEDBACK_BYTES if plan.data_parallel.compression in FEEDBACK else 0.0
+    owed = kept_bytes(plan.data_parallel.compression)
     if zero == 3:
         return (weights + gradients + kept + owed) / plan.mesh.shard
     ranks = plan.mesh.data

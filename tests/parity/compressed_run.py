@@ -179,7 +179,7 @@ class OneProcess:
                             parameter.grad = None
                     total, number = self._loss(batch)
                     (total * scale).backward()
-                    loss, count = loss + float(total), count + float(number)
+                    loss, count = loss + float(total.detach()), count + float(number)
                 mine.append({name: _gradient(parameter) for name, parameter in self._trained.items()})
         return rounds, loss, count
 

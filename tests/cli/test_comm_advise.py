@@ -27,6 +27,7 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert ratios["int8"] == pytest.approx(3.94, rel=1e-2)
     assert ratios["randomk 10 %"] == pytest.approx(10, rel=1e-2)
     assert ratios["signsgd"] == pytest.approx(28.4, rel=1e-2)
+    assert ratios["onebit"] == ratios["signsgd"]
     for name, row in found.items():
         if name != "none":
             assert row["codec_seconds"] > 0
@@ -48,7 +49,7 @@ def test_a_fast_link_needs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "none of them pays here." in told
     assert "Nothing is chosen" in told
-    assert told.count("does not pay") == 6
+    assert told.count("does not pay") == 7
     assert "gathering of the weights" in told
 
 

@@ -24,8 +24,9 @@ CODECS = {
     "topk": Compression(codec="topk", topk_share=0.05),
     "randomk": Compression(codec="randomk", randomk_share=0.25),
     "signsgd": Compression(codec="signsgd"),
+    "onebit": Compression(codec="onebit"),
 }
-BIASED = ("powersgd", "topk", "randomk", "signsgd")
+BIASED = ("powersgd", "topk", "onebit", "randomk", "signsgd")
 
 
 def frame_of(*shapes: tuple[int, ...], gap: int = 0) -> Frame:
@@ -66,7 +67,7 @@ def test_what_is_lost_is_a_part_of_the_gradient(
     CompressedReduction(CODECS[name], frame, flat, ALONE).start(decoded)()
     # bf16 and int8 round once on the way out; half a unit of bf16 is at most 2⁻⁸ of a value.  What random-k draws may
     # be nothing but zeros.
-    kept = {"bf16": 1 - 2.0**-16, "int8": 1 - 0.004, "topk": 0.05, "signsgd": 1 / 256}.get(name, 0.0)
+    kept = {"bf16": 1 - 2.0**-16, "int8": 1 - 0.004, "topk": 0.05, "signsgd": 1 / 256, "onebit": 1 / 256}.get(name, 0.0)
     assert squares(decoded - flat) <= (1 - kept) * squares(flat) * (1 + 1e-5) + 1e-60
 
 
@@ -128,7 +129,7 @@ def test_parameters_that_nobody_used_are_owed_what_they_were(name: str) -> None:
     before = step(1, frozenset())
     after = step(2, frozenset({"p0"}))
     assert {key for key in before if torch.equal(before[key], after[key])} == {key for key in before if "p0" in key}
-    assert len(before) == (4 if name in ("powersgd", "randomk") else 2)
+    assert len(before) == 2 * {"powersgd": 2, "randomk": 2, "onebit": 3}.get(name, 1)
 
 
 @pytest.mark.parametrize("name", BIASED)
@@ -301,6 +302,32 @@ def test_padding_beside_signs_stays_zero() -> None:
     assert [(gap.start, gap.stop) for gap in frame.gaps()] == [(1200, 1300), (2900, 3000)]
 
 
+# ── 1-bit Adam ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_momenta_travel_by_signs_after_the_warm_up() -> None:
+    """Gradients are exact for three steps; then Σ βᵗ⁻ˢ gₛ of what comes out has one magnitude in each block of 256."""
+    frame = frame_of((40, 64))
+    compression = Compression(codec="onebit", onebit_warmup_steps=3, onebit_decay=0.8)
+    reduction = CompressedReduction(compression, frame, torch.zeros(2560, dtype=torch.float64), ALONE)
+    found, wanted = torch.zeros(2560, dtype=torch.float64), torch.zeros(2560, dtype=torch.float64)
+    sizes = list[int]()
+    for step in range(6):
+        flat = torch.randn(2560, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        wanted = 0.8 * wanted + flat
+        sizes.append(reduction.wire_bytes().sent + reduction.wire_bytes().reduced)
+        decoded = flat.clone()
+        reduction.begin_step()
+        reduction.start(decoded)()
+        reduction.keep()
+        found = 0.8 * found + decoded
+        assert torch.equal(decoded, flat) == (step < 3)
+    for block in found.view(-1, 256).abs():
+        torch.testing.assert_close(block, block[:1].expand(256), rtol=1e-6, atol=0.0)
+    assert torch.cosine_similarity(found, wanted, dim=0) > 0.4
+    assert sizes == [8 * 2560] * 3 + [0] * 3, "alone nobody is sent signs"
+
+
 def test_which_parameters_are_compressed() -> None:
     assert CODECS["powersgd"].takes((64, 64))
     assert CODECS["powersgd"].takes((64, 3, 3, 3))
@@ -311,6 +338,6 @@ def test_which_parameters_are_compressed() -> None:
     assert CODECS["int8"].takes((1024,))
     assert not CODECS["int8"].takes((1023,)), "a norm beside a large gradient would be rounded to zero"
     assert CODECS["bf16"].takes((1,))
-    for name in ("randomk", "signsgd"):
+    for name in ("onebit", "randomk", "signsgd"):
         assert CODECS[name].takes((1024,))
         assert not CODECS[name].takes((1023,))

@@ -10,6 +10,8 @@ import argparse
 import ast
 import inspect
 import typing
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from weft.comm import Mesh
 from weft.comm.compress import Compression
+from weft.engine.optimizers import SGD, AdamW, GroupSettings, OptimizerGroup, ShardOptimizer
 from weft.parallel import ParameterLayout
 from weft.parallel.buckets import Member
 from weft.parallel.data import BucketStore
@@ -27,7 +30,9 @@ CONTEXT, WIDTH, BATCH = 10, 128, 48
 """Characters seen, units of a layer, samples per step and rank."""
 CHARACTERS = 96
 """Printable ASCII; everything else is one more."""
-LEARNING_RATE, MOMENTUM = 0.1, 0.9
+Rule = Literal["sgd", "adamw"]
+LEARNING_RATES: Mapping[Rule, float] = {"sgd": 0.1, "adamw": 2e-3}
+MOMENTUM = 0.9
 _VALIDATED = 4096
 
 
@@ -54,7 +59,7 @@ def _samples(data: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     return data[places[:, None] + torch.arange(CONTEXT)], data[places + CONTEXT]
 
 
-def final_loss(compression: Compression | None, seed: int, steps: int, data: Tensor) -> float:
+def final_loss(compression: Compression | None, seed: int, steps: int, data: Tensor, rule: Rule = "sgd") -> float:
     """Train on this world's ranks and return the validation loss.  `seed` decides weights and order of the data, so
     runs with and without compression are pairs."""
     mesh = Mesh(MeshPlan(replicate=dist.get_world_size()), torch.device("cpu"))
@@ -68,7 +73,7 @@ def final_loss(compression: Compression | None, seed: int, steps: int, data: Ten
         members, mesh, zero=0, compute_dtype=torch.float32, gradient_dtype=torch.float32,
         bucket_bytes=2_000_000, first_bucket_bytes=2_000_000, compression=compression,
     )  # fmt: skip
-    velocities = [torch.zeros_like(shard.master) for shard in store.shards]
+    optimizer = _optimizer(rule, store, compression)
     order = torch.Generator().manual_seed(1000 * seed + mesh.rank)
     cut = len(data) * 9 // 10
     for step in range(steps):
@@ -78,11 +83,7 @@ def final_loss(compression: Compression | None, seed: int, steps: int, data: Ten
         (F.cross_entropy(model(tokens), labels) / mesh.size("data")).backward()
         store.on_last_backward(0)
         store.finish()
-        rate = LEARNING_RATE * min(1.0, 2 * (steps - step) / steps)
-        for shard, velocity in zip(store.shards, velocities, strict=True):
-            assert shard.gradient is not None
-            velocity.mul_(MOMENTUM).add_(shard.gradient)
-            shard.master.sub_(velocity, alpha=rate)
+        optimizer.step(LEARNING_RATES[rule] * min(1.0, 2 * (steps - step) / steps))
         store.on_applied(())
         store.publish()
     store.close()
@@ -90,3 +91,12 @@ def final_loss(compression: Compression | None, seed: int, steps: int, data: Ten
     with torch.no_grad():
         tokens, labels = _samples(data, places)
         return float(F.cross_entropy(model(tokens), labels))
+
+
+def _optimizer(rule: Rule, store: BucketStore, compression: Compression | None) -> ShardOptimizer:
+    groups = [OptimizerGroup(settings=GroupSettings(learning_rate_scale=1.0, weight_decay=0.0), names=())]
+    if rule == "sgd":
+        return SGD(store.shards, groups, momentum=MOMENTUM)
+    is_frozen = compression is not None and compression.codec == "onebit"
+    frozen_after = compression.onebit_warmup_steps if is_frozen else None
+    return AdamW(store.shards, groups, betas=(MOMENTUM, 0.99), frozen_after=frozen_after)

@@ -27,7 +27,7 @@ from weft.plan import (
     parse_plan,
     runnability,
 )
-from weft.recipe import ConvNetShape, MlpShape, PermitRecipe
+from weft.recipe import ConvNetShape, MlpShape, OptimizerRecipe, PermitRecipe
 
 
 def plan_of(mesh: dict[str, Any], size: int = 1, per_step: int | tuple[int, ...] = 1, **more: Any) -> Plan:
@@ -314,11 +314,32 @@ def test_compressions_that_cannot_be_joined_say_why() -> None:
     (told,) = reasons({"replicate": 2}, "bf16", compression="int8", reduce_precision="compute")
     assert 'cannot join data_parallel.reduce_precision = "compute"' in told
     assert reasons({"replicate": 2, "shard": 2}, zero=3, compression="signsgd") == []
-    for codec in ("topk", "powersgd", "randomk", "signsgd"):
+    (told,) = reasons({"replicate": 2}, zero=2, compression="onebit")
+    assert "1-bit Adam sends momenta, which go on once per step. Use zero = 0 or 1." in told
+    assert reasons({"replicate": 2, "pipeline": 2}, zero=2, compression="onebit") == []
+    for codec in ("topk", "powersgd", "onebit", "randomk", "signsgd"):
         (told,) = reasons({"replicate": 2}, "fp16", compression=codec)
         assert "in units of the loss scale" in told
     (told,) = reasons({"replicate": 2}, compression="fp8")
     assert "can be predicted but not run yet: the engine has not got this compression" in told
+
+
+def test_1_bit_adam_needs_an_adamw_that_is_not_clipped_and_a_warm_up() -> None:
+    def told(optimizer: OptimizerRecipe, **data: Any) -> str:
+        recipe = dataclasses.replace(recipe_of(permit=PermitRecipe(compression=("onebit",))), optimizer=optimizer)
+        plan = plan_of({"replicate": 2}, size=32, data_parallel=DataParallelPlan(compression="onebit", **data))
+        try:
+            check_plan(plan, recipe, facts_of(recipe), 2)
+        except PlanError as error:
+            return str(error)
+        return ""
+
+    free, sgd = OptimizerRecipe(max_grad_norm=None), OptimizerRecipe(max_grad_norm=None, name="sgd")
+    assert told(free, onebit_warmup_steps=2) == ""
+    assert "onebit_warmup_steps = 10 is as long as the run of 10 steps" in told(free, onebit_warmup_steps=10)
+    assert "Use 2." in told(free, onebit_warmup_steps=10)
+    assert 'is a way to run AdamW, and optimizer.name = "sgd"' in told(sgd, onebit_warmup_steps=2)
+    assert 'in TOML, max_grad_norm = "none"' in told(OptimizerRecipe(), onebit_warmup_steps=2)
 
 
 def test_plans_that_are_only_predictable_say_so() -> None:

@@ -105,6 +105,33 @@ def test_adamw_equals_torch_wherever_it_is_cut(points: list[int], gap: int, deca
 
 
 @settings(max_examples=25, deadline=None)
+@given(points=cut_points, gap=st.sampled_from([0, 3]))
+def test_a_frozen_variance_keeps_the_scale_of_every_element(points: list[int], gap: int) -> None:
+    """1-bit Adam (Tang et al. 2021, algorithm 1) after two steps of AdamW, wherever shards are cut; an element without
+    a gradient until then has no scale, and only decays."""
+    rate, decay, epsilon, betas = 0.02, 0.1, 1e-8, (0.9, 0.95)
+    weights, gradients = draw(0), [draw(100 + step) for step in range(5)]
+    for early in gradients[:2]:
+        early["norm.weight"][3] = 0
+    shards = shards_cut_at(points, gap, weights)
+    optimizer = AdamW(shards, whole_groups(decay), betas=betas, epsilon=epsilon, frozen_after=2)
+    for gradient in gradients:
+        set_gradients(shards, gradient)
+        optimizer.step(rate)
+    for name, weight in weights.items():
+        mean, variance = torch.zeros_like(weight), torch.zeros_like(weight)
+        for step, gradient in enumerate(gradients, 1):
+            mean = betas[0] * mean + (1 - betas[0]) * gradient[name]
+            if step <= 2:
+                variance = betas[1] * variance + (1 - betas[1]) * gradient[name] ** 2
+            size = (variance / (1 - betas[1] ** min(step, 2))).sqrt() + epsilon
+            move = torch.where(variance > 0, mean / (1 - betas[0] ** step) / size, 0)
+            weight = weight * (1 - rate * decay) - rate * move
+        weights[name] = weight
+    assert relative_difference(gather(shards), weights) < 1e-12
+
+
+@settings(max_examples=25, deadline=None)
 @given(
     points=cut_points, momentum=st.sampled_from([0.0, 0.9]), nesterov=st.booleans(), decay=st.sampled_from([0.0, 0.1])
 )

@@ -28,6 +28,7 @@ class Memory:
     owed: list[Tensor]
     """Of each rank."""
     bases: Mapping[str, Tensor]
+    momentum: Tensor
     rounds: int = 0
     """Reductions so far."""
 
@@ -52,7 +53,7 @@ def no_memory(frame: Frame, compression: Compression, world: int) -> Memory:
     like = torch.zeros(frame.num_elements, dtype=torch.float64)
     first = compression.create(frame, like).kept(frame)
     bases = {kept.name: kept.tensor.clone() for kept in first if kept.kind.startswith("basis")}
-    return Memory([like.clone() for _ in range(world)], bases)
+    return Memory([like.clone() for _ in range(world)], bases, like.clone())
 
 
 def summed(shares: Sequence[Tensor]) -> Tensor:
@@ -167,11 +168,25 @@ def by_low_rank(shares: list[Tensor], frame: Frame, compression: Compression, me
     return total, replace(memory, owed=owed, bases=bases)
 
 
+def by_momentum(shares: list[Tensor], frame: Frame, compression: Compression, memory: Memory) -> tuple[Tensor, Memory]:
+    """Exact sums at first, then the signs of each rank's momentum; what comes out is the step between two momenta."""
+    decay, world = compression.onebit_decay, len(shares)
+    momentum, rounds = memory.momentum, memory.rounds + 1
+    if rounds <= compression.onebit_warmup_steps:
+        total = summed(shares)
+        return total, replace(memory, momentum=decay * momentum + total, rounds=rounds)
+    vote = in_two_phases(to_signs, BLOCK)
+    mine = [share + decay / world * momentum for share in shares]
+    total, after = vote(mine, replace(frame, regions=None), compression, memory)
+    return total - decay * momentum, replace(after, momentum=total, rounds=rounds)
+
+
 ROWS: Mapping[str, Row] = {
     "bf16": Row(in_two_phases(to_bf16, 2), has_feedback=False),
     "int8": Row(in_two_phases(to_int8, BLOCK), has_feedback=False),
     "powersgd": Row(by_low_rank, has_feedback=True, is_linear=True, settings={"powersgd_rank": 2}),
     "topk": Row(by_top_k, has_feedback=True, settings={"topk_share": 0.05}),
+    "onebit": Row(by_momentum, has_feedback=True, settings={"onebit_warmup_steps": 2}),
     "randomk": Row(by_random_k, has_feedback=True, is_linear=True, settings={"randomk_share": 0.25}),
     "signsgd": Row(in_two_phases(to_signs, BLOCK), has_feedback=True),
 }

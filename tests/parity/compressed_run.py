@@ -26,10 +26,11 @@ STEPS = 5
 Gradients = Mapping[str, Tensor]
 
 
-def recipe() -> Recipe:
-    """A tied decoder whose matrices are multiples of nothing, in fp64; clipped."""
+def recipe(plan: Plan) -> Recipe:
+    """A tied decoder whose matrices are multiples of nothing, in fp64; clipped, where that can be."""
     model = cells.decoder(num_layers=2, hidden_size=36, num_heads=3, num_kv_heads=3, ffn_size=53, vocabulary_size=61)
-    made = cells.recipe_of(model, "fp64")
+    settings = {"max_grad_norm": None} if plan.data_parallel.compression == "onebit" else {}
+    made = cells.recipe_of(model, "fp64", **settings)
     return replace(made, permit=replace(made.permit, compression=tuple(ROWS)))
 
 
@@ -52,7 +53,7 @@ def run_ranks(plans: Mapping[str, Plan]) -> dict[str, tuple[Trial, list[Frame]]]
             for store in training.model.stores.stores:
                 frames += [live.reduction._frame for live in store._live if live.reduction is not None]
 
-        trial = run_trial(recipe(), plan, partial(build_model, recipe()), steps=STEPS, mesh=mesh, inspect=note)
+        trial = run_trial(recipe(plan), plan, partial(build_model, recipe(plan)), steps=STEPS, mesh=mesh, inspect=note)
         found[name] = trial, frames
     return found
 
@@ -77,7 +78,7 @@ class OneProcess:
     def __init__(
         self, plan: Plan, frames: Sequence[Frame], initial: Mapping[str, Tensor], row: Row, mistake: Mistake
     ) -> None:
-        self._recipe, self._plan, self._mistake, self._row = recipe(), plan, mistake, row
+        self._recipe, self._plan, self._mistake, self._row = recipe(plan), plan, mistake, row
         self._world, data = plan.mesh.data, plan.data_parallel
         self._compression = Compression(
             codec=data.compression,  # type: ignore[arg-type]
@@ -85,6 +86,8 @@ class OneProcess:
             topk_share=data.topk_share,
             randomk_share=data.randomk_share,
             seed=self._recipe.run.seed,
+            onebit_warmup_steps=data.onebit_warmup_steps,
+            onebit_decay=self._recipe.optimizer.betas[0],
         )
         self._frames = list(frames)
         self._memories = [no_memory(frame, self._compression, self._world) for frame in frames]
@@ -133,10 +136,27 @@ class OneProcess:
             parameter.grad = sums[name] * (nominal / count)
         limit = self._recipe.optimizer.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), limit)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._recipe, step)
-        self._optimizer.step()
+        self._update(learning_rate(self._recipe, step), step)
         return loss / count, float(norm)
+
+    def _update(self, learning_rate: float, step: int) -> None:
+        """AdamW, or 1-bit Adam's rule once its variance is frozen."""
+        frozen_after = self._plan.data_parallel.onebit_warmup_steps
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self._compression.codec != "onebit" or step < frozen_after:
+            self._optimizer.step()
+            return
+        first, second = self._recipe.optimizer.betas
+        with torch.no_grad():
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = self._optimizer.state[parameter]
+                    state["exp_avg"].lerp_(parameter.grad, 1 - first)
+                    size = (state["exp_avg_sq"] / (1 - second**frozen_after)).sqrt() + group["eps"]
+                    move = state["exp_avg"] / (1 - first ** (step + 1)) / size
+                    parameter.mul_(1 - learning_rate * group["weight_decay"])
+                    parameter.sub_(learning_rate * torch.where(state["exp_avg_sq"] > 0, move, 0))
 
     def _loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         inputs = {keyword: batch[name] for keyword, name in self._blueprint.inputs.items()}

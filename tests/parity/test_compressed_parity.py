@@ -31,6 +31,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "2 ranks, zero 2": {"shard": 2, "zero": 2, "micro": 3},
 }
 CELLS = [(case, codec) for case in CASES for codec in ROWS if not runnability(compressed(codec, **CASES[case]))]
+"""1-bit Adam does not go with ZeRO-2."""
 MISTAKES: Mapping[str, Mistake] = {
     "nothing is compressed": Mistake(exact=True),
     "nothing is owed": Mistake(forgets=True),
@@ -51,7 +52,7 @@ class Runs:
         if case not in self._found:
             plans = {name: compressed(name, **CASES[case]) for each, name in CELLS if each == case}
             for plan in plans.values():
-                recipe = recipe_of()
+                recipe = recipe_of(plan)
                 check_plan(plan, recipe, facts_of(recipe), plan.mesh.world_size)
             self._found[case] = self.ranks.run(plans[codec].mesh.world_size, run_ranks, plans, timeout=240.0)
         mine = [rank[codec] for rank in self._found[case]]

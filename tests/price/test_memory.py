@@ -86,7 +86,8 @@ def test_what_compression_owes_is_held_whole(zero: int, parts: int) -> None:
     assert rounded == plain
     for name in FEEDBACK:
         held = memory_of(SMALL, replace(layout, compression=name))[0].kinds.gradients
-        assert held == pytest.approx(owing), name
+        extra = 4 * SMALL.num_parameters / parts if name == "onebit" else 0  # the momentum that travels
+        assert held == pytest.approx(owing + extra), name
 
 
 def test_experts_are_shared_out_before_zero() -> None:

@@ -104,6 +104,7 @@ def advise(
             Compression(codec="int8"),
             Compression(codec="powersgd", powersgd_rank=powersgd_rank),
             Compression(codec="topk", topk_share=topk_share),
+            Compression(codec="onebit"),
             Compression(codec="randomk", randomk_share=randomk_share),
             Compression(codec="signsgd"),
         ):

@@ -165,9 +165,12 @@ def create_training(recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh
         seed=recipe.run.seed,
         group_parameters=group,
         cuts=optimizer_class(recipe.optimizer).cuts,
+        momentum_decay=recipe.optimizer.betas[0] if recipe.optimizer.name == "adamw" else None,
     )
     shards = model.stores.shards
-    optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups)
+    data = plan.data_parallel
+    frozen_after = data.onebit_warmup_steps if data.compression == "onebit" else None
+    optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups, frozen_after)
     decay = recipe.optimizer.average_decay
     average = WeightAverage(shards, decay) if decay is not None else None
     local = plan.data_parallel if plan.data_parallel.local_steps else None

@@ -151,7 +151,7 @@ def _without_permitted_changes(plan: Plan) -> tuple[Plan, list[str]]:
         lines.append(
             f"          compared without compression: {data.compression} changes gradients, which the recipe permits"
         )
-        data = replace(data, compression="none", powersgd_rank=4, topk_share=0.01, randomk_share=0.1)
+        data = data.uncompressed()
     if data.local_steps:
         lines.append(
             "          compared without local steps: replicas that step by themselves learn something else, which the"

@@ -9,6 +9,7 @@ import torch
 
 from weft.comm import GroupView, Mesh
 from weft.comm.compress import CompressedReduction, Compression, Frame, Kept, Span
+from weft.errors import PlanError
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Piece
 from weft.parallel.buckets import Bucket, Member
@@ -17,10 +18,13 @@ from weft.plan import UNPROVEN, Plan
 logger = logging.getLogger(__name__)
 
 
-def compression_of(plan: Plan, seed: int, mesh: Mesh) -> Compression | None:
+def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | None) -> Compression | None:
     """Return what the plan says of compression, whose names `runnability` has checked; random draws follow `seed`.
 
     Of one that promises nothing about convergence the first rank warns, once per training.  Call on every rank.
+
+    Raises:
+        PlanError: 1-bit Adam with an optimizer that is not Weft's AdamW.
     """
     data = plan.data_parallel
     if data.compression == "none":
@@ -32,14 +36,21 @@ def compression_of(plan: Plan, seed: int, mesh: Mesh) -> Compression | None:
             ' a short run with compression = "none" first, or use "int8", which sends every gradient.',
             data.compression,
         )
+    if data.compression == "onebit" and momentum_decay is None:
+        raise PlanError(
+            'plan.data_parallel.compression = "onebit" freezes the variance of AdamW, which your own optimizer does'
+            ' not allow. Use "int8", or train a recipe with optimizer.name = "adamw".'
+        )
     match data.compression:
-        case "bf16" | "int8" | "powersgd" | "topk" | "randomk" | "signsgd" as codec:
+        case "bf16" | "int8" | "powersgd" | "topk" | "onebit" | "randomk" | "signsgd" as codec:
             return Compression(
                 codec=codec,
                 powersgd_rank=data.powersgd_rank,
                 topk_share=data.topk_share,
                 randomk_share=data.randomk_share,
                 seed=seed,
+                onebit_warmup_steps=data.onebit_warmup_steps,
+                onebit_decay=0.0 if momentum_decay is None else momentum_decay,
             )
         case other:
             raise AssertionError(f"{other} cannot be run")

@@ -69,10 +69,15 @@ def parallelize(
     seed: int,
     group_parameters: GroupParameters,
     cuts: Literal["anywhere", "parameter"] = "anywhere",
+    momentum_decay: float | None = None,
 ) -> ParallelModel:
     """Build this rank's share of the model.  Call on every rank with equal arguments; the plan must have been checked.
 
-    `cuts` says where the optimizer lets data parallelism cut its shards.
+    `cuts` says where the optimizer lets data parallelism cut its shards.  `momentum_decay` is the optimizer's, where
+    it is an AdamW that can freeze its variance, which 1-bit Adam needs.
+
+    Raises:
+        PlanError: techniques that do not fit this model or optimizer.
     """
     dtypes = Dtypes.of(plan)
     # Under local steps gradients meet inside a replica only, and so does all that is made for them.
@@ -90,7 +95,7 @@ def parallelize(
     for part in parts:
         apply_recompute(part.module, blueprint, plan, context)
         apply_compile(part.module, blueprint, plan)
-    compression = compression_of(plan, seed, summing)
+    compression = compression_of(plan, seed, summing, momentum_decay)
     stores = _create_stores(blueprint, plan, summing, dtypes, parts, group_parameters, cuts, compression)
     return ParallelModel(
         blueprint=blueprint,

@@ -5,8 +5,8 @@ from weft.plan._check import check_plan as check_plan
 from weft.plan._check import check_runnable as check_runnable
 from weft.plan._check import mesh_sizes as mesh_sizes
 from weft.plan._compression import FEEDBACK as FEEDBACK
-from weft.plan._compression import FEEDBACK_BYTES as FEEDBACK_BYTES
 from weft.plan._compression import UNPROVEN as UNPROVEN
+from weft.plan._compression import kept_bytes as kept_bytes
 from weft.plan._cuts import balanced_cuts as balanced_cuts
 from weft.plan._describe import describe_plan as describe_plan
 from weft.plan._facts import ModelFacts as ModelFacts

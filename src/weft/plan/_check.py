@@ -285,6 +285,23 @@ def _check_local_steps(case: _Case) -> None:
         raise case.refuse(path, f'{problem}\nUse 0, or a model with another norm (norm = "group" in a convnet).')
 
 
+def _check_onebit(case: _Case) -> None:
+    data, optimizer, steps = case.plan.data_parallel, case.recipe.optimizer, case.recipe.run.steps
+    if data.compression != "onebit":
+        return
+    path = ("data_parallel", "compression")
+    if optimizer.name != "adamw":
+        problem = f'is a way to run AdamW, and optimizer.name = "{optimizer.name}".\nUse "int8", or AdamW.'
+        raise case.refuse(path, problem)
+    if optimizer.max_grad_norm is not None:
+        problem = "sends momenta, whose differences have norms of their own: nothing can be clipped by them."
+        fix = 'Take max_grad_norm out of the recipe (in TOML, max_grad_norm = "none"), or use "int8".'
+        raise case.refuse(path, f"{problem}\n{fix}")
+    if data.onebit_warmup_steps >= steps:
+        problem = f"is as long as the run of {steps} steps: nothing would be compressed.\nUse {max(1, steps // 5)}."
+        raise case.refuse(("data_parallel", "onebit_warmup_steps"), problem)
+
+
 def _check_recompute(case: _Case) -> None:
     recompute, blocks = case.plan.memory.recompute, case.facts.num_blocks
     if isinstance(recompute, tuple) and blocks is not None and len(recompute) != blocks:
@@ -305,5 +322,6 @@ _CHECKS: tuple[Callable[[_Case], None], ...] = (
     _check_sharding,
     _check_numerics,
     _check_local_steps,
+    _check_onebit,
     _check_recompute,
 )

@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weft.plan._plan import Plan
 
-RUNNABLE_COMPRESSIONS = ("bf16", "int8", "powersgd", "topk", "randomk", "signsgd")
+RUNNABLE_COMPRESSIONS = ("bf16", "int8", "powersgd", "topk", "onebit", "randomk", "signsgd")
 """The others can only be predicted."""
 
-FEEDBACK = ("powersgd", "topk", "randomk", "signsgd")
+FEEDBACK = ("powersgd", "topk", "onebit", "randomk", "signsgd")
 """Those that leave out a part of the gradient and owe it to later steps."""
 FEEDBACK_BYTES = 8.0
 """Per parameter and data rank: what is owed, and what will be if the step is not skipped, whole and in fp32."""
+_MOMENTUM_BYTES = 4.0
+"""Besides, of 1-bit Adam."""
+
 UNPROVEN = ("randomk", "signsgd")
 """Those of which nobody can say that a training ends where it would have: whoever runs one is told so."""
+
+
+def kept_bytes(compression: str) -> float:
+    """Return the bytes per parameter that a compression keeps whole on every data rank, in fp32."""
+    return FEEDBACK_BYTES * (compression in FEEDBACK) + _MOMENTUM_BYTES * (compression == "onebit")
 
 
 def compression_conflicts(plan: Plan) -> Iterator[str]:
@@ -35,6 +43,11 @@ def compression_conflicts(plan: Plan) -> Iterator[str]:
         yield (
             f'{named} cannot join data_parallel.reduce_precision = "compute": gradients are kept in {precision} then,'
             ' and would be rounded twice. Use "none", or reduce_precision = "fp32".'
+        )
+    if data.compression == "onebit" and data.zero == 2 and mesh.pipeline == 1:
+        yield (
+            f"{named} cannot join data_parallel.zero = 2, which reduces in every microbatch: 1-bit Adam sends momenta,"
+            " which go on once per step. Use zero = 0 or 1."
         )
     if precision == "fp16" and data.compression in FEEDBACK:
         yield (

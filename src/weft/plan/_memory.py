@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.plan._compression import FEEDBACK, FEEDBACK_BYTES
+from weft.plan._compression import kept_bytes
 from weft.plan._facts import ModelFacts
 from weft.plan._local import outer_copies
 from weft.plan._plan import Plan
@@ -67,7 +67,7 @@ def _state_bytes(plan: Plan, optimizer: OptimizerRecipe) -> float:
     kept = float(_MOMENTS[optimizer.name] * master + (master if master > element else 0))
     kept += master if optimizer.average_decay is not None else 0
     kept += outer_copies(plan.data_parallel) * master
-    owed = FEEDBACK_BYTES if plan.data_parallel.compression in FEEDBACK else 0.0
+    owed = kept_bytes(plan.data_parallel.compression)
     if zero == 3:
         return (weights + gradients + kept + owed) / plan.mesh.shard
     ranks = plan.mesh.shard if plan.data_parallel.local_steps else plan.mesh.data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weft.cluster import Collective
@@ -26,6 +26,7 @@ _SETTINGS_OF_CODECS = (
     ("powersgd", "powersgd_rank", 4),
     ("topk", "topk_share", 0.01),
     ("randomk", "randomk_share", 0.1),
+    ("onebit", "onebit_warmup_steps", 100),
 )
 """Codec, its setting, and the setting's default, which says that it was not given."""
 
@@ -91,6 +92,8 @@ class DataParallelPlan:
     """Share of the gradients that top-k sends."""
     randomk_share: float = 0.1
     """Share of every parameter's gradients that random-k sends."""
+    onebit_warmup_steps: int = 100
+    """Steps of plain AdamW with exact gradients before 1-bit Adam freezes the variance."""
     reduce_precision: Literal["fp32", "compute"] = "fp32"
     """Precision in which gradients are kept and summed when compute is bf16 or fp16."""
     local_steps: int = 0
@@ -115,7 +118,7 @@ class DataParallelPlan:
         if self.compression != "none" and self.compression not in COMPRESSIONS:
             hint = did_you_mean(self.compression, COMPRESSIONS) or f" Known are none, {', '.join(COMPRESSIONS)}."
             raise _RULES.refuse(self, "compression", f"is not a compression.{hint}")
-        _RULES.at_least(self, 1, "powersgd_rank")
+        _RULES.at_least(self, 1, "powersgd_rank", "onebit_warmup_steps")
         _RULES.above_zero(self, "topk_share", "randomk_share")
         _RULES.between(self, 0, 1, "topk_share", "randomk_share", below=False)
         for codec, name, default in _SETTINGS_OF_CODECS:
@@ -130,6 +133,10 @@ class DataParallelPlan:
         for name, default in (("outer_learning_rate", OUTER_LEARNING_RATE), ("outer_momentum", OUTER_MOMENTUM)):
             if not self.local_steps and getattr(self, name) != default:
                 raise _RULES.refuse(self, name, "has no effect with local_steps = 0. Remove it, or give local_steps.")
+
+    def uncompressed(self) -> DataParallelPlan:
+        """Return the same with gradients as they are."""
+        return replace(self, compression="none", **{name: default for _, name, default in _SETTINGS_OF_CODECS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

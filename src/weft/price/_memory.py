@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from weft.plan import FEEDBACK, FEEDBACK_BYTES, Recompute, stage_ranks
+from weft.plan import Recompute, kept_bytes, stage_ranks
 from weft.price._block_memory import BlockMemories, BlockMemory, MemoryKey, activation_bytes, memory_key
 from weft.price._in_flight import in_flight
 from weft.price._layout import Layout
@@ -59,7 +59,7 @@ def states_of(layout: Layout, *, experts: bool = False, whole_gradients: bool = 
         shards = max(1, shards * layout.tensor // layout.expert)
     optimizer = 0.0 if layout.offload == "optimizer" else float(layout.master_bytes)
     optimizer += layout.outer_bytes
-    owed = FEEDBACK_BYTES if layout.compression in FEEDBACK else 0.0
+    owed = kept_bytes(layout.compression)
     return States(
         element / (shards if layout.zero == 3 else 1),
         layout.gradient_bytes / (shards if layout.zero >= 2 and not whole_gradients else 1)

@@ -20,7 +20,7 @@ _WIRE_SHARES: Mapping[str, float] = {
     "fp8": 0.25,
     "int8": 0.25,
     "int4": 0.125,
-    "onebit": 1 / 32,
+    "onebit": 1 / 28,
     "topk": 0.02,
     "powersgd": 0.02,
     "randomk": 0.1,
@@ -28,7 +28,7 @@ _WIRE_SHARES: Mapping[str, float] = {
 }
 """Bytes on the wire over those of an all-reduce in fp32, at usual settings: PowerSGD of a low rank; top-k of 1 % with
 its indices between two ranks; random-k of 10 %."""
-_WHOLE = ("topk", "powersgd", "randomk")
+_WHOLE = ("topk", "powersgd", "onebit", "randomk")
 """Those that every rank gets whole, under ZeRO too, where the others need half of what an all-reduce moves."""
 _COMPRESSION_PASSES = 3.0
 """Times that compressed gradients are read or written besides."""

@@ -20,6 +20,7 @@ from weft.comm.compress.advice import uncompressed as uncompressed
 from weft.comm.compress.advice import verdict as verdict
 from weft.comm.compress.bf16 import BFloat16 as BFloat16
 from weft.comm.compress.int8 import Int8 as Int8
+from weft.comm.compress.onebit import OneBitMomentum as OneBitMomentum
 from weft.comm.compress.powersgd import PowerSGD as PowerSGD
 from weft.comm.compress.randomk import RandomK as RandomK
 from weft.comm.compress.signsgd import SignSGD as SignSGD

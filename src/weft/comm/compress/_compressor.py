@@ -27,7 +27,7 @@ class Kept:
     """A tensor that must outlive the step: part of a checkpoint."""
 
     kind: str
-    """`residual`, `basis` or `draws`."""
+    """`residual`, `basis`, `draws`, `momentum` or `steps`."""
     name: str
     """Of the parameter."""
     tensor: Tensor

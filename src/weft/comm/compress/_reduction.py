@@ -16,12 +16,13 @@ from weft.comm.compress._feedback import ErrorFeedback
 from weft.comm.compress._frame import Frame, WireBytes
 from weft.comm.compress.bf16 import BFloat16
 from weft.comm.compress.int8 import Int8
+from weft.comm.compress.onebit import OneBitMomentum
 from weft.comm.compress.powersgd import PowerSGD, is_worthwhile
 from weft.comm.compress.randomk import RandomK
 from weft.comm.compress.signsgd import SignSGD
 from weft.comm.compress.topk import TopK
 
-Codec = Literal["bf16", "int8", "powersgd", "topk", "randomk", "signsgd"]
+Codec = Literal["bf16", "int8", "powersgd", "topk", "randomk", "signsgd", "onebit"]
 
 _LEAST_VALUES = 1024
 """Parameters with fewer are neither quantised nor thinned out; they are norms and biases, which cost little and matter
@@ -39,6 +40,9 @@ class Compression:
     randomk_share: float = 0.1
     seed: int = 0
     """Of random draws; the same on every rank."""
+    onebit_warmup_steps: int = 0
+    onebit_decay: float = 0.9
+    """Of the optimizer's momentum."""
     feedback: bool = True
 
     def takes(self, shape: Sequence[int]) -> bool:
@@ -58,6 +62,8 @@ class Compression:
                 return TopK(self.topk_share)
             case "randomk":
                 return RandomK(self.randomk_share, self.seed, frame)
+            case "onebit":
+                return OneBitMomentum(self.onebit_decay, self.onebit_warmup_steps, frame, like)
             case "signsgd":
                 return SignSGD()
             case "powersgd":

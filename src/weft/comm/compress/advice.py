@@ -203,7 +203,9 @@ def _rounds(compression: Compression | None, exchange: Exchange) -> int:
     ring = 2 * (exchange.members - 1)
     if compression is None:
         return 1 if exchange.is_sharded else ring
-    return {"powersgd": 2 * ring, "topk": 1, "randomk": ring}.get(compression.codec, 1 if exchange.is_sharded else 2)
+    return {"powersgd": 2 * ring, "topk": 1, "randomk": ring, "onebit": 2}.get(
+        compression.codec, 1 if exchange.is_sharded else 2
+    )
 
 
 def _codec_seconds(reduction: CompressedReduction, like: Tensor) -> float:

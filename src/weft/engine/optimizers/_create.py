@@ -31,7 +31,11 @@ def optimizer_class(recipe: OptimizerRecipe) -> type[ShardOptimizer]:
 
 
 def create_optimizer(
-    recipe: OptimizerRecipe, shards: Sequence[Shard], mesh: Mesh, groups: Sequence[OptimizerGroup]
+    recipe: OptimizerRecipe,
+    shards: Sequence[Shard],
+    mesh: Mesh,
+    groups: Sequence[OptimizerGroup],
+    frozen_after: int | None = None,
 ) -> ShardOptimizer:
     """Build the recipe's optimizer over this rank's shards.  Call on every rank.
 
@@ -39,12 +43,13 @@ def create_optimizer(
     (`decay_one_dimensional = false`), which is how both are used in practice.
 
     Tables with sparse gradients get an optimizer of their own (`check_sparse_tables` says which recipes have one).
+    `frozen_after` is the warm-up of 1-bit Adam, in steps; only an AdamW has one.
 
     Raises:
         PlanError: The shards are cut where this optimizer cannot work.
     """
     tables = [shard for shard in shards if shard.sparse]
-    dense = _create_dense(recipe, [shard for shard in shards if not shard.sparse], mesh, groups)
+    dense = _create_dense(recipe, [shard for shard in shards if not shard.sparse], mesh, groups, frozen_after)
     return JoinedOptimizers([dense, _create_for_tables(recipe, tables, groups)]) if tables else dense
 
 
@@ -62,12 +67,17 @@ def _create_for_tables(
 
 
 def _create_dense(
-    recipe: OptimizerRecipe, shards: Sequence[Shard], mesh: Mesh, groups: Sequence[OptimizerGroup]
+    recipe: OptimizerRecipe,
+    shards: Sequence[Shard],
+    mesh: Mesh,
+    groups: Sequence[OptimizerGroup],
+    frozen_after: int | None = None,
 ) -> ShardOptimizer:
     every = recipe.decay_one_dimensional
     match recipe.name:
         case "adamw":
-            return AdamW(shards, groups, betas=recipe.betas, epsilon=_or(recipe.epsilon, 1e-8))
+            epsilon = _or(recipe.epsilon, 1e-8)
+            return AdamW(shards, groups, betas=recipe.betas, epsilon=epsilon, frozen_after=frozen_after)
         case "sgd":
             return SGD(shards, groups, momentum=recipe.momentum, nesterov=recipe.nesterov)
         case "adafactor":

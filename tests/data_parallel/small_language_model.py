@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from weft.comm import Mesh
 from weft.comm.compress import Compression
+from weft.engine import LocalRounds
 from weft.engine.optimizers import SGD, AdamW, GroupSettings, OptimizerGroup, ShardOptimizer
 from weft.parallel import ParameterLayout
 from weft.parallel.buckets import Member
 from weft.parallel.data import BucketStore
-from weft.plan import MeshPlan
+from weft.plan import DataParallelPlan, MeshPlan
 
 CONTEXT, WIDTH, BATCH = 10, 128, 48
 """Characters seen, units of a layer, samples per step and rank."""
@@ -59,10 +60,19 @@ def _samples(data: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     return data[places[:, None] + torch.arange(CONTEXT)], data[places + CONTEXT]
 
 
-def final_loss(compression: Compression | None, seed: int, steps: int, data: Tensor, rule: Rule = "sgd") -> float:
+def final_loss(
+    compression: Compression | None,
+    seed: int,
+    steps: int,
+    data: Tensor,
+    rule: Rule = "sgd",
+    *,
+    local: DataParallelPlan | None = None,
+) -> float:
     """Train on this world's ranks and return the validation loss.  `seed` decides weights and order of the data, so
-    runs with and without compression are pairs."""
-    mesh = Mesh(MeshPlan(replicate=dist.get_world_size()), torch.device("cpu"))
+    runs with and without compression are pairs; `local` lets each rank step by itself."""
+    whole = Mesh(MeshPlan(replicate=dist.get_world_size()), torch.device("cpu"))
+    mesh = whole if local is None else whole.within_replica()
     torch.manual_seed(seed)
     model = Model()
     members = [
@@ -74,7 +84,8 @@ def final_loss(compression: Compression | None, seed: int, steps: int, data: Ten
         bucket_bytes=2_000_000, first_bucket_bytes=2_000_000, compression=compression,
     )  # fmt: skip
     optimizer = _optimizer(rule, store, compression)
-    order = torch.Generator().manual_seed(1000 * seed + mesh.rank)
+    rounds = LocalRounds(store.shards, whole, local, last_step=steps) if local is not None else None
+    order = torch.Generator().manual_seed(1000 * seed + whole.rank)
     cut = len(data) * 9 // 10
     for step in range(steps):
         tokens, labels = _samples(data, torch.randint(cut - CONTEXT, (BATCH,), generator=order))
@@ -85,6 +96,8 @@ def final_loss(compression: Compression | None, seed: int, steps: int, data: Ten
         store.finish()
         optimizer.step(LEARNING_RATES[rule] * min(1.0, 2 * (steps - step) / steps))
         store.on_applied(())
+        if rounds is not None:
+            rounds.end_step(step, [float(BATCH)] * rounds.num_replicas)
         store.publish()
     store.close()
     places = torch.linspace(cut, len(data) - CONTEXT - 1, _VALIDATED).long()

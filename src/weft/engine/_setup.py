@@ -77,6 +77,7 @@ class TrainingState:
     def evaluated(self) -> AbstractContextManager[None]:
         """Let the model have the weights that are evaluated: their moving average where there is one, and those that
         replicas agreed on last where they step by themselves.  Enter and leave on every rank."""
+        self.model.stores.settle()  # what is swapped may be on its way
         publish = self.model.stores.publish
         if self.average is not None:
             return self.average.swapped(publish)

@@ -182,7 +182,10 @@ class Stepper:
         skipped = self._unused_everywhere() if some_unused else frozenset[str]()
         self._optimizer.step(learning_rate, gradient_scale, skipped)
         self._stores.on_applied(skipped)
-        self._stores.publish()
+        if self._rounds is None:
+            self._stores.publish_ahead()
+        else:
+            self._stores.publish()  # the end of a round changes masters
         if self._average is not None:
             self._average.update()
 

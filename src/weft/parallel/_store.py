@@ -49,11 +49,17 @@ class GradientStore(Protocol):
         ...
 
     def publish(self) -> None:
-        """Bring the masters back into the parameters: cast, then gather."""
+        """Bring the masters back into the parameters: cast, then gather.  Gathers may still be under way when it
+        returns: forwards wait for what they read.  Nothing may change the masters until they have ended."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all weights that `publish` gathers are there."""
         ...
 
     def release(self) -> None:
-        """Drop weights that were gathered for computing, so that the model holds only what this rank keeps."""
+        """Drop weights that were gathered for computing, so that the model holds only what this rank keeps.  No gather
+        is under way afterwards."""
         ...
 
     def names(self) -> frozenset[str]:
@@ -113,8 +119,18 @@ class StoreSet:
         return [piece for store in self.stores for piece in store.pieces()]
 
     def publish(self) -> None:
+        """Bring the masters back into the parameters, to the end."""
+        self.publish_ahead()
+        self.settle()
+
+    def publish_ahead(self) -> None:
+        """Begin to: the next forwards wait for what they read, and `settle` for all."""
         for store in self.stores:
             store.publish()
+
+    def settle(self) -> None:
+        for store in self.stores:
+            store.settle()
 
     def release(self) -> None:
         for store in self.stores:

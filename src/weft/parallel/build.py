@@ -161,7 +161,10 @@ def _create_stores(
             SparseStore(list(tables.values()), mesh, compute_dtype=dtypes.compute, gradient_dtype=dtypes.gradient)
         )
     if members or not stores:
-        stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression))
+        buckets = _bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression)
+        if zero != 3 and not plan.compute.compile:
+            buckets.gather_ahead([part.module for part in parts], blueprint.cut.blocks if blueprint.cut else ())
+        stores.append(buckets)
     if zero != 3 or mesh.size("shard") == 1:
         _cast_frozen(parts, dtypes)
     return StoreSet(stores)

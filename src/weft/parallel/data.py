@@ -12,18 +12,20 @@ has such: reductions then read them where they are.  A bucket is reduced as soon
 member in the step's last microbatch, while backward goes on; buckets start strictly in one order that all data ranks
 share, because a parameter that only some ranks used must not make their collectives cross.  After the first step that
 order is the one in which the first data rank's buckets became ready.
+
+Updated weights are gathered behind the next forward (`_ahead`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.comm import (
     GroupView,
@@ -36,6 +38,7 @@ from weft.comm import (
     start_all_reduce,
 )
 from weft.comm.compress import CompressedReduction, Compression, ReductionUnderWay
+from weft.parallel._ahead import await_needs, needs_of
 from weft.parallel._compressed import compressible, frame_of, pieces_of
 from weft.parallel._shard import Piece, Shard
 from weft.parallel.buckets import Bucket, Member, compose_buckets, create_shard
@@ -65,6 +68,10 @@ class _Live:
     wait: Wait = nothing_to_wait_for
     launched: bool = False
     settled: bool = False
+    arrival: Wait | None = None
+    """Of the gather under way, if there is one."""
+    away: Sequence[Tensor] = ()
+    """What the members' parameters will be again when it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,8 @@ class BucketStore:
         )
         self._live = [self._bring_to_life(bucket) for bucket in buckets]
         self._order = list(range(len(self._live)))
+        self._gather_order = self._order
+        self._is_ahead = False
         self._ready_order: list[int] | None = []
         self._next = 0
         self._handles = [
@@ -137,6 +146,22 @@ class BucketStore:
             for position, member in enumerate(live.bucket.members)
         ]
         self.publish()
+
+    def gather_ahead(self, parts: Sequence[nn.Module], blocks: Sequence[str]) -> None:
+        """From now on let `publish` return while weights are on their way; forwards of `parts` wait for what they read.
+
+        `blocks` are the names of the parts' blocks, which must run as modules, and be the only ones to read their
+        weights, until the part's forward ends.  Not for blocks that are compiled: hooks do not go with that.
+        """
+        if self._zero == 0 or self._data.group is None:
+            return
+        bucket_of = {id(m.parameter): index for index, live in enumerate(self._live) for m in live.bucket.members}
+        needs = [needs_of(part, blocks, bucket_of) for part in parts]
+        for part, its_needs in zip(parts, needs, strict=True):
+            self._handles += await_needs(self, part, its_needs)
+        first = (index for its_needs in needs for need in its_needs for index in need.buckets)
+        self._gather_order = list(dict.fromkeys([*first, *self._order]))
+        self._is_ahead = True
 
     # ── creation ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -313,6 +338,7 @@ class BucketStore:
             self._settle(self._live[index])
 
     def finish(self) -> None:
+        self.settle()  # of a part that computed nothing
         self._complete_round()
         for live in self._live:
             if live.kept is not None:
@@ -376,19 +402,38 @@ class BucketStore:
         return found
 
     def publish(self) -> None:
-        waits: list[Wait] = []
-        for live in self._live:
+        self.settle()
+        for index in self._gather_order:
+            live = self._live[index]
             start, stop = live.bucket.regions[self._data.index if self._zero else 0]
             if live.master.dtype != live.weights.dtype:
                 live.weights[start:stop].copy_(live.master)
             if self._zero > 0:
                 regions, even = live.bucket.regions, live.bucket.even
-                waits.append(self._collectives.start_all_gather(live.weights, regions, even=even))
-        for wait in waits:
-            wait()
+                live.arrival = self._collectives.start_all_gather(live.weights, regions, even=even)
+                if self._is_ahead:
+                    _send_away(live)
+        if not self._is_ahead:
+            self.settle()
+
+    def settle(self) -> None:
+        self.arrive(self._gather_order)
+
+    def arrive(self, indices: Iterable[int]) -> None:
+        """Return when the weights of these buckets are whole."""
+        for index in indices:
+            live = self._live[index]
+            if live.arrival is None:
+                continue
+            live.arrival()
+            live.arrival = None
+            for member, weights in zip(live.bucket.members, live.away, strict=bool(live.away)):
+                member.parameter.data = weights
+            live.away = ()
 
     def release(self) -> None:
-        """Nothing to do: weights are always whole here."""
+        """Weights are always whole here, or will be."""
+        self.settle()
 
     def names(self) -> frozenset[str]:
         return frozenset(member.layout.name for live in self._live for member in live.bucket.members)
@@ -411,6 +456,7 @@ class BucketStore:
     def close(self) -> None:
         """Take the hooks out of the model and end the thread of collectives by messages, if there is one.  Gradients in
         memory that ranks share go, too: with the model they would keep the group's memory."""
+        self.settle()
         for handle in self._handles:
             handle.remove()
         self._collectives.close()
@@ -424,3 +470,11 @@ def _advance(live: _Live) -> None:
     """Start the second exchange of a compressed bucket: its first had the time that the next bucket took to fill."""
     if isinstance(live.wait, ReductionUnderWay):
         live.wait.advance()
+
+
+def _send_away(live: _Live) -> None:
+    """Leave the members' parameters without elements until their weights arrive."""
+    live.away = [member.parameter.data for member in live.bucket.members]
+    nothing = live.weights[:0]
+    for member in live.bucket.members:
+        member.parameter.data = nothing

@@ -181,6 +181,9 @@ class SparseStore:
             if table.is_copy:
                 table.member.parameter.copy_(table.shard.master.view(table.member.parameter.shape))
 
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
     def release(self) -> None:
         """Nothing to do: weights are always whole here."""
 

@@ -225,6 +225,9 @@ class FullyShardedStore:
         """Nothing to gather: the masters are the sharded parameters, which the next gather reads."""
         self.release()
 
+    def settle(self) -> None:
+        """Nothing to wait for: gathers belong to forwards."""
+
     def release(self) -> None:
         for part in self._parts:
             for module in part.module.modules():

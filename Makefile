@@ -15,11 +15,12 @@ BUILT_FROM := pyproject.toml setup.py $(wildcard src/weft/comm/shared_memory/*.[
   src/weft/comm/shared_memory/_sources.py
 STAMP := $(VENV)/.weft-$(firstword $(shell cat $(BUILT_FROM) | cksum))
 
-.PHONY: help setup demo test parity check bench bench-comm docs gpu clean
+.PHONY: help setup demo test slow parity check bench bench-comm docs gpu clean
 
 help:
 	@echo "make demo     train a small language model on Python's own source, 8 processes in 3 dimensions"
 	@echo "make test     the test suite (about 40 minutes on 2 cores)"
+	@echo "make slow     what 'make test' leaves out because a shorter test stands for it (about 20 minutes)"
 	@echo "make parity   every plan against one process: gradients and 20 optimizer steps (about 40 minutes)"
 	@echo "make check    ruff, pyright, import-linter and the rules of the house"
 	@echo "make bench    the benchmarks; writes benchmarks/results"
@@ -51,6 +52,9 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest -q
+
+slow: setup
+	@$(BIN)/python -m pytest -q -m slow
 
 parity: setup
 	@$(BIN)/python -m pytest -q -m parity tests/parity

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import pool
+import tiers
 
 # A container's usual setting, which makes each of the suite's hundreds of processes compile Weft's modules again:
 # 0.3 s of 0.4 s in which `weft --help` starts (Xeon 2.5 GHz, 2026-11-22).
@@ -55,6 +56,17 @@ def _has_gpu() -> bool:
 
 def _has_browser() -> bool:
     return any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome", "firefox"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves to `make slow`; where the whole suite is collected, check the table."""
+    families = tiers.read_families()
+    tiers.mark_slow(items, families)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        found = tiers.mistakes([item.nodeid for item in items], families)
+        if found:
+            raise pytest.UsageError(f"{tiers.TABLE.name}: " + "; ".join(found))
 
 
 NEEDS = {

@@ -58,7 +58,6 @@ def test_which_reductions_are_defined() -> None:
 
 
 @needs_compiler
-@pytest.mark.slow
 def test_threads_as_ranks_are_free_of_races(tmp_path: Path) -> None:
     program = tmp_path / "harness"
     sources = [str(FOLDER / name) for name in SOURCES if name != "api.cpp"]

@@ -147,7 +147,6 @@ def test_functional_collectives(ranks: RankPool) -> None:
         }
 
 
-@pytest.mark.slow
 def test_compiled_collectives() -> None:
     """In processes that end by themselves: Dynamo's helpers leave semaphores where a rank is killed."""
     here = [str(Path(__file__).parent), *sys.path]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import small_language_model
 
 from weft.plan import DataParallelPlan
@@ -33,7 +32,6 @@ def study() -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.slow
 def test_a_language_model_ends_near_where_it_does_with_sums(ranks: Any) -> None:
     found = ranks.run(2, study, timeout=300.0)  # of a hang; a busy machine takes its time
     assert found[0] == found[1], "ranks drifted apart"

@@ -106,7 +106,6 @@ def _probe() -> dict[str, object]:
     return {"found": dataclasses.asdict(found), "said": said}
 
 
-@pytest.mark.slow
 def test_ranks_measure_together_and_agree(ranks: pool.RankPool) -> None:
     first, second = ranks.run(2, _probe, timeout=240)
     assert first["found"]["measured"] == second["found"]["measured"]
@@ -273,7 +272,6 @@ def test_uneven_nodes_are_refused(ranks: pool.RankPool) -> None:
         ranks.run(3, _uneven)
 
 
-@pytest.mark.slow
 def test_a_job_under_a_launcher_writes_one_file_and_keeps_its_choices(tmp_path: Path) -> None:
     weft = str(Path(sys.executable).with_name("weft"))
     command = ["probe", "--seconds", "0.01", "--precision", "fp32", "--output", str(tmp_path / "cluster.toml")]

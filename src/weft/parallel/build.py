@@ -162,8 +162,8 @@ def _create_stores(
         )
     if members or not stores:
         buckets = _bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression)
-        if zero != 3 and not plan.compute.compile:
-            buckets.gather_ahead([part.module for part in parts], blueprint.cut.blocks if blueprint.cut else ())
+        if blueprint.cut is not None and zero != 3 and not plan.compute.compile:
+            buckets.gather_ahead([part.module for part in parts], blueprint.cut.blocks)
         stores.append(buckets)
     if zero != 3 or mesh.size("shard") == 1:
         _cast_frozen(parts, dtypes)

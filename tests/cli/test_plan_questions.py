@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli._main import run
+from weft.plan import load_plan
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 RECIPE = str(DEMO / "recipe.toml")
@@ -43,6 +44,20 @@ def test_for_another_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--swiglu" in text
 
 
+def test_what_search_does_not_choose_stands_in_the_plan_and_that_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    written = tmp_path / "plan.toml"
+    permitted = ("--set", 'recipe.permit.compression=["topk"]', "--set", "plan.data_parallel.compression=topk")
+    text = said(
+        capsys, *ELSEWHERE, *permitted, "--set", "plan.data_parallel.topk_share=0.2", "--set",
+        "plan.compute.threads_per_rank=3", "--output", str(written),
+    )  # fmt: skip
+    assert "given     data_parallel.topk_share: in the plans, and not in their prices" in text
+    plan = load_plan(written)
+    assert (plan.data_parallel.topk_share, plan.compute.threads_per_rank) == (0.2, 3)
+
+
 def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "plan", RECIPE, "--plan", str(DEMO / "plan.toml"), "--dry-run", "--rank", "7")
     assert "rank      7 of 8 (pipeline 1, replicate 1, tensor 1)" in text
@@ -57,6 +72,7 @@ def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         ((RECIPE, "--rank", "3"), "--rank"),
+        ((*ELSEWHERE[1:], "--set", "plan.microbatch.per_step=2"), "Give microbatch.size, or a whole plan"),
         ((RECIPE, "--plan", str(DEMO / "plan.toml"), "--dry-run", "--rank", "8"), "outside the plan's world of 8"),
         ((RECIPE, "--json", "--next"), "--json"),
         (("--model", "llama-3.1-8b", "--cluster", "8xh100", "--dry-run"), "--dry-run, which needs a recipe"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -17,10 +16,13 @@ from weft.errors import PlanError, RecipeError
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster
+    from weft.plan import Plan
     from weft.profile import ModelSizes, Profile
     from weft.recipe import OptimizerRecipe, PermitRecipe
     from weft.search import Objective, SearchResult
 
+_FOLLOWING = {"microbatch.per_step": "microbatch.size", "pipeline_parallel.cuts": "mesh.pipeline"}
+"""What follows from other settings → one of them."""
 _TOKENS_PER_DEVICE = 1024
 _LEAST_TOKENS = 1 << 20
 
@@ -118,7 +120,7 @@ def run_search(subject: Subject, cluster: Cluster, asked: Asked) -> tuple[Search
             f"{result.cluster.num_devices:,} devices, {days:.1f} days at the pessimistic step time "
             f"({smallest.tried} sizes searched)"
         )
-    lines = search_lines(result, top=asked.top, seconds=time.perf_counter() - started)
+    lines = [*search_lines(result, top=asked.top, seconds=time.perf_counter() - started), *_unpriced(asked)]
     answers = [] if asked.json else answer_lines(result, asked.questions, subject.sizes)
     return result, [*lines, *answers, *_totals(result), *said]
 
@@ -157,17 +159,32 @@ def write_best(result: SearchResult, output: Path, name: str) -> None:
     print(f"\nwritten to {output}", file=sys.stderr)
 
 
-def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResult]:
-    from weft.plan import Plan, apply_overrides
-    from weft.price import DATASHEET, FITTED
-    from weft.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
-    from weft.search import pinned, search, space_of
+def _given(asked: Asked) -> Plan:
+    """Return a plan whose `origins` name what the user has set.
 
-    objective = _objective(asked)
+    Raises:
+        PlanError: something that follows from the other settings, and cannot be given to a search.
+    """
+    from weft.plan import Plan, apply_overrides
+    from weft.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
+
     nothing = Recipe(
         model=ModelRecipe(factory="model:build"), batch=BatchRecipe(global_batch_size=1), run=RunRecipe(steps=1)
     )
     _, given = apply_overrides(nothing, Plan(), asked.pins)
+    for key, instead in _FOLLOWING.items():
+        if key in given.origins:
+            raise PlanError(
+                f"plan.{key} (from --set) follows from what a search chooses. Give {instead}, or a whole plan: --plan."
+            )
+    return given
+
+
+def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResult]:
+    from weft.price import DATASHEET, FITTED
+    from weft.search import pinned, search, space_of
+
+    objective, given = _objective(asked), _given(asked)
 
     def searched(cluster: Cluster) -> SearchResult:
         space = space_of(
@@ -187,7 +204,7 @@ def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResul
             # What was fitted on published runs of accelerators; cores are priced by what was measured of them.
             calibration=FITTED if cluster.has_accelerators else DATASHEET,
             top=max(asked.top, 1),
-            compute=dataclasses.replace(given.compute),
+            given=given,
         )
 
     return searched
@@ -201,6 +218,14 @@ def _objective(asked: Asked) -> Objective:
         if name == asked.objective:
             return Objective(quantity=name, tokens=tokens, price_per_device_hour=asked.price)
     return Objective(quantity=asked.objective)  # pyright: ignore[reportArgumentType] - raises, and says why
+
+
+def _unpriced(asked: Asked) -> list[str]:
+    """Which of the given settings stand in the plans only."""
+    from weft.search import beyond_search
+
+    names = [name for name in beyond_search(_given(asked)) if not name.startswith("compute.")]
+    return [f"given     {', '.join(names)}: in the plans, and not in their prices"] if names else []
 
 
 def _totals(result: SearchResult) -> list[str]:

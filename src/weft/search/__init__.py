@@ -13,6 +13,7 @@ from weft.search._irregular import placement_of as placement_of
 from weft.search._objective import OBJECTIVES as OBJECTIVES
 from weft.search._objective import Objective as Objective
 from weft.search._orders import distinct_orders as distinct_orders
+from weft.search._pins import beyond_search as beyond_search
 from weft.search._pins import pinned as pinned
 from weft.search._result import Candidate as Candidate
 from weft.search._result import Counts as Counts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, get_args
 
 from weft.errors import PlanError
@@ -23,15 +22,12 @@ from weft.price import Layout
 from weft.recipe import Precision
 
 
-def plan_of(
-    layout: Layout, *, global_batch_size: int, shares: Sequence[int] | None = None, compute: ComputePlan | None = None
-) -> Plan:
+def plan_of(layout: Layout, *, global_batch_size: int, shares: Sequence[int] | None = None) -> Plan:
     """Return the plan that says what a layout says; `Layout.of` gives the layout back.
 
     Args:
         global_batch_size: of the recipe; the data ranks share its microbatches as evenly as can be.
         shares: microbatches of each data rank, where they are meant to be uneven.
-        compute: threads, device and compilation, which a layout does not know; the precision is the layout's.
 
     Raises:
         PlanError: a plan cannot say it: its precision, frozen weights, or microbatches that are not the global batch.
@@ -64,7 +60,7 @@ def plan_of(
         ),
         microbatch=_microbatch(layout, global_batch_size, shares),
         memory=MemoryPlan(recompute=layout.recompute, offload=layout.offload, fused_loss=layout.fused_loss),
-        compute=replace(compute or ComputePlan(), precision=_precision(layout)),
+        compute=ComputePlan(precision=_precision(layout)),
     )
 
 

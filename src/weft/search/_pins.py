@@ -54,6 +54,26 @@ def pinned(space: Space, plan: Plan) -> Space:
     return replace(space, **changes)
 
 
+def beyond_search(given: Plan) -> tuple[str, ...]:
+    """Return the settings that a plan was given and search does not choose, such as threads or the rank of a codec."""
+    return tuple(key for key in given.origins if key not in _FIELDS and key not in _DATA)
+
+
+def with_given(plan: Plan, given: Plan) -> Plan:
+    """Return a plan with the given settings that search does not choose.
+
+    Raises:
+        PlanError: they do not go with the others.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for key in beyond_search(given):
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = _value(given, key)
+    for section, settings in sections.items():
+        plan = replace(plan, **{section: replace(getattr(plan, section), **settings)})
+    return plan
+
+
 def has_pins(plan: Plan, given: Plan) -> bool:
     """Whether a plan has those of the given settings that search chooses."""
     keys = [key for key in given.origins if key in _FIELDS or key in _DATA]

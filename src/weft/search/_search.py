@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
-from weft.plan import AXES, ComputePlan, Plan
+from weft.plan import AXES, Plan
 from weft.price import FITTED, WEFT, Calibration, Layout, PricedPrecision, Pricer, Stack, model_flops
 from weft.profile import Profile
 from weft.recipe import OptimizerRecipe, PermitRecipe
@@ -20,6 +20,7 @@ from weft.search._convert import plan_of
 from weft.search._finalists import Finalists, Priced
 from weft.search._group import GroupCosts, blocks_seconds, group_costs
 from weft.search._objective import Objective
+from weft.search._pins import with_given
 from weft.search._result import Candidate, Counts, SearchResult
 from weft.search._rows import Rows, join
 from weft.search._screen import Screen
@@ -52,7 +53,7 @@ def search(
     top: int = 5,
     finalists: int = 80,
     pricer: Pricer | None = None,
-    compute: ComputePlan | None = None,
+    given: Plan | None = None,
 ) -> SearchResult:
     """Return the best plans for a model on a cluster.  Deterministic; needs no torch and no devices.
 
@@ -70,7 +71,8 @@ def search(
         top: how many plans to return.
         finalists: how many estimates are priced.
         pricer: one to share parts of prices with other searches of the same model, cluster, stack and calibration.
-        compute: threads, device and compilation of the plans.
+        given: settings that search does not choose (`beyond_search`: threads, the rank of a codec, local steps), as its
+            `origins` name them; they stand in the plans, and prices know nothing of them.
 
     Raises:
         PlanError: impossible arguments.  That nothing fits is no error: `best` is then empty.
@@ -78,27 +80,27 @@ def search(
     if global_batch_size < 1:
         raise PlanError(f"global_batch_size = {global_batch_size} must be at least 1.")
     objective = objective or Objective()
-    given = space or space_of(
+    space = space or space_of(
         profile, cluster, global_batch_size=global_batch_size, permit=permit, runnable_only=runnable_only
     )
     if objective.quantity == "cost":
-        given = replace(given, fewer_devices=True)
+        space = replace(space, fewer_devices=True)
     hunt = _Hunt(
         pricer=pricer or Pricer(profile, cluster, stack, calibration),
-        space=given,
+        space=space,
         objective=objective,
         global_batch_size=global_batch_size,
         optimizer=optimizer,
         finalists=finalists,
     )
     found, counts = hunt.run(top)
-    finish = _Finish(hunt, compute)
+    finish = _Finish(hunt, given)
     return SearchResult(
         profile=profile,
         cluster=cluster,
         global_batch_size=global_batch_size,
         objective=objective,
-        space=given,
+        space=space,
         stack=hunt.pricer.stack,
         calibration=hunt.pricer.calibration,
         best=tuple(sorted((finish.candidate(each) for each in found), key=lambda each: each.score)),
@@ -331,8 +333,8 @@ def _groups(splits: Splits, bounds: Floats) -> list[Ints]:
 class _Finish:
     """Turns priced layouts into candidates."""
 
-    def __init__(self, hunt: _Hunt, compute: ComputePlan | None) -> None:
-        self._hunt, self._compute = hunt, compute
+    def __init__(self, hunt: _Hunt, given: Plan | None) -> None:
+        self._hunt, self._given = hunt, given or Plan()
         self._sample_flops = model_flops(hunt.pricer.profile)
         cluster = hunt.pricer.cluster
         self._balancer = Balancer(hunt.pricer) if len(kinds_of(cluster)) > 1 else None
@@ -377,6 +379,7 @@ class _Finish:
         if layout.pipeline > 1:
             layout = replace(layout, cuts=pricer.whole(layout).cuts(layout))  # the ones that were priced
         try:
-            return plan_of(layout, global_batch_size=batch, shares=shares, compute=self._compute)
+            plan = plan_of(layout, global_batch_size=batch, shares=shares)
         except PlanError:
             return None
+        return with_given(plan, self._given)

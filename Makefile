@@ -21,7 +21,8 @@ help:
 	@echo "make demo     train a small language model on Python's own source, 8 processes in 3 dimensions"
 	@echo "make test     the test suite (about 40 minutes on 2 cores)"
 	@echo "make slow     what 'make test' leaves out because a shorter test stands for it (about 20 minutes)"
-	@echo "make parity   every plan against one process: gradients and 20 optimizer steps (about 40 minutes)"
+	@echo "make parity   every plan against one process: gradients and 20 optimizer steps (about 40 minutes);"
+	@echo "              BACKEND=cpu:weft for ranks that share memory"
 	@echo "make check    ruff, pyright, import-linter and the rules of the house"
 	@echo "make bench    the benchmarks; writes benchmarks/results"
 	@echo "make bench-comm  those of communication alone (half an hour)"
@@ -57,7 +58,7 @@ slow: setup
 	@$(BIN)/python -m pytest -q -m slow
 
 parity: setup
-	@$(BIN)/python -m pytest -q -m parity tests/parity
+	@$(BIN)/python -m pytest -q -m parity tests/parity $(if $(BACKEND),--parity-backend=$(BACKEND))
 
 check: setup
 	@$(BIN)/ruff check src tests examples docs benchmarks

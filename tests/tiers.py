@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,12 @@ class Family:
     test: str
     """Node id, without a case."""
     kept: tuple[str, ...]
-    """Cases that `make test` runs."""
+    """Cases that `make test` runs, as globs."""
     stands: str
     """The test that `make test` runs instead, where no case is kept."""
 
     def is_slow(self, case: str) -> bool:
-        return case not in self.kept
+        return not any(fnmatchcase(case, glob) for glob in self.kept)
 
 
 def read_families(path: Path = TABLE) -> dict[str, Family]:
@@ -63,9 +64,13 @@ def mistakes(nodes: Sequence[str], families: dict[str, Family]) -> list[str]:
     for test, family in families.items():
         if test not in cases:
             found.append(f"{test} is no test")
-        found += [f"{test} has no case {case}" for case in family.kept if case not in cases.get(test, {case})]
+        found += [f"{test} has no case {glob}" for glob in family.kept if not _matches(glob, cases.get(test, {glob}))]
         if family.stands and family.stands not in cases:
             found.append(f"{family.stands}, which stands for {test}, is no test")
         if family.stands in families and not families[family.stands].kept:
             found.append(f"{family.stands}, which stands for {test}, is slow itself")
     return found
+
+
+def _matches(glob: str, cases: Iterable[str]) -> bool:
+    return any(fnmatchcase(case, glob) for case in cases)

@@ -24,10 +24,10 @@ from pool import RankPool  # noqa: E402
 
 def main(precision: str, names: Sequence[str], backend: str) -> None:
     known = {str(cell): cell for cell in matrix.FULL}
-    ranks = RankPool(8, backend=backend)
+    ranks = RankPool(8)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            parity = Matrix.create(ranks, Path(folder))
+            parity = Matrix.create(ranks, Path(folder), backend=backend)
             for name in names:
                 verdict = parity.verdict(known[name], precision)
                 shown = {"cell": name, **asdict(verdict), "failures": verdict.failures(precision)}

@@ -183,13 +183,15 @@ class Matrix:
     ranks: RankPool
     models: Mapping[str, ModelRecipe]
     steps: int = STEPS
+    backend: str = "gloo"
+    """Of every process group."""
     _references: dict[tuple[str, str], Result] = field(default_factory=dict)
     _noises: dict[str, Noise] = field(default_factory=dict)
 
     @classmethod
-    def create(cls, ranks: RankPool, folder: Path, steps: int = STEPS) -> Matrix:
+    def create(cls, ranks: RankPool, folder: Path, steps: int = STEPS, backend: str = "gloo") -> Matrix:
         """Hugging Face configurations are written into `folder`."""
-        return cls(ranks, cells.models(folder), steps)
+        return cls(ranks, cells.models(folder), steps, backend)
 
     def recipe(self, model: str, precision: str, **optimizer: Any) -> Recipe:
         return cells.recipe_of(self.models[model], precision, **optimizer)
@@ -200,7 +202,7 @@ class Matrix:
         check_runnable(plan)
         timeout = 480.0 if plan.compute.compile else 240.0  # of a hang; a busy machine takes its time
         arguments = (recipe, plan, self.steps, breakage, nudge)
-        trials = self.ranks.run(plan.mesh.world_size, run_rank, *arguments, timeout=timeout)
+        trials = self.ranks.run(plan.mesh.world_size, run_rank, *arguments, timeout=timeout, backend=self.backend)
         return joined(trials, plan)
 
     def reference(self, model: str, precision: str) -> Result:

@@ -1,6 +1,7 @@
 """`make parity`: every cell of the matrix against one process, in fp64 and then in fp32.
 
-`--parity-report=PATH` also writes the table of worst differences as Markdown.
+`--parity-report=PATH` also writes the table of worst differences as Markdown.  `--parity-backend=cpu:weft`, or
+`make parity BACKEND=cpu:weft`: over shared memory.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def table(pytestconfig: pytest.Config) -> Iterator[Table]:
 
 
 @pytest.fixture(scope="module")
-def parity(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix.create(ranks, tmp_path_factory.mktemp("models"))
+def parity(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Matrix:
+    backend = pytestconfig.getoption("--parity-backend")
+    return Matrix.create(ranks, tmp_path_factory.mktemp("models"), backend=backend)
 
 
 @pytest.mark.parametrize("cell", PLAIN, ids=str)
@@ -80,9 +82,10 @@ def test_equals_one_process(
 
 
 @pytest.mark.parametrize("cell", COMPILED, ids=str)
-def test_compiled_blocks_equal_one_process(cell: Cell):
+def test_compiled_blocks_equal_one_process(cell: Cell, pytestconfig: pytest.Config):
     """In processes of their own: Dynamo leaves semaphores and references behind."""
-    command = [sys.executable, str(Path(__file__).with_name("one_cell.py")), "fp64", str(cell)]
+    command = [sys.executable, str(Path(__file__).with_name("one_cell.py"))]
+    command += ["--backend", pytestconfig.getoption("--parity-backend"), "fp64", str(cell)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout)["failures"] == []

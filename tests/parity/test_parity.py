@@ -1,6 +1,6 @@
 """Plans against one process: the cells that show every pair of techniques and every model, within `make test`.
 
-The whole matrix is `make parity`.
+A few steps over shared memory, which is what ranks of one host use; `make parity` takes all cells and more steps.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from weft.models import build_model
 from weft.plan import check_plan, facts_of
 from weft.recipe import ModelRecipe
 
+STEPS = 6
 IN_FP32 = tuple(cell for cell in COVERING if cell.world in (2, 4))[::3]
 
 IMPOSSIBLE = {
@@ -33,7 +34,7 @@ NOT_TRIED = {f"compile and {name}" for name in ("hybrid", "unequal", "zero0", "z
 
 @pytest.fixture(scope="module")
 def parity(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix.create(ranks, tmp_path_factory.mktemp("models"))
+    return Matrix.create(ranks, tmp_path_factory.mktemp("models"), steps=STEPS, backend="cpu:weft")
 
 
 @pytest.mark.parametrize("cell", COVERING, ids=str)

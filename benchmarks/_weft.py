@@ -76,9 +76,10 @@ def create(settings: Mapping[str, Any]) -> TrainingState:
     """Join the process group and build this rank's training."""
     plan = plan_of(settings)
     if world_size() > 1:
-        if plan.compute.backend == "weft":
+        backend = backend_for(torch.device("cpu"), wanted=plan.compute.backend)
+        if "weft" in backend:
             register_shared_memory_backend()
-        dist.init_process_group(backend_for(torch.device("cpu"), wanted=plan.compute.backend))
+        dist.init_process_group(backend)
     mesh = Mesh(plan.mesh, torch.device("cpu"))
     return create_training(recipe_of(settings, plan), plan, build_decoder(shape_of(settings)), mesh, Recorder())
 

@@ -118,7 +118,7 @@ def _plan(codec: str, world: int, size: int) -> Plan:
         mesh=MeshPlan(replicate=world),
         data_parallel=DataParallelPlan(zero=0, bucket_bytes=4_000_000, **CODECS[codec]),
         microbatch=MicrobatchPlan(size=size, per_step=1),
-        compute=ComputePlan(device="cpu"),
+        compute=ComputePlan(device="cpu", backend="gloo"),
     )
 
 

@@ -64,7 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what `make test` leaves to `make slow`; where the whole suite is collected, check the table."""
     families = tiers.read_families()
     tiers.mark_slow(items, families)
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and not (config.option.ignore or config.option.ignore_glob or config.option.deselect):
         found = tiers.mistakes([item.nodeid for item in items], families)
         if found:
             raise pytest.UsageError(f"{tiers.TABLE.name}: " + "; ".join(found))

@@ -73,6 +73,7 @@ def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ((RECIPE, "--rank", "3"), "--rank"),
         ((*ELSEWHERE[1:], "--set", "plan.microbatch.per_step=2"), "Give microbatch.size, or a whole plan"),
+        ((*ELSEWHERE[1:], "--set", "plan.data_parallel={zero=1}"), "is not one setting"),
         ((RECIPE, "--plan", str(DEMO / "plan.toml"), "--dry-run", "--rank", "8"), "outside the plan's world of 8"),
         ((RECIPE, "--json", "--next"), "--json"),
         (("--model", "llama-3.1-8b", "--cluster", "8xh100", "--dry-run"), "--dry-run, which needs a recipe"),

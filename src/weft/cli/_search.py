@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _FOLLOWING = {"microbatch.per_step": "microbatch.size", "pipeline_parallel.cuts": "mesh.pipeline"}
 """What follows from other settings → one of them."""
+_FREE = ("compute.threads_per_rank", "compute.device", "compute.backend")
+"""Settings that a price need not know."""
 _TOKENS_PER_DEVICE = 1024
 _LEAST_TOKENS = 1 << 20
 
@@ -172,6 +174,12 @@ def _given(asked: Asked) -> Plan:
         model=ModelRecipe(factory="model:build"), batch=BatchRecipe(global_batch_size=1), run=RunRecipe(steps=1)
     )
     _, given = apply_overrides(nothing, Plan(), asked.pins)
+    for key in given.origins:
+        if key.count(".") != 1 or "[" in key:
+            raise PlanError(
+                f"plan.{key} (from --set) is not one setting, and a search takes them one by one."
+                " Write --set plan.SECTION.NAME=VALUE for each."
+            )
     for key, instead in _FOLLOWING.items():
         if key in given.origins:
             raise PlanError(
@@ -224,7 +232,7 @@ def _unpriced(asked: Asked) -> list[str]:
     """Which of the given settings stand in the plans only."""
     from weft.search import beyond_search
 
-    names = [name for name in beyond_search(_given(asked)) if not name.startswith("compute.")]
+    names = [name for name in beyond_search(_given(asked)) if name not in _FREE]
     return [f"given     {', '.join(names)}: in the plans, and not in their prices"] if names else []
 
 

@@ -167,6 +167,7 @@ def create_training(recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh
         group_parameters=group,
         cuts=optimizer_class(recipe.optimizer).cuts,
         momentum_decay=recipe.optimizer.betas[0] if recipe.optimizer.name == "adamw" else None,
+        gathers_ahead=True,
     )
     shards = model.stores.shards
     data = plan.data_parallel

@@ -10,8 +10,9 @@ propagation", MLSys 2019, arXiv 1905.03960):
 
 What lies outside of the blocks has arrived before the part's forward begins, a block's weights before its own forward,
 and those of a block that was left out before the part's forward ends.  Until then a parameter is *away*: it has no
-elements, so that whoever reads a block's weights from elsewhere gets an error about shapes, and never numbers of which
-some are of the last step.
+elements, so that a model that computes with a block's weights before that block runs gets an error about shapes, and
+never numbers of which some are of the last step.  Nobody else may read weights between two steps, so this is not for
+loops of a user's own.
 """
 
 from __future__ import annotations

@@ -70,11 +70,13 @@ def parallelize(
     group_parameters: GroupParameters,
     cuts: Literal["anywhere", "parameter"] = "anywhere",
     momentum_decay: float | None = None,
+    gathers_ahead: bool = False,
 ) -> ParallelModel:
     """Build this rank's share of the model.  Call on every rank with equal arguments; the plan must have been checked.
 
     `cuts` says where the optimizer lets data parallelism cut its shards.  `momentum_decay` is the optimizer's, where
-    it is an AdamW that can freeze its variance, which 1-bit Adam needs.
+    it is an AdamW that can freeze its variance, which 1-bit Adam needs.  `gathers_ahead`: nobody but the runner reads
+    weights between two steps, so that they may be gathered behind the next forward.
 
     Raises:
         PlanError: techniques that do not fit this model or optimizer.
@@ -97,6 +99,8 @@ def parallelize(
         apply_compile(part.module, blueprint, plan)
     compression = compression_of(plan, seed, summing, momentum_decay)
     stores = _create_stores(blueprint, plan, summing, dtypes, parts, group_parameters, cuts, compression)
+    if gathers_ahead:
+        _gather_ahead(stores, blueprint, parts)
     return ParallelModel(
         blueprint=blueprint,
         plan=plan,
@@ -161,13 +165,22 @@ def _create_stores(
             SparseStore(list(tables.values()), mesh, compute_dtype=dtypes.compute, gradient_dtype=dtypes.gradient)
         )
     if members or not stores:
-        buckets = _bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression)
-        if blueprint.cut is not None and zero != 3 and not plan.compute.compile:
-            buckets.gather_ahead([part.module for part in parts], blueprint.cut.blocks)
-        stores.append(buckets)
+        stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression))
     if zero != 3 or mesh.size("shard") == 1:
         _cast_frozen(parts, dtypes)
     return StoreSet(stores)
+
+
+def _gather_ahead(stores: StoreSet, blueprint: Blueprint, parts: Sequence[ModelPart]) -> None:
+    """Let buckets gather behind forwards, where a table says what the blocks are.  Not where anything is compiled:
+    hooks would be compiled with it."""
+    modules = [part.module for part in parts]
+    compiled = any(inner._compiled_call_impl is not None for module in modules for inner in module.modules())
+    if blueprint.cut is None or compiled:
+        return
+    for store in stores.stores:
+        if isinstance(store, BucketStore):
+            store.gather_ahead(modules, blueprint.cut.blocks)
 
 
 def _holds_weights(plan: Plan) -> bool:

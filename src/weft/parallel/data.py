@@ -456,14 +456,16 @@ class BucketStore:
     def close(self) -> None:
         """Take the hooks out of the model and end the thread of collectives by messages, if there is one.  Gradients in
         memory that ranks share go, too: with the model they would keep the group's memory."""
-        self.settle()
-        for handle in self._handles:
-            handle.remove()
-        self._collectives.close()
-        if shared_memory_group(self._data.group) is not None:
-            for live in self._live:
-                live.shard.gradient = None
-                self._forget(live)
+        try:
+            self.settle()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._collectives.close()
+            if shared_memory_group(self._data.group) is not None:
+                for live in self._live:
+                    live.shard.gradient = None
+                    self._forget(live)
 
 
 def _advance(live: _Live) -> None:

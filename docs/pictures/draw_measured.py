@@ -21,7 +21,11 @@ from weft.collective import Links, flat, predict  # noqa: E402
 
 FOLDER = Path(__file__).parent
 RESULT = FOLDER.parents[1] / "benchmarks" / "results" / "selector.json"
-PANELS = (("host", "4", "one host, 4 ranks on 2 cores"), ("slow", "2+2", "2 hosts with 2 ranks each, 1 Gbit/s"))
+PANELS = (
+    ("host", "2", "one host, 2 ranks on 2 cores"),
+    ("host", "4", "one host, 4 ranks on 2 cores"),
+    ("slow", "2+2", "2 hosts with 2 ranks each, 1 Gbit/s"),
+)
 STYLES: Mapping[str, tuple[str, str]] = {
     "ring": ("#2980b9", "s"),
     "recursive_doubling": ("#27ae60", "v"),
@@ -43,7 +47,7 @@ def times_of(cell: Mapping[str, Any], name: str) -> float | None:
 
 def main() -> None:
     samples = json.loads(RESULT.read_text())["samples"]
-    figure, panels = plt.subplots(1, len(PANELS), figsize=(12, 4.6), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, len(PANELS), figsize=(15, 4.6), layout="constrained", sharey=True)
     for axes, (shape, ranks, title) in zip(panels, PANELS, strict=True):
         found = samples[shape][ranks]
         race, links = found["race"]["all_reduce"], Links(**found["links"])
@@ -64,7 +68,7 @@ def main() -> None:
         axes.set_xticks(sizes, [f"{s >> 20}M" if s >> 20 else f"{s >> 10}K" for s in sizes])
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("milliseconds of an all-reduce; dotted: by the formula")
-    panels[0].legend(fontsize=8)
+    panels[-1].legend(fontsize=8)
     figure.savefig(FOLDER / "collectives-measured.png", dpi=110)
 
 

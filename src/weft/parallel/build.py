@@ -175,7 +175,9 @@ def _gather_ahead(stores: StoreSet, blueprint: Blueprint, parts: Sequence[ModelP
     """Let buckets gather behind forwards, where a table says what the blocks are.  Not where anything is compiled:
     hooks would be compiled with it."""
     modules = [part.module for part in parts]
-    compiled = any(getattr(inner, "_compiled_call_impl", None) is not None for module in modules for inner in module.modules())
+    compiled = any(
+        getattr(inner, "_compiled_call_impl", None) is not None for module in modules for inner in module.modules()
+    )
     if blueprint.cut is None or compiled:
         return
     for store in stores.stores:

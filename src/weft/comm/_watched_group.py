@@ -12,8 +12,9 @@ base class would lead back here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -80,6 +81,8 @@ class WatchedGroup(dist.ProcessGroup):
         super().__init__(rank, num_ranks)  # pyright: ignore[reportCallIssue, reportArgumentType]
         self.plain = dist.ProcessGroup(rank, num_ranks)  # pyright: ignore[reportCallIssue, reportArgumentType]
         """What carries: the same backend without this class around it."""
+        self.held: set[object] = set()
+        """What must live until it has ended, whoever has forgotten it; see `hold`."""
         for group in (self, self.plain):
             group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -137,6 +140,28 @@ def _create(options: Any, _: object) -> WatchedGroup:
 def watch_of(group: dist.ProcessGroup | None) -> Watch | None:
     """Who watches a group; None also where it cannot be watched."""
     return group.watch if isinstance(group, WatchedGroup) else None
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    wait: Callable[[], None]
+    among: set[object]
+
+    def __call__(self) -> None:
+        self.wait()
+        self.among.discard(self)
+
+
+def hold(group: dist.ProcessGroup | None, wait: Callable[[], None]) -> Callable[[], None]:
+    """Return a wait that lives until it has been waited for, or as long as its group.
+
+    Gloo forgets a receive that nobody holds, and gives its message to the next one.
+    """
+    if not isinstance(group, WatchedGroup):
+        return wait
+    held = _Held(wait, group.held)
+    group.held.add(held)
+    return held
 
 
 def unseen(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:

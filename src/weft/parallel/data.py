@@ -32,6 +32,7 @@ from weft.comm import (
     Mesh,
     Wait,
     collectives_for,
+    hold,
     new_flat,
     nothing_to_wait_for,
     shared_memory_group,
@@ -410,7 +411,8 @@ class BucketStore:
                 live.weights[start:stop].copy_(live.master)
             if self._zero > 0:
                 regions, even = live.bucket.regions, live.bucket.even
-                live.arrival = self._collectives.start_all_gather(live.weights, regions, even=even)
+                gather = self._collectives.start_all_gather(live.weights, regions, even=even)
+                live.arrival = hold(self._data.group, gather)
                 if self._is_ahead:
                     _send_away(live)
         if not self._is_ahead:

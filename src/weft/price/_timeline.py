@@ -112,8 +112,11 @@ def closed_form(schedule: Schedule, pipeline: int, chunks: int, microbatches: in
     slack = [0.0] * pipeline if schedule in SPLIT_BACKWARD else _slacks(pipeline, both, hop)
     back = inputs if schedule in SPLIT_BACKWARD else both
     work = [one + other for one, other in zip(forward, back, strict=True)]
-    # The first microbatch passes all stages, and the others follow it through the slowest.
+    # The first microbatch passes all stages, and the others follow it through the slowest.  Where backward is split and
+    # the pipeline never fills, the weights of the first stage come after all that.
     passing = sum(work) + (microbatches - 1) * max(work)
+    if schedule in SPLIT_BACKWARD and microbatches < pipeline:
+        passing += weight[0]
     return Step(max(microbatches * _busiest(schedule, pipeline, chunks, times) + wait, passing) + hops, slack)
 
 

@@ -28,7 +28,8 @@ CHANGED_BY_TORCH = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-report", metavar="PATH", help="write the table of `make parity` as Markdown")
-    parser.addoption("--parity-backend", default="gloo", help="of the ranks of `make parity`: gloo or cpu:weft")
+    backends = ("gloo", "cpu:weft")
+    parser.addoption("--parity-backend", default="gloo", choices=backends, help="of the ranks of `make parity`")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from weft.comm import (
     Seen,
     WatchedGroup,
     all_gather_single,
+    hold,
     reduce_scatter_single,
     shared_memory_group,
     start_all_gather,
@@ -253,3 +255,31 @@ def _from_threads() -> list[Row]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_call_of_another_thread_is_seen(ranks: RankPool, backend: str) -> None:
     assert ranks.run(2, _from_threads, backend=backend) == [[("replicate", "all_reduce", 8)]] * 2
+
+
+def _dropped() -> tuple[int, list[float], int]:
+    """A receive that its owner forgets, one after it, and what the group holds before and after a wait."""
+    mesh, _ = _mesh(replicate=2)
+    view = mesh["replicate"]
+    group, other = view.group, view.ranks[1 - view.index]
+    assert isinstance(group, WatchedGroup)
+    first, second = torch.zeros(2), torch.full((2,), 2.0)
+    if view.index:
+        work = dist.irecv(first, other, group=group)
+        assert work is not None
+        hold(group, work.wait)
+        del work, first
+        gc.collect()
+        num_held = len(group.held)
+        dist.recv(second.zero_(), other, group=group)
+    else:
+        num_held = 1
+        dist.send(first, other, group=group)
+        dist.send(second, other, group=group)
+    for wait in list(group.held):
+        wait()  # type: ignore[operator]
+    return num_held, second.tolist(), len(group.held)
+
+
+def test_what_is_held_is_not_forgotten_and_takes_its_own_message(ranks: RankPool) -> None:
+    assert ranks.run(2, _dropped) == [(1, [2.0, 2.0], 0)] * 2

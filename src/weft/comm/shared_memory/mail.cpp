@@ -13,6 +13,7 @@ namespace weft {
 namespace {
 
 constexpr uint64_t kPiece = 128u << 10;  // moved at a time, so that the other side can begin
+constexpr int kPasses = 8;               // a ring's worth: the most that whoever sends or asks does itself
 constexpr uint64_t kUnit = 16;           // positions in a ring are multiples of it: a header never wraps
 
 struct Letter {
@@ -89,11 +90,11 @@ uint64_t Mail::receive(int source, uint32_t tag, char* to, uint64_t bytes) {
   return submit(lock);
 }
 
-// Moves what can be moved at once; the rest is the thread's, or that of whoever waits.
+// Moves what a ring holds at once; the rest is the thread's, or that of whoever waits.
 uint64_t Mail::submit(std::unique_lock<std::mutex>& lock) {
   const uint64_t ticket = submitted_;
   try {
-    while (pending_.count(ticket) != 0 && move_pieces()) {
+    for (int pass = 0; pass < kPasses && pending_.count(ticket) != 0 && move_pieces(); ++pass) {
     }
   } catch (const Failed&) {
     has_failed_ = true;
@@ -123,7 +124,7 @@ Delivery Mail::wait(uint64_t ticket, double patience_seconds) {
       if (pending_.count(ticket) == 0) break;
       if (is_stopping_) throw Failed({Trouble::kClosed, rank_, rank_});
       const uint32_t seen = bell();
-      move(lock);
+      move(lock, false);
       const auto found = pending_.find(ticket);
       if (found == pending_.end() || is_stopping_) continue;
       const Failure failure = Turns::read(segment_);
@@ -195,9 +196,10 @@ void Mail::leave() {
 
 // ── moving ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-// Until nothing moves any more, letting in whoever wants to send or receive meanwhile.
-void Mail::move(std::unique_lock<std::mutex>& lock) {
-  while (move_pieces()) {
+// Until nothing moves any more, letting in whoever wants to send or receive meanwhile; the thread makes way for those
+// who wait.
+void Mail::move(std::unique_lock<std::mutex>& lock, bool is_thread) {
+  while (!(is_thread && num_waiting_ > 0) && move_pieces()) {
     if (at_the_door_.load(std::memory_order_relaxed) == 0) continue;
     lock.unlock();
     std::this_thread::yield();
@@ -422,7 +424,7 @@ void Mail::work() {
     if (is_stopping_) return;
     const uint32_t seen = bell();
     try {
-      move(lock);
+      move(lock, true);
     } catch (const Failed&) {
       has_failed_ = true;
     } catch (...) {  // no memory for what must be put aside: the others must not wait for this rank
@@ -430,7 +432,9 @@ void Mail::work() {
       has_failed_ = true;
     }
     if (Turns::read(segment_).trouble != Trouble::kNone) has_failed_ = true;
-    if (!is_stopping_ && !pending_.empty() && !has_failed_) nap(lock, seen, Clock::time_point::max(), false);
+    // With something left to move because somebody waits, it is back when nobody does.
+    const bool is_through = num_waiting_ == 0 && !pending_.empty();
+    if (is_through && !is_stopping_ && !has_failed_) nap(lock, seen, Clock::time_point::max(), false);
   }
 }
 

@@ -91,7 +91,7 @@ class Mail {
 
   uint64_t submit(std::unique_lock<std::mutex>& lock);
   void finish(uint64_t ticket, int source);
-  void move(std::unique_lock<std::mutex>& lock);
+  void move(std::unique_lock<std::mutex>& lock, bool is_thread);
   bool move_pieces();
   bool push(int target);
   bool pull(int source);

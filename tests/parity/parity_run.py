@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -78,12 +78,19 @@ def run_rank(recipe: Recipe, plan: Plan, steps: int, breakage: str | None = None
         def make() -> Blueprint:
             return build(recipe)
 
-        known = set(os.environ)
-        try:
+        with without_traces_of_compiling():
             return run_trial(recipe, plan, make, steps=steps, inspect=partial(_nudged, seed=nudge) if nudge else None)
-        finally:
-            for name in [name for name in os.environ if "TORCHINDUCTOR" in name and name not in known]:
-                del os.environ[name]  # set by torch.compile, and a job must leave the environment as it was
+
+
+@contextmanager
+def without_traces_of_compiling() -> Iterator[None]:
+    """Forget the variables that torch.compile sets: a job must leave the environment as it was."""
+    known = set(os.environ)
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if "TORCHINDUCTOR" in name and name not in known]:
+            del os.environ[name]
 
 
 def _nudged(training: TrainingState, seed: int) -> None:

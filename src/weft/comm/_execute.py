@@ -244,7 +244,8 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
         give_up(wire, given_up)
         return CollectiveError(
             f"{turn.title}: this rank ({wire.ranks[wire.index]}) came too late. {_ranks(wire, blamed_by)} had waited "
-            "for it and given up. Find out what kept it, or raise the deadline.",
+            "for it and given up. Find out what kept it, or raise the deadline:"
+            " compute.collective_timeout_seconds in the plan.",
             status=1,
         )
     own = Report(error.waits_for, "alarm" if given_up.is_up and error.reason == "closed" else error.reason)
@@ -261,8 +262,9 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
     waited = _ranks(wire, error.waits_for)
     return CollectiveError(
         f"{turn.title} over {len(wire.ranks)} ranks: {names} {what}. This rank ({wire.ranks[wire.index]}) was in "
-        f"{place}, waiting for {waited}, after {elapsed:.1f} s. See what the missing rank printed last; the group is "
-        "closed and must be built again.",
+        f"{place}, waiting for {waited}, after {elapsed:.1f} s. See what the missing rank printed last; if it was "
+        "only slow, raise the deadline: compute.collective_timeout_seconds in the plan. The group is closed and must "
+        "be built again.",
         status=1,
     )
 

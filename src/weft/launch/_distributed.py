@@ -41,13 +41,15 @@ def initialise_distributed(
     place: Place | None = None,
     *,
     backend: BackendKind = "auto",
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float | None = None,
 ) -> Generator[Distributed]:
     """Join the default process group, and leave it at the end.  Call on every rank.
 
     Without `place` the rank is the one that torchrun or `weft launch` names in the environment, else the only one of a
     world of one.  A default group that exists already (the user's own) is used as it is and left alone.  `backend`
-    carries tensors of the CPU; see the plan's `compute.backend`.
+    carries tensors of the CPU; see the plan's `compute.backend`.  `timeout_seconds` is how long ranks wait for one
+    another in the group that is made here; by default as under a plan that does not say
+    (`compute.collective_timeout_seconds`).
 
     Raises:
         LaunchError: the environment names a place only in part, or the user's own group cannot carry what Weft sends.
@@ -57,6 +59,7 @@ def initialise_distributed(
     import torch.distributed as dist
 
     from weft.comm import device_for_rank
+    from weft.plan import COLLECTIVE_TIMEOUT_SECONDS
 
     if dist.is_initialized():
         found = place or place_from_environment() or Place(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 1)
@@ -66,7 +69,8 @@ def initialise_distributed(
         return
     place = place or place_from_environment() or Place(0, 1, 0, 1)
     mine = device_for_rank(device, place.local_rank)
-    _join(place, mine, timedelta(seconds=timeout_seconds), backend)
+    seconds = COLLECTIVE_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+    _join(place, mine, timedelta(seconds=seconds), backend)
     try:
         yield Distributed(place, mine)
         if dist.is_initialized():

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm._watch import Sink, Watch
 from weft.comm._watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
+from weft.errors import CollectiveError
 from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, Axis, MeshPlan, axis_coordinates
 
 GroupName = Literal["pipeline", "replicate", "shard", "context", "tensor", "data", "world"]
@@ -91,11 +92,26 @@ class Mesh:
         """Hand every collective of this mesh's groups to `sink` when it is launched, from now on; None: to nobody.
 
         No collective.  A group that stands for two axes goes by the name of the one with fewer (`data` before `world`).
-        Groups that NCCL carries are not watched.
+        Groups that NCCL carries are not watched, and those of one's own only once `watch_also` has named them.
         """
         self._sink = sink
         for group, name in self._watched.items():
             group.watch = None if sink is None else Watch(name, sink)
+
+    def watch_also(self, group: dist.ProcessGroup, name: str) -> None:
+        """Let a group of one's own be watched like the mesh's, by this name, which is its axis in what is seen.
+
+        No collective.  Twice is as good as once; a group of the mesh keeps its name.
+
+        Raises:
+            CollectiveError: the group is none that can be watched.
+        """
+        if not isinstance(group, WatchedGroup):
+            raise CollectiveError(
+                f"the group {name!r} is carried by {dist.get_backend(group)}, where nothing can be seen. On CPUs make"
+                f' it by new_group(ranks, backend="{self._backend() or "weft"}") after the mesh; NCCL is not watched.'
+            )
+        self._note(GroupView(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group), name)
 
     def _note(self, view: GroupView, name: str) -> GroupView:
         """Let a view's group be watched by this name, unless it has one already."""

@@ -90,7 +90,7 @@ class WatchedGroup(dist.ProcessGroup):
     def launch(self, method: str, tensors: object) -> Seen | None:
         """Note that a method is called on `tensors`; None where nobody watches, or it is a part of what was seen."""
         watch = self.watch
-        return None if watch is None else watch.launch(OPERATIONS[method][0], num_bytes(tensors))
+        return None if watch is None else watch.launch(OPERATIONS[method][0], num_bytes(tensors), by_torch=True)
 
     allreduce = _passed_on("allreduce")
     allreduce_coalesced = _passed_on("allreduce_coalesced")

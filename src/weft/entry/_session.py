@@ -21,7 +21,7 @@ from weft.entry._state import LossOfUser, TrainState
 from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
 from weft.entry._user_optimizer import group_indices
 from weft.errors import DataError, PlanError, RecipeError
-from weft.launch import Distributed, Place, initialise_distributed, place_from_environment
+from weft.launch import Distributed, Lost, Place, initialise_distributed, place_from_environment
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Precision, Recipe, RunRecipe
@@ -115,6 +115,7 @@ class Session:
         self.rank = distributed.rank
         self.world_size = distributed.world_size
         self.device = distributed.device
+        self._distributed = distributed
         self._place = place
         self._plan = plan
         self._patience_seconds = patience_seconds
@@ -126,6 +127,12 @@ class Session:
         self._prepared = 0
         self._owned: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self._states: weakref.WeakSet[TrainState] = weakref.WeakSet()
+
+    @property
+    def lost(self) -> Lost | None:
+        """The first other rank that failed, and how; None while all live, or where no supervisor would say so (under
+        torchrun).  Nothing collective can be done any more then, `save` included."""
+        return self._distributed.lost
 
     def close(self) -> None:
         """End what prepared models run in the background; they take no more steps.  Leaving the session does it."""

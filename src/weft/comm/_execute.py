@@ -15,13 +15,12 @@ from torch import Tensor
 from weft.comm._node import NodeMemory
 from weft.comm._program import Action, Combine, NodeCall, Program, add_up, padded
 from weft.comm._trouble import Board, Reason, Report
+from weft.comm._watched_group import close_connections
 from weft.comm.shared_memory import Failure, GroupFailed, Trouble, explain
 from weft.errors import CollectiveError
 
 _GRACE_SHARE = 0.25
 """Of a deadline, that is left for ranks to tell each other who is missing, one second at most."""
-_BREAKING_TAG = (1 << 31) - 7
-"""Of messages that nobody sends: see `give_up`."""
 _TINY = timedelta(milliseconds=1)
 
 
@@ -210,27 +209,15 @@ def _has_come(work: dist.Work) -> bool:
 
 
 def give_up(wire: Wire, given_up: GivenUp) -> None:
-    """Close all connections of the group, so that every rank that waits for this one stops waiting.
-
-    Gloo has one way to do so: a wait that times out closes them, and wakes all other waits of the process, too.
-    Ranks that wait for it over the memory of the node are released as well.
-    """
+    """Close all connections of the group, so that every rank that waits for this one stops waiting, those that wait
+    over the memory of the node among them."""
     with given_up.lock:
         if given_up.is_up:
             return
         given_up.is_up = True
     if wire.node is not None:
         wire.node.abort()
-    never = torch.empty(1, dtype=torch.uint8)
-    for peer in range(len(wire.ranks)):
-        if peer == wire.index:
-            continue
-        try:
-            work = wire.group.recv([never], peer, _BREAKING_TAG)
-        except RuntimeError:  # closed already: try the next one
-            continue
-        _has_come(work)
-        return
+    close_connections(wire.group)
 
 
 def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) -> CollectiveError:
@@ -244,7 +231,8 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
         give_up(wire, given_up)
         return CollectiveError(
             f"{turn.title}: this rank ({wire.ranks[wire.index]}) came too late. {_ranks(wire, blamed_by)} had waited "
-            "for it and given up. Find out what kept it, or raise the deadline.",
+            "for it and given up. Find out what kept it, or raise the deadline:"
+            " compute.collective_timeout_seconds in the plan.",
             status=1,
         )
     own = Report(error.waits_for, "alarm" if given_up.is_up and error.reason == "closed" else error.reason)
@@ -261,8 +249,9 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
     waited = _ranks(wire, error.waits_for)
     return CollectiveError(
         f"{turn.title} over {len(wire.ranks)} ranks: {names} {what}. This rank ({wire.ranks[wire.index]}) was in "
-        f"{place}, waiting for {waited}, after {elapsed:.1f} s. See what the missing rank printed last; the group is "
-        "closed and must be built again.",
+        f"{place}, waiting for {waited}, after {elapsed:.1f} s. See what the missing rank printed last; if it was "
+        "only slow, raise the deadline: compute.collective_timeout_seconds in the plan. The group is closed and must "
+        "be built again.",
         status=1,
     )
 

@@ -153,16 +153,16 @@ class Messenger:
         self,
         view: GroupView,
         *,
-        deadline_seconds: float = 600.0,
+        deadline_seconds: float | None = None,
         store: dist.Store | None = None,
         node: NodeMemory | None = None,
     ) -> None:
-        """`deadline_seconds` is the default of all calls.  `store` is where ranks report what went wrong; by default
-        the one of the default group.  `node` carries what algorithms in levels do inside this rank's host; close it
-        after the messenger."""
+        """`deadline_seconds` is the default of all calls; by default the group's.  `store` is where ranks report what
+        went wrong; by default the one of the default group.  `node` carries what algorithms in levels do inside this
+        rank's host; close it after the messenger."""
         self.view = view
         self._node = node
-        self._deadline_seconds = _positive(deadline_seconds)
+        self._deadline_seconds = _positive(view.timeout_seconds if deadline_seconds is None else deadline_seconds)
         self._programs: OrderedDict[tuple[object, ...], tuple[Program, Combine | None]] = OrderedDict()
         self._num_jobs = 0
         self.num_messages = 0

@@ -40,7 +40,7 @@ def run_rank(
     torch.set_num_threads(how.compute.threads_per_rank)
     timeout_seconds = COMPILING_SECONDS if any(compiled for _, compiled in cases) else TIMEOUT_SECONDS
     with initialise_distributed("cpu", place, backend=how.backend, timeout_seconds=timeout_seconds) as distributed:
-        mesh = Mesh(how.mesh, distributed.device)
+        mesh = Mesh(how.mesh, distributed.device, timeout_seconds=timeout_seconds)
         outputs = Outputs()
         for precision, compiled in cases:
             trial = run_trial(

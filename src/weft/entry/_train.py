@@ -186,7 +186,9 @@ class _Job:
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""
-        with initialise_distributed(self.plan.compute.device, backend=self.plan.backend) as distributed:
+        compute = self.plan.compute
+        patience = compute.collective_timeout_seconds
+        with initialise_distributed(compute.device, backend=self.plan.backend, timeout_seconds=patience) as distributed:
             check_same_on_all_ranks(self.recipe, self.plan)
             self._fit_memory(weigh_in_job(distributed.place))
             first = distributed.rank == 0

@@ -21,6 +21,10 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble
 Recompute = Literal["none", "selective", "full"]
 
 AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+COLLECTIVE_TIMEOUT_SECONDS = 600.0
+"""How long ranks wait for one another where nothing else is said."""
+_LONGEST_SECONDS = 2_592_000.0
+"""30 days: clocks of backends count in nanoseconds, and overflow some time after."""
 _RULES = Rules(PlanError)
 _SETTINGS_OF_CODECS = (
     ("powersgd", "powersgd_rank", 4),
@@ -235,10 +239,15 @@ class ComputePlan:
     backend: Literal["auto", "gloo", "weft"] = "auto"
     """What carries tensors of the CPU between ranks.  weft: memory that one host's ranks share, Gloo between hosts;
     auto: weft, but gloo where data_parallel.algorithm names one."""
+    collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS
+    """How long a rank waits in a collective, or for a message, until those that have not come are given up: longer than
+    ranks may be apart, as when one compiles or reads data, and at most 30 days."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
         _RULES.at_least(self, 1, "threads_per_rank")
+        _RULES.above_zero(self, "collective_timeout_seconds")
+        _RULES.between(self, 0.1, _LONGEST_SECONDS, "collective_timeout_seconds", below=False)
         if self.backend == "weft" and self.device == "cuda":
             raise _RULES.refuse(self, "backend", 'carries tensors of the CPU only, and device = "cuda". Use "auto".')
 

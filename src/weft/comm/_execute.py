@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -23,6 +23,8 @@ _GRACE_SHARE = 0.25
 _BREAKING_TAG = (1 << 31) - 7
 """Of messages that nobody sends: see `give_up`."""
 _TINY = timedelta(milliseconds=1)
+_HOST = 0
+"""Global rank that serves the store, where no launcher does (`env://` and torch's other ways to meet)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,17 +255,32 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
     if error.told is not None:
         return error.told
     missing, reports = wire.board.missing(wire.index, own, turn.grace_seconds)
-    names = _ranks(wire, missing or error.waits_for)
+    who = _who_is_missing(missing or error.waits_for, reports, turn)
+    return CollectiveError(
+        f"{turn.title} over {len(wire.ranks)} ranks: {who}. This rank ({wire.ranks[wire.index]}) was in "
+        f"{place}, waiting for {_ranks(wire, error.waits_for)}, after {elapsed:.1f} s. See what the missing rank "
+        "printed last; the group is closed and must be built again.",
+        status=1,
+    )
+
+
+def _who_is_missing(missing: Sequence[int], reports: Mapping[int, Report], turn: _Turn) -> str:
+    """Names and what they did.  Ranks that could not report are not blamed where the store is missing itself."""
+    wire = turn.wire
     if any(report.reason == "deadline" for report in reports.values()):
         what = f"sent nothing within the deadline of {turn.deadline_seconds:g} s"
     else:
         what = "left, or stopped answering"
-    waited = _ranks(wire, error.waits_for)
-    return CollectiveError(
-        f"{turn.title} over {len(wire.ranks)} ranks: {names} {what}. This rank ({wire.ranks[wire.index]}) was in "
-        f"{place}, waiting for {waited}, after {elapsed:.1f} s. See what the missing rank printed last; the group is "
-        "closed and must be built again.",
-        status=1,
+    host_has_spoken = any(wire.ranks[index] == _HOST for index in reports if index != wire.index)
+    if wire.board.state == "there" or host_has_spoken:
+        return f"{_ranks(wire, missing)} {what}"
+    store = "is gone" if wire.board.state == "gone" else "does not answer"
+    if any(wire.ranks[index] == _HOST for index in missing):
+        return f"rank {_HOST} {what}, and the group's store {store}"
+    host = "the launcher" if wire.ranks[wire.index] == _HOST else f"rank {_HOST}, unless a launcher serves it"
+    return (
+        f"the group's store {store}, in which ranks say for whom they wait; so who is missing is not known, but most "
+        f"likely it is the store's host: {host}"
     )
 
 

@@ -239,27 +239,41 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
     """Tell the others, find out who is missing, and say so."""
     wire = turn.wire
     elapsed = time.monotonic() - turn.started
-    before = wire.board.reports()
-    gave_up = {rank: report for rank, report in before.items() if report.reason == "deadline"}
-    blamed_by = [rank for rank, report in gave_up.items() if wire.index in report.waits_for]
-    if error.reason == "closed" and blamed_by and elapsed < turn.deadline_seconds / 2:
+    came_late = error.reason == "closed" and elapsed < turn.deadline_seconds / 2
+    blamed_by = _blamed_by(wire.board.reports(), wire.index)
+    if came_late and blamed_by:
         give_up(wire, given_up)
-        return CollectiveError(
-            f"{turn.title}: this rank ({wire.ranks[wire.index]}) came too late. {_ranks(wire, blamed_by)} had waited "
-            "for it and given up. Find out what kept it, or raise the deadline.",
-            status=1,
-        )
+        return _too_late(turn, blamed_by)
     own = Report(error.waits_for, "alarm" if given_up.is_up and error.reason == "closed" else error.reason)
     wire.board.leave(wire.index, own)
     give_up(wire, given_up)
     if error.told is not None:
         return error.told
     missing, reports = wire.board.missing(wire.index, own, turn.grace_seconds)
+    was_kept = elapsed > turn.deadline_seconds  # where nothing keeps it, a rank gives up a grace before
+    if was_kept and not missing and (blamed_by := _blamed_by(reports, wire.index)):
+        return _too_late(turn, blamed_by)
     who = _who_is_missing(missing or error.waits_for, reports, turn)
     return CollectiveError(
         f"{turn.title} over {len(wire.ranks)} ranks: {who}. This rank ({wire.ranks[wire.index]}) was in "
         f"{place}, waiting for {_ranks(wire, error.waits_for)}, after {elapsed:.1f} s. See what the missing rank "
         "printed last; the group is closed and must be built again.",
+        status=1,
+    )
+
+
+def _blamed_by(reports: Mapping[int, Report], index: int) -> list[int]:
+    """Who waited for a rank, where somebody waited until the deadline: the first to do so closes all connections."""
+    if not any(report.reason == "deadline" for who, report in reports.items() if who != index):
+        return []
+    return [who for who, report in reports.items() if index in report.waits_for]
+
+
+def _too_late(turn: _Turn, blamed_by: Sequence[int]) -> CollectiveError:
+    wire = turn.wire
+    return CollectiveError(
+        f"{turn.title}: this rank ({wire.ranks[wire.index]}) came too late. {_ranks(wire, blamed_by)} had waited "
+        "for it and given up. Find out what kept it, or raise the deadline.",
         status=1,
     )
 

@@ -13,7 +13,8 @@ from weft.cluster import Collective, Topology
 from weft.collective import direct, ring
 from weft.collective._arrange import Arrangement
 from weft.collective._choices import BUILT_IN, defines
-from weft.collective._registry import ALGORITHMS, Links, find_algorithm
+from weft.collective._method import Links
+from weft.collective._registry import ALGORITHMS, find_algorithm
 from weft.errors import CollectiveError
 
 KEPT = 3

@@ -288,7 +288,7 @@ class Messenger:
         arrangement, root, regions = options.get("arrangement"), options.get("root", 0), options.get("regions")
         levels: Levels | None = None
         if self._node is not None and arrangement is not None and self._node.carries(arrangement, flat.dtype, combine):
-            levels = build_levels(algorithm, collective, me, n, arrangement=arrangement, root=root)
+            levels = build_levels(algorithm, collective, me, n, arrangement=arrangement, root=root, pieces=pieces)
         schedule = levels.across if levels is not None else None
         if schedule is None:
             servers = options.get("servers", 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.comm._node import NodeMemory
 from weft.comm._program import Action, Combine, NodeCall, Program, add_up, padded
 from weft.comm._trouble import Board, Reason, Report
-from weft.comm.shared_memory import Failure, GroupFailed, Trouble, explain
+from weft.comm.shared_memory import Failure, GroupFailed, SharedMemoryGroup, Trouble, explain
 from weft.errors import CollectiveError
 
 _GRACE_SHARE = 0.25
@@ -36,6 +36,8 @@ class Wire:
     board: Board
     node: NodeMemory | None = None
     """What the ranks of this host share, for collectives in levels."""
+    shared: SharedMemoryGroup | None = None
+    """The group itself, where all of its ranks share memory: given up together with the messages."""
 
 
 @dataclass(slots=True)
@@ -213,7 +215,7 @@ def give_up(wire: Wire, given_up: GivenUp) -> None:
     """Close all connections of the group, so that every rank that waits for this one stops waiting.
 
     Gloo has one way to do so: a wait that times out closes them, and wakes all other waits of the process, too.
-    Ranks that wait for it over the memory of the node are released as well.
+    Ranks that wait for it over memory, the node's or the group's, are released as well.
     """
     with given_up.lock:
         if given_up.is_up:
@@ -221,6 +223,8 @@ def give_up(wire: Wire, given_up: GivenUp) -> None:
         given_up.is_up = True
     if wire.node is not None:
         wire.node.abort()
+    if wire.shared is not None:
+        wire.shared.transport.abort()
     never = torch.empty(1, dtype=torch.uint8)
     for peer in range(len(wire.ranks)):
         if peer == wire.index:

@@ -74,7 +74,7 @@ def session(
         wanted = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
         if isinstance(wanted, Plan) and wanted.compute.device != "auto":
             device = wanted.compute.device
-        backend = wanted.backend if isinstance(wanted, Plan) else "auto"
+        backend = wanted.compute.backend if isinstance(wanted, Plan) else "auto"
         distributed = stack.enter_context(initialise_distributed(device, backend=backend))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         session = Session(

@@ -46,7 +46,7 @@ def train_rank(
     """Train on this rank.  Call on every rank of the plan's world."""
     torch.set_num_threads(plan.compute.threads_per_rank)
     with ExitStack() as stack:
-        joining = initialise_distributed(plan.compute.device, place, backend=plan.backend)
+        joining = initialise_distributed(plan.compute.device, place, backend=plan.compute.backend)
         distributed = stack.enter_context(joining)
         stack.enter_context(rank_logging(run.log(distributed.rank), distributed.rank))
         mesh = Mesh(plan.mesh, distributed.device)

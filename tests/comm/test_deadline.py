@@ -59,9 +59,7 @@ def test_the_default_group_waits_as_long(ranks: RankPool) -> None:
 def test_the_setting_is_checked() -> None:
     assert parse_plan("").compute.collective_timeout_seconds == COLLECTIVE_TIMEOUT_SECONDS == 600
     assert parse_plan("[compute]\ncollective_timeout_seconds = 30").compute.collective_timeout_seconds == 30
-    with pytest.raises(
-        PlanError, match=r"line 2: compute\.collective_timeout is not a setting\. Did you mean col"
-    ):
+    with pytest.raises(PlanError, match=r"line 2: compute\.collective_timeout is not a setting\. Did you mean col"):
         parse_plan("[compute]\ncollective_timeout = 30")
     for seconds, why in (
         (0.0, "must be a finite number above 0"),

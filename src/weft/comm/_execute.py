@@ -16,7 +16,7 @@ from weft.comm._node import NodeMemory
 from weft.comm._program import Action, Combine, NodeCall, Program, add_up, padded
 from weft.comm._trouble import Board, Reason, Report
 from weft.comm._watched_group import close_connections
-from weft.comm.shared_memory import Failure, GroupFailed, Trouble, explain
+from weft.comm.shared_memory import Failure, GroupFailed, SharedMemoryGroup, Trouble, explain
 from weft.errors import CollectiveError
 
 _GRACE_SHARE = 0.25
@@ -37,6 +37,8 @@ class Wire:
     board: Board
     node: NodeMemory | None = None
     """What the ranks of this host share, for collectives in levels."""
+    shared: SharedMemoryGroup | None = None
+    """The group itself, where all of its ranks share memory: given up together with the messages."""
 
 
 @dataclass(slots=True)
@@ -212,13 +214,15 @@ def _has_come(work: dist.Work) -> bool:
 
 def give_up(wire: Wire, given_up: GivenUp) -> None:
     """Close all connections of the group, so that every rank that waits for this one stops waiting, those that wait
-    over the memory of the node among them."""
+    over memory, the node's or the group's, among them."""
     with given_up.lock:
         if given_up.is_up:
             return
         given_up.is_up = True
     if wire.node is not None:
         wire.node.abort()
+    if wire.shared is not None:
+        wire.shared.transport.abort()
     close_connections(wire.group)
 
 
@@ -244,8 +248,8 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
     return CollectiveError(
         f"{turn.title} over {len(wire.ranks)} ranks: {who}. This rank ({wire.ranks[wire.index]}) was in "
         f"{place}, waiting for {_ranks(wire, error.waits_for)}, after {elapsed:.1f} s. See what the missing rank "
-        "printed last; if it was only slow, raise the deadline: compute.collective_timeout_seconds in the plan. The group "
-        "is closed and must be built again.",
+        "printed last; if it was only slow, raise the deadline: compute.collective_timeout_seconds in the plan. The "
+        "group is closed and must be built again.",
         status=1,
     )
 

@@ -13,7 +13,7 @@ base class would lead back here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -145,6 +145,13 @@ def close_connections(group: dist.ProcessGroup) -> None:
         return
 
 
+def messages_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return what sends messages between CPU tensors by Gloo: the group inside, which one over shared memory has, too;
+    any other is its own.  Nobody sees what passes.  Torch does not know it by name: call its methods, with ranks of the
+    group."""
+    return group.plain if isinstance(group, WatchedGroup) else group
+
+
 def gloo_backend(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.ProcessGroupGloo:
     """Return Gloo between ranks that meet at `store`.  Call on each of them."""
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout)
@@ -189,9 +196,3 @@ def hold(group: dist.ProcessGroup | None, wait: Callable[[], None]) -> Callable[
     held = _Held(wait, group.held)
     group.held.add(held)
     return held
-
-
-def unseen(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
-    """What this thread launches in the group inside is part of a collective that was seen as a whole."""
-    watch = watch_of(group)
-    return nullcontext() if watch is None else watch.cover()

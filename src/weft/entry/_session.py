@@ -77,7 +77,7 @@ def session(
         wanted = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
         if isinstance(wanted, Plan) and wanted.compute.device != "auto":
             device = wanted.compute.device
-        backend = wanted.backend if isinstance(wanted, Plan) else "auto"
+        backend = wanted.compute.backend if isinstance(wanted, Plan) else "auto"
         given = _with_timeout(wanted if isinstance(wanted, Plan) else Plan(), collective_timeout_seconds)
         patience = given.compute.collective_timeout_seconds
         joining = initialise_distributed(device, backend=backend, timeout_seconds=patience)

@@ -47,7 +47,9 @@ def train_rank(
     torch.set_num_threads(plan.compute.threads_per_rank)
     with ExitStack() as stack:
         patience = plan.compute.collective_timeout_seconds
-        joining = initialise_distributed(plan.compute.device, place, backend=plan.backend, timeout_seconds=patience)
+        joining = initialise_distributed(
+            plan.compute.device, place, backend=plan.compute.backend, timeout_seconds=patience
+        )
         distributed = stack.enter_context(joining)
         stack.enter_context(rank_logging(run.log(distributed.rank), distributed.rank))
         mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=patience)

@@ -118,8 +118,10 @@ class _Rates:
             # What is left after every microbatch's scatter: the sum over copies.
             kind, dense, sharded = "all_reduce", groups.replicate, groups.shard.size
 
+        by = layout.reduced_by
+
         def per_element(kind: Collective, group: Group, size: float) -> float:
-            return seconds(kind, bucket * _wire_share(layout, group), group) / bucket * size
+            return seconds(kind, bucket * _wire_share(layout, group), group, by) / bucket * size
 
         self.dense = per_element(kind, dense, element) / sharded
         self.experts = per_element("all_reduce" if layout.zero == 3 else kind, experts, element)
@@ -130,8 +132,8 @@ class _Rates:
             self.dense, self.experts = self.dense + squeeze, self.experts + squeeze
         gathered = layout.zero in (1, 2)
         weight = element_bytes(layout)
-        self._gather = seconds("all_gather", bucket, dense) / bucket * weight if gathered else 0.0
-        self._gather_experts = seconds("all_gather", bucket, experts) / bucket * weight if gathered else 0.0
+        self._gather = seconds("all_gather", bucket, dense, by) / bucket * weight if gathered else 0.0
+        self._gather_experts = seconds("all_gather", bucket, experts, by) / bucket * weight if gathered else 0.0
         self._average = self._average_seconds(groups, seconds) if layout.local_steps else 0.0
 
     def _average_seconds(self, groups: Groups, seconds: Seconds) -> float:

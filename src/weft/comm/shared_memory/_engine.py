@@ -176,7 +176,7 @@ class Engine:
     @property
     def mail(self) -> EngineMail:
         """What carries this engine's messages.  It keeps the engine, not the engine it."""
-        return EngineMail(self)
+        return EngineMail(self._library, self._alive, self._rank)
 
     def submit(self, call: Call, patience_seconds: float, *, background: bool) -> int:
         send, receive = self._arrays(call.send), self._arrays(call.receive)
@@ -329,26 +329,27 @@ class Engine:
 
 
 class EngineMail:
-    """The messages of an engine; a `Mail`."""
+    """The messages of an engine; a `Mail`.  `handle` returns the engine's, or raises where this rank has left."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._library = engine._library
+    def __init__(self, library: ctypes.CDLL, handle: Callable[[], int], rank: int) -> None:
+        self._library = library
+        self._handle = handle
+        self._rank = rank
 
     def send(self, target: int, tag: int, address: int, num_bytes: int) -> int:
-        return self._begun(self._library.weft_send(self._engine._alive(), target, tag, address, num_bytes))
+        return self._begun(self._library.weft_send(self._handle(), target, tag, address, num_bytes))
 
     def receive(self, source: int, tag: int, address: int, num_bytes: int) -> int:
-        return self._begun(self._library.weft_receive(self._engine._alive(), source, tag, address, num_bytes))
+        return self._begun(self._library.weft_receive(self._handle(), source, tag, address, num_bytes))
 
     def _begun(self, number: int) -> int:
         if number == 0:  # left by another thread, just now
-            raise GroupFailed(Failure(Trouble.CLOSED, self._engine._rank, self._engine._rank))
+            raise GroupFailed(Failure(Trouble.CLOSED, self._rank, self._rank))
         return number
 
     def wait(self, number: int, patience_seconds: float) -> Delivery:
         told = _DeliveryStruct()
-        if self._library.weft_wait_for_message(self._engine._alive(), number, patience_seconds, byref(told)):
+        if self._library.weft_wait_for_message(self._handle(), number, patience_seconds, byref(told)):
             failure = told.failure
             trouble = Trouble(failure.trouble)
             detail = "" if told.sent_bytes == _NOT_KNOWN else f"sent {told.sent_bytes:,}"
@@ -356,10 +357,10 @@ class EngineMail:
         return Delivery(told.source, told.done_ns)
 
     def is_done(self, number: int) -> bool:
-        return bool(self._library.weft_is_message_done(self._engine._alive(), number))
+        return bool(self._library.weft_is_message_done(self._handle(), number))
 
     def forget(self, number: int) -> None:
-        self._library.weft_forget_message(self._engine._alive(), number)
+        self._library.weft_forget_message(self._handle(), number)
 
 
 def _leave(library: ctypes.CDLL, handle: int, process: int, segment: Segment) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from pool import RankPool
-from weft.comm import Collectives, GroupView, Mesh, shared_memory_group
+from weft.comm import BackendKind, Collectives, GroupView, Mesh, shared_memory_group
 from weft.comm.messages import Messenger
 from weft.errors import PlanError
-from weft.launch import initialise_distributed
+from weft.launch import Place, initialise_distributed
 from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, ComputePlan, MeshPlan, parse_plan
 
 SECONDS = 7.5
@@ -45,15 +47,21 @@ def test_every_group_of_the_mesh_waits_as_long(ranks: RankPool, backend: str) ->
     assert ranks.run(4, _of_the_mesh, backend=backend) == [{SECONDS}] * 4
 
 
-def _default_group() -> float:
+def _default_group(folder: str, backend: BackendKind) -> set[float]:
+    """One rank comes later than the deadline allows, which counts only when all have come."""
+    place = Place(dist.get_rank(), 2, dist.get_rank(), 2, f"{folder}/store")
     dist.destroy_process_group()
-    with initialise_distributed("cpu", timeout_seconds=SECONDS, backend="gloo"):
+    if place.rank:
+        time.sleep(2.3)
+    with initialise_distributed("cpu", place, timeout_seconds=2.0, backend=backend):
+        shared = shared_memory_group(dist.group.WORLD)
         gloo: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        return float(gloo.options._timeout.total_seconds())
+        return {gloo.options._timeout.total_seconds(), 2.0 if shared is None else shared.seconds}
 
 
-def test_the_default_group_waits_as_long(ranks: RankPool) -> None:
-    assert ranks.run(1, _default_group) == [SECONDS]
+@pytest.mark.parametrize("backend", ["gloo", "weft"])
+def test_the_default_group_waits_as_long_once_all_have_come(ranks: RankPool, tmp_path: Path, backend: str) -> None:
+    assert ranks.run(2, _default_group, str(tmp_path), backend) == [{2.0}] * 2
 
 
 def test_the_setting_is_checked() -> None:

@@ -62,7 +62,8 @@ def initialise_distributed(
     world of one.  A default group that exists already (the user's own) is used as it is and left alone.  `backend`
     carries tensors of the CPU; see the plan's `compute.backend`.  `timeout_seconds` is how long ranks wait for one
     another in the group that is made here; by default as under a plan that does not say
-    (`compute.collective_timeout_seconds`).
+    (`compute.collective_timeout_seconds`).  Until all have come they wait at least as long as that default: ranks start
+    further apart than they run.
 
     Under Weft's launcher this rank hears at once when another has failed: its waits end, in all groups, with an error,
     and what leaves this context because of it is a `CollectiveError` that names the rank which failed.
@@ -121,17 +122,35 @@ def _join(place: Place, device: torch.device, timeout: timedelta, wanted: Backen
     import torch.distributed as dist
 
     from weft.comm import backend_for, ranks_share_device, register_shared_memory_backend
+    from weft.plan import COLLECTIVE_TIMEOUT_SECONDS
 
     register_shared_memory_backend(speaks_of_hosts=wanted == "weft")
     wanted = "gloo" if wanted == "auto" and place.world_size == 1 else wanted  # nobody to share memory with
     backend = backend_for(device, shared=ranks_share_device(device, place.local_world_size), wanted=wanted)
+    # Ranks start further apart than they run.
+    patience = max(timeout, timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
     store = _store(place)
     if store is None:
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        dist.init_process_group(backend, init_method="env://", timeout=patience)
     else:
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=patience)
     if place.world_size > 1:
         dist.barrier()  # a rank that fails at once must not do so while others still connect to it
+    if timeout != patience:
+        _set_timeout(timeout)
+
+
+def _set_timeout(timeout: timedelta) -> None:
+    """Let the default group wait so long from now on."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]
+
+    from weft.comm import shared_memory_group
+
+    _set_pg_timeout(timeout)
+    shared = shared_memory_group(dist.group.WORLD)
+    if shared is not None:
+        shared.set_timeout(timeout)
 
 
 def _check_backends(device: torch.device, wanted: BackendKind = "auto") -> None:

@@ -53,7 +53,7 @@ def test_scripts_hear_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 def test_a_script_finds_its_ear_in_the_environment() -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for more, word in (({}, None), ({"WEFT_SUPERVISOR": "folder/word1"}, "folder/word1")):
+    for more, word in (({}, None), ({"WEFT_SUPERVISOR": "word-of-rank-1"}, "word-of-rank-1")):
         found = place_from_environment({**place, **more})
         assert found is not None
         assert found.word == word

@@ -84,7 +84,22 @@ def _ways(size: int, shared: SharedMemoryGroup, gloo: dist.ProcessGroup) -> dict
             _Way("weft, tensor in shared memory", partial(all_gather_single, tensor, part_inside)),
             _Way("gloo", partial(all_gather_single, tensor, part, gloo)),
         ],
+        "message": [
+            _Way("weft", partial(_to_and_fro, tensor, None)),
+            _Way("gloo", partial(_to_and_fro, tensor, gloo)),
+        ],
     }
+
+
+def _to_and_fro(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Between ranks 0 and 1, 2 and 3, ….  Both messages have the size."""
+    rank = dist.get_rank()
+    if rank % 2 == 0:
+        dist.send(tensor, rank + 1, group=group)
+        dist.recv(tensor, rank + 1, group=group)
+    else:
+        dist.recv(tensor, rank - 1, group=group)
+        dist.send(tensor, rank - 1, group=group)
 
 
 def _copies(tensor: Tensor, other: Tensor) -> list[_Way]:

@@ -188,15 +188,21 @@ def _plot_communication(result: Result, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    titles = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
+    titles = {
+        "all_reduce": "all-reduce",
+        "reduce_scatter": "reduce-scatter",
+        "all_gather": "all-gather",
+        "message": "message to and fro",
+    }
+    columns = max(map(len, rows.values()))
     figure, grid = plt.subplots(
-        len(rows), 3, figsize=(13, 3.6 * len(rows)), layout="constrained", sharex=True, squeeze=False
+        len(rows), columns, figsize=(4.3 * columns, 3.6 * len(rows)), layout="constrained", sharex=True, squeeze=False
     )
     for row, (name, collectives) in zip(grid, rows.items(), strict=True):
         ranks = int(name.split()[0])
         limit = collectives["all_reduce"]
         for axes, (collective, ways) in zip(row, collectives.items(), strict=True):
-            share = (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
+            share = 2 if collective == "message" else (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
             for way, style in _WAYS.items():
                 if way in ways:
                     sizes = [int(size) for size in ways[way]]

@@ -1,7 +1,8 @@
 """Collectives over shared memory beside Gloo and beside what the memory allows, and what that does to a training step.
 
 All ways of a collective run in turn in the same processes.  Bus bandwidth is S/t · 2(n−1)/n for an all-reduce of S
-bytes and S/t · (n−1)/n for the other two; the limit drawn in is S/t of a memcpy that all ranks make at once.
+bytes and S/t · (n−1)/n for the other two; the limit drawn in is S/t of a memcpy that all ranks make at once.  A message
+goes to and fro between two ranks, and 2S/t is drawn.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ def collectives(ranks: int, rounds: int, largest: int) -> tuple[Samples, dict[st
     }
     for way, sizes in samples["all_reduce"].items():
         log(f"{ranks} ranks, all-reduce, {way}: " + ", ".join(f"{median(sizes[s]) * 1e6:.1f}" for s in sizes) + " µs")
+    for size in ("4096", str(1 << 20)):
+        if size in samples["message"]["weft"]:
+            ratios = round_ratios(samples["message"]["gloo"][size], samples["message"]["weft"][size])
+            log(f"{ranks} ranks, message of {size} bytes to and fro over Gloo's: {median(ratios):.1f}x")
     return samples, found[0]["manner"]
 
 

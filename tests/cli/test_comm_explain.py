@@ -17,7 +17,7 @@ def test_it_measures_keeps_and_shows_again(
     assert run(["comm", "explain", "--processes", "2", "--size", "16M", "--size", "4K", "--size", "1K"]) == 0
     text = capfd.readouterr()
     lines = text.out.splitlines()
-    assert lines[0] == "ranks     2 on 1 node, backend gloo"
+    assert lines[0] == "ranks     2 on 1 node, backend weft"
     assert lines[1].startswith("links     ")
     assert [line.partition(":")[0] for line in lines if " of " in line and line[0] != " "] == [
         f"{kind} of {size}" for kind in ("all_reduce", "reduce_scatter", "all_gather") for size in ("1K", "4K", "16M")
@@ -25,8 +25,10 @@ def test_it_measures_keeps_and_shows_again(
     assert sum("→ " in line for line in lines) == 9
     assert "× the cheapest" in text.out
     assert "all_reduce of 1K: " in text.err
-    kept = find_table(2, (2,), "gloo")
+    kept = find_table(2, (2,), "weft")
     assert kept is not None
+    assert "backend" in {each.name for each in kept.rows[0].candidates if each.measured_seconds is not None}
+    assert find_table(2, (2,), "gloo") is None  # --backend gloo would have made it
     assert f"kept in {tmp_path}" in lines[-1]
     assert run(["comm", "explain", "--processes", "2"]) == 0
     again = capfd.readouterr().out

@@ -18,7 +18,8 @@ using namespace weft;
 
 namespace {
 
-constexpr size_t kArena = size_t{1} << 20;
+constexpr size_t kArena = size_t{8} << 20;
+constexpr int kUnderWay = 4;  // calls at a time, each with a quarter of the arena
 
 void expect(bool is_right, const char* what, int rank) {
   if (is_right) return;
@@ -60,12 +61,14 @@ class Trial {
     const int kind = random() % 5;
     const size_t sizes[] = {0, 1, 17, 1000, 40'000, 300'000};
     count_ = sizes[random() % 6];
-    const bool is_in_arena = random() % 2 == 0 && count_ * sizeof(float) <= kArena;
+    // All, none, or some of the ranks: where some do, those begin again and copy.
+    const auto manner = random() % 3;
+    const bool is_in_arena = manner == 0 || (manner == 1 && engine.rank % 2 == 0);
     for (int rank = 0; rank <= num_ranks_; ++rank) cuts_.push_back(count_ * rank * rank / (num_ranks_ * num_ranks_));
     given_.resize(count_);
     result_.resize(count_);
-    data_ = is_in_arena && kind == 0 && !is_background ? reinterpret_cast<float*>(engine.segment.arena(engine.rank))
-                                                       : given_.data();
+    const size_t place = kArena / kUnderWay * (call % kUnderWay);
+    data_ = is_in_arena ? reinterpret_cast<float*>(engine.segment.arena(engine.rank) + place) : given_.data();
     for (size_t i = 0; i < count_; ++i) data_[i] = value(engine.rank, i, call);
     Call made;
     made.kind = static_cast<Kind>(kind);
@@ -147,11 +150,69 @@ void mixed_calls(Segment segment, int rank, int num_ranks, int num_calls) {
   for (int call = 0; call < num_calls; ++call) {
     const bool is_background = call % 3 != 0;
     waiting.push_back(std::make_unique<Trial>(engine, num_ranks, call, 1000u + call, is_background));
-    if (call % 4 != 3) continue;
+    if (call % kUnderWay != kUnderWay - 1) continue;
     for (auto& trial : waiting) trial->finish();
     waiting.clear();
   }
   for (auto& trial : waiting) trial->finish();
+}
+
+// Messages of every size and of three tags between all pairs, while collectives go on; asked for before or after they
+// are sent, waited for by two threads or left to the communication thread.
+void messages(Segment segment, int rank, int num_ranks, int num_rounds) {
+  Engine engine(segment, rank, num_ranks);
+  const size_t sizes[] = {0, 1, 1000, 40'000, 700'000};
+  for (int round = 0; round < num_rounds; ++round) {
+    std::mt19937 random(77u + round);
+    std::vector<std::vector<float>> kept;
+    std::vector<uint64_t> sends, receives;
+    std::vector<int> sources;
+    kept.reserve(size_t(4) * num_ranks);
+    for (int source = 0; source < num_ranks; ++source) {
+      for (int target = 0; target < num_ranks; ++target) {
+        const size_t count = sizes[random() % 5];
+        const uint32_t tag = random() % 3;
+        if (source == rank) {
+          kept.emplace_back(count);
+          for (size_t i = 0; i < count; ++i) kept.back()[i] = value(source, i, target + round);
+          sends.push_back(engine.mail.send(target, tag, reinterpret_cast<char*>(kept.back().data()), count * 4));
+        }
+        if (target == rank) {
+          kept.emplace_back(count, -1.0f);
+          sources.push_back(static_cast<int>(kept.size()) - 1);
+          receives.push_back(engine.mail.receive(source, tag, reinterpret_cast<char*>(kept.back().data()), count * 4));
+        }
+      }
+    }
+    Trial beside(engine, num_ranks, round, 500u + round, true);
+    std::thread other([&] {
+      for (const uint64_t ticket : sends) {
+        expect(engine.mail.wait(ticket, 60).failure.trouble == Trouble::kNone, "a send", rank);
+      }
+    });
+    for (int source = num_ranks - 1; source >= 0; --source) {
+      while (round % 2 == 0 && !engine.mail.is_done(receives[source])) std::this_thread::yield();
+      const Delivery told = engine.mail.wait(receives[source], 60);
+      expect(told.failure.trouble == Trouble::kNone && told.source == source, "a receive", rank);
+      const auto& found = kept[sources[source]];
+      for (size_t i = 0; i < found.size(); ++i) expect(found[i] == value(source, i, rank + round), "a message", rank);
+    }
+    beside.finish();
+    other.join();
+  }
+}
+
+// Everybody waits for a message of the last rank, which leaves or aborts.
+void broken_message(Segment segment, int rank, int num_ranks, Trouble trouble) {
+  Engine engine(segment, rank, num_ranks);
+  if (rank == num_ranks - 1) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    if (trouble == Trouble::kAborted) engine.abort(trouble, rank);
+    return;
+  }
+  float tensor[10];
+  const uint64_t ticket = engine.mail.receive(num_ranks - 1, 0, reinterpret_cast<char*>(tensor), sizeof(tensor));
+  expect(engine.mail.wait(ticket, 60).failure.trouble == trouble, "the trouble of a message", rank);
 }
 
 // One large call, before which the ranks measure how to copy.
@@ -209,6 +270,12 @@ int main(int count, char** arguments) {
   const int num_calls = count > 1 ? std::atoi(arguments[1]) : 60;
   for (const int num_ranks : {2, 3, 4}) {
     as_ranks(num_ranks, [=](Segment segment, int rank) { mixed_calls(segment, rank, num_ranks, num_calls); });
+  }
+  for (const int num_ranks : {2, 3}) {
+    as_ranks(num_ranks, [=](Segment segment, int rank) { messages(segment, rank, num_ranks, num_calls / 6); });
+  }
+  for (const Trouble trouble : {Trouble::kLeft, Trouble::kAborted}) {
+    as_ranks(3, [=](Segment segment, int rank) { broken_message(segment, rank, 3, trouble); });
   }
   as_ranks(2, [](Segment segment, int rank) { large_call(segment, rank, 2); });
   for (const Trouble trouble : {Trouble::kLeft, Trouble::kAborted, Trouble::kDeadline, Trouble::kMismatch}) {

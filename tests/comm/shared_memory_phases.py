@@ -62,7 +62,8 @@ class Told:
     closing_seconds: float = 0.0
     left: str = ""
     """What the group has left behind in this process."""
-    value: float = 0.0
+    rebuilt_seconds: float = 0.0
+    """From the victim's death to the first sum of a group of those that are left."""
 
 
 def tell(folder: str, told: Told) -> None:
@@ -235,14 +236,16 @@ def form(timeout: timedelta, *, engine: bool = True, ranks: list[int] | None = N
     return made
 
 
-def rebuild() -> float:
-    """Survivors go on without the victim; seconds until the first all-reduce."""
-    start = time.monotonic()
+def rebuild(folder: str) -> float:
+    """Survivors go on without the victim; seconds from its death to the first all-reduce without it."""
     others = [rank for rank in range(dist.get_world_size()) if rank != VICTIM]
-    value = torch.ones(3)
-    dist.all_reduce(value, group=form(LONG, ranks=others))
+    value, group = torch.ones(3), form(LONG, ranks=others)
+    dist.all_reduce(value, group=group)
+    seconds = since_deed(folder)
     assert value[0].item() == len(others)
-    return time.monotonic() - start
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    return seconds
 
 
 def warmed_up() -> dict[str, Any]:
@@ -270,9 +273,9 @@ def form_with_a_victim(folder: str, phase: str, kind: str, engine: bool) -> None
             else:
                 stack.enter_context(halting(*place, deed))
         told = failing(folder, deed, lambda: form(timeout, engine=engine))
-    told.left = settle(before, timeout.total_seconds())
     if kind == "killed":
-        told.value = rebuild()
+        told.rebuilt_seconds = rebuild(folder)
+    told.left = settle(before, timeout.total_seconds())
     tell(folder, told)
 
 
@@ -293,9 +296,9 @@ def call_with_a_victim(folder: str, phase: str, kind: str, operation: str, engin
     dist.destroy_process_group(group)
     told.closing_seconds = time.monotonic() - start
     del group, call
-    told.left = settle(before, 2.0)
     if kind == "killed":
-        told.value = rebuild()
+        told.rebuilt_seconds = rebuild(folder)
+    told.left = settle(before, 2.0)
     tell(folder, told)
 
 

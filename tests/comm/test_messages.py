@@ -51,8 +51,9 @@ def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     return (whole > 0) if dtype == torch.bool else whole.abs().to(dtype) if dtype == torch.uint8 else whole.to(dtype)
 
 
-def expected(op: str, size: int, dtype: torch.dtype) -> Tensor:
-    stacked = [values(rank, size, dtype) for rank in range(dist.get_world_size())]
+def expected(op: str, size: int, dtype: torch.dtype, members: int | None = None) -> Tensor:
+    """The reduction over the first ranks; by default over all."""
+    stacked = [values(rank, size, dtype) for rank in range(members or dist.get_world_size())]
     total = stacked[0]
     for other in stacked[1:]:
         if dtype == torch.bool:
@@ -100,6 +101,26 @@ def all_reduce_everything() -> int:
 @pytest.mark.parametrize("world", range(1, 9))
 def test_every_all_reduce_with_every_type_and_operation(ranks: RankPool, world: int) -> None:
     assert min(ranks.run(world, all_reduce_everything, timeout=120)) >= 15 * len(cases(world))
+
+
+def scatter_everything() -> int:
+    view, count = world_view(), 0
+    names = [name for name, algorithm in ALGORITHMS.items() if "reduce_scatter" in algorithm.methods]
+    sizes = itertools.cycle(SIZES)
+    with Messenger(view) as messenger:
+        for name in [*names, "hierarchical+double_ring"]:
+            for options in variants(name, view.size):
+                for (dtype, op), size in zip(cases(view.size), sizes, strict=False):
+                    tensor, mine = values(view.index, size, dtype), region(view.index, size, view.size)
+                    messenger.run(tensor, "reduce_scatter", name, op=getattr(dist.ReduceOp, op), **options)  # type: ignore[arg-type]
+                    assert torch.equal(tensor[mine], expected(op, size, dtype)[mine]), (name, options, dtype, op, size)
+                    count += 1
+    return count
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+def test_every_reduce_scatter_with_every_type_and_operation(ranks: RankPool, world: int) -> None:
+    assert min(ranks.run(world, scatter_everything, timeout=120)) >= 8 * len(cases(world))
 
 
 def region(rank: int, size: int, members: int) -> slice:

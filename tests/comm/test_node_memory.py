@@ -30,6 +30,8 @@ from weft.comm.messages import Messenger
 from weft.errors import CollectiveError
 
 NAMES = ("hierarchical", "hierarchical+recursive_doubling", "hierarchical+direct", "hierarchical+tree")
+HALVES = ("hierarchical", "hierarchical+double_ring", "hierarchical+bruck")
+BROADCASTS = ("hierarchical", "hierarchical+ring", "hierarchical+scatter")
 SHAPES = ((2, 1), (1, 2), (2, 2), (3, 2), (4, 4), (3, 1, 4))
 SIZES = (0, 1, 3, 13, 257, 70_001)
 
@@ -81,21 +83,24 @@ def move_everything(nodes: tuple[int, ...]) -> None:
     view = world_view()
     n, me = view.size, view.index
     place, node = given(nodes)
+    halves = itertools.cycle(HALVES)
     with Collectives(view, place=place, node=node), Messenger(view, node=node) as messenger:
         for size, dtype in zip(SIZES, itertools.cycle(TYPES), strict=False):
             total = expected("SUM", size, dtype)
             for bounds in (None, uneven(size, n)):
                 mine = slice(*bounds[me]) if bounds else region(me, size, n)
                 tensor = values(me, size, dtype)
-                messenger.run(tensor, "reduce_scatter", "hierarchical", regions=bounds, arrangement=place)
+                half = next(halves)
+                messenger.run(tensor, "reduce_scatter", half, regions=bounds, arrangement=place)
                 assert torch.equal(tensor[mine], total[mine]), (size, dtype, bounds)
                 tensor = torch.zeros(size, dtype=dtype)
                 tensor[mine] = total[mine]
-                messenger.run(tensor, "all_gather", "hierarchical", regions=bounds, arrangement=place)
+                messenger.run(tensor, "all_gather", half, regions=bounds, arrangement=place)
                 assert torch.equal(tensor, total), (size, dtype, bounds)
             for root in range(n):
                 tensor = values(me, size, dtype)
-                messenger.run(tensor, "broadcast", "hierarchical", root=root, arrangement=place)
+                name = BROADCASTS[root % len(BROADCASTS)]
+                messenger.run(tensor, "broadcast", name, root=root, pieces=3, arrangement=place)
                 assert torch.equal(tensor, values(root, size, dtype)), (size, root)
 
 
@@ -156,14 +161,19 @@ def counted(nodes: tuple[int, ...]) -> tuple[list[int], list[int]]:
             ("reduce_scatter", "hierarchical", torch.float32),
             ("all_gather", "hierarchical", torch.complex64),
             ("broadcast", "hierarchical", torch.float32),
+            ("reduce_scatter", "hierarchical+double_ring", torch.float32),
+            ("all_gather", "hierarchical+recursive_doubling", torch.float32),
+            ("broadcast", "hierarchical+scatter", torch.float32),
+            ("all_to_all", "hierarchical", torch.float32),  # nothing that memory knows
             ("all_reduce", "hierarchical", torch.complex64),  # sums that the memory does not know
             ("all_reduce", "ring", torch.float32),
         ):
             before = messenger.num_messages
-            messenger.run(torch.zeros(1000, dtype=dtype), collective, name, arrangement=place)  # type: ignore[arg-type]
+            messenger.run(torch.zeros(960, dtype=dtype), collective, name, arrangement=place)  # type: ignore[arg-type]
             sent.append(messenger.num_messages - before)
             schedule = build_schedule(name, collective, view.index, view.size, arrangement=place)  # type: ignore[arg-type]
             inside = node is None or name == "ring" or (collective, dtype) == ("all_reduce", torch.complex64)
+            inside = inside or collective == "all_to_all"
             wanted.append(sum(len(step.sends) for step in schedule.steps if inside or step.phase == "across nodes"))
     if node is not None:
         node.close()
@@ -176,19 +186,28 @@ def test_nothing_inside_a_node_is_sent(ranks: RankPool, nodes: tuple[int, ...]) 
         assert sent == wanted
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [
+        *itertools.product(("hierarchical",), ("all_reduce", "reduce_scatter", "all_gather", "broadcast")),
+        *itertools.product(("hierarchical+double_ring",), ("all_reduce", "reduce_scatter", "all_gather", "broadcast")),
+        ("hierarchical+recursive_doubling", "all_gather"),
+        ("hierarchical+scatter", "broadcast"),
+    ],
+)
 @pytest.mark.parametrize("nodes", [(2, 2), (3, 2), (1, 4, 2), (5, 5, 5)])
-def test_levels_send_across_what_the_schedule_sends(nodes: tuple[int, ...], collective: str) -> None:
+def test_levels_send_across_what_the_schedule_sends(nodes: tuple[int, ...], name: str, collective: str) -> None:
     n, place = sum(nodes), flat(sum(nodes), nodes=nodes)
     for rank in range(n):
-        levels = build_levels("hierarchical", collective, rank, n, arrangement=place, root=n - 1)  # type: ignore[arg-type]
-        schedule = build_schedule("hierarchical", collective, rank, n, arrangement=place, root=n - 1)  # type: ignore[arg-type]
+        levels = build_levels(name, collective, rank, n, arrangement=place, root=n - 1, pieces=2)  # type: ignore[arg-type]
+        schedule = build_schedule(name, collective, rank, n, arrangement=place, root=n - 1, pieces=2)  # type: ignore[arg-type]
         assert isinstance(levels, Levels)
         assert levels.across.steps == tuple(step for step in schedule.steps if step.phase == "across nodes")
         assert replace(levels.across, steps=()) == replace(schedule, steps=())
         at = next(index for index, stop in enumerate(itertools.accumulate(nodes)) if rank < stop)
         assert all(len(each.regions) == nodes[at] for each in (*levels.before, *levels.after))
     assert build_levels("ring", "all_reduce", 0, n, arrangement=place) is None
+    assert build_levels("hierarchical", "all_to_all", 0, n, arrangement=place) is None
 
 
 def where_it_serves_nothing() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_memory_jobs import group, traces
+from torch import Tensor
 
 from pool import RankError, RankPool
-from weft.comm import shared_memory_group
+from weft.comm import Mesh, shared_memory_group
 from weft.errors import CollectiveError
+from weft.plan import MeshPlan
 
 WEFT = "cpu:weft"
+REBUILT_SECONDS = 1.0
+"""From a rank's death to the first sum over those that are left."""
 CALLS: tuple[Callable[[], Any], ...] = (
     lambda: dist.all_reduce(torch.ones(10)),
     lambda: dist.all_reduce(torch.ones(3_000_000)),
@@ -61,35 +67,89 @@ def test_a_killed_rank_is_named_within_a_second(ranks: RankPool, tmp_path: Path,
         assert float(seconds) <= 1.0
 
 
-def _rebuilt(folder: str) -> None:
-    """Ranks 0 and 2 form a new group in the same processes, through a store of their own."""
-    rank = dist.get_rank()
-    dist.all_reduce(torch.ones(10))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(CollectiveError, match="rank 1 has died"):
+@dataclass(frozen=True, slots=True)
+class _Rebuilding:
+    """A rank dies while the others wait for it; some of them form a new group in the same processes."""
+
+    folder: str
+    victim: int
+    survivors: tuple[int, ...]
+    """Those of the new group, by their old ranks."""
+
+    def lose_the_victim(self) -> None:
         dist.all_reduce(torch.ones(10))
-    start = time.monotonic()
-    dist.destroy_process_group()
-    gc.collect()
-    store = dist.FileStore(f"{folder}/again", 2)
-    dist.init_process_group(WEFT, store=store, rank=rank // 2, world_size=2, timeout=timedelta(seconds=20))
-    value = torch.full((1_000,), float(rank))
+        if dist.get_rank() == self.victim:
+            time.sleep(0.1)  # until the others wait
+            (Path(self.folder) / "when").write_text(repr(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(CollectiveError, match=f"rank {self.victim} has died"):
+            dist.all_reduce(torch.ones(10))
+
+    def start_again(self) -> None:
+        """Meet at a store of their own, as under a supervisor, with new ranks."""
+        rank, world = self.survivors.index(dist.get_rank()), len(self.survivors)
+        dist.destroy_process_group()
+        gc.collect()
+        store = dist.FileStore(f"{self.folder}/again", world)
+        dist.init_process_group(WEFT, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
+
+    def tell(self, values: Sequence[Tensor]) -> None:
+        """Seconds since the kill, what has been summed, and how many groups' memory is there."""
+        seconds = time.time() - float((Path(self.folder) / "when").read_text())
+        told = {"seconds": seconds, "values": [value[0].item() for value in values], **traces()}
+        (Path(self.folder) / f"new{dist.get_rank()}").write_text(json.dumps(told))
+        dist.barrier()
+
+
+def _rebuilt(job: _Rebuilding) -> None:
+    job.lose_the_victim()
+    job.start_again()
+    value = torch.full((1_000,), float(job.survivors[dist.get_rank()]))
     dist.all_reduce(value)
-    seconds = time.monotonic() - start
-    found = traces()
-    (Path(folder) / f"rank{rank}").write_text(f"{seconds} {value[0].item()} {found['mappings']}")
-    dist.barrier()
+    job.tell([value])
 
 
-def test_survivors_form_a_new_group_within_a_second(ranks: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 1 died"):
-        ranks.run(3, _rebuilt, str(tmp_path), backend=WEFT)
-    for rank in (0, 2):
-        seconds, value, mappings = (tmp_path / f"rank{rank}").read_text().split()
-        assert float(value) == 2.0
-        assert float(seconds) <= 1.0
-        assert int(mappings) == 1, "the dead group's memory is still there"
+def _heard(folder: Path, rank: int) -> Any:
+    return json.loads((folder / f"new{rank}").read_text())
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_a_second_after_a_kill_a_new_group_works(ranks: RankPool, tmp_path: Path, victim: int) -> None:
+    """All that the gate allows, from the kill to the new group's first sum, on whatever a busy machine leaves."""
+    survivors = tuple(rank for rank in range(3) if rank != victim)
+    with pytest.raises(RankError, match=f"rank {victim} died"):
+        ranks.run(3, _rebuilt, _Rebuilding(str(tmp_path), victim, survivors), backend=WEFT)
+    for rank in range(2):
+        told = _heard(tmp_path, rank)
+        assert told["values"] == [sum(survivors)]
+        assert told["seconds"] <= REBUILT_SECONDS
+        assert told["mappings"] == 1, "the dead group's memory is still there"
+
+
+def _rebuilt_mesh(job: _Rebuilding) -> None:
+    """Three replicas of two tensor ranks each; one loses a rank, the others go on as a mesh of two."""
+    before = Mesh(MeshPlan(replicate=3, tensor=2), torch.device("cpu"))
+    dist.all_reduce(torch.ones(10), group=before["tensor"].group)
+    job.lose_the_victim()
+    del before
+    if dist.get_rank() not in job.survivors:  # half a replica
+        dist.destroy_process_group()
+        return
+    job.start_again()
+    mesh = Mesh(MeshPlan(replicate=2, tensor=2), torch.device("cpu"))
+    values = [torch.full((1_000,), 10.0**mesh.rank) for _ in ("tensor", "replicate", "world")]
+    for value, axis in zip(values, ("tensor", "replicate", "world"), strict=True):
+        dist.all_reduce(value, group=mesh[axis].group)  # type: ignore[index]  # names of groups
+    job.tell(values)
+
+
+def test_a_second_after_a_kill_a_new_mesh_works(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 0 died"):
+        ranks.run(6, _rebuilt_mesh, _Rebuilding(str(tmp_path), 0, (2, 3, 4, 5)), backend=WEFT)
+    for rank, pair, replicas in ((0, 11, 101), (1, 11, 1010), (2, 1100, 101), (3, 1100, 1010)):
+        told = _heard(tmp_path, rank)
+        assert told["values"] == [pair, replicas, 1111]
+        assert told["seconds"] <= REBUILT_SECONDS
 
 
 def _stopped(folder: str) -> None:

@@ -51,7 +51,7 @@ def judge(told: Told, deed: str, deadline: float, *, doing: str) -> None:
     if deed == "killed":
         assert f"the process of rank {VICTIM} has died" in told.text
         assert told.seconds <= 1.0
-        assert told.value <= 1.0, "the survivors formed their new group too late"
+        assert 0 < told.rebuilt_seconds <= 1.0, "the survivors formed their new group too late"
     else:
         assert f"{deadline:g} s" in told.text
         assert f"rank {VICTIM} has not come" in told.text

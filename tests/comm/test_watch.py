@@ -33,6 +33,7 @@ from weft.comm import (
     start_reduce_scatter,
 )
 from weft.comm.compress._exchange import start_all_to_all
+from weft.errors import CollectiveError
 from weft.plan import MeshPlan
 
 CPU = torch.device("cpu")
@@ -283,3 +284,87 @@ def _dropped() -> tuple[int, list[float], int]:
 
 def test_what_is_held_is_not_forgotten_and_takes_its_own_message(ranks: RankPool) -> None:
     assert ranks.run(2, _dropped) == [(1, [2.0, 2.0], 0)] * 2
+
+
+def _ddp_waits(late_s: float) -> list[dict[str, float]]:
+    """Two steps; in the second one rank 1 comes late to backward, for which rank 0 then waits in C++."""
+    mesh, found = _mesh(replicate=2)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)),
+        process_group=mesh["replicate"].group,
+        bucket_cap_mb=0.01,
+    )
+    model(torch.ones(2, 64)).sum().backward()
+    before = len(found)
+    loss = model(torch.ones(2, 64)).sum()
+    if mesh["replicate"].index:
+        time.sleep(late_s)
+    loss.backward()
+    launched = [seen for seen in found[before:] if seen.operation == "all_reduce"]
+    for seen in launched:
+        assert 0 < seen.launched_ns <= seen.wait_entered_ns <= seen.wait_exited_ns
+        assert seen.done_ns <= seen.wait_exited_ns
+    return [_told(seen) for seen in launched]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_ddp_waits_for_in_cpp_is_exposed(backend: str) -> None:
+    with closing(RankPool(2)) as pool:
+        waiting, prompt = pool.run(2, _ddp_waits, 0.3, backend=backend)
+    assert len(waiting) == len(prompt) >= 2
+    assert 0.2 <= sum(row["exposed"] for row in waiting) <= max(row["total"] for row in waiting)
+    assert sum(row["exposed"] for row in prompt) < 0.1
+
+
+def _buckets_in_backward() -> list[float]:
+    """Launched by a hook in backward and waited for long after it: that wait counts, and nothing in backward."""
+    mesh, found = _mesh(replicate=2)
+    weight = torch.ones(1 << 16, requires_grad=True)
+    works: list[Any] = []
+
+    def launch(gradient: Tensor) -> None:
+        works.append(dist.all_reduce(gradient.clone(), group=mesh["replicate"].group, async_op=True))
+
+    weight.register_hook(launch)
+    weight.sum().backward()
+    (seen,) = found
+    waits_before = seen.wait_entered_ns
+    works[0].wait()
+    assert seen.is_over
+    return [waits_before, seen.wait_exited_ns - seen.wait_entered_ns - seen.exposed_ns]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_waited_for_after_backward_is_not_taken_for_ddp(ranks: RankPool, backend: str) -> None:
+    assert ranks.run(2, _buckets_in_backward, backend=backend) == [[0, 0]] * 2
+
+
+def _own_group(backend: str | None) -> list[Row]:
+    mesh, found = _mesh(replicate=2)
+    group = dist.new_group([0, 1], backend=backend)
+    assert group is not None
+    dist.all_reduce(torch.ones(3), group=group)
+    assert not found
+    mesh.watch_also(group, "mine")
+    mesh.watch_also(group, "again")
+    dist.all_reduce(torch.ones(3), group=group)
+    mesh.watch(None)
+    dist.all_reduce(torch.ones(3), group=group)
+    return _rows(found)
+
+
+@pytest.mark.parametrize(("backend", "own"), [("gloo", "weft_gloo"), ("cpu:weft", None)])
+def test_a_group_of_the_users_own_is_watched_once_it_is_named(ranks: RankPool, backend: str, own: str | None) -> None:
+    assert ranks.run(2, _own_group, own, backend=backend) == [[("mine", "all_reduce", 12)]] * 2
+
+
+def test_a_group_that_cannot_be_watched_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(CollectiveError, match=r"'mine' is carried by gloo, .* backend=\"weft_gloo\"\) after the mesh"):
+        ranks.run(2, _own_group_unseen)
+
+
+def _own_group_unseen() -> None:
+    mesh, _ = _mesh(replicate=2)
+    group = dist.new_group([0, 1])
+    assert group is not None
+    mesh.watch_also(group, "mine")

@@ -118,8 +118,12 @@ class Act:
 
     def kill_a_rank(self) -> None:
         """SIGKILL to the rank that started last."""
+        self.send_to_a_rank(signal.SIGKILL)
+
+    def send_to_a_rank(self, number: signal.Signals) -> None:
+        """A signal to the rank that started last."""
         (nursery,) = [pid for pid in marked(self.mark) if _parent(pid) == self.pid and "_nursery.py" in _command(pid)]
-        os.kill(max(pid for pid in marked(self.mark) if _parent(pid) == nursery), signal.SIGKILL)
+        os.kill(max(pid for pid in marked(self.mark) if _parent(pid) == nursery), number)
 
 
 def marked(mark: str) -> list[int]:

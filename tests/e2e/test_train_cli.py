@@ -201,6 +201,16 @@ def test_killed_rank_is_named_and_nothing_stays(home: Path) -> None:
     assert done.seconds_after < 30, "the other rank must not wait for its timeout"
 
 
+def test_stopped_rank_is_named_at_the_deadline(home: Path) -> None:
+    deadline = ("--set", "plan.compute.collective_timeout_seconds=4")
+    command = (*TRAIN, *LONG, *deadline)
+    done = watch(command, home, until="step    3 ", act=lambda act: act.send_to_a_rank(signal.SIGSTOP))
+    assert done.status == 1, done.text
+    assert re.search(r"was not finished in 4 s: rank 1 has not come", done.text), done.text
+    assert "Traceback" not in done.text
+    assert done.seconds_after < 30, "and not after ten minutes"
+
+
 # ── other ways in ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SCRIPT = """

@@ -4,8 +4,9 @@ ranks."""
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +168,11 @@ def skip(training: Training) -> tuple[dict[str, Tensor], dict[str, Tensor], list
     return before, after, training.seen.skipped
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-def test_a_skipped_step_freezes_everything(ranks: Any, zero: int) -> None:
-    plans = {codec: compressed(codec, replicate=2, zero=zero) for codec in BIASED if fits(codec, {"zero": zero})}
-    for one in ranks.run(2, skip_all, plans, timeout=PATIENCE):
+@pytest.mark.parametrize("mesh", ["zero 0", "zero 2", "hybrid"])
+def test_a_skipped_step_freezes_everything(ranks: Any, mesh: str) -> None:
+    """Under hybrid sharding what breaks on one rank of one replica is not finite on all shards of both."""
+    plans = {codec: compressed(codec, **MESHES[mesh]) for codec in BIASED if fits(codec, MESHES[mesh])}
+    for one in ranks.run(plans["topk"].mesh.world_size, skip_all, plans, timeout=PATIENCE):
         for codec, (before, after, skipped) in one.items():
             assert skipped == [step == SAVED for step in range(END)], codec
             assert [name for name in before if name.startswith("compression/residual/")], codec
@@ -265,6 +267,103 @@ def test_other_ranks_go_on_owing_the_same_sum(ranks: Any, tmp_path: Path) -> Non
                     torch.testing.assert_close(begun[name], before[codec][name], rtol=1e-5, atol=1e-9)
             before[codec] = owed([one[codec][1] for one in found])
             assert any(bool(tensor.any()) for tensor in before[codec].values()), codec
+
+
+ONEBIT_CHAIN: list[dict[str, Any]] = [
+    {"replicate": 4, "micro": 1},
+    {"replicate": 3, "zero": 1, "micro": 1, "shares": (3, 3, 2)},
+    {"replicate": 2, "tensor": 2},
+]
+"""1-bit Adam on other ranks: on two meshes a rank sees whole matrices, on the last one parts of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Momenta:
+    """What 1-bit Adam holds on all ranks together, by parameter."""
+
+    owed: dict[str, Tensor]
+    sent: dict[str, Tensor]
+    """Momenta over 1 − β, as all ranks know them from the last exchange; nan where ranks disagree."""
+    steps: dict[str, int]
+    average: dict[str, Tensor]
+    """The optimizer's own."""
+
+    @classmethod
+    def of(cls, pieces: list[list[Piece]]) -> Momenta:
+        def shared(kind: str) -> dict[str, Tensor]:
+            mine = [[p for p in group if p.name.startswith(f"compression/{kind}/")] for group in pieces]
+            return {name.removeprefix(f"compression/{kind}/"): found for name, found in assemble(mine).items()}
+
+        averages = [[p for p in group if p.name.startswith("optimizer/exp_avg/")] for group in pieces]
+        return cls(
+            owed={name.removeprefix("compression/residual/"): found for name, found in owed(pieces).items()},
+            sent=shared("momentum"),
+            steps={name: int(found) for name, found in shared("steps").items()},
+            average={name.removeprefix("optimizer/exp_avg/"): found for name, found in assemble(averages).items()},
+        )
+
+
+def whole_sample(index: int) -> dict[str, Tensor]:
+    """Ten tokens whose labels all count: the gradients of every step have one scale, and so have sums over steps."""
+    tokens = torch.randint(SIZES["vocabulary_size"], (1, 11), generator=torch.Generator().manual_seed(index))
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def leg_of_onebit(
+    plan: Plan, folder: Path, first: int, last: int, trained: Recipe | None = None
+) -> tuple[list[Piece], list[Piece]]:
+    """Train steps [first, last) from what the folder holds and save: all state at the start and at the end."""
+    training = Training(trained or recipe(plan), plan, sample=whole_sample)
+    keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))
+    if first:
+        training.state.restored(keeper.load("latest", training.state.pieces()))
+    begun = snapshot(training.state)
+    for step in range(first, last):
+        training.step(step)
+    keeper.save(last, training.state.pieces(), training.state.state())
+    return begun, snapshot(training.state)
+
+
+def test_1_bit_adam_goes_on_on_other_ranks(ranks: Any, tmp_path: Path) -> None:
+    """What is owed keeps its sum; momenta, which are sums over all samples, stay what they are.
+
+    Where a rank sees other parts of the matrices a second warm-up begins, whose exact sums pay what was owed.
+    """
+    decay = ADAMW.betas[0]
+    before = Momenta({}, {}, {}, {})
+    for number, settings in enumerate(ONEBIT_CHAIN):
+        plan = compressed("onebit", **settings)
+        found = ranks.run(plan.mesh.world_size, leg_of_onebit, plan, tmp_path, 3 * number, 3 * number + 3)
+        begun, ended = (Momenta.of([one[moment] for one in found]) for moment in (0, 1))
+        if number:
+            assert before.owed.keys() & begun.owed.keys()
+            for name in before.owed.keys() & begun.owed.keys():
+                torch.testing.assert_close(begun.owed[name], before.owed[name], rtol=1e-5, atol=1e-9)
+        goes_on = number < 2
+        assert set(begun.steps.values()) == ({3 * number} if goes_on else {0})
+        for name, sent in begun.sent.items():
+            assert torch.equal(sent, before.sent[name] if number and goes_on else torch.zeros_like(sent)), name
+        if goes_on:  # the optimizer has made the same momentum of what came out of the exchange
+            for name, sent in ended.sent.items():
+                average = ended.average[name].view(-1)
+                assert ((1 - decay) * sent - average).norm() <= 1e-5 * average.norm(), name
+        assert any(bool(tensor.any()) for tensor in ended.owed.values()), "nothing was compressed"
+        before = ended
+
+
+def test_a_second_warm_up_pays_what_was_owed(ranks: Any, tmp_path: Path) -> None:
+    """On shards, where a checkpoint of whole matrices says nothing about momenta, against a run that forgets."""
+    ranks.run(2, leg_of_onebit, compressed("onebit", replicate=2), tmp_path / "it", 0, 3)
+    shutil.copytree(tmp_path / "it", tmp_path / "none")
+    plan, unclipped = compressed("onebit", **MESHES["hybrid"]), recipe(compressed("onebit"))
+    found = ranks.run(4, leg_of_onebit, plan, tmp_path / "it", 3, 4)
+    begun, ended = (Momenta.of([one[moment] for one in found]) for moment in (0, 1))
+    forgot = ranks.run(4, leg_of_onebit, exact(**MESHES["hybrid"]), tmp_path / "none", 3, 4, unclipped)
+    without = Momenta.of([one[1] for one in forgot]).average
+    assert not any(bool(tensor.any()) for tensor in ended.owed.values())
+    for name, debt in begun.owed.items():
+        paid = (ended.average[name] - without[name]) / (1 - ADAMW.betas[0])
+        assert (paid - debt).norm() <= 1e-4 * debt.norm(), name
 
 
 def test_compression_may_begin_and_end_with_a_resume(ranks: Any, tmp_path: Path) -> None:

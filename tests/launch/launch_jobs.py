@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import pool
-from weft.errors import PlanError
+from weft.comm import BackendKind
+from weft.errors import CollectiveError, PlanError
 from weft.launch import Place, initialise_distributed
 
 
@@ -45,6 +46,35 @@ def fail_on_rank_one(place: Place, kind: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "exit":
                 os._exit(9)
+        dist.barrier()
+
+
+def lose_rank_one(place: Place, folder: str, kind: str, backend: BackendKind) -> None:
+    """Rank 1 fails.  Rank 2 waits for rank 0, which lives and does not come, in a group that has no rank 1."""
+    begun = 0.0
+    try:
+        with initialise_distributed("cpu", place, backend=backend) as distributed:
+            group = dist.new_group([0, 2])
+            dist.barrier()
+            begun = time.monotonic()
+            if place.rank == 1:
+                if kind == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise PlanError("only here")
+            if place.rank == 2:
+                dist.all_reduce(torch.ones(3), group=group)
+            while distributed.lost is None:
+                time.sleep(0.01)
+            dist.all_reduce(torch.ones(3), group=group)
+    except CollectiveError as error:
+        (Path(folder) / f"rank{place.rank}").write_text(f"{time.monotonic() - begun:.3f} {error}")
+        raise
+
+
+def wait_for_a_stopped_rank(place: Place) -> None:
+    with initialise_distributed("cpu", place, timeout_seconds=1.0):
+        if place.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()
 
 

@@ -11,7 +11,7 @@ from noun_examples import PLAN, RECIPE
 
 from weft.cluster import load_cluster, parse_cluster, parse_cluster_spec, resolve_cluster
 from weft.errors import ClusterError, PlanError, RecipeError, WeftError
-from weft.plan import MeshPlan, load_plan, parse_plan
+from weft.plan import MeshPlan, load_plan, parse_plan, runnability
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, load_recipe, parse_recipe
 
 RECIPES: list[tuple[str, str, str]] = [
@@ -308,3 +308,9 @@ def test_shared_memory_is_refused_where_tensors_are_on_an_accelerator() -> None:
     message = r'line 3: compute\.backend = "weft" carries tensors of the CPU only.*Use "auto"'
     with pytest.raises(PlanError, match=message):
         parse_plan('[compute]\ndevice = "cuda"\nbackend = "weft"\n')
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo", "weft"])
+def test_an_algorithm_goes_with_every_backend(backend: str) -> None:
+    plan = parse_plan(f'[data_parallel]\nalgorithm = "ring"\n[compute]\nbackend = "{backend}"\n')
+    assert runnability(plan) == []

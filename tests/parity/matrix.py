@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cells import Cell, plan
 
@@ -186,14 +186,17 @@ def features(cell: Cell) -> frozenset[str]:
     )
 
 
-def covering(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """Return cells that together show every feature of all of them, found greedily: most new ones per process first."""
-    missing = set[str]().union(*(features(cell) for cell in cells))
+def covering(cells: Sequence[Cell], shown: Callable[[Cell], frozenset[str]] = features) -> tuple[Cell, ...]:
+    """Return cells that together show every feature of all of them, found greedily: most new ones per process first.
+
+    `shown` says what a cell shows.
+    """
+    missing = set[str]().union(*(shown(cell) for cell in cells))
     chosen: list[Cell] = []
     while missing:
-        best = max(cells, key=lambda cell: len(features(cell) & missing) / (4 + cell.world))
+        best = max(cells, key=lambda cell: len(shown(cell) & missing) / (4 + cell.world))
         chosen.append(best)
-        missing -= features(best)
+        missing -= shown(best)
     return tuple(chosen)
 
 

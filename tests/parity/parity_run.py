@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 from pool import RankPool
 from weft.engine import TrainingState
 from weft.models import Blueprint, build_model
+from weft.parallel.data import BucketStore
 from weft.plan import Plan, check_plan, check_runnable, facts_of
 from weft.prove import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 from weft.recipe import ModelRecipe, Recipe
@@ -78,12 +78,35 @@ def run_rank(recipe: Recipe, plan: Plan, steps: int, breakage: str | None = None
         def make() -> Blueprint:
             return build(recipe)
 
-        known = set(os.environ)
-        try:
-            return run_trial(recipe, plan, make, steps=steps, inspect=partial(_nudged, seed=nudge) if nudge else None)
-        finally:
-            for name in [name for name in os.environ if "TORCHINDUCTOR" in name and name not in known]:
-                del os.environ[name]  # set by torch.compile, and a job must leave the environment as it was
+        seen = list[TrainingState]()
+
+        def inspect(training: TrainingState) -> None:
+            seen.append(training)
+            if nudge:
+                _nudged(training, nudge)
+
+        with without_traces_of_compiling():
+            trial = run_trial(recipe, plan, make, steps=steps, inspect=inspect)
+        named = plan.data_parallel.algorithm
+        assert (named != "auto") == (num_messages(seen[0]) > 0), f"{named} is not what ran"
+        return trial
+
+
+@contextmanager
+def without_traces_of_compiling() -> Iterator[None]:
+    """Forget the variables that torch.compile sets: a job must leave the environment as it was."""
+    known = set(os.environ)
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if "TORCHINDUCTOR" in name and name not in known]:
+            del os.environ[name]
+
+
+def num_messages(training: TrainingState) -> int:
+    """That this rank was told to send by algorithms that the plan names."""
+    stores = training.model.stores.stores
+    return sum(store._collectives.num_messages for store in stores if isinstance(store, BucketStore))
 
 
 def _nudged(training: TrainingState, seed: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -23,6 +23,7 @@ def explain(
     cluster: Annotated[str | None, Parameter(show_default=False)] = None,
     size: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     measure: Annotated[bool, Parameter(negative=())] = False,
+    backend: Literal["auto", "gloo"] = "auto",
 ) -> None:
     """Say which algorithm carries each collective of CPU ranks, and why: predicted beside measured seconds.
 
@@ -41,6 +42,9 @@ def explain(
         Of the whole tensor, such as 64K. May be given again; by default 1K to 64M. Sizes between go by the nearest.
     measure
         Measure anew.
+    backend
+        auto: what trainings use, memory that one host's ranks share, or Gloo between hosts; it stands in the table as
+        "backend". gloo: what plans with compute.backend = "gloo" use.
     """
     from weft.cluster import resolve_cluster
     from weft.collective import arrange, find_table, flat, keep_table, parse_size
@@ -60,14 +64,17 @@ def explain(
     if job is None and not 2 <= ranks <= _MOST_RANKS:
         raise CollectiveError(f"{ranks} ranks cannot be started here: use 2 to {_MOST_RANKS}.")
     nodes = (place or flat(ranks)).nodes
-    known = None if measure or job is not None or sizes else find_table(ranks, nodes, "gloo")
+    known: ChoiceTable | None = None
+    if not (measure or sizes) and job is None:
+        kinds = ("weft", "gloo") if backend == "auto" and len(nodes) == 1 else ("gloo",)
+        known = next((table for kind in kinds if (table := find_table(ranks, nodes, kind)) is not None), None)
     if known is not None:
         print("\n".join(table_lines(known)))
         print("\nkept from an earlier measurement; --measure measures anew")
         return
     from weft.probe import measure_choices
 
-    table = measure_choices(ranks, place=place, topology=topology, sizes=sorted(set(sizes)))
+    table = measure_choices(ranks, place=place, topology=topology, sizes=sorted(set(sizes)), backend=backend)
     if table is None:  # another rank of the job writes
         return
     print("\n".join(table_lines(table)))

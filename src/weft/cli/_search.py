@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _FOLLOWING = {"microbatch.per_step": "microbatch.size", "pipeline_parallel.cuts": "mesh.pipeline"}
 """What follows from other settings → one of them."""
-_FREE = ("compute.threads_per_rank", "compute.device", "compute.backend")
+_FREE = ("compute.threads_per_rank", "compute.device", "compute.backend", "compute.collective_timeout_seconds")
 """Settings that a price need not know."""
 _TOKENS_PER_DEVICE = 1024
 _LEAST_TOKENS = 1 << 20

@@ -18,11 +18,11 @@ from weft.collective._choices import parse_choices as parse_choices
 from weft.collective._choices import parse_size as parse_size
 from weft.collective._choices import spell_size as spell_size
 from weft.collective._choices import stand_in as stand_in
+from weft.collective._method import Algorithm as Algorithm
+from weft.collective._method import Links as Links
+from weft.collective._method import Method as Method
 from weft.collective._picture import draw_rounds as draw_rounds
 from weft.collective._registry import ALGORITHMS as ALGORITHMS
-from weft.collective._registry import Algorithm as Algorithm
-from weft.collective._registry import Links as Links
-from weft.collective._registry import Method as Method
 from weft.collective._registry import find_algorithm as find_algorithm
 from weft.collective._rounds import Drawing as Drawing
 from weft.collective._rounds import drawing_lines as drawing_lines

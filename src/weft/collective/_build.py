@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from weft.cluster import Collective
 from weft.collective._arrange import Arrangement, flat
-from weft.collective._registry import ALGORITHMS, Method, Task, find_algorithm
+from weft.collective._method import Method, Task
+from weft.collective._registry import ALGORITHMS, find_algorithm
 from weft.collective._schedule import Levels, Line, Runs, Schedule, Step, singles
 from weft.errors import CollectiveError
 
@@ -30,7 +31,8 @@ def build_schedule(
     Args:
         arrangement: how the ranks lie on the links (see `arrange`); by default in their order, all in one node.
         root: rank that broadcasts.
-        pieces: into which pipelined algorithms (double_tree, and ring for broadcasts) cut what one tree or chain takes.
+        pieces: into which pipelined algorithms cut what one tree or chain takes: double_tree, and broadcasts by ring,
+            double_ring and torus.
         servers: of parameter_server, the first of the order.
 
     Raises:
@@ -50,6 +52,7 @@ def build_levels(
     *,
     arrangement: Arrangement,
     root: int = 0,
+    pieces: int = 1,
 ) -> Levels | None:
     """Return what one rank does where the ranks of its node share memory; None: the algorithm knows no nodes.
 
@@ -61,7 +64,7 @@ def build_levels(
     method = _method(name, collective)
     if method.in_levels is None:
         return None
-    task = _task(rank, members, arrangement, root, 1, 1)
+    task = _task(rank, members, arrangement, root, pieces, 1)
     blocks = _blocks(method, task, collective)
     before, steps, after = method.in_levels(task, blocks)
     return Levels(before, _schedule(name, collective, rank, task, len(blocks), steps), after)

@@ -14,9 +14,9 @@ from weft.errors import CollectiveError, did_you_mean
 BUILT_IN: Mapping[str, tuple[Collective, ...]] = MappingProxyType(
     {"backend": ("all_reduce", "reduce_scatter", "all_gather"), "exchange": ("reduce_scatter", "all_gather")}
 )
-"""Ways that need no schedule, and what they do.  `backend`: the process group's own collective (a reduce-scatter is its
-all-reduce, of which every rank keeps its region).  `exchange`: every region straight to whom it concerns, by messages
-that are all posted at once where the collective is started."""
+"""Ways that need no schedule, and what they do.  `backend`: the process group's own collective, over the memory that
+its ranks share, or Gloo's (where a reduce-scatter is an all-reduce, of which every rank keeps its region).  `exchange`:
+every region straight to whom it concerns, by messages that are all posted at once where the collective is started."""
 
 _ENTRY = re.compile(r"([a-z_]+(?:\+[a-z_]+)?)(?::(\d+)([KMG]?)-(?:(\d+)([KMG]?)|max))?")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
-from weft.cluster import Collective, Topology
+from weft.cluster import Collective
 from weft.collective import (
     bruck,
     direct,
     double_ring,
     double_tree,
     halving_doubling,
-    hierarchical,
     one_shot,
     parameter_server,
     recursive_doubling,
@@ -23,83 +20,11 @@ from weft.collective import (
     torus,
     tree,
 )
-from weft.collective._arrange import Arrangement
 from weft.collective._cost import power_below
+from weft.collective._method import Algorithm, FlatCost, Method, Task
+from weft.collective._nested import hierarchical_with
 from weft.collective._schedule import Line, Runs, Step
 from weft.errors import CollectiveError, did_you_mean
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
-    """Seconds of a message and of a byte between nodes, and inside them where that differs."""
-
-    latency: float
-    per_byte: float
-    inner_latency: float | None = None
-    inner_per_byte: float | None = None
-
-    @property
-    def across(self) -> tuple[float, float]:
-        return self.latency, self.per_byte
-
-    @property
-    def inside(self) -> tuple[float, float]:
-        latency = self.latency if self.inner_latency is None else self.inner_latency
-        return latency, self.per_byte if self.inner_per_byte is None else self.inner_per_byte
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What a method is asked for, beside its blocks."""
-
-    arrangement: Arrangement
-    line: Line
-    root: int
-    """Position of the root on the line."""
-    pieces: int
-    servers: int
-
-    @property
-    def rooted(self) -> Line:
-        """The line turned so that it begins with the root."""
-        ranks, n = self.line.ranks, len(self.line)
-        if self.root == 0:
-            return self.line
-        return Line([ranks[(self.root + index) % n] for index in range(n)], (self.line.position - self.root) % n)
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """An algorithm for one collective."""
-
-    seconds: Callable[[Arrangement, float, Links], float]
-    """Of a whole tensor of so many bytes.  The parameter server is priced with one server."""
-    num_blocks: Callable[[Task], int]
-    """Into which it cuts the buffer; where each rank has a region, that region."""
-    steps: Callable[[Task, Sequence[Runs]], list[Step]]
-    """Of the rank that the task's line points to."""
-    in_levels: Callable[[Task, Sequence[Runs]], hierarchical.InLevels] | None = None
-    """The same for a rank whose node shares memory, where the algorithm knows nodes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """One of the ways to do collectives."""
-
-    name: str
-    summary: str
-    """For whom it is, in one line."""
-    suits: tuple[Topology, ...]
-    """Links that carry it without contention."""
-    methods: Mapping[Collective, Method]
-    """By collective that it defines."""
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        return tuple(self.methods)
-
-
-FlatCost = Callable[[int, float, float, float], float]
 
 
 def _flat(
@@ -150,6 +75,7 @@ _RING = Algorithm(
         "broadcast": _flat(
             ring.broadcast_seconds, lambda task: task.pieces, lambda task, blocks: ring.broadcast(task.rooted, blocks)
         ),
+        "all_to_all": _flat(ring.all_to_all_seconds, _one, lambda task, blocks: ring.all_to_all(task.line, blocks)),
     },
 )
 _DOUBLE_RING = Algorithm(
@@ -163,6 +89,14 @@ _DOUBLE_RING = Algorithm(
             lambda task, blocks: double_ring.all_reduce(task.line, blocks),
         ),
         **_halves(double_ring.half_seconds, _two, double_ring.reduce_scatter, double_ring.all_gather),
+        "broadcast": _flat(
+            double_ring.broadcast_seconds,
+            lambda task: 2 * task.pieces,
+            lambda task, blocks: double_ring.broadcast(task.rooted, blocks),
+        ),
+        "all_to_all": _flat(
+            double_ring.all_to_all_seconds, _two, lambda task, blocks: double_ring.all_to_all(task.line, blocks)
+        ),
     },
 )
 _TREE = Algorithm(
@@ -200,7 +134,12 @@ _RECURSIVE_DOUBLING = Algorithm(
             recursive_doubling.all_reduce_seconds,
             _one,
             lambda task, blocks: recursive_doubling.all_reduce(task.line, blocks[0]),
-        )
+        ),
+        "all_gather": _flat(
+            recursive_doubling.all_gather_seconds,
+            _one,
+            lambda task, blocks: recursive_doubling.all_gather(task.line, blocks),
+        ),
     },
 )
 _HALVING_DOUBLING = Algorithm(
@@ -283,6 +222,16 @@ _TORUS = Algorithm(
             _two,
             lambda task, blocks: torus.all_gather(task.line, task.arrangement.shape, blocks),
         ),
+        "broadcast": Method(
+            lambda place, size, links: torus.broadcast_seconds(place.shape, size, *links.across),
+            lambda task: 2 * task.pieces,
+            lambda task, blocks: torus.broadcast(task.line, task.arrangement.shape, blocks, task.root),
+        ),
+        "all_to_all": Method(
+            lambda place, size, links: torus.all_to_all_seconds(place.shape, size, *links.across),
+            _two,
+            lambda task, blocks: torus.all_to_all(task.line, task.arrangement.shape, blocks),
+        ),
     },
 )
 _PARAMETER_SERVER = Algorithm(
@@ -294,75 +243,30 @@ _PARAMETER_SERVER = Algorithm(
             parameter_server.all_reduce_seconds,
             lambda task: task.servers,
             lambda task, blocks: parameter_server.all_reduce(task.line, blocks),
-        )
+        ),
+        "broadcast": _flat(
+            parameter_server.broadcast_seconds,
+            lambda task: task.servers,
+            lambda task, blocks: parameter_server.broadcast(task.rooted, blocks),
+        ),
     },
 )
-_Across = Literal["ring", "direct", "halving_doubling", "bruck", "recursive_doubling", "tree", "one_shot"]
-_ACROSS: Mapping[_Across, tuple[FlatCost, Callable[[int], int], hierarchical.AllReduce]] = {
-    "ring": (ring.all_reduce_seconds, lambda n: n, ring.all_reduce),
-    "direct": (direct.all_reduce_seconds, lambda n: n, direct.all_reduce),
-    "halving_doubling": (halving_doubling.all_reduce_seconds, power_below, halving_doubling.all_reduce),
-    "bruck": (bruck.all_reduce_seconds, lambda n: n, bruck.all_reduce),
-    "recursive_doubling": (
-        recursive_doubling.all_reduce_seconds,
-        lambda n: 1,
-        lambda line, blocks: recursive_doubling.all_reduce(line, blocks[0]),
-    ),
-    "tree": (tree.all_reduce_seconds, lambda n: 1, lambda line, blocks: tree.all_reduce(line, blocks[0])),
-    "one_shot": (one_shot.all_reduce_seconds, lambda n: 1, lambda line, blocks: one_shot.all_reduce(line, blocks[0])),
-}
-"""All-reduces that hierarchical can use across nodes: cost, blocks per column, steps."""
-
-
-def _hierarchical(name: str, across: _Across) -> Algorithm:
-    cost, blocks_of, outer = _ACROSS[across]
-
-    def columns_of(task: Task, blocks: Sequence[Runs]) -> list[Sequence[Runs]]:
-        each = blocks_of(len(task.arrangement.nodes))
-        return [blocks[column * each : (column + 1) * each] for column in range(min(task.arrangement.nodes))]
-
-    all_reduce = Method(
-        lambda place, size, links: hierarchical.all_reduce_seconds(place.nodes, size, links.inside, links.across, cost),
-        lambda task: min(task.arrangement.nodes) * blocks_of(len(task.arrangement.nodes)),
-        lambda task, blocks: hierarchical.all_reduce(
-            task.line, task.arrangement.nodes, columns_of(task, blocks), outer
-        ),
-        lambda task, blocks: hierarchical.all_reduce_in_levels(
-            task.line, task.arrangement.nodes, columns_of(task, blocks), outer
-        ),
-    )
-    summary = f"slow links between nodes, fast ones inside: {across} across nodes, direct inside"
-    rest = _HIERARCHICAL_REST if across == "ring" else {}
-    return Algorithm(name, summary, ("rails", "tree", "switch"), {"all_reduce": all_reduce, **rest})
-
-
-def _hierarchical_half(place: Arrangement, size: float, links: Links) -> float:
-    return hierarchical.half_seconds(place.nodes, size, links.inside, links.across)
-
-
-_HIERARCHICAL_REST: Mapping[Collective, Method] = MappingProxyType(
+_ACROSS: Mapping[str, Algorithm] = MappingProxyType(
     {
-        "reduce_scatter": Method(
-            _hierarchical_half,
-            _one,
-            lambda task, blocks: hierarchical.reduce_scatter(task.line, task.arrangement.nodes, blocks),
-            lambda task, blocks: hierarchical.reduce_scatter_in_levels(task.line, task.arrangement.nodes, blocks),
-        ),
-        "all_gather": Method(
-            _hierarchical_half,
-            _one,
-            lambda task, blocks: hierarchical.all_gather(task.line, task.arrangement.nodes, blocks),
-            lambda task, blocks: hierarchical.all_gather_in_levels(task.line, task.arrangement.nodes, blocks),
-        ),
-        "broadcast": Method(
-            lambda place, size, links: hierarchical.broadcast_seconds(place.nodes, size, links.inside, links.across),
-            _one,
-            lambda task, blocks: hierarchical.broadcast(task.line, task.arrangement.nodes, blocks[0], task.root),
-            lambda task, blocks: hierarchical.broadcast_in_levels(
-                task.line, task.arrangement.nodes, blocks[0], task.root
-            ),
-        ),
+        algorithm.name: algorithm
+        for algorithm in (
+            *(_RING, _DOUBLE_RING, _TREE, _DOUBLE_TREE, _RECURSIVE_DOUBLING, _HALVING_DOUBLING),
+            *(_DIRECT, _ONE_SHOT, _SCATTER, _BRUCK),
+        )
     }
+)
+"""What hierarchical can use across nodes."""
+
+
+_HIERARCHICAL = hierarchical_with(
+    "hierarchical",
+    "ring",
+    {**_RING.methods, "broadcast": _TREE.methods["broadcast"], "all_to_all": _DIRECT.methods["all_to_all"]},
 )
 
 
@@ -380,7 +284,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
             _ONE_SHOT,
             _SCATTER,
             _BRUCK,
-            _hierarchical("hierarchical", "ring"),
+            _HIERARCHICAL,
             _TORUS,
             _PARAMETER_SERVER,
         )
@@ -390,7 +294,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Return an algorithm by name; `hierarchical+X` is hierarchical with an all-reduce by X across nodes.
+    """Return an algorithm by name; `hierarchical+X` is hierarchical with X across nodes, for all collectives X does.
 
     Raises:
         CollectiveError: there is none of this name.
@@ -399,9 +303,8 @@ def find_algorithm(name: str) -> Algorithm:
         return ALGORITHMS[name]
     whole, _, part = name.partition("+")
     if whole == "hierarchical":
-        for across in _ACROSS:
-            if across == part:
-                return _hierarchical(name, across)
+        if part in _ACROSS:
+            return hierarchical_with(name, part, _ACROSS[part].methods)
         raise CollectiveError(
             f"algorithm = {name!r}: across nodes there are {', '.join(_ACROSS)}.{did_you_mean(part, _ACROSS)}"
         )

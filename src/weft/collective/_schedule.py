@@ -197,6 +197,24 @@ def overlaid(first: Sequence[Step], second: Sequence[Step]) -> list[Step]:
     ]
 
 
+def turned_around(line: Line, blocks: Sequence[Runs]) -> list[Step]:
+    """Return the step within one rank's buffer with which in-place all-to-alls end that carry what travels d places in
+    slot i + d of the rank at i: the slots i + d and i − d change places.  As many blocks for every rank."""
+    n, i, each = len(line), line.position, len(blocks) // len(line)
+
+    def slot(distance: int) -> Sequence[Runs]:
+        first = (i + distance) % n * each
+        return blocks[first : first + each]
+
+    turned = [distance for distance in range(1, n) if 2 * distance != n]
+    if not turned:
+        return []
+    me = line.at(0)
+    old = chained(block for distance in turned for block in slot(distance))
+    new = chained(block for distance in turned for block in slot(-distance))
+    return [Step("turn", (Send(me, old),), (Receive(me, new),))]
+
+
 def timed(actions: Iterable[tuple[int, Send | Receive]], phase: str) -> list[Step]:
     """Return steps from messages with the tick at which they travel; ticks without any are left out.
 

@@ -13,7 +13,8 @@ from weft.cluster import Collective, Topology
 from weft.collective import direct, ring
 from weft.collective._arrange import Arrangement
 from weft.collective._choices import BUILT_IN, defines
-from weft.collective._registry import ALGORITHMS, Links, find_algorithm
+from weft.collective._method import Links
+from weft.collective._registry import ALGORITHMS, find_algorithm
 from weft.errors import CollectiveError
 
 KEPT = 3
@@ -57,11 +58,18 @@ def fit_links(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def predict(
-    collective: Collective, size_bytes: int, place: Arrangement, links: Links, *, topology: Topology | None = None
+    collective: Collective,
+    size_bytes: int,
+    place: Arrangement,
+    links: Links,
+    *,
+    topology: Topology | None = None,
+    backend: tuple[float, float] | None = None,
 ) -> dict[str, float]:
     """Return the seconds of every way that does a collective and suits the links, by name.
 
-    `topology` is by default fully connected inside one node, and a switch between several.
+    `topology` is by default fully connected inside one node, and a switch between several.  `backend` is seconds of a
+    call and of a byte of the group's own collective, where that is shared memory; by default it is Gloo's.
     """
     if topology is None:
         topology = "fully_connected" if len(place.nodes) == 1 else "switch"
@@ -69,7 +77,8 @@ def predict(
     if len(place.nodes) > 1:
         names += _ACROSS_NODES
     names = [*BUILT_IN, *(name for name in names if name != "hierarchical" or len(place.nodes) > 1)]
-    return {name: _seconds(name, collective, size_bytes, place, links) for name in names if defines(name, collective)}
+    found = {name: _seconds(name, collective, size_bytes, place, links) for name in names if defines(name, collective)}
+    return found if backend is None else found | {"backend": backend[0] + backend[1] * size_bytes}
 
 
 def shortlist(predicted: Mapping[str, float]) -> list[Candidate]:

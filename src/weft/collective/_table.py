@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from weft.cluster import Cluster, Collective
 from weft.collective._choices import defines
-from weft.collective._registry import Links
+from weft.collective._method import Links
 from weft.collective._shortlist import Candidate
 from weft.errors import CollectiveError
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.collective._cost import log_steps
-from weft.collective._schedule import Line, Receive, Runs, Send, Step, chained, joined
+from weft.collective._schedule import Line, Receive, Runs, Send, Step, chained, joined, turned_around
 
 
 def all_reduce_seconds(members: int, size_bytes: float, latency: float, per_byte: float) -> float:
@@ -80,12 +80,7 @@ def all_to_all(line: Line, blocks: Sequence[Runs]) -> list[Step]:
         jump = 1 << level
         moving = chained(slot(distance) for distance in range(n) if distance & jump)
         steps.append(Step("jump", (Send(line.at(jump), moving),), (Receive(line.at(-jump), moving),)))
-    turned = [distance for distance in range(1, n) if 2 * distance != n]
-    if turned:
-        me = line.at(0)
-        old, new = chained(map(slot, turned)), chained(slot(-distance) for distance in turned)
-        steps.append(Step("turn", (Send(me, old),), (Receive(me, new),)))
-    return steps
+    return [*steps, *turned_around(line, blocks)]
 
 
 def _jumps(line: Line, blocks: Sequence[Runs]) -> list[tuple[int, Runs, Runs]]:

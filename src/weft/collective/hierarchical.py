@@ -10,26 +10,36 @@ Each byte crosses between nodes as rarely as possible, and all ranks of a node u
 column: rank k of every node, which on a rail network share a switch.  The way where links between nodes are much slower
 than those inside.
 
+Reduce-scatter and all-gather are the halves of this.  A broadcast goes to one rank of each node and then down a tree
+inside.  In an all-to-all ranks first hand each column of their node what is for that column of any node; then columns
+exchange it, in one message for a whole node.  For that nodes count as several of one size that divides them all.
+
 Nodes may be of unequal size.  There are as many columns as the smallest node has ranks; the other ranks of larger nodes
-hand in what they have and are handed the result.  Inside a node all ranks talk to all (`direct`); across, any
-all-reduce does, the ring by default.  Where the ranks of a node share memory, their part needs no messages:
-`…_in_levels` say what they sum and hand around there, before and after the same messages across.
+hand in what they have and are handed the result.  Inside a node all ranks talk to all (`direct`); across, any algorithm
+does that defines the collective: by default a ring, a tree for broadcasts, and `direct` for an all-to-all.  Where the
+ranks of a node share memory, their part (but of an all-to-all) needs no messages: `…_in_levels` say what they sum and
+hand around there, before and after the same messages across.
 
 Source: Horovod's hierarchical all-reduce (Sergeev and Del Balso, 2018, arXiv 1802.05799); Jain and Sabharwal, "Optimal
-bucket algorithms for large MPI collectives on torus interconnects", ICS 2010, for one level after the other.
+bucket algorithms for large MPI collectives on torus interconnects", ICS 2010, for one level after the other; the
+all-to-all: Rajbhandari et al., "DeepSpeed-MoE", ICML 2022.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from weft.collective import direct, ring, tree
+from weft.collective import direct, tree
 from weft.collective._cost import issue_seconds
-from weft.collective._schedule import Line, NodeRound, Receive, Runs, Send, Step, joined, mirrored
+from weft.collective._schedule import Line, NodeRound, Receive, Runs, Send, Step, chained, joined, mirrored
 
-AllReduce = Callable[[Line, Sequence[Runs]], list[Step]]
+OuterCost = Callable[[int, float, float, float], float]
+"""Prices a collective across nodes: (nodes, bytes, latency, per_byte) → seconds."""
+Outer = Callable[[Line, Sequence[Runs]], list[Step]]
+"""Does it: over one rank of each node, with as many blocks as it needs.  A broadcast's line begins with the root."""
 InLevels = tuple[tuple[NodeRound, ...], list[Step], tuple[NodeRound, ...]]
 """Rounds inside the node, steps of this rank across nodes, rounds inside the node: see `Levels`."""
 _INSIDE, _ACROSS = "inside the node", "across nodes"
@@ -40,7 +50,7 @@ def all_reduce_seconds(
     size_bytes: float,
     inside: tuple[float, float],
     across: tuple[float, float],
-    outer: Callable[[int, float, float, float], float] = ring.all_reduce_seconds,
+    outer: OuterCost,
 ) -> float:
     """2[α + (g−2)o + (g−1)/g·Sβ] inside + an all-reduce of S/g across m nodes; g: ranks of the smallest node.
 
@@ -61,9 +71,13 @@ def _inner_seconds(nodes: Sequence[int], size_bytes: float, inside: tuple[float,
 
 
 def half_seconds(
-    nodes: Sequence[int], size_bytes: float, inside: tuple[float, float], across: tuple[float, float]
+    nodes: Sequence[int],
+    size_bytes: float,
+    inside: tuple[float, float],
+    across: tuple[float, float],
+    outer: OuterCost,
 ) -> float:
-    """α + (g−2)o + (g−1)/g·Sβ inside + a ring's half of S/g across m nodes, for nodes of g ranks.
+    """α + (g−2)o + (g−1)/g·Sβ inside + `outer`'s half of S/g across m nodes, for nodes of g ranks.
 
     Unequal nodes need one more message inside, for ranks beyond the smallest node's.
     """
@@ -71,17 +85,34 @@ def half_seconds(
     latency, per_byte = inside
     handed = (-(-largest // columns) - 1) / sum(nodes) * size_bytes
     extra = latency + handed * per_byte if largest > columns else 0.0
-    outer = ring.half_seconds(len(nodes), size_bytes / columns, *across) if len(nodes) > 1 else 0.0
-    return _inner_seconds(nodes, size_bytes, inside) + outer + extra
+    crossing = outer(len(nodes), size_bytes / columns, *across) if len(nodes) > 1 else 0.0
+    return _inner_seconds(nodes, size_bytes, inside) + crossing + extra
 
 
 def broadcast_seconds(
-    nodes: Sequence[int], size_bytes: float, inside: tuple[float, float], across: tuple[float, float]
+    nodes: Sequence[int],
+    size_bytes: float,
+    inside: tuple[float, float],
+    across: tuple[float, float],
+    outer: OuterCost,
 ) -> float:
-    """⌈log₂m⌉(α + Sβ) across nodes, then ⌈log₂g⌉(α + Sβ) inside the largest."""
-    return tree.broadcast_seconds(len(nodes), size_bytes, *across) + tree.broadcast_seconds(
-        max(nodes), size_bytes, *inside
-    )
+    """`outer`'s broadcast across m nodes, by default ⌈log₂m⌉(α + Sβ); then ⌈log₂g⌉(α + Sβ) inside the largest."""
+    crossing = outer(len(nodes), size_bytes, *across) if len(nodes) > 1 else 0.0
+    return crossing + tree.broadcast_seconds(max(nodes), size_bytes, *inside)
+
+
+def all_to_all_seconds(
+    nodes: Sequence[int],
+    size_bytes: float,
+    inside: tuple[float, float],
+    across: tuple[float, float],
+    outer: OuterCost,
+) -> float:
+    """α + (g−2)o + (g−1)/g·Sβ inside + `outer`'s all-to-all of S across n/g nodes; g divides the ranks of all nodes."""
+    size = math.gcd(*nodes)
+    inner = direct.all_to_all_seconds(size, size_bytes, *inside) if size > 1 else 0.0
+    groups = sum(nodes) // size
+    return inner + (outer(groups, size_bytes, *across) if groups > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +149,7 @@ class Place:
         return self.line.of(start + self.within for start in self.starts[:-1])
 
 
-def all_reduce(
-    line: Line, nodes: tuple[int, ...], columns: Sequence[Sequence[Runs]], outer: AllReduce = ring.all_reduce
-) -> list[Step]:
+def all_reduce(line: Line, nodes: tuple[int, ...], columns: Sequence[Sequence[Runs]], outer: Outer) -> list[Step]:
     """`columns[k]` holds the blocks that `outer` needs for an all-reduce over the nodes."""
     place = Place(line, nodes)
     inner = place.inner()
@@ -132,7 +161,7 @@ def all_reduce(
 
 
 def all_reduce_in_levels(
-    line: Line, nodes: tuple[int, ...], columns: Sequence[Sequence[Runs]], outer: AllReduce = ring.all_reduce
+    line: Line, nodes: tuple[int, ...], columns: Sequence[Sequence[Runs]], outer: Outer
 ) -> InLevels:
     """The same where the ranks of this rank's node share memory."""
     place = Place(line, nodes)
@@ -141,74 +170,106 @@ def all_reduce_in_levels(
     return (NodeRound("sum", shares),), across, (NodeRound("spread", shares),)
 
 
-def reduce_scatter(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs]) -> list[Step]:
-    """After it the rank at position i has the sum of block i."""
-    place = Place(line, nodes)
-    steps = _named(direct.gather_sums(place.inner(), _columns(place), _shares(place, blocks)), _INSIDE)
-    return [*steps, *_reduce_scatter_across(place, blocks), *_hand_out(place, blocks)]
+def reduce_scatter(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> list[Step]:
+    """After it the rank at position i has the sum of its blocks: the i-th of as many as there are ranks."""
+    place, whole = Place(line, nodes), _whole(line, blocks)
+    steps = _named(direct.gather_sums(place.inner(), _columns(place), _shares(place, whole)), _INSIDE)
+    return [*steps, *_half_across(place, blocks, outer), *_hand_out(place, whole)]
 
 
-def reduce_scatter_in_levels(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs]) -> InLevels:
+def reduce_scatter_in_levels(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> InLevels:
     """The same where the ranks of this rank's node share memory: beyond the columns each gets all that is for them."""
-    place = Place(line, nodes)
+    place, whole = Place(line, nodes), _whole(line, blocks)
     start, size, columns = place.starts[place.node], place.nodes[place.node], place.columns
-    beyond = {k: joined(blocks[start + k + columns : start + size : columns]) for k in _columns(place)}
+    beyond = {k: joined(whole[start + k + columns : start + size : columns]) for k in _columns(place)}
     after = (NodeRound("spread", _regions(place, beyond)),) if size > columns else ()
-    before = NodeRound("sum", _regions(place, dict(enumerate(_shares(place, blocks)))))
-    return (before,), _reduce_scatter_across(place, blocks), after
+    before = NodeRound("sum", _regions(place, dict(enumerate(_shares(place, whole)))))
+    return (before,), _half_across(place, blocks, outer), after
 
 
-def all_gather(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs]) -> list[Step]:
-    """Before it the rank at position i has block i: the reduce-scatter backwards."""
-    steps = reduce_scatter(line, nodes, blocks)
-    turned = zip(steps[::-1], mirrored(steps, ""), strict=True)
-    return [Step(step.phase, back.sends, back.receives) for step, back in turned]
+def all_gather(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> list[Step]:
+    """Before it the rank at position i has its blocks: inside a node the reduce-scatter backwards."""
+    place, whole = Place(line, nodes), _whole(line, blocks)
+    spread = _named(direct.spread_sums(place.inner(), _columns(place), _shares(place, whole)), _INSIDE)
+    return [*mirrored(_hand_out(place, whole), _INSIDE), *_half_across(place, blocks, outer), *spread]
 
 
-def all_gather_in_levels(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs]) -> InLevels:
+def all_gather_in_levels(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> InLevels:
     """The same where the ranks of this rank's node share memory."""
-    place = Place(line, nodes)
+    place, whole = Place(line, nodes), _whole(line, blocks)
     start, size, columns = place.starts[place.node], place.nodes[place.node], place.columns
-    beyond = {within: blocks[start + within] for within in range(columns, size)}
+    beyond = {within: whole[start + within] for within in range(columns, size)}
     before = (NodeRound("spread", _regions(place, beyond)),) if beyond else ()
-    after = NodeRound("spread", _regions(place, dict(enumerate(_shares(place, blocks)))))
-    return before, mirrored(_reduce_scatter_across(place, blocks), _ACROSS), (after,)
+    after = NodeRound("spread", _regions(place, dict(enumerate(_shares(place, whole)))))
+    return before, _half_across(place, blocks, outer), (after,)
 
 
-def broadcast(line: Line, nodes: tuple[int, ...], block: Runs, root: int) -> list[Step]:
-    """From the rank at position `root`: a tree over one rank of each node, then a tree inside each node."""
+def broadcast(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], root: int, outer: Outer) -> list[Step]:
+    """From the rank at position `root`: over one rank of each node, then down a tree inside each node."""
     place = Place(line, nodes)
     start, size = place.starts[place.node], nodes[place.node]
     head = _heads(place, root)[place.node]
     inner = line.of(start + (head - start + index) % size for index in range(size))
-    return [*_broadcast_across(place, block, root), *_named(tree.broadcast(inner, block), _INSIDE)]
+    return [*_broadcast_across(place, blocks, root, outer), *_named(tree.broadcast(inner, joined(blocks)), _INSIDE)]
 
 
-def broadcast_in_levels(line: Line, nodes: tuple[int, ...], block: Runs, root: int) -> InLevels:
+def broadcast_in_levels(
+    line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], root: int, outer: Outer
+) -> InLevels:
     """The same where the ranks of this rank's node share memory."""
     place = Place(line, nodes)
     head = _heads(place, root)[place.node] - place.starts[place.node]
-    return (), _broadcast_across(place, block, root), (NodeRound("spread", _regions(place, {head: block})),)
+    after = NodeRound("spread", _regions(place, {head: joined(blocks)}))
+    return (), _broadcast_across(place, blocks, root, outer), (after,)
 
 
-def _all_reduce_across(place: Place, columns: Sequence[Sequence[Runs]], outer: AllReduce) -> list[Step]:
+def all_to_all(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> list[Step]:
+    """Send the blocks of j to the rank at position j, which finds them in the place of i: in place.
+
+    Inside the node what is for column y goes to its rank there, and lies in the place of its sender: so what is for one
+    node lies together, and comes from one.
+    """
+    size, each = math.gcd(*nodes), len(blocks) // len(line)
+    place = Place(line, (size,) * (len(line) // size))
+    within, count = range(size), len(place.nodes)
+    whole = _whole(line, blocks)
+    by_column = [chained(whole[node * size + column] for node in range(count)) for column in within]
+    by_node = [
+        chained(blocks[(node * size + column) * each + part] for column in within)
+        for node in range(count)
+        for part in range(each)
+    ]
+    inside = _named(direct.all_to_all(place.inner(), by_column), _INSIDE)
+    return [*inside, *_named(outer(place.outer(), by_node), _ACROSS)]
+
+
+def _all_reduce_across(place: Place, columns: Sequence[Sequence[Runs]], outer: Outer) -> list[Step]:
     """Between the ranks of this rank's column, if it has one."""
     return _named(outer(place.outer(), columns[place.within]), _ACROSS) if place.within < place.columns else []
 
 
-def _reduce_scatter_across(place: Place, blocks: Sequence[Runs]) -> list[Step]:
+def _half_across(place: Place, blocks: Sequence[Runs], outer: Outer) -> list[Step]:
+    """Reduce-scatter or all-gather: the first blocks of all ranks of a node are one block, and so on."""
     if place.within >= place.columns:
         return []
-    parts = [joined(node) for node in _owned(place, blocks, place.within)]
-    return _named(ring.reduce_scatter(place.outer(), parts), _ACROSS)
+    each = len(blocks) // len(place.line)
+    kinds = [_owned(place, blocks[part::each], place.within) for part in range(each)]
+    parts = [joined(kind[node]) for node in range(len(place.nodes)) for kind in kinds]
+    return _named(outer(place.outer(), parts), _ACROSS)
 
 
-def _broadcast_across(place: Place, block: Runs, root: int) -> list[Step]:
+def _broadcast_across(place: Place, blocks: Sequence[Runs], root: int, outer: Outer) -> list[Step]:
     heads, home = _heads(place, root), _home(place, root)
     turned = [heads[(home + index) % len(heads)] for index in range(len(heads))]
     if place.line.position not in turned:
         return []
-    return _named(tree.broadcast(place.line.of(turned), block), _ACROSS)
+    return _named(outer(place.line.of(turned), blocks), _ACROSS)
+
+
+def _whole(line: Line, blocks: Sequence[Runs]) -> list[Runs]:
+    """The region of each rank as one block."""
+    each = len(blocks) // len(line)
+    return [joined(blocks[start : start + each]) for start in range(0, len(blocks), each)]
 
 
 def _home(place: Place, root: int) -> int:

@@ -11,9 +11,15 @@
 
     all-gather: the sums go around once more, and are copied instead of added.
 
+    all-to-all, 5 ranks: a block for the rank d places on goes d steps, one place in each
+
+      step 1    blocks for 1, 2, 3, 4 places on        step 3    blocks for 3, 4
+      step 2    blocks for 2, 3, 4                     step 4    blocks for 4
+
 Every link carries the same bytes in every step, and no rank ever needs more than one message in and one out: the ring
 moves the fewest bytes possible and suits any number of ranks, long tensors, and links that contend.  It pays 2(n−1)
-latencies, which is too many for short tensors.
+latencies, which is too many for short tensors.  An all-to-all around a ring moves n/2 times the bytes of a direct one:
+it is for links that join neighbours only, which would forward them, too.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005, §3.1 and
 §4.5; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
@@ -23,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.collective._schedule import Line, Receive, Runs, Send, Step, timed
+from weft.collective._schedule import Line, Receive, Runs, Send, Step, chained, timed, turned_around
 
 
 def all_reduce_seconds(members: int, size_bytes: float, latency: float, per_byte: float) -> float:
@@ -39,6 +45,11 @@ def half_seconds(members: int, size_bytes: float, latency: float, per_byte: floa
 def broadcast_seconds(members: int, size_bytes: float, latency: float, per_byte: float) -> float:
     """(n−1)α + Sβ: small pieces follow one another down a chain."""
     return (members - 1) * latency + size_bytes * per_byte
+
+
+def all_to_all_seconds(members: int, size_bytes: float, latency: float, per_byte: float) -> float:
+    """(n−1)α + (n−1)/2·Sβ: a block goes through every rank on its way, n/2 of them on average."""
+    return (members - 1) * (latency + size_bytes / 2 * per_byte)
 
 
 def all_reduce(line: Line, blocks: Sequence[Runs]) -> list[Step]:
@@ -72,10 +83,28 @@ def all_gather(line: Line, blocks: Sequence[Runs]) -> list[Step]:
 
 def broadcast(line: Line, blocks: Sequence[Runs]) -> list[Step]:
     """Down a chain that begins with the first of the line; blocks are pieces that follow one another."""
+    return timed(chain(line, blocks), "chain")
+
+
+def chain(line: Line, blocks: Sequence[Runs]) -> list[tuple[int, Send | Receive]]:
+    """The messages of `broadcast` with their ticks."""
     actions: list[tuple[int, Send | Receive]] = []
     for index, piece in enumerate(blocks):
         if line.position > 0:
             actions.append((line.position + index, Receive(line.at(-1), piece)))
         if line.position < len(line) - 1:
             actions.append((line.position + index + 1, Send(line.at(1), piece)))
-    return timed(actions, "chain")
+    return actions
+
+
+def all_to_all(line: Line, blocks: Sequence[Runs]) -> list[Step]:
+    """Send block j to the rank at position j, which finds it as its block i: in place.
+
+    As in `bruck`, what travels d places in all rests in slot i + d of every rank i on its way.
+    """
+    n, i = len(line), line.position
+    steps: list[Step] = []
+    for step in range(1, n):
+        moving = chained(blocks[(i + distance) % n] for distance in range(step, n))
+        steps.append(Step("all-to-all", (Send(line.at(1), moving),), (Receive(line.at(-1), moving),)))
+    return [*steps, *turned_around(line, blocks)]

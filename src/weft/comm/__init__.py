@@ -38,6 +38,7 @@ from weft.comm._reduce import nothing_to_wait_for as nothing_to_wait_for
 from weft.comm._reduce import start_all_gather as start_all_gather
 from weft.comm._reduce import start_all_reduce as start_all_reduce
 from weft.comm._reduce import start_reduce_scatter as start_reduce_scatter
+from weft.comm._release import release_groups as release_groups
 from weft.comm._share import share_table as share_table
 from weft.comm._watch import Seen as Seen
 from weft.comm._watch import Sink as Sink

@@ -12,7 +12,7 @@ import torch
 from weft.cluster import Collective
 from weft.collective import Arrangement, ChoiceTable, Row, find_table, parse_choices, tables_of_others
 from weft.comm._chosen import Collectives
-from weft.comm._device import carried_by_gloo
+from weft.comm._device import carrier_of, sends_messages
 from weft.comm._hosts import discover_nodes
 from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory, share_node_memory
@@ -31,6 +31,9 @@ def collectives_for(
 ) -> Collectives:
     """Return what carries collectives of a device's tensors over a group.  Call on every rank of the group alike.
 
+    Algorithms that are named send messages over Gloo, also in a group whose ranks share memory, which goes on to carry
+    everything else in it.
+
     Args:
         algorithm: as in a plan.  `auto` is what Weft does without a choice, always the same.  `measured` takes the
             table kept of such a group in `folder` (by default below ~/.cache/weft), as the first rank reads it.  Where
@@ -45,7 +48,7 @@ def collectives_for(
             f'plan.data_parallel.algorithm = "{algorithm}" cannot be run on {device.type}: on CUDA NCCL chooses. '
             'Use "auto".'
         )
-    if algorithm == "auto" or view.group is None or not carried_by_gloo(device, view.group):
+    if algorithm == "auto" or view.group is None or not sends_messages(device, view.group):
         return Collectives(view)  # also in a dry run, whose group carries nothing
     if algorithm != "measured":
         choices = parse_choices(algorithm)
@@ -59,8 +62,7 @@ def collectives_for(
     if view.index == 0 and not 1 / DRIFT <= drift <= DRIFT:
         warnings.warn(
             f"collectives of {view.size} ranks take {drift:.2g} times what their table says: the links, or what else"
-            f" uses them, have changed since. The choices stay; weft comm explain --measure --processes {view.size}"
-            " makes them anew.",
+            f" uses them, have changed since. The choices stay; {_measuring(view, place)} makes them anew.",
             stacklevel=2,
         )
     return carrier
@@ -82,22 +84,30 @@ def drift_of(carrier: Collectives, table: ChoiceTable) -> float:
     return statistics.median(ratios) if ratios else 1.0
 
 
+def _measuring(view: GroupView, place: Arrangement) -> str:
+    """The command that measures such a group; one host's ranks share memory unless they are told not to."""
+    assert view.group is not None, "one rank has nothing to choose"
+    is_kept_off = len(place.nodes) == 1 and carrier_of(view.group) == "gloo"
+    return f"weft comm explain --measure --processes {view.size}{' --backend gloo' if is_kept_off else ''}"
+
+
 def _expected(row: Row) -> float | None:
     return next((each.measured_seconds for each in row.candidates if each.name == row.choice), None)
 
 
 def _kept_table(view: GroupView, place: Arrangement, folder: Path | None) -> ChoiceTable:
     """The table that the first rank finds, on all ranks."""
+    assert view.group is not None, "one rank has nothing to choose"
     mine: ChoiceTable | None = None
-    others = ""
+    others, backend = "", carrier_of(view.group)
     if view.index == 0:
-        mine = find_table(view.size, place.nodes, "gloo", folder=folder)
-        others = "" if mine is not None else tables_of_others(view.size, place.nodes, "gloo", folder=folder)
+        mine = find_table(view.size, place.nodes, backend, folder=folder)
+        others = "" if mine is not None else tables_of_others(view.size, place.nodes, backend, folder=folder)
     table = share_table(mine, view)
     if table is None:
         raise PlanError(
             f'plan.data_parallel.algorithm = "measured", but nothing has been measured for {view.size} ranks that lie'
-            f' as these do.{others} Run weft comm explain --measure --processes {view.size}, or use "auto".'
+            f' as these do.{others} Run {_measuring(view, place)}, or use "auto".'
         )
     return table
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.cluster import Collective
 from weft.collective import BUILT_IN, Arrangement, defines
-from weft.comm._device import all_gather_single
+from weft.comm._device import all_gather_single, carrier_of
 from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory
 from weft.comm._reduce import (
@@ -24,6 +24,8 @@ from weft.comm._reduce import (
     start_all_gather,
     start_all_reduce,
     start_broadcasts,
+    start_exchange,
+    start_handing_out,
     start_reduce_scatter,
 )
 from weft.comm.messages import Messenger
@@ -53,6 +55,7 @@ class Collectives:
         """`place` is how the ranks lie on the links; by default in their order, all in one node.  `node` is what the
         ranks of this host share (`share_node_memory`), and is closed with this object."""
         self.view = view
+        self._is_shared = view.group is not None and carrier_of(view.group) == "weft"
         self._choose = choose
         self._place = place
         self._node = node
@@ -96,8 +99,10 @@ class Collectives:
         `regions` lie side by side and cover `flat`; `even` says whether they are equally long.
         """
         way = self._way("reduce_scatter", flat, by)
-        if way is None or way == "exchange":
+        if way is None or (way == "backend" and self._is_shared):
             return start_reduce_scatter(flat, regions, self.view, even=even)
+        if way == "exchange":
+            return start_exchange(flat, regions, self.view)
         if way == "backend" or not defines(way, "reduce_scatter"):
             return self.start_all_reduce(flat, by=way)
         return self._messages().start(flat, "reduce_scatter", way, regions=regions, arrangement=self._place)
@@ -107,8 +112,10 @@ class Collectives:
     ) -> Wait:
         """Fill `flat` with every rank's own region of it."""
         way = self._way("all_gather", flat, by)
-        if way is None or way == "exchange" or not defines(way, "all_gather"):
+        if way is None or (way == "backend" and self._is_shared):
             return start_all_gather(flat, regions, self.view, even=even)
+        if way == "exchange" or not defines(way, "all_gather"):
+            return start_handing_out(flat, regions, self.view)
         if way == "backend":
             return _start_backend_gather(flat, regions, self.view, even=even)
         return self._messages().start(flat, "all_gather", way, regions=regions, arrangement=self._place)

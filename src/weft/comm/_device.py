@@ -83,6 +83,17 @@ def carried_by_gloo(device: torch.device, group: dist.ProcessGroup) -> bool:
     return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
+def sends_messages(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether Gloo can send messages between this device's tensors: it carries the group, or lies beside the shared
+    memory that does (`messages_group`)."""
+    return device.type == "cpu" and (isinstance(group, WatchedGroup) or carried_by_gloo(device, group))
+
+
+def carrier_of(group: dist.ProcessGroup) -> Literal["gloo", "weft"]:
+    """What carries collectives of CPU tensors in a group: `weft`, memory that its ranks share, or `gloo`."""
+    return "gloo" if shared_memory_group(group) is None else "weft"
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until all work queued on the device is done (nothing to wait for on the CPU)."""
     if device.type != "cpu":

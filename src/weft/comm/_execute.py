@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -15,14 +15,15 @@ from torch import Tensor
 from weft.comm._node import NodeMemory
 from weft.comm._program import Action, Combine, NodeCall, Program, add_up, padded
 from weft.comm._trouble import Board, Reason, Report
-from weft.comm.shared_memory import Failure, GroupFailed, Trouble, explain
+from weft.comm._watched_group import close_connections
+from weft.comm.shared_memory import Failure, GroupFailed, SharedMemoryGroup, Trouble, explain
 from weft.errors import CollectiveError
 
 _GRACE_SHARE = 0.25
 """Of a deadline, that is left for ranks to tell each other who is missing, one second at most."""
-_BREAKING_TAG = (1 << 31) - 7
-"""Of messages that nobody sends: see `give_up`."""
 _TINY = timedelta(milliseconds=1)
+_HOST = 0
+"""Global rank that serves the store, where no launcher does (`env://` and torch's other ways to meet)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Wire:
     board: Board
     node: NodeMemory | None = None
     """What the ranks of this host share, for collectives in levels."""
+    shared: SharedMemoryGroup | None = None
+    """The group itself, where all of its ranks share memory: given up together with the messages."""
 
 
 @dataclass(slots=True)
@@ -210,60 +213,81 @@ def _has_come(work: dist.Work) -> bool:
 
 
 def give_up(wire: Wire, given_up: GivenUp) -> None:
-    """Close all connections of the group, so that every rank that waits for this one stops waiting.
-
-    Gloo has one way to do so: a wait that times out closes them, and wakes all other waits of the process, too.
-    Ranks that wait for it over the memory of the node are released as well.
-    """
+    """Close all connections of the group, so that every rank that waits for this one stops waiting, those that wait
+    over memory, the node's or the group's, among them."""
     with given_up.lock:
         if given_up.is_up:
             return
         given_up.is_up = True
     if wire.node is not None:
         wire.node.abort()
-    never = torch.empty(1, dtype=torch.uint8)
-    for peer in range(len(wire.ranks)):
-        if peer == wire.index:
-            continue
-        try:
-            work = wire.group.recv([never], peer, _BREAKING_TAG)
-        except RuntimeError:  # closed already: try the next one
-            continue
-        _has_come(work)
-        return
+    if wire.shared is not None:
+        wire.shared.transport.abort()
+    close_connections(wire.group)
 
 
 def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) -> CollectiveError:
     """Tell the others, find out who is missing, and say so."""
     wire = turn.wire
     elapsed = time.monotonic() - turn.started
-    before = wire.board.reports()
-    gave_up = {rank: report for rank, report in before.items() if report.reason == "deadline"}
-    blamed_by = [rank for rank, report in gave_up.items() if wire.index in report.waits_for]
-    if error.reason == "closed" and blamed_by and elapsed < turn.deadline_seconds / 2:
+    came_late = error.reason == "closed" and elapsed < turn.deadline_seconds / 2
+    blamed_by = _blamed_by(wire.board.reports(), wire.index)
+    if came_late and blamed_by:
         give_up(wire, given_up)
-        return CollectiveError(
-            f"{turn.title}: this rank ({wire.ranks[wire.index]}) came too late. {_ranks(wire, blamed_by)} had waited "
-            "for it and given up. Find out what kept it, or raise the deadline.",
-            status=1,
-        )
+        return _too_late(turn, blamed_by)
     own = Report(error.waits_for, "alarm" if given_up.is_up and error.reason == "closed" else error.reason)
     wire.board.leave(wire.index, own)
     give_up(wire, given_up)
     if error.told is not None:
         return error.told
     missing, reports = wire.board.missing(wire.index, own, turn.grace_seconds)
-    names = _ranks(wire, missing or error.waits_for)
+    was_kept = elapsed > turn.deadline_seconds  # where nothing keeps it, a rank gives up a grace before
+    if was_kept and not missing and (blamed_by := _blamed_by(reports, wire.index)):
+        return _too_late(turn, blamed_by)
+    who = _who_is_missing(missing or error.waits_for, reports, turn)
+    return CollectiveError(
+        f"{turn.title} over {len(wire.ranks)} ranks: {who}. This rank ({wire.ranks[wire.index]}) was in "
+        f"{place}, waiting for {_ranks(wire, error.waits_for)}, after {elapsed:.1f} s. See what the missing rank "
+        "printed last; if it was only slow, raise the deadline: compute.collective_timeout_seconds in the plan. The "
+        "group is closed and must be built again.",
+        status=1,
+    )
+
+
+def _blamed_by(reports: Mapping[int, Report], index: int) -> list[int]:
+    """Who waited for a rank, where somebody waited until the deadline: the first to do so closes all connections."""
+    if not any(report.reason == "deadline" for who, report in reports.items() if who != index):
+        return []
+    return [who for who, report in reports.items() if index in report.waits_for]
+
+
+def _too_late(turn: _Turn, blamed_by: Sequence[int]) -> CollectiveError:
+    wire = turn.wire
+    return CollectiveError(
+        f"{turn.title}: this rank ({wire.ranks[wire.index]}) came too late. {_ranks(wire, blamed_by)} had waited "
+        "for it and given up. Find out what kept it, or raise the deadline: compute.collective_timeout_seconds in the "
+        "plan.",
+        status=1,
+    )
+
+
+def _who_is_missing(missing: Sequence[int], reports: Mapping[int, Report], turn: _Turn) -> str:
+    """Names and what they did.  Ranks that could not report are not blamed where the store is missing itself."""
+    wire = turn.wire
     if any(report.reason == "deadline" for report in reports.values()):
         what = f"sent nothing within the deadline of {turn.deadline_seconds:g} s"
     else:
         what = "left, or stopped answering"
-    waited = _ranks(wire, error.waits_for)
-    return CollectiveError(
-        f"{turn.title} over {len(wire.ranks)} ranks: {names} {what}. This rank ({wire.ranks[wire.index]}) was in "
-        f"{place}, waiting for {waited}, after {elapsed:.1f} s. See what the missing rank printed last; the group is "
-        "closed and must be built again.",
-        status=1,
+    host_has_spoken = any(wire.ranks[index] == _HOST for index in reports if index != wire.index)
+    if wire.board.state == "there" or host_has_spoken:
+        return f"{_ranks(wire, missing)} {what}"
+    store = "is gone" if wire.board.state == "gone" else "does not answer"
+    if any(wire.ranks[index] == _HOST for index in missing):
+        return f"rank {_HOST} {what}, and the group's store {store}"
+    host = "the launcher" if wire.ranks[wire.index] == _HOST else f"rank {_HOST}, unless a launcher serves it"
+    return (
+        f"the group's store {store}, in which ranks say for whom they wait; so who is missing is not known, but most "
+        f"likely it is the store's host: {host}"
     )
 
 

@@ -9,6 +9,7 @@ import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -17,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm._watch import Sink, Watch
 from weft.comm._watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
-from weft.plan import Axis, MeshPlan, axis_coordinates
+from weft.errors import CollectiveError
+from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, Axis, MeshPlan, axis_coordinates
 
 GroupName = Literal["pipeline", "replicate", "shard", "context", "tensor", "data", "world"]
 
@@ -40,6 +42,8 @@ class GroupView:
     index: int
     """This rank's position in `ranks`."""
     group: dist.ProcessGroup | None
+    timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS
+    """How long its members wait for one another."""
 
     @property
     def size(self) -> int:
@@ -51,11 +55,20 @@ class Mesh:
     collectively).
 
     `alone` creates this rank's own groups only, for a dry run where nobody else is (see `fake_world`).
+    `timeout_seconds` is how long its groups wait for a rank: the plan's `compute.collective_timeout_seconds`.
     """
 
-    def __init__(self, plan: MeshPlan, device: torch.device, *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        plan: MeshPlan,
+        device: torch.device,
+        *,
+        alone: bool = False,
+        timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+    ) -> None:
         self.plan = plan
         self.device = device
+        self.timeout_seconds = timeout_seconds
         self._alone = alone
         self._device_meshes: dict[tuple[Axis, ...], DeviceMesh] = {}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -79,11 +92,26 @@ class Mesh:
         """Hand every collective of this mesh's groups to `sink` when it is launched, from now on; None: to nobody.
 
         No collective.  A group that stands for two axes goes by the name of the one with fewer (`data` before `world`).
-        Groups that NCCL carries are not watched.
+        Groups that NCCL carries are not watched, and those of one's own only once `watch_also` has named them.
         """
         self._sink = sink
         for group, name in self._watched.items():
             group.watch = None if sink is None else Watch(name, sink)
+
+    def watch_also(self, group: dist.ProcessGroup, name: str) -> None:
+        """Let a group of one's own be watched like the mesh's, by this name, which is its axis in what is seen.
+
+        No collective.  Twice is as good as once; a group of the mesh keeps its name.
+
+        Raises:
+            CollectiveError: the group is none that can be watched.
+        """
+        if not isinstance(group, WatchedGroup):
+            raise CollectiveError(
+                f"the group {name!r} is carried by {dist.get_backend(group)}, where nothing can be seen. On CPUs make"
+                f' it by new_group(ranks, backend="{self._backend() or "weft"}") after the mesh; NCCL is not watched.'
+            )
+        self._note(GroupView(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group), name)
 
     def _note(self, view: GroupView, name: str) -> GroupView:
         """Let a view's group be watched by this name, unless it has one already."""
@@ -127,14 +155,22 @@ class Mesh:
         """
         mine: GroupView | None = None
         backend = self._backend()
+        timeout = timedelta(seconds=self.timeout_seconds)  # torch's default is its own, not that of the default group
         for ranks in partition:
             if self._alone and self.rank not in ranks:
                 continue
-            group = dist.new_group(list(ranks), backend=backend, group_desc=name) if len(ranks) > 1 else None
+            group = (
+                dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
+                if len(ranks) > 1
+                else None
+            )
             if self.rank in ranks:
                 assert not isinstance(group, int), "torch gives a number only to ranks that are no members"
-                mine = self._note(GroupView(tuple(ranks), tuple(ranks).index(self.rank), group), name)
+                mine = self._note(self._view(ranks, group), name)
         return mine if mine is not None else GroupView((self.rank,), 0, None)
+
+    def _view(self, ranks: Sequence[int], group: dist.ProcessGroup | None) -> GroupView:
+        return GroupView(tuple(ranks), tuple(ranks).index(self.rank), group, self.timeout_seconds)
 
     def _backend(self) -> str | None:
         """What carries new groups: the default group's backend, but Gloo in a form that can be watched."""
@@ -170,7 +206,7 @@ class Mesh:
         if partition not in self._made:
             is_everyone = len(partition) == 1 and self.plan.world_size > 1 and self._backend() is None
             self._made[partition] = (
-                self._note(GroupView(partition[0], self.rank, dist.group.WORLD), name)
+                self._note(self._view(partition[0], dist.group.WORLD), name)
                 if is_everyone
                 else self.create_group(partition, name)
             )

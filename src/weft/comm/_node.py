@@ -76,7 +76,7 @@ class NodeMemory:
 
 
 def share_node_memory(
-    view: GroupView, place: Arrangement, *, timeout_seconds: float = 600.0, use_engine: bool = True
+    view: GroupView, place: Arrangement, *, timeout_seconds: float | None = None, use_engine: bool = True
 ) -> NodeMemory | None:
     """Let the ranks of each node share memory, and return this rank's part.  Call on every rank of the group alike.
 
@@ -84,7 +84,8 @@ def share_node_memory(
     its node; and where the node's ranks turn out to have no common memory, which its first rank says aloud.  `place`
     only says where to try: each rank proves that it sees the others' memory.
 
-    Close it before the group is destroyed.  `use_engine=False`: as if the C++ engine had not been built.
+    Close it before the group is destroyed.  `timeout_seconds` is how long ranks wait for one another while it is made;
+    by default as long as in the group.  `use_engine=False`: as if the C++ engine had not been built.
     """
     if view.group is None or len(place.nodes) < 2 or max(place.nodes) < 2:
         return None
@@ -100,7 +101,7 @@ def share_node_memory(
         rank=members.index(view.index),
         ranks=[view.ranks[member] for member in members],
         num_local_ranks=-(-here * dist.get_world_size() // view.size),
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timedelta(seconds=view.timeout_seconds if timeout_seconds is None else timeout_seconds),
         speaks=members[0] == view.index,
         use_engine=use_engine,
     )

@@ -13,8 +13,11 @@ from torch import Tensor
 from weft.comm._device import all_gather_single, carried_by_gloo, reduce_scatter_single
 from weft.comm._mesh import GroupView
 from weft.comm._watch import Operation, Seen, num_bytes
-from weft.comm._watched_group import watch_of
+from weft.comm._watched_group import messages_group, watch_of
 from weft.comm.shared_memory import shared_memory_group
+
+_TAG = 0
+"""Of messages that nobody tells apart: Gloo hands them out in their order."""
 
 Wait = Callable[[], None]
 """Blocks until the operation it stands for has happened."""
@@ -110,7 +113,7 @@ def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view:
         # Gloo takes part in an all-reduce from an accelerator's memory, but sends from the CPU's alone.
         if flat.device.type != "cpu":
             return start_all_reduce(flat, view)
-        return seen_as("reduce_scatter", flat, view, lambda: _start_exchange(flat, regions, view))
+        return start_exchange(flat, regions, view)
     if not even:
         return start_all_reduce(flat, view)
     start, stop = regions[view.index]
@@ -118,20 +121,27 @@ def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view:
     return WorksDone(_begun([work]))
 
 
-def _start_exchange(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
+def start_exchange(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
+    """Reduce-scatter by one message of Gloo from every rank to every other, whatever carries the group's own
+    collectives.  Call on every rank of the group, in one order, with a tensor of the CPU."""
+    return seen_as("reduce_scatter", flat, view, lambda: _exchange(flat, regions, view))
+
+
+def _exchange(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
+    if view.group is None:
+        return nothing_to_wait_for
+    gloo = messages_group(view.group)
     mine = flat[slice(*regions[view.index])]
     others = [index for index in range(view.size) if index != view.index]
     senders = others if mine.numel() else []
     received = [torch.empty_like(mine) for _ in senders]
-    works = [
-        dist.irecv(piece, view.ranks[index], group=view.group) for index, piece in zip(senders, received, strict=True)
-    ]
+    works = [gloo.recv([piece], index, _TAG) for index, piece in zip(senders, received, strict=True)]
     works += [
-        dist.isend(flat[slice(*regions[index])], view.ranks[index], group=view.group)
+        gloo.send([flat[slice(*regions[index])]], index, _TAG)
         for index in others
         if regions[index][1] > regions[index][0]
     ]
-    return _Exchange(_begun(works), mine, received)
+    return _Exchange(works, mine, received)
 
 
 def start_all_gather(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView, *, even: bool) -> Wait:
@@ -147,7 +157,7 @@ def start_all_gather(flat: Tensor, regions: Sequence[tuple[int, int]], view: Gro
         parts = [flat[start:stop] for start, stop in regions]
         return WorksDone([shared.all_gather_regions(parts[view.index], parts)])
     if flat.device.type == "cpu" and carried_by_gloo(flat.device, view.group):
-        return seen_as("all_gather", flat, view, lambda: _start_handing_out(flat, regions, view))
+        return start_handing_out(flat, regions, view)
     if even:
         start, stop = regions[view.index]
         work = all_gather_single(flat, flat[start:stop], group=view.group, async_op=True)
@@ -165,14 +175,22 @@ def start_broadcasts(flat: Tensor, regions: Sequence[tuple[int, int]], view: Gro
     return WorksDone(_begun(works))
 
 
-def _start_handing_out(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
+def start_handing_out(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
+    """All-gather by one message of Gloo from every rank to every other; as `start_exchange`."""
+    return seen_as("all_gather", flat, view, lambda: _hand_out(flat, regions, view))
+
+
+def _hand_out(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
+    if view.group is None:
+        return nothing_to_wait_for
+    gloo = messages_group(view.group)
     mine = flat[slice(*regions[view.index])]
     others = [index for index in range(view.size) if index != view.index]
     works = [
-        dist.irecv(flat[slice(*regions[index])], view.ranks[index], group=view.group)
+        gloo.recv([flat[slice(*regions[index])]], index, _TAG)
         for index in others
         if regions[index][1] > regions[index][0]
     ]
     if mine.numel():
-        works += [dist.isend(mine, view.ranks[index], group=view.group) for index in others]
-    return WorksDone(_begun(works))
+        works += [gloo.send([mine], index, _TAG) for index in others]
+    return WorksDone(works)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from weft.comm._backward import BackwardWaits
+
 Operation = Literal[
     "all_reduce",
     "reduce_scatter",
@@ -49,6 +51,7 @@ class Seen:
         "done_ns",
         "exposed_ns",
         "is_done_exact",
+        "is_future",
         "launched_ns",
         "num_bytes",
         "operation",
@@ -71,6 +74,8 @@ class Seen:
         self.wait_exited_ns = 0
         self.exposed_ns = 0
         """How long it was waited for, by all who did."""
+        self.is_future = False
+        """Whether somebody has a future of it, for which waits are not seen, but those of DDP (`BackwardWaits`)."""
 
     @property
     def is_over(self) -> bool:
@@ -105,6 +110,14 @@ class Seen:
         if not self.done_ns:
             self.done_ns, self.is_done_exact = now, True
 
+    def waited(self, since_ns: int, until_ns: int) -> int:
+        """It was waited for inside a stretch of time that it did not outlast; returns when that wait was over."""
+        self.done_ns, self.is_done_exact = self.done_ns or until_ns, True
+        self.wait_entered_ns = max(since_ns, self.launched_ns)
+        self.wait_exited_ns = min(max(self.wait_entered_ns, self.done_ns), until_ns)
+        self.exposed_ns = self.wait_exited_ns - self.wait_entered_ns
+        return self.wait_exited_ns
+
 
 class Watch:
     """Makes a `Seen` of what is launched in one group."""
@@ -113,12 +126,16 @@ class Watch:
         self.axis = axis
         self._sink = sink
         self._covered = threading.local()
+        self._backward = BackwardWaits()
 
-    def launch(self, operation: Operation, num_bytes: int) -> Seen | None:
-        """Something is launched.  None where this thread is inside a collective that has been seen as a whole."""
+    def launch(self, operation: Operation, num_bytes: int, *, by_torch: bool = False) -> Seen | None:
+        """Something is launched, `by_torch` where whoever calls may want a future of it.  None where this thread is
+        inside a collective that has been seen as a whole."""
         if getattr(self._covered, "is_covered", False):
             return None
         seen = Seen(self.axis, operation, num_bytes)
+        if by_torch:
+            self._backward.add(seen)
         self._sink(seen)
         return seen
 
@@ -168,9 +185,10 @@ class WatchedWork(dist.Work):
         return self._work._source_rank()
 
     def get_future(self) -> Future[Any]:
-        """Whoever waits for a future is not seen to wait, but when it is done is."""
+        """Whoever waits for a future is not seen to wait, except for DDP, but when it is done is."""
         future = cast("Future[Any]", self._work.get_future())
         seen = self._seen
+        seen.is_future = True
         future.add_done_callback(lambda _: seen.done())
         return future
 

@@ -13,7 +13,7 @@ base class would lead back here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,6 +26,9 @@ from weft.comm._watch import Operation, Seen, Watch, WatchedWork, num_bytes
 WATCHED_GLOO = "weft_gloo"
 """The backend's name."""
 _CPU = torch.device("cpu")
+_BREAKING_TAG = (1 << 31) - 7
+"""Of messages that nobody sends: see `close_connections`."""
+_TINY = timedelta(milliseconds=1)
 
 OPERATIONS: Mapping[str, tuple[Operation, int | None]] = {
     "allreduce": ("all_reduce", 0),
@@ -87,10 +90,16 @@ class WatchedGroup(dist.ProcessGroup):
             group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
+    def abort(self) -> None:
+        """End what waits in this group, here and on the ranks that wait for this one; it is of no use afterwards.  By
+        any thread."""
+        close_connections(self.plain)
+        super().abort()
+
     def launch(self, method: str, tensors: object) -> Seen | None:
         """Note that a method is called on `tensors`; None where nobody watches, or it is a part of what was seen."""
         watch = self.watch
-        return None if watch is None else watch.launch(OPERATIONS[method][0], num_bytes(tensors))
+        return None if watch is None else watch.launch(OPERATIONS[method][0], num_bytes(tensors), by_torch=True)
 
     allreduce = _passed_on("allreduce")
     allreduce_coalesced = _passed_on("allreduce_coalesced")
@@ -116,6 +125,31 @@ class WatchedGroup(dist.ProcessGroup):
     recv = _passed_on("recv")
     recv_anysource = _passed_on("recv_anysource")
     barrier = _passed_on("barrier")
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close all connections of a group over Gloo, so that every rank that waits for this one stops waiting.
+
+    Gloo has one way to do so: a wait that times out closes them, and wakes all other waits of the process, too.
+    """
+    never = torch.empty(1, dtype=torch.uint8)
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        try:
+            work = group.recv([never], peer, _BREAKING_TAG)
+        except RuntimeError:  # closed already: try the next one
+            continue
+        with suppress(RuntimeError):
+            work.wait(_TINY)
+        return
+
+
+def messages_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return what sends messages between CPU tensors by Gloo: the group inside, which one over shared memory has, too;
+    any other is its own.  Nobody sees what passes.  Torch does not know it by name: call its methods, with ranks of the
+    group."""
+    return group.plain if isinstance(group, WatchedGroup) else group
 
 
 def gloo_backend(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.ProcessGroupGloo:
@@ -162,9 +196,3 @@ def hold(group: dist.ProcessGroup | None, wait: Callable[[], None]) -> Callable[
     held = _Held(wait, group.held)
     group.held.add(held)
     return held
-
-
-def unseen(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
-    """What this thread launches in the group inside is part of a collective that was seen as a whole."""
-    watch = watch_of(group)
-    return nullcontext() if watch is None else watch.cover()

@@ -6,8 +6,9 @@
     ...
     wait()
 
-Works on CPU tensors over a backend that sends them (Gloo).  Reductions are made in the tensor's own type, in the order
-of the schedule, which is the same on all ranks: every rank gets the same bits.
+Works on CPU tensors over Gloo, also over that which lies beside the shared memory of a group of `weft`.  Reductions are
+made in the tensor's own type, in the order of the schedule, which is the same on all ranks: every rank gets the same
+bits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from weft.comm._program import Combine, Program, combiner, prepare, prepare_leve
 from weft.comm._reduce import Wait, nothing_to_wait_for
 from weft.comm._trouble import Board
 from weft.comm._watch import Seen, num_bytes
-from weft.comm._watched_group import unseen, watch_of
+from weft.comm._watched_group import messages_group, watch_of
+from weft.comm.shared_memory import shared_memory_group
 from weft.errors import CollectiveError
 
 _PIPELINE_BYTES = 128 << 10
@@ -89,11 +91,10 @@ class _Lane:
             if self.scratch.numel() < job.program.scratch_bytes:
                 self.scratch = torch.empty(job.program.scratch_bytes, dtype=torch.uint8)
             try:
-                with unseen(self.wire.group):  # whoever called has seen the whole
-                    execute(
-                        job.program, job.flat, job.combine, self.wire, self.given_up, self.scratch,
-                        title=job.title, tag=job.tag, deadline_seconds=job.deadline_seconds,
-                    )  # fmt: skip
+                execute(
+                    job.program, job.flat, job.combine, self.wire, self.given_up, self.scratch,
+                    title=job.title, tag=job.tag, deadline_seconds=job.deadline_seconds,
+                )  # fmt: skip
             except BaseException as error:  # whoever waits gets it
                 job.error = error
         if job.seen is not None:
@@ -153,16 +154,16 @@ class Messenger:
         self,
         view: GroupView,
         *,
-        deadline_seconds: float = 600.0,
+        deadline_seconds: float | None = None,
         store: dist.Store | None = None,
         node: NodeMemory | None = None,
     ) -> None:
-        """`deadline_seconds` is the default of all calls.  `store` is where ranks report what went wrong; by default
-        the one of the default group.  `node` carries what algorithms in levels do inside this rank's host; close it
-        after the messenger."""
+        """`deadline_seconds` is the default of all calls; by default the group's.  `store` is where ranks report what
+        went wrong; by default the one of the default group.  `node` carries what algorithms in levels do inside this
+        rank's host; close it after the messenger."""
         self.view = view
         self._node = node
-        self._deadline_seconds = _positive(deadline_seconds)
+        self._deadline_seconds = _positive(view.timeout_seconds if deadline_seconds is None else deadline_seconds)
         self._programs: OrderedDict[tuple[object, ...], tuple[Program, Combine | None]] = OrderedDict()
         self._num_jobs = 0
         self.num_messages = 0
@@ -173,7 +174,10 @@ class Messenger:
         if view.group is None:
             return
         board = Board(store or group_store(), f"weft/messages/{view.group.group_name}", view.size)
-        self._lane = _Lane(Wire(view.group, view.ranks, view.index, board, node), GivenUp(), queue.SimpleQueue())
+        wire = Wire(
+            messages_group(view.group), view.ranks, view.index, board, node, shared=shared_memory_group(view.group)
+        )
+        self._lane = _Lane(wire, GivenUp(), queue.SimpleQueue())
         self._thread = threading.Thread(target=_serve, args=(self._lane,), name="weft-messages", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._lane.jobs.put, None)
@@ -288,7 +292,7 @@ class Messenger:
         arrangement, root, regions = options.get("arrangement"), options.get("root", 0), options.get("regions")
         levels: Levels | None = None
         if self._node is not None and arrangement is not None and self._node.carries(arrangement, flat.dtype, combine):
-            levels = build_levels(algorithm, collective, me, n, arrangement=arrangement, root=root)
+            levels = build_levels(algorithm, collective, me, n, arrangement=arrangement, root=root, pieces=pieces)
         schedule = levels.across if levels is not None else None
         if schedule is None:
             servers = options.get("servers", 1)

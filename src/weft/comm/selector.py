@@ -34,12 +34,13 @@ from weft.collective import (
     spell_size,
 )
 from weft.comm._chosen import Collectives
-from weft.comm._device import carried_by_gloo
+from weft.comm._device import carrier_of, sends_messages
 from weft.comm._hosts import discover_nodes
 from weft.comm._mesh import GroupView
 from weft.comm._node import share_node_memory
 from weft.comm._reduce import Wait
 from weft.comm._share import share_table
+from weft.comm._watched_group import messages_group
 from weft.errors import CollectiveError
 
 SIZES = tuple(1 << power for power in range(10, 27, 2))
@@ -88,10 +89,10 @@ def measure_table(
     """
     if view.group is None:
         raise CollectiveError("a group of 1 rank has no collectives to choose for. Measure with 2 or more.")
-    if not carried_by_gloo(torch.device("cpu"), view.group):
+    if not sends_messages(torch.device("cpu"), view.group):
         raise CollectiveError(
             f"collectives of the backend {dist.get_backend(view.group)} are not chosen here: on CUDA NCCL chooses. "
-            "Measure on a Gloo group."
+            "Measure on a group of Gloo or of weft."
         )
     place = place if place is not None else discover_nodes(view)
     links = probe_links(view, place)
@@ -99,10 +100,11 @@ def measure_table(
     began = time.perf_counter()
     ordered = sorted(sizes)
     with Collectives(view, place=place, node=share_node_memory(view, place)) as carrier:
+        own = {each: _own_line(carrier, each) for each in collectives} if carrier_of(view.group) == "weft" else {}
         for size, following in zip_longest(ordered, ordered[1:]):
             started = time.perf_counter()
             for collective in collectives:
-                predicted = predict(collective, size, place, links, topology=topology)
+                predicted = predict(collective, size, place, links, topology=topology, backend=own.get(collective))
                 rows.append(_measured(carrier, collective, size, shortlist(predicted)))
                 _tell(tell, f"{collective} of {spell_size(size)}: {rows[-1].choice}")
             if following is None or budget_seconds is None:
@@ -112,10 +114,17 @@ def measure_table(
                 _tell(tell, f"{spell_size(following)} and more left out: {budget_seconds:.0f} s would not do")
                 break
     rows.sort(key=lambda row: collectives.index(row.collective))
-    table = ChoiceTable(members=view.size, nodes=place.nodes, backend="gloo", links=links, rows=tuple(rows))
+    table = ChoiceTable(
+        members=view.size, nodes=place.nodes, backend=carrier_of(view.group), links=links, rows=tuple(rows)
+    )
     shared = share_table(table, view)
     assert shared is not None, "the first rank has a table"
     return shared
+
+
+def _own_line(carrier: Collectives, collective: Collective) -> tuple[float, float]:
+    """Seconds of a call and of a byte of what the group does itself, where no formula knows it: shared memory."""
+    return fit_links([(size, seconds_of(carrier, collective, size, "backend")) for size in _PROBE_BYTES])
 
 
 def _tell(tell: Callable[[str], None] | None, line: str) -> None:
@@ -154,30 +163,31 @@ def _pair(place: Arrangement, first: int, second: int) -> tuple[int, int]:
 
 def _ping(view: GroupView, pair: tuple[int, int]) -> tuple[float, float]:
     """Half of the median time to and fro of three sizes between two members, as a line; the same on all ranks."""
-    halves = torch.zeros(len(_PROBE_BYTES), dtype=torch.float64)
+    assert view.group is not None, "there are two ranks"
+    gloo, halves = messages_group(view.group), torch.zeros(len(_PROBE_BYTES), dtype=torch.float64)
     dist.barrier(group=view.group)
     if view.index in pair:
         peer = pair[1] if view.index == pair[0] else pair[0]
         for index, size in enumerate(_PROBE_BYTES):
-            halves[index] = _half_round(view, peer, size, leads=view.index == pair[0])
+            halves[index] = _half_round(gloo, peer, size, leads=view.index == pair[0])
     dist.all_reduce(halves, dist.ReduceOp.MAX, group=view.group)
     return fit_links(list(zip(_PROBE_BYTES, halves.tolist(), strict=True)))
 
 
-def _half_round(view: GroupView, peer: int, size_bytes: int, *, leads: bool) -> float:
+def _half_round(gloo: dist.ProcessGroup, peer: int, size_bytes: int, *, leads: bool) -> float:
     """Messages to and fro until the time is over, which the leading rank says with its next message."""
-    message, other = torch.zeros(size_bytes, dtype=torch.uint8), view.ranks[peer]
+    message = torch.zeros(size_bytes, dtype=torch.uint8)
     times: list[float] = []
     end = time.perf_counter() + _PROBE_SECONDS
     while True:
         start = time.perf_counter()
         if leads:
             message[0] = len(times) >= 2 and (start > end or len(times) >= _PROBE_RUNS)
-            dist.send(message, other, group=view.group, tag=_TAG)
-            dist.recv(message, other, group=view.group, tag=_TAG)
+            gloo.send([message], peer, _TAG).wait()
+            gloo.recv([message], peer, _TAG).wait()
         else:
-            dist.recv(message, other, group=view.group, tag=_TAG)
-            dist.send(message, other, group=view.group, tag=_TAG)
+            gloo.recv([message], peer, _TAG).wait()
+            gloo.send([message], peer, _TAG).wait()
         times.append((time.perf_counter() - start) / 2)
         if int(message[0]):
             return statistics.median(times[1:]) if leads else 0.0
@@ -188,7 +198,9 @@ def _measured(carrier: Collectives, collective: Collective, size_bytes: int, lis
     works = [work_of(carrier, collective, size_bytes, each.name) for each in listed if not each.note]
     times = iter(_slowest_medians(works, carrier.view))
     found = tuple(each if each.note else replace(each, measured_seconds=next(times)) for each in listed)
-    usual = "backend" if collective == "all_reduce" else "exchange"
+    assert carrier.view.group is not None, "one rank has nothing to measure"
+    is_own = collective == "all_reduce" or carrier_of(carrier.view.group) == "weft"
+    usual = "backend" if is_own else "exchange"  # what is done without a choice
     return Row(collective=collective, size_bytes=size_bytes, choice=decide(found, usual), candidates=found)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from weft.document import spell
 from weft.errors import PlanError, RecipeError
-from weft.plan import Plan, facts_of, runnability
+from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, Plan, facts_of, runnability
 from weft.recipe import DecoderShape, Recipe, read_hf_config
 
 _SPLIT_FAMILIES = ("llama", "mistral", "qwen2")
@@ -73,6 +73,9 @@ def plan_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield f"{named}: the script sums gradients over all data ranks in every step. Use 0."
     if plan.compute.backend == "weft":
         yield 'plan.compute.backend = "weft": the script imports torch alone, which has Gloo on CPUs. Use "auto".'
+    if plan.compute.collective_timeout_seconds != COLLECTIVE_TIMEOUT_SECONDS:
+        named = f"plan.compute.collective_timeout_seconds = {spell(plan.compute.collective_timeout_seconds)}"
+        yield f"{named}: the script waits for other ranks as long as torch does by itself. Leave it out."
     if schedule.schedule not in ("gpipe", "1f1b") or schedule.chunks_per_rank > 1:
         yield (
             f'plan.pipeline_parallel.schedule = "{schedule.schedule}": torch\'s own schedules with several stages per '

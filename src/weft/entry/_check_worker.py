@@ -39,8 +39,10 @@ def run_rank(
     what, how = parse_recipe(recipe), parse_plan(plan)
     torch.set_num_threads(how.compute.threads_per_rank)
     timeout_seconds = COMPILING_SECONDS if any(compiled for _, compiled in cases) else TIMEOUT_SECONDS
-    with initialise_distributed("cpu", place, backend=how.backend, timeout_seconds=timeout_seconds) as distributed:
-        mesh = Mesh(how.mesh, distributed.device)
+    with initialise_distributed(
+        "cpu", place, backend=how.compute.backend, timeout_seconds=timeout_seconds
+    ) as distributed:
+        mesh = Mesh(how.mesh, distributed.device, timeout_seconds=timeout_seconds)
         outputs = Outputs()
         for precision, compiled in cases:
             trial = run_trial(

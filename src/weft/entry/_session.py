@@ -21,7 +21,7 @@ from weft.entry._state import LossOfUser, TrainState
 from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
 from weft.entry._user_optimizer import group_indices
 from weft.errors import DataError, PlanError, RecipeError
-from weft.launch import Distributed, Place, initialise_distributed, place_from_environment
+from weft.launch import Distributed, Lost, Place, initialise_distributed, place_from_environment
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Precision, Recipe, RunRecipe
@@ -45,6 +45,7 @@ def session(
     compression: Sequence[str] = (),
     folder: str | Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    collective_timeout_seconds: float | None = None,
     quiet: bool = False,
 ) -> Generator[Session]:
     """Join this process to its job (torchrun, `weft launch`, or alone in plain Python) and leave it at the end.
@@ -58,6 +59,8 @@ def session(
         compression: lossy compressions of gradients that a plan may name.
         folder: where `save` writes; by default `runs/session`.
         device: of this job's ranks.
+        collective_timeout_seconds: how long ranks wait for one another; by default the plan's own
+            (`compute.collective_timeout_seconds`), 600 s under `auto`.
         quiet: do not print the plan.
 
     Raises:
@@ -74,13 +77,17 @@ def session(
         wanted = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
         if isinstance(wanted, Plan) and wanted.compute.device != "auto":
             device = wanted.compute.device
-        backend = wanted.backend if isinstance(wanted, Plan) else "auto"
-        distributed = stack.enter_context(initialise_distributed(device, backend=backend))
+        backend = wanted.compute.backend if isinstance(wanted, Plan) else "auto"
+        given = _with_timeout(wanted if isinstance(wanted, Plan) else Plan(), collective_timeout_seconds)
+        patience = given.compute.collective_timeout_seconds
+        joining = initialise_distributed(device, backend=backend, timeout_seconds=patience)
+        distributed = stack.enter_context(joining)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         session = Session(
             distributed,
             place_from_environment(),
-            wanted if isinstance(wanted, Plan) else None,
+            given if isinstance(wanted, Plan) else None,
+            patience_seconds=patience,
             seed=seed,
             permit=PermitRecipe(precision=tuple(permit), compression=tuple(compression)),
             folder=Path(folder) if folder is not None else Path("runs") / "session",
@@ -99,6 +106,7 @@ class Session:
         place: Place | None,
         plan: Plan | None,
         *,
+        patience_seconds: float,
         seed: int,
         permit: PermitRecipe,
         folder: Path,
@@ -107,8 +115,10 @@ class Session:
         self.rank = distributed.rank
         self.world_size = distributed.world_size
         self.device = distributed.device
+        self._distributed = distributed
         self._place = place
         self._plan = plan
+        self._patience_seconds = patience_seconds
         self._seed = seed
         self._permit = permit
         self._folder = folder
@@ -117,6 +127,12 @@ class Session:
         self._prepared = 0
         self._owned: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self._states: weakref.WeakSet[TrainState] = weakref.WeakSet()
+
+    @property
+    def lost(self) -> Lost | None:
+        """The first other rank that failed, and how; None while all live, or where no supervisor would say so (under
+        torchrun).  Nothing collective can be done any more then, `save` included."""
+        return self._distributed.lost
 
     def close(self) -> None:
         """End what prepared models run in the background; they take no more steps.  Leaving the session does it."""
@@ -198,7 +214,7 @@ class Session:
 
     def _mesh(self, plan: Plan) -> Mesh:
         if plan.mesh not in self._meshes:
-            self._meshes[plan.mesh] = Mesh(plan.mesh, self.device)
+            self._meshes[plan.mesh] = Mesh(plan.mesh, self.device, timeout_seconds=self._patience_seconds)
         return self._meshes[plan.mesh]
 
     def _recipe(self, model: nn.Module, batch: int, max_grad_norm: float | None) -> Recipe:
@@ -281,7 +297,7 @@ class Session:
             choice = choose_plan(
                 recipe, machine.cluster, facts, self.world_size, profile=profile, given=Plan(origins=_DATA_ONLY)
             )
-            plan, reasons = choice.plan, choice.reasons
+            plan, reasons = _with_timeout(choice.plan, self._patience_seconds), choice.reasons
             if profile is None:
                 note = "the model cannot be described, so auto took the largest split of the data that fits"
         if plan.data_parallel.local_steps:
@@ -298,6 +314,10 @@ class Session:
             lines = describe_plan(plan, reasons, facts, machine.cluster)
             print("\n".join([*lines, f"note      {note}"] if note else lines), flush=True)
         return plan
+
+
+def _with_timeout(plan: Plan, seconds: float | None) -> Plan:
+    return plan if seconds is None else replace(plan, compute=replace(plan.compute, collective_timeout_seconds=seconds))
 
 
 def _unset_loss(outputs: Any, batch: Any) -> Any:

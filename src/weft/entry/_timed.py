@@ -105,7 +105,7 @@ def teams_of(plans: Sequence[Plan]) -> list[Team]:
 
 def team_of(plan: Plan) -> Team:
     """What plans must have in common to run in the same processes: the size of the world, and what carries it."""
-    return plan.mesh.world_size, plan.backend
+    return plan.mesh.world_size, plan.compute.backend
 
 
 def _merged(ranks: Sequence[Mapping[str, Any]]) -> TimedPlan | str:

@@ -125,7 +125,7 @@ def train(
     check_runnable(plan)
     # What a rank would refuse is refused before anything is prepared or written.
     device = device_for_rank(plan.compute.device, place.local_rank if place is not None else 0)
-    backend_for(device, wanted=plan.backend)
+    backend_for(device, wanted=plan.compute.backend)
     check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
     if try_memory and blueprint.example is None:
         raise RecipeError(
@@ -186,7 +186,11 @@ class _Job:
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""
-        with initialise_distributed(self.plan.compute.device, backend=self.plan.backend) as distributed:
+        compute = self.plan.compute
+        patience = compute.collective_timeout_seconds
+        with initialise_distributed(
+            compute.device, backend=self.plan.compute.backend, timeout_seconds=patience
+        ) as distributed:
             check_same_on_all_ranks(self.recipe, self.plan)
             self._fit_memory(weigh_in_job(distributed.place))
             first = distributed.rank == 0

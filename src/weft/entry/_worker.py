@@ -46,10 +46,13 @@ def train_rank(
     """Train on this rank.  Call on every rank of the plan's world."""
     torch.set_num_threads(plan.compute.threads_per_rank)
     with ExitStack() as stack:
-        joining = initialise_distributed(plan.compute.device, place, backend=plan.backend)
+        patience = plan.compute.collective_timeout_seconds
+        joining = initialise_distributed(
+            plan.compute.device, place, backend=plan.compute.backend, timeout_seconds=patience
+        )
         distributed = stack.enter_context(joining)
         stack.enter_context(rank_logging(run.log(distributed.rank), distributed.rank))
-        mesh = Mesh(plan.mesh, distributed.device)
+        mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=patience)
         blueprint = build_blueprint(recipe)
         check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
         recorder = Recorder()

@@ -7,3 +7,4 @@ from weft.launch._launcher import launch_function as launch_function
 from weft.launch._launcher import launch_script as launch_script
 from weft.launch._place import Place as Place
 from weft.launch._place import place_from_environment as place_from_environment
+from weft.launch._word import Lost as Lost

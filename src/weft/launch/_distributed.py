@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from weft.errors import LaunchError
+from weft.errors import CollectiveError, LaunchError
 from weft.launch._place import Place, place_from_environment
+from weft.launch._report import is_echo
+from weft.launch._word import Listener, Lost, listening
 
 if TYPE_CHECKING:
     import torch
@@ -19,12 +21,17 @@ if TYPE_CHECKING:
     from weft.comm import BackendKind, DeviceKind
 
 
+_ECHO_SECONDS = 0.5
+"""How long the supervisor's word may come after the error that it explains."""
+
+
 @dataclass(frozen=True, slots=True)
 class Distributed:
     """What a rank knows about itself while its process group lives."""
 
     place: Place
     device: torch.device
+    listener: Listener | None = field(default=None, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -34,6 +41,12 @@ class Distributed:
     def world_size(self) -> int:
         return self.place.world_size
 
+    @property
+    def lost(self) -> Lost | None:
+        """The first other rank that failed, as the supervisor says; None while all live, or where nobody would say so.
+        This rank's groups are of no use then."""
+        return None if self.listener is None else self.listener.lost()
+
 
 @contextmanager
 def initialise_distributed(
@@ -41,22 +54,29 @@ def initialise_distributed(
     place: Place | None = None,
     *,
     backend: BackendKind = "auto",
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float | None = None,
 ) -> Generator[Distributed]:
     """Join the default process group, and leave it at the end.  Call on every rank.
 
     Without `place` the rank is the one that torchrun or `weft launch` names in the environment, else the only one of a
     world of one.  A default group that exists already (the user's own) is used as it is and left alone.  `backend`
-    carries tensors of the CPU; see the plan's `compute.backend`.
+    carries tensors of the CPU; see the plan's `compute.backend`.  `timeout_seconds` is how long ranks wait for one
+    another in the group that is made here; by default as under a plan that does not say
+    (`compute.collective_timeout_seconds`).
+
+    Under Weft's launcher this rank hears at once when another has failed: its waits end, in all groups, with an error,
+    and what leaves this context because of it is a `CollectiveError` that names the rank which failed.
 
     Raises:
+        CollectiveError: another rank failed.
         LaunchError: the environment names a place only in part, or the user's own group cannot carry what Weft sends.
         ClusterError: `device` asks for an accelerator that is not there, or `backend` does not carry the device's
             tensors.
     """
     import torch.distributed as dist
 
-    from weft.comm import device_for_rank
+    from weft.comm import device_for_rank, release_groups
+    from weft.plan import COLLECTIVE_TIMEOUT_SECONDS
 
     if dist.is_initialized():
         found = place or place_from_environment() or Place(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 1)
@@ -66,15 +86,35 @@ def initialise_distributed(
         return
     place = place or place_from_environment() or Place(0, 1, 0, 1)
     mine = device_for_rank(device, place.local_rank)
-    _join(place, mine, timedelta(seconds=timeout_seconds), backend)
-    try:
-        yield Distributed(place, mine)
-        if dist.is_initialized():
-            dist.barrier()  # nobody leaves while another still waits for its last message
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()  # Gloo keeps threads and sockets until the last reference to a group is gone
+    seconds = COLLECTIVE_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+    released: set[str] = set()
+    word = place.word if place.world_size > 1 else None
+    with listening(word, place.rank, lambda lost: release_groups(lost.rank, released)) as listener:
+        try:
+            _join(place, mine, timedelta(seconds=seconds), backend)
+            yield Distributed(place, mine, listener)
+            if dist.is_initialized():
+                dist.barrier()  # nobody leaves while another still waits for its last message
+        except (CollectiveError, RuntimeError) as error:
+            named = _named(error, listener)
+            if named is None:
+                raise
+            raise named from error
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            gc.collect()  # Gloo keeps threads and sockets until the last reference to a group is gone
+
+
+def _named(error: Exception, listener: Listener | None) -> CollectiveError | None:
+    """Of a rank's error that only says that another is gone: the one that names it, and why."""
+    text = str(error).strip()
+    if listener is None or not is_echo(text):
+        return None
+    lost = listener.lost(_ECHO_SECONDS)
+    if lost is None:
+        return None
+    return CollectiveError(f"{lost}, so this one could not go on: {text.splitlines()[0]}", status=1)
 
 
 def _join(place: Place, device: torch.device, timeout: timedelta, wanted: BackendKind) -> None:

@@ -51,6 +51,8 @@ class Outcome:
     """Where it was raised: the innermost calls, outermost first."""
     family: bool = False
     """Whether the error is one of `weft.errors`, whose message says everything."""
+    family_status: int = 2
+    """That error's own `status`."""
     status: int = 0
     """Exit status."""
 

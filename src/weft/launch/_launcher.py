@@ -265,4 +265,5 @@ def _raise_first(watch: _Watch, outcomes: Mapping[int, Outcome | None]) -> None:
         )
     kind = getattr(weft.errors, cause.error or "", WeftError)
     everywhere = all(outcome is not None and outcome.message == cause.message for outcome in outcomes.values())
-    raise kind(cause.message if everywhere else f"rank {cause.rank} on host {cause.host}: {cause.message}")
+    message = cause.message if everywhere else f"rank {cause.rank} on host {cause.host}: {cause.message}"
+    raise kind(message, status=cause.family_status)

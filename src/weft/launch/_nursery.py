@@ -31,8 +31,10 @@ END_SECONDS = 5.0
 def main(folder: Path, commands: int, events: int) -> int:
     """Start the ranks of the job in `folder`, and end when all have ended.  In a rank: run it and return its status."""
     from weft.launch._job import Job
+    from weft.launch._word import open_words
 
     job = Job.read(folder)
+    words = open_words(folder, job.num_processes)
     _preload(job)
     wake_read, wake_write = os.pipe()
     for descriptor in (wake_read, wake_write):
@@ -45,7 +47,7 @@ def main(folder: Path, commands: int, events: int) -> int:
     for rank in range(job.num_processes):
         pid = os.fork()
         if pid == 0:
-            _become_rank(nursery, [commands, events, wake_read, wake_write], listener)
+            _become_rank(nursery, [commands, events, wake_read, wake_write, *words], listener)
             from weft.launch._rank import run_rank
 
             return run_rank(job, rank, folder, port)
@@ -53,7 +55,7 @@ def main(folder: Path, commands: int, events: int) -> int:
     store = _serve_store(listener, job.num_processes)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, _wake)
-    _watch(ranks, commands, events, wake_read)
+    _watch(ranks, commands, events, wake_read, words)
     del store
     os._exit(0)  # everything is closed; taking torch apart would keep the launcher waiting
 
@@ -102,11 +104,11 @@ def _serve_store(listener: socket.socket | None, num_processes: int) -> object:
     )
 
 
-def _watch(ranks: dict[int, int], commands: int, events: int, wake: int) -> None:
-    """Report every rank that ends; obey until none is left."""
+def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, words: list[int]) -> None:
+    """Report every rank that ends, to the launcher and where it failed to the others; obey until none is left."""
     living = dict(ranks)
     kill_at: float | None = None
-    _reap(living, events)
+    _reap(living, events, words)
     while living:
         timeout = None if kill_at is None else max(0.0, kill_at - time.monotonic())
         ready, _, _ = select.select([commands, wake], [], [], timeout)
@@ -118,20 +120,27 @@ def _watch(ranks: dict[int, int], commands: int, events: int, wake: int) -> None
         if commands in ready:
             for order in os.read(commands, 4096) or [signal.SIGKILL]:  # nothing to read: the launcher is gone
                 _signal_all(living, signal.SIGTERM if order == END else signal.Signals(order))
-                kill_at = time.monotonic() + END_SECONDS if order == END else kill_at
-        _reap(living, events)
+                if order == END:
+                    _signal_all(living, signal.SIGCONT)  # one that is stopped would not notice
+                    kill_at = time.monotonic() + END_SECONDS
+        _reap(living, events, words)
 
 
 def _wake(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: that there is a handler makes Python write to the wake-up pipe."""
 
 
-def _reap(living: dict[int, int], events: int) -> None:
+def _reap(living: dict[int, int], events: int, words: list[int]) -> None:
+    from weft.launch._word import Lost, how_it_ended, tell
+
     for pid in list(living):
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
-            line = f"{living.pop(pid)} {code} {time.monotonic()}\n".encode()
+            rank = living.pop(pid)
+            line = f"{rank} {code} {time.monotonic()}\n".encode()
+            if code:
+                tell((words[other] for other in living.values()), Lost(rank, how_it_ended(code)))
             try:
                 os.write(events, line)
             except BrokenPipeError:  # the launcher is gone; its pipe of commands says so, too

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from weft.errors import LaunchError
 
+WORD_VARIABLE = "WEFT_SUPERVISOR"
+"""What `weft launch` sets beside the standard variables: the rank's `Place.word`."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -22,6 +24,8 @@ class Place:
     """Ranks on this host."""
     store: str | None = None
     """File at which the ranks of this host meet; None: at MASTER_ADDR and MASTER_PORT, as torchrun arranges it."""
+    word: str | None = None
+    """FIFO in which the supervisor says which rank has failed; None: nobody would say so."""
 
 
 def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -44,7 +48,7 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
         raise LaunchError(f"RANK = {rank} is not below WORLD_SIZE = {world_size}. Ranks count from 0.")
     local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in given else rank
     local_size = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else world_size
-    return Place(rank, world_size, local_rank, local_size)
+    return Place(rank, world_size, local_rank, local_size, word=environment.get(WORD_VARIABLE))
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

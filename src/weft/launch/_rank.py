@@ -16,7 +16,9 @@ from typing import Any
 
 from weft.errors import WeftError
 from weft.launch._job import Job, Outcome
-from weft.launch._place import Place
+from weft.launch._place import WORD_VARIABLE, Place
+from weft.launch._report import is_echo
+from weft.launch._word import Lost, tell_others, word_path
 
 _TRACE_FRAMES = 4
 _OWN_FILES = ("<frozen runpy>", "<frozen importlib._bootstrap>", __file__)
@@ -34,7 +36,7 @@ def run_rank(job: Job, rank: int, folder: Path, port: int | None) -> int:
         if job.kind == "function":
             value = _call(job, rank, folder)
         else:
-            _run_script(job, rank, port)
+            _run_script(job, rank, folder, port)
     except SystemExit as leave:
         status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         error = leave if status else None
@@ -49,6 +51,9 @@ def run_rank(job: Job, rank: int, folder: Path, port: int | None) -> int:
     except (TypeError, ValueError) as failure:  # the function returned what JSON cannot hold
         status, error = 1, failure
         _outcome(rank, None, error, status).write(folder)
+    if error is not None and not is_echo(str(error)):
+        first_line = next(iter(str(error).splitlines()), "")
+        tell_others(folder, job.num_processes, Lost(rank, f"stopped with {type(error).__name__}: {first_line}"))
     if error is not None and job.logs is not None:
         traceback.print_exception(error)
     _flush()
@@ -67,14 +72,15 @@ def _redirect(job: Job, rank: int) -> None:
 
 
 def _call(job: Job, rank: int, folder: Path) -> Any:
-    place = Place(rank, job.num_processes, rank, job.num_processes, str(folder / "store"))
+    word = str(word_path(folder, rank))
+    place = Place(rank, job.num_processes, rank, job.num_processes, str(folder / "store"), word)
     module, _, name = job.target.partition(":")
     function = getattr(importlib.import_module(module), name)
     assert isinstance(job.arguments, dict)
     return function(place, **job.arguments)
 
 
-def _run_script(job: Job, rank: int, port: int | None) -> None:
+def _run_script(job: Job, rank: int, folder: Path, port: int | None) -> None:
     """Run a script that reads its place from the standard variables, as under torchrun."""
     size = str(job.num_processes)
     os.environ.update(
@@ -82,6 +88,7 @@ def _run_script(job: Job, rank: int, port: int | None) -> None:
         | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         # The store is the launcher's and listens on loopback only; rank 0's own would listen on every interface.
         | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        | {WORD_VARIABLE: str(word_path(folder, rank))}
     )
     sys.argv = [job.target, *job.arguments]
     if job.kind == "module":
@@ -105,6 +112,7 @@ def _outcome(rank: int, value: Any, error: BaseException | None, status: int) ->
         message=message,
         trace=[] if family else _innermost(error.__traceback__),
         family=family,
+        family_status=error.status if isinstance(error, WeftError) else 2,
         status=status,
     )
 

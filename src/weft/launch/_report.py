@@ -17,10 +17,15 @@ _ECHOES = (
     "Broken pipe",
     "connectFullMesh failed",
     "Timed out waiting",
+    "Application timeout caused pair closure",
     "NCCL communicator was aborted",
     "remote process exited",
+    "cannot be finished: the process of rank",
+    "has left the group",
+    "aborted the group",
+    "so this one could not go on",
 )
-"""What Gloo and NCCL say on a rank whose peer has left: never the cause."""
+"""What Gloo, NCCL and Weft say on a rank whose peer has left: never the cause, where there is another."""
 
 
 def first_cause(
@@ -64,4 +69,9 @@ def _ended(rank: int, code: int, when: float, outcome: Outcome | None) -> Outcom
 
 
 def _is_echo(outcome: Outcome) -> bool:
-    return outcome.error == "SIGTERM" or any(text in outcome.message for text in _ECHOES)
+    return outcome.error == "SIGTERM" or is_echo(outcome.message)
+
+
+def is_echo(message: str) -> bool:
+    """Whether an error only says that another rank is gone."""
+    return any(text in message for text in _ECHOES)

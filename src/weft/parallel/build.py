@@ -213,7 +213,7 @@ def _bucket_store(
         first_bucket_bytes=data.first_bucket_bytes,
         reduce_rounds=min(plan.microbatch.shares(plan.mesh.data)) if per_microbatch else 1,
         compression=compression,
-        algorithm=data.algorithm if data.zero < 3 else "auto",
+        algorithm=data.algorithm,
     )
 
 

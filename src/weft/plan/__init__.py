@@ -22,6 +22,7 @@ from weft.plan._local import outer_copies as outer_copies
 from weft.plan._memory import MemoryNeed as MemoryNeed
 from weft.plan._memory import estimate_memory as estimate_memory
 from weft.plan._plan import AXES as AXES
+from weft.plan._plan import COLLECTIVE_TIMEOUT_SECONDS as COLLECTIVE_TIMEOUT_SECONDS
 from weft.plan._plan import Axis as Axis
 from weft.plan._plan import ComputePlan as ComputePlan
 from weft.plan._plan import ContextParallelPlan as ContextParallelPlan

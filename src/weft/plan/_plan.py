@@ -21,6 +21,10 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble
 Recompute = Literal["none", "selective", "full"]
 
 AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+COLLECTIVE_TIMEOUT_SECONDS = 600.0
+"""How long ranks wait for one another where nothing else is said."""
+_LONGEST_SECONDS = 2_592_000.0
+"""30 days: clocks of backends count in nanoseconds, and overflow some time after."""
 _RULES = Rules(PlanError)
 _SETTINGS_OF_CODECS = (
     ("powersgd", "powersgd_rank", 4),
@@ -78,8 +82,9 @@ class DataParallelPlan:
     algorithm: str = "auto"
     """Of the reductions and gathers, by the bytes of a bucket: one name, or a list such as
     `tree:0-32K;direct:32K-8M;ring:8M-max`, in which an entry without sizes takes the rest.  Algorithms that know
-    all-reduces only do a reduce-scatter as one, and leave gathers to direct messages.  `measured`: what `weft comm
-    explain` found here; then runs are equal bit for bit only while that stays."""
+    all-reduces only do a reduce-scatter as one, and leave gathers to direct messages.  Messages go over Gloo, and what
+    no algorithm is named for over what `compute.backend` says.  `measured`: what `weft comm explain` found here; then
+    runs are equal bit for bit only while that stays."""
     bucket_bytes: int = 26_214_400
     """Gradients that are reduced together."""
     first_bucket_bytes: int = 1_048_576
@@ -234,11 +239,17 @@ class ComputePlan:
     """`auto`: an accelerator where there is one."""
     backend: Literal["auto", "gloo", "weft"] = "auto"
     """What carries tensors of the CPU between ranks.  weft: memory that one host's ranks share, Gloo between hosts;
-    auto: weft, but gloo where data_parallel.algorithm names one."""
+    auto: weft where ranks compute on the CPU.  Algorithms that data_parallel.algorithm names send messages over Gloo
+    under each of them."""
+    collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS
+    """How long a rank waits in a collective, or for a message, until those that have not come are given up: longer than
+    ranks may be apart, as when one compiles or reads data, and at most 30 days."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
         _RULES.at_least(self, 1, "threads_per_rank")
+        _RULES.above_zero(self, "collective_timeout_seconds")
+        _RULES.between(self, 0.1, _LONGEST_SECONDS, "collective_timeout_seconds", below=False)
         if self.backend == "weft" and self.device == "cuda":
             raise _RULES.refuse(self, "backend", 'carries tensors of the CPU only, and device = "cuda". Use "auto".')
 
@@ -265,12 +276,6 @@ class Plan:
     def digest(self) -> str:
         """Twelve hexadecimal digits that name this plan: the same for equal plans, on every machine."""
         return hashlib.sha256(dump(self, everything=True, descriptions=False).encode()).hexdigest()[:12]
-
-    @property
-    def backend(self) -> Literal["auto", "gloo", "weft"]:
-        """What ranks are to join by: `compute.backend`, but Gloo where `data_parallel.algorithm` names messages."""
-        wanted = self.compute.backend
-        return "gloo" if wanted == "auto" and self.data_parallel.algorithm != "auto" else wanted
 
     @property
     def is_predictable(self) -> bool:
@@ -321,8 +326,6 @@ def _unfit_algorithm(plan: Plan) -> str | None:
     start = f"plan.data_parallel.algorithm = {spell(data.algorithm)} cannot be run"
     if plan.compute.device == "cuda":
         return f'{start} with compute.device = "cuda": on CUDA NCCL chooses. Use "auto".'
-    if plan.compute.backend == "weft":
-        return f'{start} with compute.backend = "weft", which has a way of its own. Use "auto", or backend = "gloo".'
     if data.compression != "none":
         return f'{start} with data_parallel.compression = "{data.compression}", which has its own. Use "auto".'
     if data.zero == 3 and plan.mesh.shard > 1:

@@ -1,4 +1,7 @@
-"""Seconds of a collective over a group: the cheapest algorithm that its links allow, or what was measured."""
+"""Seconds of a collective over a group, by what will run it, or as it was measured.
+
+Accelerators have a library that chooses the cheapest of its algorithms.  Between cores runs what Weft does without a
+choice, or the algorithm that a plan names."""
 
 from __future__ import annotations
 
@@ -9,17 +12,23 @@ from typing import NamedTuple
 
 from weft.cluster import Collective, CollectiveTime
 from weft.collective import (
+    Arrangement,
+    Links,
     bruck,
     direct,
     double_ring,
     double_tree,
+    find_algorithm,
     halving_doubling,
     one_shot,
+    parse_choices,
     recursive_doubling,
     ring,
     scatter,
+    stand_in,
     tree,
 )
+from weft.collective import flat as flat_arrangement
 from weft.price import _algorithms as cost
 from weft.price._placement import CostLine, Group, Leg
 
@@ -53,26 +62,38 @@ class _Flat:
     rings: int
 
 
-def collective_seconds(kind: Collective, size_bytes: float, group: Group) -> float:
-    """Return the seconds of one collective: the least of its algorithms, all sibling groups working at the same time.
+def collective_seconds(kind: Collective, size_bytes: float, group: Group, algorithm: str = "auto") -> float:
+    """Return the seconds of one collective by what will run it, all sibling groups working at the same time.
 
     `size_bytes` counts the whole tensor on one rank: what all_reduce, reduce_scatter, all_to_all, broadcast and send
-    take, and what all_gather returns.  Links that `weft probe` has measured are looked up; formulas price the rest.
+    take, and what all_gather returns.  `algorithm`: see `choose_algorithm`.  Links that `weft probe` has measured are
+    looked up; formulas price the rest.
     """
-    return choose_algorithm(kind, size_bytes, group).seconds
+    return choose_algorithm(kind, size_bytes, group, algorithm).seconds
 
 
-def choose_algorithm(kind: Collective, size_bytes: float, group: Group) -> Choice:
-    """Return the cheapest algorithm and its seconds."""
+def choose_algorithm(kind: Collective, size_bytes: float, group: Group, algorithm: str = "auto") -> Choice:
+    """Return the algorithm that will run, and its seconds.
+
+    `algorithm` is a plan's, of the collectives that it speaks of: between cores that one runs, also where it is not the
+    cheapest.  `auto` is what is done without a choice, and `measured` is priced like it: prices do not depend on what
+    has been kept on some machine.
+    """
     if group.size < 2 or size_bytes <= 0 or not group.legs:
         return Choice("none", 0.0)
-    known = _looked_up(kind, size_bytes, group)
+    named = _named(kind, size_bytes, algorithm) if group.algorithms is None else None
+    known = _looked_up(kind, size_bytes, group) if named is None else None
     if known is not None:
         return Choice("measured", known)
     if group.is_affine:
         lines = group.lines.get(kind) or _lines(kind, group)
         return min((Choice(name, fixed + slope * size_bytes) for name, fixed, slope in lines), key=_seconds)
-    best = min(algorithm_choices(kind, size_bytes, group), key=_seconds)
+    if named is not None:
+        best = _by_name(*named, size_bytes, group)
+    elif group.algorithms is None:
+        best = _built_in(kind, size_bytes, group)
+    else:
+        best = min(algorithm_choices(kind, size_bytes, group), key=_seconds)
     return Choice(best.algorithm, best.seconds + _fixed(kind, size_bytes, group))
 
 
@@ -106,7 +127,7 @@ def algorithm_choices(kind: Collective, size_bytes: float, group: Group) -> Iter
     elif kind == "broadcast":
         choices = _broadcast_choices(size_bytes, group, flat)
     elif kind == "all_to_all":
-        choices = _all_to_all_choices(size_bytes, group, flat)
+        choices = _all_to_all_choices(size_bytes, group)
     else:
         choices = _half_choices(size_bytes, group, flat)
     for choice in choices:
@@ -249,7 +270,7 @@ def _torus_seconds(size: float, group: Group) -> float:
 
 def _broadcast_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choice]:
     n = flat.members
-    yield Choice("tree", sum(tree.broadcast_seconds(leg.units, size, leg.latency, 1 / leg.pair) for leg in group.legs))
+    yield Choice("tree", _tree_broadcast(size, group))
     yield Choice("ring", ring.broadcast_seconds(n, size, flat.hop, flat.per_byte))
     yield Choice("scatter", scatter.broadcast_seconds(n, size, flat.hop, flat.per_byte))
     if all(leg.level.topology == "switch" for leg in group.legs):
@@ -258,8 +279,22 @@ def _broadcast_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choic
         yield Choice("in_network", cost.in_network_broadcast(n, size, flat.slowest, flat.per_byte))
 
 
-def _all_to_all_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choice]:
-    n = flat.members
+def _all_to_all_choices(size: float, group: Group) -> Iterator[Choice]:
+    yield Choice("grouped", _grouped(size, group))
+    phases = [direct.all_to_all_seconds(leg.units, size, _far_latency(leg), 1 / leg.bandwidth) for leg in group.legs]
+    if len(phases) > 1:
+        yield Choice("hierarchical", sum(phases))
+    jumps = [bruck.all_to_all_seconds(leg.units, size, leg.latency, 1 / leg.pair) for leg in group.legs]
+    yield Choice("bruck", sum(jumps))
+
+
+def _tree_broadcast(size: float, group: Group) -> float:
+    return sum(tree.broadcast_seconds(leg.units, size, leg.latency, 1 / leg.pair) for leg in group.legs)
+
+
+def _grouped(size: float, group: Group) -> float:
+    """Every member sends an n-th of its tensor to every other, all at once."""
+    n = group.size
     latency = max(_far_latency(leg) for leg in group.legs)
     issue = direct.all_to_all_seconds(n, 0.0, latency, 0.0)
     loads, below = list[float](), 1
@@ -269,12 +304,7 @@ def _all_to_all_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choi
         loads.append((within - below) / n * size / leg.bandwidth)
         below = within
     rails = any(leg.level.is_rails for leg in group.legs)
-    yield Choice("grouped", issue + (sum(loads) if rails else max(loads)))
-    phases = [direct.all_to_all_seconds(leg.units, size, _far_latency(leg), 1 / leg.bandwidth) for leg in group.legs]
-    if len(phases) > 1:
-        yield Choice("hierarchical", sum(phases))
-    jumps = [bruck.all_to_all_seconds(leg.units, size, leg.latency, 1 / leg.pair) for leg in group.legs]
-    yield Choice("bruck", sum(jumps))
+    return issue + (sum(loads) if rails else max(loads))
 
 
 def _far_latency(leg: Leg) -> float:
@@ -282,6 +312,76 @@ def _far_latency(leg: Leg) -> float:
     if leg.level.topology == "double_ring":
         return leg.latency * max(1, leg.units // 2)
     return leg.latency * (leg.units - 1 if leg.level.topology == "ring" else 1)
+
+
+# ── what runs between cores ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _built_in(kind: Collective, size: float, group: Group) -> Choice:
+    """What is done without a choice (`weft.comm.Collectives`): over the memory that a node's ranks share, each reading
+    straight from all others; by Gloo between nodes, whose all-reduce is a ring, and by direct messages."""
+    if kind == "send":
+        return next(algorithm_choices(kind, size, group))
+    if group.is_on_one_node:
+        return _in_memory(kind, size, group)
+    if kind == "broadcast":
+        return Choice("tree", _tree_broadcast(size, group))
+    if kind == "all_reduce":
+        flat = _flat(group)
+        return Choice("ring", ring.all_reduce_seconds(flat.members, size, flat.hop, flat.per_byte))
+    return Choice("grouped", _grouped(size, group))
+
+
+def _in_memory(kind: Collective, size: float, group: Group) -> Choice:
+    n, far = group.size, max(_far_latency(leg) for leg in group.legs)
+    per_byte = max(1 / leg.bandwidth for leg in group.legs)
+    if kind == "all_reduce":
+        whole = Choice("one_shot", one_shot.all_reduce_seconds(n, size, far, per_byte))
+        return min(whole, Choice("direct", direct.all_reduce_seconds(n, size, far, per_byte)), key=_seconds)
+    if kind == "broadcast":
+        return Choice("direct", cost.point_to_point(size, far, per_byte))
+    return Choice("direct", direct.half_seconds(n, size, far, per_byte))
+
+
+def _named(kind: Collective, size_bytes: float, algorithm: str) -> tuple[str, Collective] | None:
+    """The way that a plan names for a tensor of this size, and what it does there; None: it says nothing of it."""
+    if algorithm in ("auto", "measured") or kind not in ("all_reduce", "reduce_scatter", "all_gather"):
+        return None
+    return stand_in(parse_choices(algorithm).algorithm_for(int(size_bytes)), kind)
+
+
+def _by_name(name: str, kind: Collective, size: float, group: Group) -> Choice:
+    """What a way takes: by the links that it crosses where that is known for it, else at the slowest ones."""
+    if name == "exchange":
+        return Choice(name, _grouped(size, group))
+    if name == "backend":
+        if group.is_on_one_node:
+            return Choice(name, _in_memory(kind, size, group).seconds)
+        flat, seconds = _flat(group), ring.half_seconds if kind == "all_gather" else ring.all_reduce_seconds
+        return Choice(name, seconds(flat.members, size, flat.hop, flat.per_byte))
+    spelled = "hierarchical+ring" if name == "hierarchical" and kind == "all_reduce" else name
+    for choice in algorithm_choices(kind, size, group):
+        if choice.algorithm == spelled:
+            return Choice(name, choice.seconds)
+    place, links = _as_links(group)
+    return Choice(name, find_algorithm(name).methods[kind].seconds(place, size, links))
+
+
+def _as_links(group: Group) -> tuple[Arrangement, Links]:
+    """A group as the formulas of `weft.collective` see it: ranks of nodes, and two kinds of links."""
+
+    def slowest(legs: Sequence[Leg]) -> tuple[float, float]:
+        return max(_far_latency(leg) for leg in legs), max(1 / leg.bandwidth for leg in legs)
+
+    inside = [leg for leg in group.legs if leg.level.is_inside]
+    of_node = math.prod(leg.units for leg in inside)
+    of_node = of_node if group.size % of_node == 0 else 1
+    place = flat_arrangement(group.size, nodes=(of_node,) * (group.size // of_node))
+    latency, per_byte = slowest(group.legs)
+    if not inside:
+        return place, Links(latency=latency, per_byte=per_byte)
+    inner_latency, inner_per_byte = slowest(inside)
+    return place, Links(latency=latency, per_byte=per_byte, inner_latency=inner_latency, inner_per_byte=inner_per_byte)
 
 
 # ── what weft probe measured ──────────────────────────────────────────────────────────────────────────────────────────

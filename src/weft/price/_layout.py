@@ -80,6 +80,12 @@ class Layout:
         return self.shard if self.local_steps else self.data
 
     @property
+    def reduced_by(self) -> str:
+        """`algorithm` where it is obeyed: compression, local steps and ZeRO-3's shards have ways of their own."""
+        has_own = self.compression != "none" or self.local_steps or (self.zero == 3 and self.shard > 1)
+        return "auto" if has_own else self.algorithm
+
+    @property
     def outer_bytes(self) -> float:
         """Per parameter, of the anchor and the outer momentum that local steps need."""
         if not self.local_steps:

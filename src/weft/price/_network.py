@@ -33,6 +33,8 @@ class Level:
     is_torus: bool
     is_rails: bool
     in_network: bool
+    is_inside: bool
+    """Whether all that it joins are of one node."""
     start: float
     """Seconds, once per collective."""
     slowdown: float
@@ -63,23 +65,28 @@ def levels_of(cluster: Cluster, slowdowns: Sequence[float], density: int) -> tup
         if slots > node:
             slots = math.ceil(slots / node) * node  # whole nodes, those with failed devices too
         slowdown = slowdowns[min(index, len(slowdowns) - 1)] if slowdowns else 1.0
-        levels += _levels_of_tier(index, tier, unit, max(slots, unit), slowdown)
+        levels += _levels_of_tier(index, tier, unit, max(slots, unit), slowdown, node)
         unit = max(slots, unit)
     return tuple(levels)
 
 
-def _levels_of_tier(index: int, tier: LinkTier, unit: int, slots: int, slowdown: float) -> list[Level]:
+def _levels_of_tier(index: int, tier: LinkTier, unit: int, slots: int, slowdown: float, node: int) -> list[Level]:
+    """Levels of a tier, one or an axis of a torus each; `node` counts slots of a node."""
     bandwidth = tier.bandwidth_bytes_per_second / slowdown
     alone = (tier.alone_bytes_per_second or tier.bandwidth_bytes_per_second) / slowdown
     if tier.topology == "torus":
         axes = len(tier.shape)
         sizes = [unit * math.prod(tier.shape[axis:]) for axis in range(axes)]
         bounds = [*zip([*sizes[1:], unit], sizes, strict=True)]
-        return [_level(index, tier, *bound, bandwidth / axes, alone / axes, slowdown) for bound in reversed(bounds)]
-    return [_level(index, tier, unit, slots, bandwidth / tier.oversubscription, alone, slowdown)]
+        return [
+            _level(index, tier, *bound, bandwidth / axes, alone / axes, slowdown, node) for bound in reversed(bounds)
+        ]
+    return [_level(index, tier, unit, slots, bandwidth / tier.oversubscription, alone, slowdown, node)]
 
 
-def _level(index: int, tier: LinkTier, unit: int, slots: int, bandwidth: float, alone: float, slowdown: float) -> Level:
+def _level(
+    index: int, tier: LinkTier, unit: int, slots: int, bandwidth: float, alone: float, slowdown: float, node: int
+) -> Level:
     topology: LevelTopology = "switch"
     if tier.topology == "torus":
         topology = "double_ring"
@@ -97,6 +104,7 @@ def _level(index: int, tier: LinkTier, unit: int, slots: int, bandwidth: float, 
         is_torus=tier.topology == "torus",
         is_rails=tier.topology == "rails",
         in_network=tier.in_network,
+        is_inside=slots <= node,
         start=tier.start_seconds,
         slowdown=slowdown,
         measured=tier.measured,

@@ -72,7 +72,7 @@ class Group:
     seconds_per_copied_byte: float
     """γ of an all-reduce: see `COPY_PASSES`."""
     algorithms: frozenset[str] | None
-    """What the library of these devices has; None: all of them."""
+    """What the library of these devices has; None: these are cores, between which Weft chooses itself."""
     lines: dict[Collective, tuple[CostLine, ...]] = field(default_factory=dict["Collective", "tuple[CostLine, ...]"])
     """Costs that were worked out once; see `is_affine`."""
 
@@ -80,6 +80,11 @@ class Group:
     def is_affine(self) -> bool:
         """Whether each algorithm's seconds are a line over the size: NCCL's are, where no torus has its axes wait."""
         return self.algorithms is not None and self.algorithms <= NCCL and not any(x.level.is_torus for x in self.legs)
+
+    @property
+    def is_on_one_node(self) -> bool:
+        """Whether its ranks share memory, where cores are the devices."""
+        return all(leg.level.is_inside for leg in self.legs)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -113,7 +118,8 @@ class Network:
     ) -> None:
         """`slowdowns`, by tier, divide the bandwidths; the last stands for all further tiers.
 
-        `algorithms` names those that may be used; by default NCCL's between accelerators, and all between cores.
+        `algorithms` names those that may be used, of which the cheapest is; by default NCCL's between accelerators,
+        and between cores what Weft does there.
         """
         self.cluster = cluster
         self._algorithms = algorithms if algorithms is not None or not cluster.has_accelerators else NCCL

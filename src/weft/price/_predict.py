@@ -52,7 +52,7 @@ class Pricer:
         self.profile, self.cluster, self.stack, self.calibration = profile, cluster, stack, calibration
         self.network = Network(cluster, slowdowns=calibration.link_slowdowns)
         self._timelines = Timelines()
-        self._collectives: dict[tuple[str, float, Group], float] = {}
+        self._collectives: dict[tuple[str, float, Group, str], float] = {}
         self._devices: dict[float, tuple[Device, BlockCosts]] = {}
         self._wholes: dict[tuple[object, ...], Whole] = {}
         self._sample_flops = model_flops(profile)
@@ -64,13 +64,13 @@ class Pricer:
         """Return the groups of ranks of every axis and the links that they cross."""
         return self.network.groups(layout)
 
-    def seconds(self, kind: Collective, size_bytes: float, group: Group) -> float:
-        """Return the seconds of a collective inside training."""
+    def seconds(self, kind: Collective, size_bytes: float, group: Group, algorithm: str = "auto") -> float:
+        """Return the seconds of a collective inside training; `algorithm` as a plan names it."""
         if group.size < 2:
             return 0.0
-        key = (kind, size_bytes, group)
+        key = (kind, size_bytes, group, algorithm)
         if key not in self._collectives:
-            self._collectives[key] = collective_seconds(kind, size_bytes, group)
+            self._collectives[key] = collective_seconds(kind, size_bytes, group, algorithm)
         return self._collectives[key]
 
     def device(self, layout: Layout) -> Device:

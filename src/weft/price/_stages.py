@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from weft.cluster import Collective
 from weft.price._block_factors import BlockFit, block_fit
@@ -13,8 +12,11 @@ from weft.price._layout import Layout
 from weft.price._placement import Group, Groups
 from weft.profile import Block, Operator, Profile
 
-Seconds = Callable[[Collective, float, Group], float]
-"""Of a collective: kind, bytes, group."""
+
+class Seconds(Protocol):
+    """Seconds of a collective: see `collective_seconds`."""
+
+    def __call__(self, kind: Collective, size_bytes: float, group: Group, algorithm: str = "auto", /) -> float: ...
 
 
 class PassCost(NamedTuple):

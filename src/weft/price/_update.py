@@ -133,15 +133,16 @@ class _Rates:
     def _reduced(self, group: Group) -> BucketSeconds:
         """Of the reduction of so many bytes of gradients over a group."""
         layout, kind, priced = self._layout, self._kind, self._seconds
-        share, squeeze = _wire_share(layout, group), 0.0
+        share, squeeze, by = _wire_share(layout, group), 0.0, layout.reduced_by
         if layout.compression != "none":
             squeeze = _COMPRESSION_PASSES / self._device.memory_bytes_per_second
-        return lambda size: priced(kind, size * share, group) + squeeze * size
+        return lambda size: priced(kind, size * share, group, by) + squeeze * size
 
     def _gathered(self, group: Group) -> BucketSeconds:
         """Of gathering the weights of so many bytes of gradients."""
-        priced, share = self._seconds, element_bytes(self._layout) / self._layout.gradient_bytes
-        return lambda size: priced("all_gather", size * share, group)
+        layout, priced, by = self._layout, self._seconds, self._layout.reduced_by
+        share = element_bytes(layout) / layout.gradient_bytes
+        return lambda size: priced("all_gather", size * share, group, by)
 
     def _average_seconds(self, groups: Groups, seconds: Seconds) -> float:
         """Seconds per element and step of averaging the replicas at the end of a round: nothing hides it."""

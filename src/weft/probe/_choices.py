@@ -10,14 +10,19 @@ import torch.distributed as dist
 
 from weft.cluster import Topology
 from weft.collective import BUILT_IN, Arrangement, ChoiceTable, spell_size, table_from_json, table_to_json
-from weft.comm import GroupView
+from weft.comm import BackendKind, GroupView
 from weft.comm.selector import SIZES, measure_table
 from weft.errors import CollectiveError
 from weft.launch import Place, initialise_distributed, launch_function, place_from_environment
 
 
 def measure_choices(
-    processes: int, *, place: Arrangement | None = None, topology: Topology | None = None, sizes: Sequence[int] = ()
+    processes: int,
+    *,
+    place: Arrangement | None = None,
+    topology: Topology | None = None,
+    sizes: Sequence[int] = (),
+    backend: BackendKind = "auto",
 ) -> ChoiceTable | None:
     """Measure on CPU ranks, and return the table; None on all ranks of a job but the first.
 
@@ -28,6 +33,7 @@ def measure_choices(
         place: how the ranks lie on the links; by default as they find one another.
         topology: of the links between nodes.
         sizes: bytes of the whole tensor; by default 1 KiB to 64 MiB.
+        backend: as a plan's `compute.backend`.  Of ranks that are to stand for several nodes it is Gloo always.
 
     Raises:
         CollectiveError: one rank only, or a place for another number of ranks.
@@ -43,6 +49,7 @@ def measure_choices(
         "shape": None if place is None else list(place.shape),
         "topology": topology,
         "sizes": list(sizes) or list(SIZES),
+        "backend": "gloo" if place is not None and len(place.nodes) > 1 else backend,
     }
     text = (
         launch_function("weft.probe:measure_choices_as_rank", arguments, world)[0]
@@ -60,12 +67,13 @@ def measure_choices_as_rank(
     shape: list[int] | None,
     topology: Topology | None,
     sizes: list[int],
+    backend: BackendKind = "auto",
 ) -> str | None:
     """What each rank does; rank 0 returns the table as JSON."""
     place: Arrangement | None = None
     if order is not None and nodes is not None and shape is not None:
         place = Arrangement(order=tuple(order), nodes=tuple(nodes), shape=(shape[0], shape[1]))
-    with initialise_distributed("cpu", rank, backend="gloo") as distributed:
+    with initialise_distributed("cpu", rank, backend=backend) as distributed:
         n = distributed.world_size
         view = GroupView(tuple(range(n)), distributed.rank, dist.group.WORLD if n > 1 else None)
         tell: Callable[[str], None] | None = _say if distributed.rank == 0 else None
@@ -87,10 +95,11 @@ def worlds_of(place: Place) -> list[tuple[int, ...]]:
 
 def measure_tables(place: Place, budget_seconds: float, tell: Callable[[str], None]) -> list[str]:
     """Measure the choices of the job's groups (`worlds_of`), and return the tables of those that this rank is in, as
-    JSON.  Call on all ranks of a job on CPUs; groups share the time equally."""
+    JSON.  Call on all ranks of a job on CPUs; groups share the time equally.  They are made as trainings make them:
+    over shared memory where all ranks are of one host."""
     worlds, tables = worlds_of(place), list[str]()
     for ranks in worlds:
-        group = dist.new_group(list(ranks), backend="gloo")  # messages, not shared memory
+        group = dist.new_group(list(ranks))
         if place.rank not in ranks:
             continue
         assert not isinstance(group, int), "torch gives a number only to ranks that are no members"

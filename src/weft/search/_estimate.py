@@ -141,12 +141,12 @@ class Estimates:
             copies = seconds("all_reduce", bucket, groups.replicate) / bucket * self._gradient / max(1, shard)
             return Rates(scatter * self._gradient, gather * self._element, experts, 0.0, copies)
         kind: Collective = "all_reduce" if zero == 0 else "reduce_scatter"
-        sharded = self._element if zero else 0.0
+        sharded, by = self._element if zero else 0.0, base.reduced_by
         return Rates(
-            seconds(kind, bucket, groups.data) / bucket * self._gradient,
-            seconds("all_gather", bucket, groups.data) / bucket * sharded,
-            seconds(kind, bucket, groups.expert_data) / bucket * self._gradient,
-            seconds("all_gather", bucket, groups.expert_data) / bucket * sharded,
+            seconds(kind, bucket, groups.data, by) / bucket * self._gradient,
+            seconds("all_gather", bucket, groups.data, by) / bucket * sharded,
+            seconds(kind, bucket, groups.expert_data, by) / bucket * self._gradient,
+            seconds("all_gather", bucket, groups.expert_data, by) / bucket * sharded,
         )
 
     def _gathering(self, passes: Passes) -> tuple[Floats, Floats]:

@@ -135,7 +135,8 @@ class Finalists:
         if layout.data * layout.context > 1:
             found.append(("bucket_bytes", space.bucket_bytes or (layout.bucket_bytes,)))
             found.append(("compression", space.compressions))
-            found.append(("algorithm", space.algorithms))
+            is_obeyed = replace(layout, algorithm="").reduced_by == "" and space.compressions == ("none",)
+            found.append(("algorithm", space.algorithms if is_obeyed else (layout.algorithm,)))
         found.append(("fused_loss", space.fused_losses))
         return [(name, values) for name, values in found if len(values) > 1]
 

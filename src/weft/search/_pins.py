@@ -45,6 +45,8 @@ def pinned(space: Space, plan: Plan) -> Space:
     for key in plan.origins:
         if key in _FIELDS:
             changes[_FIELDS[key]] = (_value(plan, key),)
+    if plan.data_parallel.local_steps and "data_parallel.algorithm" not in plan.origins:
+        changes["algorithms"] = ("auto",)  # replicas have no sums in every step that another way could carry
     if "memory.recompute" in plan.origins:
         changes["per_block_recompute"] = False
         if isinstance(plan.memory.recompute, tuple):

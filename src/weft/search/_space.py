@@ -67,7 +67,8 @@ class Space:
     the time in which it fills."""
     compressions: tuple[str, ...] = ("none",)
     algorithms: tuple[str, ...] = ("auto",)
-    """`auto` is the cheapest for every size; others are worth a search only where a library lacks it."""
+    """Of the reductions and gathers over data ranks.  `auto` is what is done without a choice; between accelerators
+    that is the cheapest, between cores of several nodes a hierarchy may be."""
     orders: tuple[tuple[Axis, ...], ...] | None = None
     """Of the axes on the hardware.  None: every order that lays some group on other links."""
 
@@ -103,6 +104,7 @@ def space_of(
         per_block_recompute=not profile.has_batch_norm,
         sequence_parallels=(False, True) if length > 1 else (False,),
         fused_losses=(True, False) if profile.vocabulary_size else (True,),
+        algorithms=_algorithms(cluster),
     )
     return runnable_space(space) if runnable_only else space
 
@@ -116,7 +118,6 @@ def runnable_space(space: Space) -> Space:
         offloads=("none",),
         tensor_schemes=("1d",),
         context_schemes=("ring",),
-        algorithms=("auto",),
     )
 
 
@@ -132,6 +133,14 @@ def _tensors(profile: Profile, devices: int) -> tuple[int, ...]:
         return (1,)
     common = math.gcd(*(size for _, size in profile.divisible))
     return tuple(size for size in divisors(common) if size <= devices)
+
+
+def _algorithms(cluster: Cluster) -> tuple[str, ...]:
+    """NCCL chooses itself, and on one node nothing is faster than shared memory: a hierarchy is for nodes of several
+    ranks."""
+    if cluster.has_accelerators or cluster.num_nodes in (1, cluster.num_devices):
+        return ("auto",)
+    return ("auto", "hierarchical", "hierarchical+direct")
 
 
 def _precisions(cluster: Cluster, permit: PermitRecipe | None) -> tuple[PricedPrecision, ...]:

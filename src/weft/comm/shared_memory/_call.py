@@ -84,6 +84,17 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """What one rank sends or receives."""
+
+    is_sent: bool
+    peer: int
+    """Position in the group of the other rank; -1 for a message from whoever sends one."""
+    tag: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """What ended a group.  Ranks are those of the group, -1 where nobody is meant."""
 
@@ -101,12 +112,66 @@ class GroupFailed(Exception):
         self.failure = failure
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Of a message that is done."""
+
+    source: int
+    """Position in the group of the rank that sent it."""
+    done_ns: int
+    """By the clock of `perf_counter_ns`; 0 where another thread had waited for it before."""
+
+
+class Mail(Protocol):
+    """Carries the messages of one rank, those to one other and of one tag in the order in which they were sent.
+
+    A message is done when its memory can be used again: a sent one may still lie in the shared memory then.
+    """
+
+    def send(self, target: int, tag: int, address: int, num_bytes: int) -> int:
+        """Begin to send, and return the message's number.
+
+        Raises:
+            GroupFailed: this rank has left the group.
+        """
+        ...
+
+    def receive(self, source: int, tag: int, address: int, num_bytes: int) -> int:
+        """Begin to receive from a rank, or (-1) from any, and return the message's number.
+
+        Raises:
+            GroupFailed: this rank has left the group.
+        """
+        ...
+
+    def wait(self, number: int, patience_seconds: float) -> Delivery:
+        """Return when the message is done, and forget it.
+
+        Raises:
+            GroupFailed: it could not be sent or received.
+        """
+        ...
+
+    def is_done(self, number: int) -> bool:
+        """Whether a wait would return, or raise, at once."""
+        ...
+
+    def forget(self, number: int) -> None:
+        """Of a message that is done and that nobody will wait for."""
+        ...
+
+
 class Transport(Protocol):
     """Carries out the calls of one rank, one after another in the order of their submission."""
 
     name: str
     has_arena: bool
     """Whether it has memory for tensors that need no staging."""
+
+    @property
+    def mail(self) -> Mail | None:
+        """What carries messages between two ranks; None where this transport does not."""
+        ...
 
     def submit(self, call: Call, patience_seconds: float, *, background: bool) -> int:
         """Put a call in the queue and return its number; `background`: begin although nobody waits for it yet."""
@@ -148,6 +213,10 @@ class Transport(Protocol):
         """Release every rank that waits in this group, with an error; the group cannot be used afterwards."""
         ...
 
+    def leave(self) -> None:
+        """End the threads and fail what waits.  Twice is as good as once."""
+        ...
+
     def close(self) -> None:
-        """Leave: end the thread and let go of the memory.  Twice is as good as once."""
+        """Leave, and let go of the memory.  Twice is as good as once."""
         ...

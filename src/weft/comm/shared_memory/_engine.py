@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.comm.shared_memory._arena import Arena, whole_pages
-from weft.comm.shared_memory._call import DTYPES, OPS, Call, Failure, GroupFailed, Kind, Region, Trouble
+from weft.comm.shared_memory._call import DTYPES, OPS, Call, Delivery, Failure, GroupFailed, Kind, Region, Trouble
 from weft.comm.shared_memory._segment import Segment
 from weft.comm.shared_memory._sources import FOLDER, LIBRARY, digest
 from weft.errors import CollectiveError
 
 REBUILD = "python setup.py build_ext --inplace"
 _MANY_TYPES = 64
+_NOT_KNOWN = (1 << 64) - 1
 _POPULATE_WRITE = 23
 """Of madvise, since Linux 5.14; Python has no name for it."""
 
@@ -43,6 +44,15 @@ class _CallStruct(ctypes.Structure):
 
 class _FailureStruct(ctypes.Structure):
     _fields_ = [("trouble", c_int32), ("culprit", c_int32), ("reporter", c_int32)]  # noqa: RUF012
+
+
+class _DeliveryStruct(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("failure", _FailureStruct),
+        ("source", c_int32),
+        ("done_ns", c_uint64),
+        ("sent_bytes", c_uint64),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +110,11 @@ def _declare(library: ctypes.CDLL) -> None:
             c_int,
             (c_void_p, c_void_p, c_void_p, c_uint64, c_uint32, c_uint32, c_double, POINTER(_FailureStruct)),
         ),
+        ("weft_send", c_uint64, (c_void_p, c_int, c_uint32, c_void_p, c_uint64)),
+        ("weft_receive", c_uint64, (c_void_p, c_int, c_uint32, c_void_p, c_uint64)),
+        ("weft_wait_for_message", c_int, (c_void_p, c_uint64, c_double, POINTER(_DeliveryStruct))),
+        ("weft_is_message_done", c_int, (c_void_p, c_uint64)),
+        ("weft_forget_message", None, (c_void_p, c_uint64)),
         ("weft_announced", None, (c_void_p, c_int, POINTER(c_uint64))),
         ("weft_manner", None, (c_void_p, POINTER(c_uint64))),
         ("weft_set_manner", None, (c_void_p, c_uint64, c_int)),
@@ -157,6 +172,11 @@ class Engine:
         assert self._handle, "the segment is laid out before engines are opened"
         # At the interpreter's exit the thread must end before the memory goes; the rest goes with the process.
         self._at_exit = weakref.finalize(self, _leave, library, self._handle, self._process, segment)
+
+    @property
+    def mail(self) -> EngineMail:
+        """What carries this engine's messages.  It keeps the engine, not the engine it."""
+        return EngineMail(self._library, self._alive, self._rank)
 
     def submit(self, call: Call, patience_seconds: float, *, background: bool) -> int:
         send, receive = self._arrays(call.send), self._arrays(call.receive)
@@ -306,6 +326,41 @@ class Engine:
         if kind is Kind.BARRIER:
             return "a barrier"
         return f"{kind.title} of {numbers[3]:,} bytes (dtype {numbers[1]}, op {numbers[2]}, cut {numbers[4]:x})"
+
+
+class EngineMail:
+    """The messages of an engine; a `Mail`.  `handle` returns the engine's, or raises where this rank has left."""
+
+    def __init__(self, library: ctypes.CDLL, handle: Callable[[], int], rank: int) -> None:
+        self._library = library
+        self._handle = handle
+        self._rank = rank
+
+    def send(self, target: int, tag: int, address: int, num_bytes: int) -> int:
+        return self._begun(self._library.weft_send(self._handle(), target, tag, address, num_bytes))
+
+    def receive(self, source: int, tag: int, address: int, num_bytes: int) -> int:
+        return self._begun(self._library.weft_receive(self._handle(), source, tag, address, num_bytes))
+
+    def _begun(self, number: int) -> int:
+        if number == 0:  # left by another thread, just now
+            raise GroupFailed(Failure(Trouble.CLOSED, self._rank, self._rank))
+        return number
+
+    def wait(self, number: int, patience_seconds: float) -> Delivery:
+        told = _DeliveryStruct()
+        if self._library.weft_wait_for_message(self._handle(), number, patience_seconds, byref(told)):
+            failure = told.failure
+            trouble = Trouble(failure.trouble)
+            detail = "" if told.sent_bytes == _NOT_KNOWN else f"sent {told.sent_bytes:,}"
+            raise GroupFailed(Failure(trouble, failure.culprit, failure.reporter, detail))
+        return Delivery(told.source, told.done_ns)
+
+    def is_done(self, number: int) -> bool:
+        return bool(self._library.weft_is_message_done(self._handle(), number))
+
+    def forget(self, number: int) -> None:
+        self._library.weft_forget_message(self._handle(), number)
 
 
 def _leave(library: ctypes.CDLL, handle: int, process: int, segment: Segment) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.comm.shared_memory._call import OPS, Call, Failure, Kind, Trouble
+from weft.comm.shared_memory._call import OPS, Call, Failure, Kind, Message, Trouble
 from weft.errors import CollectiveError
 
 _AGAIN = "The group cannot be used any more: leave it on every rank (destroy_process_group) and form a new one"
 
 
-def explain(failure: Failure, call: Call | None, ranks: Sequence[int], seconds: float) -> CollectiveError:
+def explain(failure: Failure, call: Call | Message | None, ranks: Sequence[int], seconds: float) -> CollectiveError:
     """Return the error for `failure`, whose ranks are positions in `ranks` (global ranks)."""
-    what = "The group's last call" if call is None else _spell(call)
+    if isinstance(call, Message):
+        what = _spell_message(call, ranks)
+    else:
+        what = "The group's last call" if call is None else _spell(call)
     who = _name(failure.culprit, ranks)
     match failure.trouble:
         case Trouble.DIED:
@@ -26,6 +29,12 @@ def explain(failure: Failure, call: Call | None, ranks: Sequence[int], seconds: 
             text = (
                 f"{what} was not finished in {seconds:g} s: {who} has not come. It may be stopped, busy, or waiting in"
                 f" another group. If it was only slow, give the process group a longer timeout. {_AGAIN}."
+            )
+        case Trouble.MISMATCH if isinstance(call, Message):
+            detail = f", which {failure.detail}" if failure.detail else ""
+            text = (
+                f"{what} does not fit what {who} did{detail}. A message must be received in a tensor of as many bytes"
+                f" as were sent, and messages of one tag in the order in which they are sent. {_AGAIN}."
             )
         case Trouble.MISMATCH:
             detail = f": {failure.detail}" if failure.detail else ""
@@ -63,6 +72,14 @@ def explain_forming(failure: Failure, ranks: Sequence[int], here: int, seconds: 
 
 def _name(rank: int, ranks: Sequence[int]) -> str:
     return f"rank {ranks[rank]}" if 0 <= rank < len(ranks) else "another rank"
+
+
+def _spell_message(message: Message, ranks: Sequence[int]) -> str:
+    other = _name(message.peer, ranks) if message.peer >= 0 else "any rank"
+    done = (
+        f"Sending {message.num_bytes:,} bytes to" if message.is_sent else f"Receiving {message.num_bytes:,} bytes from"
+    )
+    return f"{done} {other} (tag {message.tag})"
 
 
 def _spell(call: Call) -> str:

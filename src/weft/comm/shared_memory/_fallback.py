@@ -61,6 +61,7 @@ class PythonTransport:
 
     name = "shared memory in pure Python"
     has_arena = False
+    mail = None
 
     def __init__(self, segment: Segment, *, rank: int, num_ranks: int) -> None:
         assert num_ranks <= _MAX_RANKS
@@ -128,6 +129,9 @@ class PythonTransport:
     def abort(self) -> None:
         if not self._is_closed:
             self._tell(Trouble.ABORTED, self._rank)
+
+    def leave(self) -> None:
+        self.close()
 
     def close(self) -> None:
         if self._is_closed:

@@ -1,6 +1,7 @@
 """`torch.distributed`'s view of the shared-memory transports: the process group of the backend `weft`.
 
-Gloo, of which it is made (see `WatchedGroup`), carries whatever is not overridden: sends and receives, sparse tensors.
+Gloo, of which it is made (see `WatchedGroup`), carries what is left: sparse tensors, and messages where the transport
+is not the engine.
 """
 
 # torch's stubs overload these methods by what Python may pass; what arrives here is always options.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +25,10 @@ from weft.comm._watch import Seen
 from weft.comm._watched_group import WatchedGroup
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region, Transport
 from weft.comm.shared_memory._failure import explain
+from weft.comm.shared_memory._post import Post
 from weft.comm.shared_memory._process import Process
-from weft.comm.shared_memory._work import Completer, CopyBack, SharedMemoryWork
+from weft.comm.shared_memory._tensors import CopyBack, check_memory, contiguous, region
+from weft.comm.shared_memory._work import Completer, SharedMemoryWork
 from weft.errors import CollectiveError
 
 _MANY = 32
@@ -61,6 +64,7 @@ class SharedMemoryGroup(WatchedGroup):
         self._held: deque[tuple[int, Any]] = deque()
         self._letting_go = threading.Lock()
         self._completer: Completer | None = None
+        self._post = None if transport.mail is None else Post(transport.mail, self.ranks, self.seconds)
         self._done = SharedMemoryWork(None, 0, None, [], (), None)
 
     # ── what the works need ───────────────────────────────────────────────────────────────────────────────────────────
@@ -139,20 +143,23 @@ class SharedMemoryGroup(WatchedGroup):
     def abort(self) -> None:
         """Release every rank that waits in this group, with `CollectiveError`.  By any one rank."""
         self.transport.abort()
-        super().abort()  # what Gloo carries: sends and receives
+        super().abort()  # what Gloo carries
 
     def shutdown(self) -> None:
         """Leave the group.  Calls that are under way fail, on every rank."""
         completer, self._completer = self._completer, None
+        self.transport.leave()
         if completer is not None:
-            leave: Callable[[], None] = getattr(self.transport, "leave", self.transport.close)
-            leave()
             completer.close()
+        if self._post is not None:
+            self._post.close()
         self.transport.close()
         self._held.clear()
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.seconds = timeout.total_seconds()
+        if self._post is not None:
+            self._post.seconds = self.seconds
 
     # ── reductions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,7 +171,7 @@ class SharedMemoryGroup(WatchedGroup):
         dtype = self._reducible(tensor, op)
         seen = self._serve("allreduce", tensors)
         if opts is not None and not opts.asyncOp and tensor.is_contiguous():
-            _check_memory(tensor)
+            check_memory(tensor)
             size = tensor.numel() * tensor.itemsize
             entered = 0 if seen is None else seen.enter_wait()
             try:
@@ -180,8 +187,8 @@ class SharedMemoryGroup(WatchedGroup):
         return self._submit(*self._reducing(tensor, dtype, op), tensors, opts, seen)
 
     def _reducing(self, tensor: Tensor, dtype: int, op: int) -> tuple[Call, list[Tensor], CopyBack]:
-        flat, back = _contiguous(tensor)
-        at, size = _region(flat)
+        flat, back = contiguous(tensor)
+        at, size = region(flat)
         return Call(Kind.ALL_REDUCE, dtype, op, at, at, size), [flat], back
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -194,8 +201,8 @@ class SharedMemoryGroup(WatchedGroup):
         op = _op(opts)
         dtype = self._reducible(tensor, op)
         seen = self._serve("reduce", tensors)
-        flat, back = _contiguous(tensor)
-        at, size = _region(flat)
+        flat, back = contiguous(tensor)
+        at, size = region(flat)
         send = [(at, size if rank == opts.rootRank else 0) for rank in range(len(self.ranks))]
         call = Call(Kind.REDUCE_SCATTER, dtype, op, output=at, send=send)
         return self._submit(call, [flat], back if self._place == opts.rootRank else (), tensors, opts, seen)
@@ -213,15 +220,15 @@ class SharedMemoryGroup(WatchedGroup):
 
     def _scattering(self, parts: Sequence[Tensor], output: Tensor, op: int) -> tuple[Call, list[Tensor], CopyBack]:
         dtype = self._reducible(output, op)
-        flat_parts = [_contiguous(part)[0] for part in parts]
-        flat, back = _contiguous(output)
+        flat_parts = [contiguous(part)[0] for part in parts]
+        flat, back = contiguous(output)
         own = flat_parts[self._place]
         if own.numel() != flat.numel() or own.dtype != flat.dtype:
             raise CollectiveError(
                 f"a reduce-scatter's output has {flat.numel():,} elements of {flat.dtype}, its rank's part"
                 f" {own.numel():,} of {own.dtype}: they must agree."
             )
-        call = Call(Kind.REDUCE_SCATTER, dtype, op, output=flat.data_ptr(), send=[_region(part) for part in flat_parts])
+        call = Call(Kind.REDUCE_SCATTER, dtype, op, output=flat.data_ptr(), send=[region(part) for part in flat_parts])
         return call, [*flat_parts, flat], back
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
@@ -235,8 +242,8 @@ class SharedMemoryGroup(WatchedGroup):
 
     def _scattering_evenly(self, output: Tensor, whole: Tensor, op: int) -> tuple[Call, list[Tensor], CopyBack]:
         dtype = self._reducible(output, op)
-        flat_whole, (flat, back) = _contiguous(whole)[0], _contiguous(output)
-        at, size = _region(flat_whole)
+        flat_whole, (flat, back) = contiguous(whole)[0], contiguous(output)
+        at, size = region(flat_whole)
         own = flat.numel() * flat.itemsize
         if own * len(self.ranks) != size or output.dtype != whole.dtype:
             raise CollectiveError(
@@ -264,9 +271,9 @@ class SharedMemoryGroup(WatchedGroup):
         return self._submit(*self._gathering(given, parts), list(parts), None, seen)
 
     def _gathering(self, given: Tensor, parts: Sequence[Tensor]) -> tuple[Call, list[Tensor], CopyBack]:
-        flat_given = _contiguous(given)[0]
-        flats = [_contiguous(part) for part in parts]
-        receive = [_region(flat) for flat, _ in flats]
+        flat_given = contiguous(given)[0]
+        flats = [contiguous(part) for part in parts]
+        receive = [region(flat) for flat, _ in flats]
         if receive[self._place][1] != flat_given.numel() * flat_given.itemsize:
             raise CollectiveError(
                 f"this rank gives {given.numel():,} elements of {given.dtype} to an all-gather whose output has room"
@@ -285,8 +292,8 @@ class SharedMemoryGroup(WatchedGroup):
         return self._submit(*self._gathering_evenly(output, given), [output], opts, seen)
 
     def _gathering_evenly(self, output: Tensor, given: Tensor) -> tuple[Call, list[Tensor], CopyBack]:
-        flat_given, (flat, back) = _contiguous(given)[0], _contiguous(output)
-        at, own = _region(flat_given)
+        flat_given, (flat, back) = contiguous(given)[0], contiguous(output)
+        at, own = region(flat_given)
         if own * len(self.ranks) != flat.numel() * flat.itemsize or given.dtype != output.dtype:
             raise CollectiveError(
                 f"an all-gather of {given.numel():,} elements of {given.dtype} from each of {len(self.ranks)} ranks"
@@ -306,8 +313,8 @@ class SharedMemoryGroup(WatchedGroup):
         if tensor.is_sparse:
             return super().broadcast(tensors, opts)
         seen = self._serve("broadcast", tensors)
-        flat, back = _contiguous(tensor)
-        at, size = _region(flat)
+        flat, back = contiguous(tensor)
+        at, size = region(flat)
         receive = [(at, size if rank == opts.rootRank else 0) for rank in range(len(self.ranks))]
         return self._submit(Call(Kind.ALL_GATHER, input=at, receive=receive), [flat], back, tensors, opts, seen)
 
@@ -320,7 +327,7 @@ class SharedMemoryGroup(WatchedGroup):
         opts: Any = None,
     ) -> dist.Work:
         seen = self._serve("all_to_all_single", given)
-        (flat, back), flat_given = _contiguous(output), _contiguous(given)[0]
+        (flat, back), flat_given = contiguous(output), contiguous(given)[0]
         send = self._split(flat_given, given, input_splits or [])
         receive = self._split(flat, output, output_splits or [])
         if output.dtype != given.dtype or send[self._place][1] != receive[self._place][1]:
@@ -353,14 +360,29 @@ class SharedMemoryGroup(WatchedGroup):
         )
 
     def _exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor], opts: Any, seen: Seen | None) -> dist.Work:
-        flats, flats_given = [_contiguous(tensor) for tensor in taken], [_contiguous(tensor)[0] for tensor in given]
+        flats, flats_given = [contiguous(tensor) for tensor in taken], [contiguous(tensor)[0] for tensor in given]
         call = Call(
             Kind.ALL_TO_ALL,
-            send=[_region(flat) for flat in flats_given],
-            receive=[_region(flat) for flat, _ in flats],
+            send=[region(flat) for flat in flats_given],
+            receive=[region(flat) for flat, _ in flats],
         )
         back = [pair for _, pairs in flats for pair in pairs]
         return self._submit(call, [*flats_given, *(flat for flat, _ in flats)], back, list(taken), opts, seen)
+
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> dist.Work:
+        if self._post is None:
+            return super().send(tensors, target, tag)
+        return self._post.send(tensors, target, tag, self._serve("send", tensors))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
+        if self._post is None:
+            return super().recv(tensors, source, tag)
+        return self._post.receive(tensors, source, tag, self._serve("recv", tensors))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        if self._post is None:
+            return super().recv_anysource(tensors, tag)
+        return self._post.receive(tensors, -1, tag, self._serve("recv_anysource", tensors))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         seen = self._serve("barrier", None)
@@ -437,7 +459,7 @@ class SharedMemoryGroup(WatchedGroup):
                 f"an all-to-all over {num_ranks} ranks cannot cut dim 0 of length {length:,} into {lengths}: there must"
                 f" be one length per rank, and they must add up."
             )
-        at, size = _region(flat)
+        at, size = region(flat)
         row = size // length if length else 0
         regions: list[Region] = []
         for part in lengths:
@@ -450,16 +472,6 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _check_memory(tensor: Tensor) -> None:
-    """What lies elsewhere has no address that a copy could start from."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        kind = f"on {tensor.device}" if tensor.device.type != "cpu" else f"of layout {tensor.layout}"
-        raise CollectiveError(
-            f"a tensor {kind} cannot be sent over shared memory, which carries dense tensors of the CPU. Use a group of"
-            f" the device's own backend."
-        )
-
-
 def _op(opts: Any) -> int:
     """The operation's number.  Not `opts.reduceOp`: compared with a member of `ReduceOp` it is never equal."""
     return 0 if opts is None else _number(opts.reduceOp.op)
@@ -467,15 +479,3 @@ def _op(opts: Any) -> int:
 
 def _number(op: Any) -> int:
     return int(op)
-
-
-def _region(flat: Tensor) -> Region:
-    return flat.data_ptr(), flat.numel() * flat.itemsize
-
-
-def _contiguous(tensor: Tensor) -> tuple[Tensor, CopyBack]:
-    _check_memory(tensor)
-    if tensor.is_contiguous():
-        return tensor, ()
-    flat = tensor.contiguous()
-    return flat, [(tensor, flat)]

@@ -10,8 +10,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 LIBRARY = "weft_shared_memory.so"
-SOURCES = ("api.cpp", "collectives.cpp", "engine.cpp", "kernels.cpp", "waiting.cpp")
-HEADERS = ("collectives.hpp", "engine.hpp", "kernels.hpp", "kernels_inner.hpp", "segment.hpp", "waiting.hpp")
+SOURCES = ("api.cpp", "collectives.cpp", "engine.cpp", "kernels.cpp", "mail.cpp", "waiting.cpp")
+HEADERS = (
+    *("collectives.hpp", "engine.hpp", "kernels.hpp", "kernels_inner.hpp", "mail.hpp", "segment.hpp", "signals.hpp"),
+    "waiting.hpp",
+)
 COMPILE_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=default", "-Wall", "-Wextra", "-pthread")
 """No -march=native (the library may run on another processor than it was built on; the loops choose when they run) and
 no -ffast-math (sums must be those of every other backend)."""

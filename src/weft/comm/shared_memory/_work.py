@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,13 +13,11 @@ from torch.futures import Future
 
 from weft.comm._watch import Seen
 from weft.comm.shared_memory._call import Call
+from weft.comm.shared_memory._tensors import CopyBack
 from weft.errors import CollectiveError
 
 if TYPE_CHECKING:
     from weft.comm.shared_memory._group import SharedMemoryGroup
-
-CopyBack = Sequence[tuple[Tensor, Tensor]]
-"""Contiguous copies that were worked on instead of the caller's tensors: (the caller's, the copy)."""
 
 
 class SharedMemoryWork(dist.Work):
@@ -120,15 +117,24 @@ class SharedMemoryWork(dist.Work):
             future.set_result(self._tensors)
 
 
+class Completable(Protocol):
+    """A work of this package."""
+
+    def complete(self, future: Future[Any]) -> None:
+        """Wait, and give the future the value or the error."""
+        ...
+
+
 class Completer:
     """A thread that waits for works and completes their futures, in the order of the calls."""
 
     def __init__(self) -> None:
-        self._works: queue.SimpleQueue[tuple[SharedMemoryWork, Future[Any]] | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[tuple[Completable, Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._complete, name="weft-futures", daemon=True)
         self._thread.start()
 
-    def add(self, work: SharedMemoryWork, future: Future[Any]) -> bool:
+    def add(self, work: Completable, future: Future[Any]) -> bool:
+        """False on the very thread that would complete it: what is chained to a future may wait for another."""
         if threading.current_thread() is self._thread:
             return False
         self._works.put((work, future))

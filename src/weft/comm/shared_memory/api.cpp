@@ -115,6 +115,33 @@ int weft_all_reduce(void* engine, const void* input, void* output, uint64_t byte
   return weft_wait(engine, self.submit(std::move(call), false), patience_seconds, failure);
 }
 
+struct WeftDelivery {
+  WeftFailure failure;
+  int32_t source;
+  uint64_t done_ns;
+  uint64_t sent_bytes;
+};
+
+// Both return the message's number, or 0 once this rank has left; -1 is any source.
+uint64_t weft_send(void* engine, int target, uint32_t tag, const void* from, uint64_t bytes) {
+  return static_cast<Engine*>(engine)->mail.send(target, tag, static_cast<const char*>(from), bytes);
+}
+
+uint64_t weft_receive(void* engine, int source, uint32_t tag, void* to, uint64_t bytes) {
+  return static_cast<Engine*>(engine)->mail.receive(source, tag, static_cast<char*>(to), bytes);
+}
+
+int weft_wait_for_message(void* engine, uint64_t ticket, double patience_seconds, WeftDelivery* told) {
+  const Delivery found = static_cast<Engine*>(engine)->mail.wait(ticket, patience_seconds);
+  const Failure& failure = found.failure;
+  *told = {{static_cast<int32_t>(failure.trouble), failure.culprit, failure.reporter},
+           found.source, found.done_ns, found.sent_bytes};
+  return failure.trouble == Trouble::kNone ? 0 : 1;
+}
+
+int weft_is_message_done(void* engine, uint64_t ticket) { return static_cast<Engine*>(engine)->mail.is_done(ticket); }
+void weft_forget_message(void* engine, uint64_t ticket) { static_cast<Engine*>(engine)->mail.forget(ticket); }
+
 // Kind, dtype, op, bytes and layout of the call that a rank has announced, as numbers; for messages.
 void weft_announced(void* engine, int rank, uint64_t numbers[5]) {
   const Signature found = static_cast<Engine*>(engine)->announced(rank);

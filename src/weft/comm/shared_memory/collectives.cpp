@@ -298,7 +298,7 @@ void Member::reduce_scatter(const Call& call) {
     }
     if (found == Mode::kRestart) {
       stages = true;
-      phase = uint64_t(-1);
+      phase = uint64_t(-1);  // the first one comes again
     }
   }
 }
@@ -350,7 +350,7 @@ void Member::all_gather(const Call& call) {
     }
     if (found == Mode::kRestart) {
       stages = true;
-      phase = uint64_t(-1);
+      phase = uint64_t(-1);  // the first one comes again
     }
   }
   if (own != call.input) std::memmove(own, call.input, own_bytes);

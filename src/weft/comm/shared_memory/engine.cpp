@@ -1,9 +1,8 @@
 #include "engine.hpp"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <system_error>
+
+#include "signals.hpp"
 
 namespace weft {
 
@@ -12,24 +11,10 @@ namespace {
 // The call's own deadline names who has not come; a waiter's is for when even that does not end the call.
 constexpr auto kGrace = std::chrono::seconds(1);
 
-// Signals are for the threads of Python.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_;
-};
-
 }  // namespace
 
 Engine::Engine(Segment shared, int own_rank, int num_local_ranks)
-    : segment(shared), rank(own_rank), member(shared, own_rank, num_local_ranks) {}
+    : segment(shared), rank(own_rank), member(shared, own_rank, num_local_ranks), mail(shared, own_rank, num_local_ranks) {}
 
 Engine::~Engine() { leave(); }
 
@@ -53,8 +38,7 @@ uint64_t Engine::submit(Call call, bool is_background) {
 }
 
 Failure Engine::wait(uint64_t ticket, double patience_seconds) {
-  const auto limit = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                        std::chrono::duration<double>(std::min(patience_seconds, 1e9)));
+  const auto limit = deadline_after(patience_seconds);
   std::unique_lock<std::mutex> lock(mutex_);
   ++num_waiting_;
   const Failure found = wait_holding(lock, ticket, limit);
@@ -153,6 +137,7 @@ void Engine::leave() {
     if (is_busy_ || !queue_.empty()) Turns::tell(segment, Trouble::kLeft, rank, rank);
     segment.control(rank).has_left.store(1, std::memory_order_release);
   }
+  mail.leave();
   for_thread_.notify_all();
   if (thread_.joinable()) thread_.join();
   std::unique_lock<std::mutex> lock(mutex_);

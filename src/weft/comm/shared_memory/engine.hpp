@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "collectives.hpp"
+#include "mail.hpp"
 
 namespace weft {
 
@@ -35,6 +36,7 @@ class Engine {
   Segment segment;
   const int rank;
   Member member;
+  Mail mail;  // messages between two ranks, which have an order of their own
 
  private:
   struct Entry {

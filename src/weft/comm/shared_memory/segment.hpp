@@ -1,5 +1,6 @@
 // What the ranks of one group share: one mapping that holds a page of control words per rank, two banks of staging
-// memory per rank, and an arena per rank for tensors that are reduced where they lie.
+// memory per rank, an arena per rank for tensors that are reduced where they lie, and a ring of bytes for the messages
+// of every rank to every other.
 #pragma once
 
 #include <atomic>
@@ -50,8 +51,25 @@ struct alignas(kLine) Turn {
   std::atomic<uint32_t> sleepers;  // how many sleep on `count`
 };
 
+// Rung by the others when there is something new in a channel of this rank's; its threads sleep on it.
+struct alignas(kLine) Bell {
+  std::atomic<uint32_t> count;
+  std::atomic<uint32_t> sleepers;
+};
+
+constexpr uint64_t kRingBytes = uint64_t{1} << 20;  // of messages that nobody has asked for yet; memory where used
+
+// From one rank to one other: a stream of messages, each a header and its bytes, in a ring (see mail.hpp).
+struct alignas(kPage) Channel {
+  alignas(kLine) std::atomic<uint64_t> written;     // bytes since the beginning; by the source
+  alignas(kLine) std::atomic<uint64_t> read;        // likewise; by the target
+  alignas(kLine) std::atomic<uint32_t> wants_room;  // the source is to be told when something has been read
+  alignas(kPage) char ring[kRingBytes];
+};
+
 struct alignas(kPage) RankControl {
   Turn turn;
+  Bell bell;
   alignas(kLine) std::atomic<uint32_t> pid;
   std::atomic<uint32_t> has_left;
   std::atomic<uint64_t> start_time;  // of the process, in clock ticks since boot: process ids are used again
@@ -79,7 +97,7 @@ class Segment {
   explicit Segment(char* base) : base_(base) {}
 
   static size_t size(int num_ranks, size_t arena_bytes) {
-    return kPage + num_ranks * (kPage + 2 * kBankBytes + arena_bytes);
+    return kPage + num_ranks * (kPage + 2 * kBankBytes + arena_bytes + num_ranks * sizeof(Channel));
   }
 
   char* base() const { return base_; }
@@ -89,6 +107,11 @@ class Segment {
   // The bank that `rank` writes before it publishes `turn`.
   char* bank(int rank, uint32_t turn) const { return banks() + (2 * size_t(rank) + (turn & 1)) * kBankBytes; }
   char* arena(int rank) const { return banks() + num_ranks() * 2 * kBankBytes + rank * header().arena_bytes; }
+
+  Channel& channel(int source, int target) const {
+    char* channels = arena(num_ranks());
+    return *reinterpret_cast<Channel*>(channels + (size_t(source) * num_ranks() + target) * sizeof(Channel));
+  }
 
   bool arena_holds(int rank, const void* at, size_t bytes) const {
     const char* from = static_cast<const char*>(at);

@@ -21,13 +21,18 @@ namespace weft {
 namespace {
 
 using std::chrono::microseconds;
-using std::chrono::milliseconds;
 
-// A caller that waits has nothing better to do with its core; the communication thread takes it from the computation.
-constexpr microseconds kSpinOfCaller{60};
-constexpr microseconds kSpinOfBackground{4};
-constexpr milliseconds kNap{50};     // longest sleep before a look at the abort word
-constexpr milliseconds kLook{200};   // between two looks at the peers' processes
+bool is_reached(uint32_t count, uint32_t wanted) { return static_cast<int32_t>(count - wanted) >= 0; }  // it wraps
+
+int usable_cores() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
+  return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+}  // namespace
+
+bool may_spin(int num_local_ranks) { return num_local_ranks <= usable_cores(); }
 
 void relax() {
 #if defined(__x86_64__)
@@ -36,8 +41,6 @@ void relax() {
   asm volatile("yield" ::: "memory");
 #endif
 }
-
-bool is_reached(uint32_t count, uint32_t wanted) { return static_cast<int32_t>(count - wanted) >= 0; }  // it wraps
 
 // The words are shared between processes, so the private (and cheaper) futex operations would not do.
 void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, Clock::duration most) {
@@ -50,13 +53,15 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-int usable_cores() {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
-  return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+Clock::time_point deadline_after(double patience_seconds) {
+  const auto patience = std::chrono::duration<double>(std::min(patience_seconds, 1e9));
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(patience);
 }
 
-}  // namespace
+bool has_died(const RankControl& control) {
+  const uint64_t started = process_start_time(control.pid.load(std::memory_order_acquire));
+  return started != control.start_time.load(std::memory_order_acquire);
+}
 
 uint64_t process_start_time(uint32_t pid) {
   char path[32];
@@ -84,7 +89,7 @@ Turns::Turns(Segment segment, int rank, int num_local_ranks)
     : segment_(segment),
       rank_(rank),
       turn_(segment.control(rank).turn.count.load(std::memory_order_relaxed)),
-      may_spin_(num_local_ranks <= usable_cores()) {}
+      may_spin_(may_spin(num_local_ranks)) {}
 
 void Turns::begin(Clock::duration patience, bool is_background) {
   const auto now = Clock::now();
@@ -153,8 +158,7 @@ void Turns::look_around(int peer) {
       const RankControl& control = segment_.control(rank);
       // It may have published and left between the two loads above.
       if (control.has_left.load(std::memory_order_acquire) != 0 && is_late(rank)) fail(Trouble::kLeft, rank);
-      const uint64_t started = process_start_time(control.pid.load(std::memory_order_acquire));
-      if (started != control.start_time.load(std::memory_order_acquire) && is_late(rank)) fail(Trouble::kDied, rank);
+      if (has_died(control) && is_late(rank)) fail(Trouble::kDied, rank);
     }
   }
   if (now >= deadline_ && is_late(peer)) fail(Trouble::kDeadline, peer);
@@ -164,7 +168,10 @@ void Turns::tell(Segment segment, Trouble trouble, int reporter, int culprit) {
   const uint64_t word = uint64_t(trouble) << 32 | uint64_t(reporter & 0xffff) << 16 | uint64_t(culprit & 0xffff);
   uint64_t none = 0;
   segment.header().trouble.compare_exchange_strong(none, word, std::memory_order_seq_cst);
-  for (int rank = 0; rank < segment.num_ranks(); ++rank) futex_wake_all(segment.control(rank).turn.count);
+  for (int rank = 0; rank < segment.num_ranks(); ++rank) {
+    futex_wake_all(segment.control(rank).turn.count);
+    futex_wake_all(segment.control(rank).bell.count);
+  }
 }
 
 Failure Turns::read(Segment segment) {

@@ -23,6 +23,19 @@ class Failed : public std::exception {
 };
 
 uint64_t process_start_time(uint32_t pid);  // 0: there is no such process, or it is a zombie
+bool has_died(const RankControl& control);
+
+// A caller that waits has nothing better to do with its core; the communication thread takes it from the computation.
+constexpr std::chrono::microseconds kSpinOfCaller{60};
+constexpr std::chrono::microseconds kSpinOfBackground{4};
+constexpr std::chrono::milliseconds kNap{50};    // longest sleep before a look at the abort word
+constexpr std::chrono::milliseconds kLook{200};  // between two looks at the peers' processes
+
+bool may_spin(int num_local_ranks);  // else a rank that spins would keep the one it waits for from its core
+void relax();                        // in a loop that spins
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, Clock::duration most);
+void futex_wake_all(std::atomic<uint32_t>& word);
+Clock::time_point deadline_after(double patience_seconds);
 
 // One rank's side of the turns.
 //
@@ -55,7 +68,7 @@ class Turns {
 
   void fail(Trouble trouble, int culprit);  // tells everybody, and throws
   void check() const;                       // throws when the group has failed
-  static void tell(Segment segment, Trouble trouble, int reporter, int culprit);
+  static void tell(Segment segment, Trouble trouble, int reporter, int culprit);  // the first one stays
   static Failure read(Segment segment);
 
  private:

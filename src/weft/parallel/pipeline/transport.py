@@ -158,7 +158,7 @@ class Transport:
                 work = dist.isend(tensor, self._view.ranks[peer], group=group)
             else:
                 work = dist.irecv(tensor, self._view.ranks[peer], group=group)
-        except RuntimeError as problem:
+        except (RuntimeError, CollectiveError) as problem:
             raise self._broken(message, problem) from problem
         assert work is not None
         return work, tensor
@@ -167,7 +167,7 @@ class Transport:
         try:
             # On an accelerator this only makes the stream wait; the backend's own watchdog limits the time there.
             work.wait() if self._timeout is None or self._groups else work.wait(self._timeout)
-        except RuntimeError as problem:
+        except (RuntimeError, CollectiveError) as problem:
             raise self._broken(message, problem) from problem
 
     def _source(self, message: Message) -> int:

@@ -1,0 +1,63 @@
+"""Waits that nobody calls: DDP waits in C++ for what it launched, when backward has made the last gradient.
+
+What is launched inside a backward pass is kept until the pass ends.  Autograd then runs final callbacks in the order in
+which they were queued: one of ours, queued at the first launch; DDP's, queued at its last; and one that ours queues
+when it runs.  So DDP waits between ours, and the time from the first until a collective has ended is exposed.  It is an
+upper bound: DDP copies the first buckets back while it waits for the last.
+"""
+
+# torch has no public names for the number of a pass and for its final callbacks; `fully_shard` uses the same ones.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import Variable
+
+if TYPE_CHECKING:
+    from weft.comm._watch import Seen
+
+_OUTSIDE = -1
+"""Autograd's number of the pass in a thread that runs none."""
+
+
+class BackwardWaits:
+    """Notes the waits of what is launched in backward passes, in any thread, as futures that C++ waits for."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def add(self, seen: Seen) -> None:
+        """A collective is launched; outside a backward pass this does nothing."""
+        task = torch._C._current_graph_task_id()
+        if task == _OUTSIDE:
+            return
+        if getattr(self._local, "task", _OUTSIDE) != task:
+            launched: list[Seen] = []
+            self._local.task, self._local.launched = task, launched
+            _at_the_end(lambda: _begin(launched))
+        self._local.launched.append(seen)
+
+
+def _begin(launched: Sequence[Seen]) -> None:
+    """The gradients are there."""
+    began = perf_counter_ns()
+    _at_the_end(lambda: _finish(launched, began))
+
+
+def _finish(launched: Sequence[Seen], began: int) -> None:
+    """Whoever waits in callbacks has done so: one after another, in the order of the launches."""
+    through, now = began, perf_counter_ns()
+    for seen in launched:
+        if seen.wait_entered_ns == 0 and (seen.done_ns or seen.is_future):
+            through = seen.waited(through, now)
+
+
+def _at_the_end(callback: Callable[[], None]) -> None:
+    queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+    queue(callback)

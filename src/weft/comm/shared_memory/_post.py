@@ -1,0 +1,209 @@
+"""Sends and receives of a shared-memory group: the messages under way, and the works that torch is given for them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from weft.comm._watch import Seen
+from weft.comm.shared_memory._call import GroupFailed, Mail, Message
+from weft.comm.shared_memory._failure import explain
+from weft.comm.shared_memory._tensors import contiguous, region
+from weft.comm.shared_memory._work import Completer
+from weft.errors import CollectiveError
+
+_MANY = 32
+"""Messages under way before it is looked which of them are done."""
+_TAGS = 1 << 32
+
+
+class Post:
+    """What one rank sends to others and receives from them, over memory that they share.  `seconds` is how long a wait
+    waits that says nothing else."""
+
+    def __init__(self, mail: Mail, ranks: Sequence[int], seconds: float) -> None:
+        self.mail = mail
+        self.seconds = seconds
+        self._ranks = ranks
+        self._lock = threading.Lock()
+        self._under_way: dict[int, tuple[weakref.ref[MessageWork], Tensor]] = {}
+        """By number, what a message is read from or written to: somebody must keep it, also where nobody waits."""
+        self._completer: Completer | None = None
+
+    def send(self, tensors: list[Tensor], target: int, tag: int, seen: Seen | None) -> MessageWork:
+        """Begin to send a tensor's elements, in the order of their indices."""
+        return self._begin(tensors, target, tag, seen, is_sent=True)
+
+    def receive(self, tensors: list[Tensor], source: int, tag: int, seen: Seen | None) -> MessageWork:
+        """Begin to fill a tensor; a `source` of -1 is any rank."""
+        return self._begin(tensors, source, tag, seen, is_sent=False)
+
+    def _begin(self, tensors: list[Tensor], peer: int, tag: int, seen: Seen | None, *, is_sent: bool) -> MessageWork:
+        (tensor,) = tensors
+        if not -1 <= peer < len(self._ranks) or not 0 <= tag < _TAGS:
+            raise CollectiveError(
+                f"a message to or from position {peer} with tag {tag}: positions go from 0 to {len(self._ranks) - 1},"
+                f" tags from 0 to {_TAGS - 1}."
+            )
+        if len(self._under_way) > _MANY:
+            self._let_go()  # of works that nobody waits for
+        flat, _ = contiguous(tensor)
+        address, size = region(flat)
+        message = Message(is_sent, peer, tag, size)
+        begin = self.mail.send if is_sent else self.mail.receive
+        try:
+            number = begin(peer, tag, address, size)
+        except GroupFailed as failed:
+            raise explain(failed.failure, message, self._ranks, self.seconds) from None
+        work = MessageWork(self, number, message, tensor, flat, seen)
+        with self._lock:
+            self._under_way[number] = weakref.ref(work), flat
+        return work
+
+    def finish(self, number: int, message: Message, seconds: float) -> tuple[int, int]:
+        """Wait for a message; return the position of the rank that sent it, and when it was done (0: not known).
+
+        Raises:
+            CollectiveError: it could not be sent or received.
+        """
+        try:
+            delivery = self.mail.wait(number, seconds)
+        except GroupFailed as failed:
+            raise explain(failed.failure, message, self._ranks, seconds) from None
+        finally:  # of a group that has failed the tensors are not touched any more
+            with self._lock:
+                self._under_way.pop(number, None)
+        return delivery.source, delivery.done_ns
+
+    def has_done(self, number: int) -> bool:
+        try:
+            return self.mail.is_done(number)
+        except GroupFailed:
+            return True
+
+    def complete_later(self, work: MessageWork, future: Future[Any]) -> bool:
+        if self._completer is None:
+            self._completer = Completer()
+        return self._completer.add(work, future)
+
+    def close(self) -> None:
+        """The group has been left: nothing is read or written any more."""
+        completer, self._completer = self._completer, None
+        if completer is not None:
+            completer.close()
+        with self._lock:
+            self._under_way.clear()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            forgotten = [number for number, (work, _) in self._under_way.items() if work() is None]
+            for number in forgotten:
+                if self.has_done(number):
+                    del self._under_way[number]
+                    self.mail.forget(number)
+
+
+class MessageWork(dist.Work):
+    """A message under way.  `wait` raises `CollectiveError` where it could not be sent or received."""
+
+    def __init__(
+        self,
+        post: Post,
+        number: int,
+        message: Message,
+        tensor: Tensor,
+        flat: Tensor,
+        seen: Seen | None,
+    ) -> None:
+        super().__init__()
+        self._post: Post | None = post  # None: there is nothing to wait for any more
+        self._number = number
+        self._message = message
+        self._tensor = tensor
+        self._flat = flat
+        self._seen = seen
+        self._source = message.peer
+        self._error: CollectiveError | None = None
+        self._waiting = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        seen = self._seen if self._post is not None else None
+        if seen is None:
+            return self._wait(timeout)
+        entered = seen.enter_wait()
+        try:
+            return self._wait(timeout)
+        finally:
+            seen.exit_wait(entered)
+
+    def _wait(self, timeout: timedelta | None = None) -> bool:
+        with self._waiting:  # a second thread waits for the first one
+            post = self._post
+            if post is not None:
+                self._finish(post, timeout.total_seconds() if timeout else post.seconds)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _finish(self, post: Post, seconds: float) -> None:
+        try:
+            self._source, done_ns = post.finish(self._number, self._message, seconds)
+        except CollectiveError as error:
+            # Not `error` itself: its traceback and context hold the group, and torch's futures hold on to errors.
+            self._error, self._post = CollectiveError(str(error), status=error.status), None
+            return
+        if self._seen is not None and done_ns:
+            self._seen.done(done_ns)
+        if not self._message.is_sent and self._flat is not self._tensor:
+            self._tensor.copy_(self._flat)
+        self._post = None
+
+    def is_completed(self) -> bool:
+        post = self._post
+        return post is None or post.has_done(self._number)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> CollectiveError | None:
+        if self.is_completed():
+            try:
+                self._wait()
+            except CollectiveError as error:
+                return error
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return [self._tensor]
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def _source_rank(self) -> int:  # `dist.recv` asks for it by this name
+        return self._source
+
+    def get_future(self) -> Future[Any]:
+        """A future that is completed when the message is done, by a thread that waits for such futures."""
+        future: Future[Any] = Future()
+        post = self._post
+        if post is None or not post.complete_later(self, future):
+            self.complete(future)
+        return future
+
+    def complete(self, future: Future[Any]) -> None:
+        """Wait, and give the future its value or its error."""
+        try:
+            self._wait()  # nobody computes less for it: it is not seen as a wait
+        except CollectiveError:
+            future.set_exception(self._error)  # pyright: ignore[reportArgumentType]  # torch's stub: a generic T
+        except Exception as error:  # of copying back; the thread must live for the futures that follow
+            future.set_exception(error)  # pyright: ignore[reportArgumentType]
+        else:
+            future.set_result([self._tensor])

@@ -25,7 +25,7 @@ from weft.engine._throughput import ThroughputMeter, measure_peak_flops
 from weft.errors import DataError, WeftError
 from weft.models import Batch
 from weft.recipe import Recipe
-from weft.record import MetricsWriter, Recorder
+from weft.record import MetricsWriter, Recorder, advise_bucket
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,7 @@ class Trainer:
             if self._saved_step != step:
                 self._save(step, printer)
             number = self._agree_on_signal(stop) if stopped else 0
+            self._advise(printer)
         return Outcome(
             steps=step,
             first_loss=losses[0] if losses else None,
@@ -294,6 +295,17 @@ class Trainer:
                 return
         self._saved_step = step
         _say(printer, f"step {step:4d}  saved {path}")
+
+    def _advise(self, printer: ProgressPrinter | None) -> None:
+        """Say on rank 0 whether other gradient buckets would have left less to wait for."""
+        if self._mesh.rank != 0:
+            return
+        model = self._training.model
+        outermost = next((each for each in model.module.parameters() if each.requires_grad), None)
+        tail = outermost.numel() * model.dtypes.gradient.itemsize if outermost is not None else 0
+        advice = advise_bucket(self._recorder, model.plan, tail_bytes=tail)
+        if advice is not None:
+            _say(printer, str(advice))
 
     def _due(self, step: int, every: int | None) -> bool:
         return every is not None and step % every == 0

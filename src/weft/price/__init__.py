@@ -2,6 +2,12 @@
 
 from weft.price._block_memory import BlockMemory as BlockMemory
 from weft.price._block_memory import memory_key as memory_key
+from weft.price._buckets import LARGEST_BUCKET as LARGEST_BUCKET
+from weft.price._buckets import SMALLEST_BUCKET as SMALLEST_BUCKET
+from weft.price._buckets import Flow as Flow
+from weft.price._buckets import best_bucket as best_bucket
+from weft.price._buckets import next_bucket as next_bucket
+from weft.price._buckets import rounded_bucket as rounded_bucket
 from weft.price._calibration import DATASHEET as DATASHEET
 from weft.price._calibration import Calibration as Calibration
 from weft.price._check_layout import check_layout as check_layout
@@ -15,6 +21,7 @@ from weft.price._factors import with_factors as with_factors
 from weft.price._habits import HABITS as HABITS
 from weft.price._habits import MemoryHabits as MemoryHabits
 from weft.price._in_flight import in_flight as in_flight
+from weft.price._layout import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision
 from weft.price._memory import PROCESS_BYTES as PROCESS_BYTES

@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.plan import AXES, OUTER_LEARNING_RATE, OUTER_MOMENTUM, Axis, Plan, Recompute, Schedule
+from weft.plan import (
+    AXES,
+    OUTER_LEARNING_RATE,
+    OUTER_MOMENTUM,
+    Axis,
+    DataParallelPlan,
+    Plan,
+    Recompute,
+    Schedule,
+)
 
+FIRST_BUCKET_BYTES = DataParallelPlan().first_bucket_bytes
 PricedPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
 
 
@@ -47,6 +57,8 @@ class Layout:
     master_bytes: int = 12
     """Of optimizer state per parameter, masters included."""
     bucket_bytes: int = 26_214_400
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    """Of the bucket that is ready first, where that is less."""
     compression: str = "none"
     algorithm: str = "auto"
     local_steps: int = 0
@@ -114,9 +126,16 @@ class Layout:
             gradient_bytes=2 if mixed and data.reduce_precision == "compute" else element,
             master_bytes=master_bytes if master_bytes is not None else (12 if mixed else 2 * element),
             bucket_bytes=data.bucket_bytes,
+            first_bucket_bytes=_first_bucket(data),
             compression=data.compression,
             algorithm=data.algorithm,
             local_steps=data.local_steps,
             outer_learning_rate=data.outer_learning_rate,
             outer_momentum=data.outer_momentum,
         )
+
+
+def _first_bucket(data: DataParallelPlan) -> int:
+    """A first bucket like the others is no smaller one; the default says so of every size."""
+    first = data.first_bucket_bytes
+    return max(first, FIRST_BUCKET_BYTES) if first >= data.bucket_bytes else first

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from weft.cluster import Cluster, Collective, Devices
 from weft.errors import PlanError
 from weft.plan import stage_ranks
+from weft.price._buckets import SMALLEST_BUCKET
 from weft.price._calibration import DATASHEET, Calibration
 from weft.price._check_layout import check_layout
 from weft.price._collectives import collective_seconds
@@ -19,7 +20,7 @@ from weft.price._prediction import Prediction, Span, TimeTerms
 from weft.price._stack import WEFT, Stack
 from weft.price._stages import BlockCost, BlockCosts, CostKey, key_of
 from weft.price._timeline import StageTimes, Step, Timelines, closed_form
-from weft.price._update import RankLoad, Update, element_bytes, gathers_of, update_of
+from weft.price._update import RankLoad, Update, bucket_of, element_bytes, gathers_of, update_of
 from weft.price._whole import Stages, Whole, whole_of
 from weft.profile import Block, Profile
 
@@ -120,6 +121,16 @@ class Pricer:
         update = self._update(case, step)
         return self._terms(case, step.seconds, without_transfers, update)
 
+    def bucket(self, layout: Layout, *, low: int = SMALLEST_BUCKET) -> int | None:
+        """Return the bytes of a gradient bucket for which the fullest rank waits least, at least `low`; None where the
+        layout has no buckets.  Of the closed form, with a rank's chunks taken for one stage and no slack in the
+        pipeline: the price may know a neighbour that is better."""
+        if layout.zero == 3 or layout.data * layout.context == 1 or layout.adapters_only:
+            return None
+        case = self._case(layout)
+        load = max(self._loads(case), key=lambda load: load.dense + load.experts)
+        return bucket_of(layout, load, case.device, case.groups, self.seconds, low)
+
     def _case(self, layout: Layout) -> _Case:
         groups, device = self.groups(layout), self.device(layout)
         whole = self.whole(layout)
@@ -155,7 +166,7 @@ class Pricer:
             )
         return play(*shape, times), play(*shape, free).seconds
 
-    def _update(self, case: _Case, step: Step) -> Update:
+    def _loads(self, case: _Case) -> list[RankLoad]:
         layout, stages, times = case.layout, case.stages, case.times
         ranks = stage_ranks(layout.schedule, layout.pipeline, layout.chunks) if layout.num_stages > 1 else (0,)
         totals = [[0.0] * 4 for _ in range(layout.pipeline)]
@@ -169,8 +180,11 @@ class Pricer:
             total[1] += experts
             total[2] += forward
             total[3] += inputs + weight
-        loads = [RankLoad(*total) for total in totals]
-        update = update_of(layout, loads, step, case.device, case.groups, self.seconds)
+        return [RankLoad(*total) for total in totals]
+
+    def _update(self, case: _Case, step: Step) -> Update:
+        layout = case.layout
+        update = update_of(layout, self._loads(case), step, case.device, case.groups, self.seconds)
         if self.profile.tied and layout.pipeline > 1 and not layout.adapters_only:
             size = self.profile.vocabulary_size * self.profile.hidden_size * layout.gradient_bytes / layout.tensor
             ends = self.network.boundary(layout, layout.pipeline - 1)

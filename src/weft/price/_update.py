@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from weft.cluster import Collective
+from weft.price._buckets import Flow, Stream, best_bucket, idle_seconds, together
+from weft.price._buckets import Seconds as BucketSeconds
 from weft.price._compute import ELEMENT_BYTES, Device
 from weft.price._layout import Layout
 from weft.price._placement import Group, Groups
@@ -32,6 +34,8 @@ _WHOLE = ("topk", "powersgd", "onebit", "randomk")
 """Those that every rank gets whole, under ZeRO too, where the others need half of what an all-reduce moves."""
 _COMPRESSION_PASSES = 3.0
 """Times that compressed gradients are read or written besides."""
+_FIRST_READ = 0.05
+"""Of the weights that a forward needs before it can begin, at least: an embedding."""
 _AVERAGE_PASSES = 4.0
 """Times that masters are read or written around the average of replicas, besides anchor and momentum."""
 
@@ -104,37 +108,41 @@ def _wire_share(layout: Layout, group: Group) -> float:
 
 
 class _Rates:
-    """Seconds per element of each collective of the update."""
+    """What the collectives of the update take, bucket by bucket."""
 
     def __init__(self, layout: Layout, device: Device, groups: Groups, seconds: Seconds) -> None:
-        self._layout, self._device = layout, device
-        element, bucket = layout.gradient_bytes, bucket_bytes(layout, device.stack)
-        self._bucket = bucket
-        kind: Collective = "all_reduce" if layout.zero == 0 or layout.compression in _WHOLE else "reduce_scatter"
+        self._layout, self._device, self._seconds = layout, device, seconds
+        self._bucket = bucket_bytes(layout, device.stack)
+        whole = layout.zero in (0, 3) or layout.compression in _WHOLE
+        self._kind: Collective = "all_reduce" if whole else "reduce_scatter"
         # Under local steps the ranks of a replica are all that meet in a step, for experts as for the rest.
         dense, experts = (groups.shard, groups.shard) if layout.local_steps else (groups.data, groups.expert_data)
-        sharded = 1
+        self._parts = 1
         if layout.zero == 3 and layout.shard > 1:
             # What is left after every microbatch's scatter: the sum over copies.
-            kind, dense, sharded = "all_reduce", groups.replicate, groups.shard.size
-
-        by = layout.reduced_by
-
-        def per_element(kind: Collective, group: Group, size: float) -> float:
-            return seconds(kind, bucket * _wire_share(layout, group), group, by) / bucket * size
-
-        self.dense = per_element(kind, dense, element) / sharded
-        self.experts = per_element("all_reduce" if layout.zero == 3 else kind, experts, element)
-        if layout.local_steps and sharded > 1:
-            self.dense = self.experts = 0.0
-        if layout.compression != "none":
-            squeeze = _COMPRESSION_PASSES * element / device.memory_bytes_per_second
-            self.dense, self.experts = self.dense + squeeze, self.experts + squeeze
-        gathered = layout.zero in (1, 2)
-        weight = element_bytes(layout)
-        self._gather = seconds("all_gather", bucket, dense, by) / bucket * weight if gathered else 0.0
-        self._gather_experts = seconds("all_gather", bucket, experts, by) / bucket * weight if gathered else 0.0
+            dense, self._parts = groups.replicate, groups.shard.size
+        self._silent = layout.local_steps > 0 and self._parts > 1
+        self.first = first_bucket_bytes(layout, device.stack)
+        self.dense, self.experts = (self._stream(self._reduced(group)) for group in (dense, experts))
+        self.gathered_dense, self.gathered_experts = (self._stream(self._gathered(group)) for group in (dense, experts))
         self._average = self._average_seconds(groups, seconds) if layout.local_steps else 0.0
+
+    def _stream(self, seconds: BucketSeconds) -> Stream:
+        return Stream(self._bucket, self.first, seconds)
+
+    def _reduced(self, group: Group) -> BucketSeconds:
+        """Of the reduction of so many bytes of gradients over a group."""
+        layout, kind, priced = self._layout, self._kind, self._seconds
+        share, squeeze, by = _wire_share(layout, group), 0.0, layout.reduced_by
+        if layout.compression != "none":
+            squeeze = _COMPRESSION_PASSES / self._device.memory_bytes_per_second
+        return lambda size: priced(kind, size * share, group, by) + squeeze * size
+
+    def _gathered(self, group: Group) -> BucketSeconds:
+        """Of gathering the weights of so many bytes of gradients."""
+        layout, priced, by = self._layout, self._seconds, self._layout.reduced_by
+        share = element_bytes(layout) / layout.gradient_bytes
+        return lambda size: priced("all_gather", size * share, group, by)
 
     def _average_seconds(self, groups: Groups, seconds: Seconds) -> float:
         """Seconds per element and step of averaging the replicas at the end of a round: nothing hides it."""
@@ -145,35 +153,80 @@ class _Rates:
         passes = (_AVERAGE_PASSES * master + 2.0 * layout.outer_bytes) / self._device.memory_bytes_per_second
         return (wire + passes) / shards / layout.local_steps
 
+    def sizes(self, load: RankLoad) -> tuple[float, float]:
+        """Bytes of gradients that a rank has in buckets: dense ones and those of experts."""
+        element = self._layout.gradient_bytes
+        if self._silent:
+            return 0.0, 0.0
+        return load.dense * element / self._parts, load.experts * element
+
     def average(self, load: RankLoad) -> float:
         """Exposed seconds of averaging replicas, in the mean over a round's steps."""
         return (load.dense + load.experts) * self._average
 
     def reduce(self, load: RankLoad) -> float:
         """Exposed seconds of all reductions of a step."""
-        layout, calibration = self._layout, self._device.calibration
-        whole = load.dense * self.dense + load.experts * self.experts
-        if whole == 0.0:
+        layout, calibration, stack = self._layout, self._device.calibration, self._device.stack
+        sizes = self.sizes(load)
+        sent = together(self.dense.sent(sizes[0]), self.experts.sent(sizes[1]))
+        if sent.whole == 0.0:
             return 0.0
         times = layout.microbatches if layout.zero == 2 else 1
-        if not self._device.stack.overlap_gradients:
-            return whole * times
-        size = (load.dense + load.experts) * layout.gradient_bytes
-        last = whole * min(1.0 / layout.chunks, self._bucket / size)
-        exposed, hidden = _beside(layout, whole - last, calibration.overlap_share * load.backward)
+        if not stack.overlap_gradients:
+            return sent.whole * times
+        last = min(sent.last, sent.whole / layout.chunks)
+        window = calibration.overlap_share * load.backward
+        idle = idle_seconds(sent, sum(sizes), window)
+        exposed, hidden = _beside(layout, sent.whole - last, window - idle)
         slowed = (calibration.overlap_slowdown - 1.0) * hidden
         return times * (exposed + slowed) + last
 
     def publish(self, load: RankLoad) -> float:
         """Exposed seconds of gathering the weights that the optimizer shards have renewed."""
-        layout = self._layout
-        whole = load.dense * self._gather + load.experts * self._gather_experts
+        layout, calibration = self._layout, self._device.calibration
+        if layout.zero not in (1, 2):
+            return 0.0
+        sizes = self.sizes(load)
+        sent = together(self.gathered_dense.sent(sizes[0]), self.gathered_experts.sent(sizes[1]))
         if not self._device.stack.overlap_parameters:
-            return whole
-        calibration = self._device.calibration
-        first = whole * 0.05 / layout.chunks
-        exposed, hidden = _beside(layout, whole - first, calibration.overlap_share * load.forward)
+            return sent.whole
+        first = min(max(_FIRST_READ * sent.whole, sent.last), sent.whole) / layout.chunks
+        window = calibration.overlap_share * load.forward
+        idle = idle_seconds(sent, sum(sizes), window)
+        exposed, hidden = _beside(layout, sent.whole - first, window - idle)
         return first + exposed + (calibration.overlap_slowdown - 1.0) * hidden
+
+    def flows(self, load: RankLoad) -> list[Flow]:
+        """What the size of a bucket decides, chunks taken for one: reductions, and gathers where there are any."""
+        calibration, stack = self._device.calibration, self._device.stack
+        dense, experts = self.sizes(load)
+        streams = (self.dense, self.gathered_dense) if dense >= experts else (self.experts, self.gathered_experts)
+        windows = (load.backward * stack.overlap_gradients, load.forward * stack.overlap_parameters)
+        often = self._layout.microbatches if self._layout.zero == 2 else 1
+        return [
+            Flow(
+                size=dense + experts,
+                window=calibration.overlap_share * window,
+                seconds=stream.seconds,
+                slowdown=calibration.overlap_slowdown,
+                times=times,
+            )
+            for stream, window, times in zip(streams, windows, (often, 1), strict=True)
+        ][: 2 if self._layout.zero in (1, 2) else 1]
+
+
+def bucket_of(layout: Layout, load: RankLoad, device: Device, groups: Groups, seconds: Seconds, low: int) -> int:
+    """Return the bytes of a bucket for which a rank waits least, at least `low` (`weft.price._buckets`)."""
+    rates = _Rates(layout, device, groups, seconds)
+    return best_bucket(rates.flows(load), first=rates.first, low=low)
+
+
+def first_bucket_bytes(layout: Layout, stack: Stack) -> float:
+    """Return the bytes of the bucket that is ready first; it is one like the others where a stack fixes their size, and
+    where every block is reduced by itself."""
+    if layout.zero == 3 or stack.bucket_elements:
+        return bucket_bytes(layout, stack)
+    return float(min(layout.first_bucket_bytes, layout.bucket_bytes))
 
 
 def bucket_bytes(layout: Layout, stack: Stack) -> float:

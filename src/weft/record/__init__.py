@@ -1,5 +1,7 @@
 """What a run leaves behind: its folder, metrics, logs, and where the time went."""
 
+from weft.record._bucket_advice import BucketAdvice as BucketAdvice
+from weft.record._bucket_advice import advise_bucket as advise_bucket
 from weft.record._collectives import CollectiveLog as CollectiveLog
 from weft.record._collectives import Traffic as Traffic
 from weft.record._logs import RankFilter as RankFilter

@@ -207,8 +207,11 @@ def explain_settings(plan: Plan, recipe: Recipe, cluster: Cluster, rivals: Seque
     }
     if plan.mesh.data > 1:
         reasons["data_parallel.zero"] = _other_stage(rivals)
-    if plan.data_parallel.bucket_bytes != DataParallelPlan().bucket_bytes:
+    usual = DataParallelPlan().bucket_bytes
+    if plan.data_parallel.bucket_bytes > usual:
         reasons["data_parallel.bucket_bytes"] = "gradients travel in fewer, larger messages"
+    elif plan.data_parallel.bucket_bytes < usual:
+        reasons["data_parallel.bucket_bytes"] = "less is left to wait for when backward and the optimizer end"
     if plan.memory.recompute != "none":
         reasons["memory.recompute"] = "without it the activations do not fit, or only slower plans do"
     return reasons

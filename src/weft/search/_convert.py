@@ -46,7 +46,7 @@ def plan_of(layout: Layout, *, global_batch_size: int, shares: Sequence[int] | N
             zero=_zero(layout.zero),
             algorithm=layout.algorithm,
             bucket_bytes=layout.bucket_bytes,
-            first_bucket_bytes=min(layout.bucket_bytes, DataParallelPlan().first_bucket_bytes),
+            first_bucket_bytes=min(layout.bucket_bytes, layout.first_bucket_bytes),
             compression=layout.compression,
             reduce_precision=_reduce_precision(layout),
             local_steps=layout.local_steps,

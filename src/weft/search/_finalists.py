@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from weft.plan import Recompute, stage_ranks
 from weft.price import Layout, Pricer, check_layout
+from weft.search._buckets import USUAL_BUCKET_BYTES, sized, with_best_bucket
 from weft.search._objective import Objective
 from weft.search._orders import distinct_orders
 from weft.search._rows import Level
@@ -46,7 +47,11 @@ class Finalists:
         self._seen: dict[Layout, Priced | None] = {}
 
     def price(self, layout: Layout, level: Level) -> Priced | None:
-        """Return a row's price with the least recomputation of its level that fits, or None where nothing fits."""
+        """Return a row's price with the least recomputation of its level that fits, or None where nothing fits.
+
+        Its bucket is what the gradients and the link ask for, but no larger than usual: memory decides what fits.
+        """
+        layout = sized(self._pricer, self._space, layout, most=USUAL_BUCKET_BYTES)
         if not level.is_mixed:
             return self._priced(layout)
         best: Priced | None = None
@@ -57,6 +62,10 @@ class Finalists:
     def refine(self, start: Priced) -> Priced:
         """Return the best of a finalist's lesser settings: order of the axes, sequence parallelism, schemes, sharding,
         buckets, compression, algorithm."""
+        best = self._refined(start)
+        return with_best_bucket(self._pricer, self._space, best, self._priced)
+
+    def _refined(self, start: Priced) -> Priced:
         choices = self._lesser(start.layout)
         count = 1
         for _, values in choices:
@@ -124,7 +133,7 @@ class Finalists:
         if layout.context > 1:
             found.append(("context_scheme", space.context_schemes))
         if layout.data * layout.context > 1:
-            found.append(("bucket_bytes", space.bucket_bytes))
+            found.append(("bucket_bytes", space.bucket_bytes or (layout.bucket_bytes,)))
             found.append(("compression", space.compressions))
             is_obeyed = replace(layout, algorithm="").reduced_by == "" and space.compressions == ("none",)
             found.append(("algorithm", space.algorithms if is_obeyed else (layout.algorithm,)))

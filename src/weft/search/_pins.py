@@ -18,6 +18,7 @@ _FIELDS: Mapping[str, str] = {
     "mesh.order": "orders",
     "data_parallel.zero": "zeros",
     "data_parallel.bucket_bytes": "bucket_bytes",
+    "data_parallel.first_bucket_bytes": "first_bucket_bytes",
     "data_parallel.compression": "compressions",
     "data_parallel.algorithm": "algorithms",
     "tensor_parallel.scheme": "tensor_schemes",

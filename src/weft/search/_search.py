@@ -12,10 +12,21 @@ import numpy as np
 from weft.cluster import Cluster
 from weft.errors import PlanError
 from weft.plan import AXES, Plan
-from weft.price import FITTED, WEFT, Calibration, Layout, PricedPrecision, Pricer, Stack, model_flops
+from weft.price import (
+    FIRST_BUCKET_BYTES,
+    FITTED,
+    WEFT,
+    Calibration,
+    Layout,
+    PricedPrecision,
+    Pricer,
+    Stack,
+    model_flops,
+)
 from weft.profile import Profile
 from weft.recipe import OptimizerRecipe, PermitRecipe
 from weft.search._bounds import Floats, figures_of, memory_bounds, time_bounds
+from weft.search._buckets import USUAL_BUCKET_BYTES
 from weft.search._convert import plan_of
 from weft.search._finalists import Finalists, Priced
 from weft.search._group import GroupCosts, blocks_seconds, group_costs
@@ -157,7 +168,8 @@ class _Hunt:
             gradient_bytes=element,
             master_bytes=copies * element,
             fused_loss=self.space.fused_losses[0],
-            bucket_bytes=self.space.bucket_bytes[0],
+            bucket_bytes=(self.space.bucket_bytes or (USUAL_BUCKET_BYTES,))[0],
+            first_bucket_bytes=(self.space.first_bucket_bytes or (FIRST_BUCKET_BYTES,))[0],
             compression=self.space.compressions[0],
             algorithm=self.space.algorithms[0],
             tensor_scheme=self.space.tensor_schemes[0],

@@ -59,7 +59,12 @@ class Space:
     precisions: tuple[PricedPrecision, ...] = ("bf16",)
     tensor_schemes: tuple[TensorScheme, ...] = ("1d", "2d", "2.5d", "3d")
     context_schemes: tuple[ContextScheme, ...] = ("ring", "all_gather", "ulysses")
-    bucket_bytes: tuple[int, ...] = (26_214_400, 104_857_600, 419_430_400)
+    bucket_bytes: tuple[int, ...] | None = None
+    """None: for every plan the size that its gradients, its links and its backward ask for (`weft.price._buckets`), and
+    neighbours of it as long as they are better."""
+    first_bucket_bytes: tuple[int, ...] | None = None
+    """The first of them is taken, and no bucket is smaller.  None: the usual one, or less: it moves a step by less than
+    the time in which it fills."""
     compressions: tuple[str, ...] = ("none",)
     algorithms: tuple[str, ...] = ("auto",)
     """Of the reductions and gathers over data ranks.  `auto` is what is done without a choice; between accelerators

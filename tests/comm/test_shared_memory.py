@@ -271,7 +271,7 @@ def _dropped_groups() -> tuple[dict[str, int], dict[str, int]]:
     dist.all_reduce(torch.ones(3), async_op=True).wait()
     before = traces()
     transport = group().transport
-    group().transport = _NoTransport()  # what a group holds is all that holds its engine
+    group().transport, group()._post = _NoTransport(), None  # what a group holds is all that holds its engine
     assert traces()["mappings"] == 1
     del transport
     gc.collect()
@@ -281,8 +281,10 @@ def _dropped_groups() -> tuple[dict[str, int], dict[str, int]]:
 
 
 class _NoTransport:
-    def close(self) -> None:
+    def leave(self) -> None:
         """There is none."""
+
+    close = leave
 
 
 def test_an_engine_that_nobody_holds_is_gone(ranks: RankPool) -> None:

@@ -28,7 +28,8 @@ def explain(failure: Failure, call: Call | Message | None, ranks: Sequence[int],
         case Trouble.DEADLINE:
             text = (
                 f"{what} was not finished in {seconds:g} s: {who} has not come. It may be stopped, busy, or waiting in"
-                f" another group. If it was only slow, give its groups longer (compute.collective_timeout_seconds in the plan). {_AGAIN}."
+                f" another group. If it was only slow, give its groups longer"
+                f" (compute.collective_timeout_seconds in the plan). {_AGAIN}."
             )
         case Trouble.MISMATCH if isinstance(call, Message):
             detail = f", which {failure.detail}" if failure.detail else ""
@@ -63,7 +64,8 @@ def explain_forming(failure: Failure, ranks: Sequence[int], here: int, seconds: 
         case Trouble.DEADLINE:
             text = (
                 f"{what} was not formed in {seconds:g} s: {who} has not come{told}. It may be stopped, busy, or forming"
-                " its groups in another order. If it was only slow, give its groups longer (compute.collective_timeout_seconds in the plan)."
+                " its groups in another order. If it was only slow, give its groups longer"
+                " (compute.collective_timeout_seconds in the plan)."
             )
         case _:
             text = f"{what} cannot be formed: {_name(failure.reporter, ranks)} has given up, for a reason of its own."

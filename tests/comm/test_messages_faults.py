@@ -6,7 +6,6 @@ Each algorithm meets all faults and all phases, and each fault all phases; not a
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from pool import RankError, RankPool, listening_ports
 from weft.collective import Arrangement, flat
 from weft.comm import GroupView
-from weft.comm._watched_group import WATCHED_GLOO, register_watched_backend
+from weft.comm._watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
 from weft.comm.messages import Messenger
 from weft.errors import CollectiveError
 
@@ -51,17 +51,32 @@ def place() -> Arrangement:
     return flat(4, nodes=(2, 2))
 
 
-def before_message(group: dist.ProcessGroup, number: int, strike: Callable[[], object]) -> None:
-    """Let something happen before the so-manyth message that this rank sends or takes from now on."""
-    count = itertools.count()
+class Struck:
+    """A group to whose rank something happens before a message that it sends or takes."""
 
-    def passed_on(plain: Callable[..., dist.Work], *args: object) -> dist.Work:
-        if next(count) == number:
-            strike()
-        return plain(*args)
+    def __init__(self, plain: dist.ProcessGroup) -> None:
+        self._plain = plain
+        self._left = -1
+        self._strike: Callable[[], object] = int
 
-    for name in ("send", "recv"):
-        setattr(group, name, partial(passed_on, getattr(group, name)))
+    def before(self, number: int, strike: Callable[[], object]) -> None:
+        """The so-manyth message from now on."""
+        self._left, self._strike = number, strike
+
+    def send(self, *args: Any) -> dist.Work:
+        return self._passed_on("send", *args)
+
+    def recv(self, *args: Any) -> dist.Work:
+        return self._passed_on("recv", *args)
+
+    def _passed_on(self, name: str, *args: Any) -> dist.Work:
+        if self._left == 0:
+            self._strike()
+        self._left -= 1
+        return getattr(self._plain, name)(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
 
 
 def message_of(phase: str, messenger: Messenger, tensor: torch.Tensor, kind: str, name: str) -> int:
@@ -75,6 +90,9 @@ def take_part(name: str, kind: str, fault: str, phase: str, folder: Path) -> tup
     """Seconds until the error, and its text; this rank may be the victim."""
     rank = dist.get_rank()
     group = dist.new_group([0, 1, 2, 3], backend=WATCHED_GLOO)
+    assert isinstance(group, WatchedGroup)
+    struck = Struck(group.plain)
+    group.plain = struck  # type: ignore[assignment]
     tensor = torch.ones(4096)
     with Messenger(GroupView((0, 1, 2, 3), rank, group), deadline_seconds=PATIENT) as messenger:
         run = partial(messenger.run, tensor, arrangement=place(), pieces=4)
@@ -85,7 +103,7 @@ def take_part(name: str, kind: str, fault: str, phase: str, folder: Path) -> tup
             (folder / "victim").write_text(str(os.getpid()))
             strikes = {"killed": partial(os.kill, os.getpid(), 9), "stopped": partial(os.kill, os.getpid(), 19)}
             strike = strikes.get(fault, partial(time.sleep, DEADLINE + 0.5))
-            before_message(group, message_of(phase, messenger, tensor, kind, name), strike)
+            struck.before(message_of(phase, messenger, tensor, kind, name), strike)
         start = time.monotonic()
         try:
             run(kind, name, servers=3, deadline_seconds=DEADLINE)  # type: ignore[arg-type]

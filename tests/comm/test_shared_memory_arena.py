@@ -76,7 +76,7 @@ def test_memory_that_is_not_there_is_no_bus_error() -> None:
     try:
         _engine.prepare(library, segment, 1, arena)
         engine = Engine(library, segment, rank=0, num_ranks=1, num_local_ranks=1, arena_bytes=arena)
-        os.ftruncate(segment.descriptor, whole - arena // 2)
+        os.ftruncate(segment.descriptor, engine._arena_offset + arena // 2)
         first = engine.allocate(arena // 4)
         assert first is not None
         first[:] = b"x" * (arena // 4)

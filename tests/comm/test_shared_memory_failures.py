@@ -172,10 +172,12 @@ def _stopped(folder: str) -> None:
 def test_a_stopped_rank_is_named_at_the_deadline(ranks: RankPool, tmp_path: Path) -> None:
     with contextlib.suppress(CollectiveError, RankError):  # rank 1 finds its group ended
         ranks.run(3, _stopped, str(tmp_path), backend=WEFT, timeout=10)
+    waited: list[float] = []
     for rank in (0, 2):
         seconds, _, text = (tmp_path / f"rank{rank}").read_text().partition(" ")
         assert "was not finished in 0.5 s: rank 1 has not come" in text
-        assert 0.4 < float(seconds) < 1.1
+        waited.append(float(seconds))
+    assert 0.5 <= max(waited) < 1.1  # who began later is told by the first
 
 
 def _different(kind: str) -> str:

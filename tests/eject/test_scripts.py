@@ -292,6 +292,8 @@ def test_bf16_keeps_fp32_masters(home: Path, reference: Reference, ranks: RankPo
         ('[mesh]\npipeline = 2\n[pipeline_parallel]\nschedule = "zbv"\nchunks_per_rank = 2\n' + WHOLE, "zbv.*Use"),
         (WHOLE + '[memory]\nrecompute = "selective"\n', "selective"),
         (WHOLE + '[compute]\nbackend = "weft"\n', "torch alone, which has Gloo"),
+        (WHOLE + "[compute]\ncollective_timeout_seconds = 9.0\n", "as long as torch does by itself. Leave it out"),
+        ('[mesh]\nshard = 2\n[data_parallel]\nalgorithm = "ring"\n' + HALVES, '"ring".*own collectives. Use "auto"'),
         ('[mesh]\nshard = 2\n[data_parallel]\ncompression = "int8"\n' + HALVES, "sums gradients as they are"),
         (
             "[mesh]\nreplicate = 2\n[data_parallel]\nzero = 0\nlocal_steps = 9\n" + HALVES,

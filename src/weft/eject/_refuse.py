@@ -71,6 +71,9 @@ def plan_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if plan.data_parallel.local_steps:
         named = f"plan.data_parallel.local_steps = {plan.data_parallel.local_steps}"
         yield f"{named}: the script sums gradients over all data ranks in every step. Use 0."
+    if plan.data_parallel.algorithm not in ("auto", "backend"):
+        named = f'plan.data_parallel.algorithm = "{plan.data_parallel.algorithm}"'
+        yield f'{named}: the script sums by the process group\'s own collectives. Use "auto".'
     if plan.compute.backend == "weft":
         yield 'plan.compute.backend = "weft": the script imports torch alone, which has Gloo on CPUs. Use "auto".'
     if plan.compute.collective_timeout_seconds != COLLECTIVE_TIMEOUT_SECONDS:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
@@ -16,7 +15,7 @@ from weft.comm._watch import Seen
 from weft.comm.shared_memory._call import GroupFailed, Mail, Message
 from weft.comm.shared_memory._failure import explain
 from weft.comm.shared_memory._tensors import contiguous, region
-from weft.comm.shared_memory._work import Completer
+from weft.comm.shared_memory._work import Completer, WorkUnderWay
 from weft.errors import CollectiveError
 
 _MANY = 32
@@ -110,7 +109,7 @@ class Post:
                     self.mail.forget(number)
 
 
-class MessageWork(dist.Work):
+class MessageWork(WorkUnderWay):
     """A message under way.  `wait` raises `CollectiveError` where it could not be sent or received."""
 
     def __init__(
@@ -122,26 +121,12 @@ class MessageWork(dist.Work):
         flat: Tensor,
         seen: Seen | None,
     ) -> None:
-        super().__init__()
+        super().__init__([tensor], seen)
         self._post: Post | None = post  # None: there is nothing to wait for any more
         self._number = number
         self._message = message
-        self._tensor = tensor
         self._flat = flat
-        self._seen = seen
         self._source = message.peer
-        self._error: CollectiveError | None = None
-        self._waiting = threading.Lock()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        seen = self._seen if self._post is not None else None
-        if seen is None:
-            return self._wait(timeout)
-        entered = seen.enter_wait()
-        try:
-            return self._wait(timeout)
-        finally:
-            seen.exit_wait(entered)
 
     def _wait(self, timeout: timedelta | None = None) -> bool:
         with self._waiting:  # a second thread waits for the first one
@@ -161,49 +146,20 @@ class MessageWork(dist.Work):
             return
         if self._seen is not None and done_ns:
             self._seen.done(done_ns)
-        if not self._message.is_sent and self._flat is not self._tensor:
-            self._tensor.copy_(self._flat)
+        if not self._message.is_sent and self._flat is not self._tensors[0]:
+            self._tensors[0].copy_(self._flat)
         self._post = None
 
-    def is_completed(self) -> bool:
+    def _is_over(self) -> bool:
+        return self._post is None
+
+    def _has_done(self) -> bool:
         post = self._post
         return post is None or post.has_done(self._number)
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> CollectiveError | None:
-        if self.is_completed():
-            try:
-                self._wait()
-            except CollectiveError as error:
-                return error
-        return self._error
-
-    def result(self) -> list[Tensor]:
-        return [self._tensor]
-
-    def synchronize(self) -> None:
-        self.wait()
+    def _complete_later(self, future: Future[Any]) -> bool:
+        post = self._post
+        return post is not None and post.complete_later(self, future)
 
     def _source_rank(self) -> int:  # `dist.recv` asks for it by this name
         return self._source
-
-    def get_future(self) -> Future[Any]:
-        """A future that is completed when the message is done, by a thread that waits for such futures."""
-        future: Future[Any] = Future()
-        post = self._post
-        if post is None or not post.complete_later(self, future):
-            self.complete(future)
-        return future
-
-    def complete(self, future: Future[Any]) -> None:
-        """Wait, and give the future its value or its error."""
-        try:
-            self._wait()  # nobody computes less for it: it is not seen as a wait
-        except CollectiveError:
-            future.set_exception(self._error)  # pyright: ignore[reportArgumentType]  # torch's stub: a generic T
-        except Exception as error:  # of copying back; the thread must live for the futures that follow
-            future.set_exception(error)  # pyright: ignore[reportArgumentType]
-        else:
-            future.set_result([self._tensor])

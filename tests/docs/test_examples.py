@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,19 +31,27 @@ def losses_of(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] == "step"]
 
 
-def test_own_loop_is_the_same_under_every_launcher(tmp_path: Path) -> None:
-    script = ["examples/own_loop.py", "--epochs", "1"]
-    launchers = {
-        "python": [sys.executable],
-        "launch": [WEFT, "launch", "-n", "2"],
-        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"],
-    }
-    printed = {
-        name: re.findall(r"epoch .*", run(*launcher, *script, "--folder", str(tmp_path / name)))
-        for name, launcher in launchers.items()
-    }
-    assert printed["python"]
-    assert printed["python"] == printed["launch"] == printed["torchrun"]
+LAUNCHERS = {
+    "launch": (WEFT, "launch", "-n", "2"),
+    "torchrun": (str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"),
+}
+
+
+@pytest.fixture(scope="module")
+def own_loop_alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What plain Python prints of each epoch."""
+    return own_loop((sys.executable,), tmp_path_factory.mktemp("alone"))
+
+
+def own_loop(launcher: Sequence[str], folder: Path) -> list[str]:
+    script = ("examples/own_loop.py", "--epochs", "1", "--folder", str(folder))
+    return re.findall(r"epoch .*", run(*launcher, *script))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_own_loop_is_the_same_under_every_launcher(launcher: str, own_loop_alone: list[str], tmp_path: Path) -> None:
+    assert own_loop_alone
+    assert own_loop(LAUNCHERS[launcher], tmp_path / launcher) == own_loop_alone
 
 
 def test_two_models_in_one_loop() -> None:

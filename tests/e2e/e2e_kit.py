@@ -122,8 +122,10 @@ class Act:
 
     def send_to_a_rank(self, number: signal.Signals) -> None:
         """A signal to the rank that started last."""
-        (nursery,) = [pid for pid in marked(self.mark) if _parent(pid) == self.pid and "_nursery.py" in _command(pid)]
-        os.kill(max(pid for pid in marked(self.mark) if _parent(pid) == nursery), number)
+        alive = marked(self.mark)
+        (nursery,) = [pid for pid in alive if _parent(pid) == self.pid and "_nursery.py" in _command(pid)]
+        (parent,) = [pid for pid in alive if _parent(pid) == nursery]
+        os.kill(max(pid for pid in alive if _parent(pid) == parent), number)
 
 
 def marked(mark: str) -> list[int]:

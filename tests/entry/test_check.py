@@ -1,4 +1,6 @@
-"""`weft check` as a user meets it: fresh processes, a sentence when equal, a cause when not, refusals with a fix."""
+"""`weft check` as a user meets it: fresh processes, a sentence when equal, a cause when not, refusals with a fix.
+
+What it says of a plan is found on the pool's ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ import pytest
 import torch
 
 import weft
+from checking import on_ranks
+from pool import RankPool
 from weft.cli._main import run
+from weft.entry._check import check_by
 from weft.errors import LaunchError, RecipeError
 from weft.plan import DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.recipe import Recipe, parse_recipe
@@ -123,7 +128,7 @@ def test_a_plan_that_equals_one_process(project: Path, capsys: pytest.CaptureFix
     ]  # fmt: skip
 
 
-def test_compression_is_left_out_and_the_report_says_so(project: Path) -> None:
+def test_compression_is_left_out_and_the_report_says_so(ranks: RankPool, project: Path) -> None:
     recipe = factory("build")
     recipe = replace(recipe, permit=replace(recipe.permit, compression=("powersgd",)))
     plan = Plan(
@@ -132,13 +137,13 @@ def test_compression_is_left_out_and_the_report_says_so(project: Path) -> None:
         microbatch=MicrobatchPlan(size=4),
         memory=MemoryPlan(fused_loss=False),
     )
-    report = weft.check(recipe, plan)
+    report = check_by(on_ranks(ranks), recipe, plan, processes=None, explain=True)
     assert report.is_equal, str(report)
     assert report.plan.data_parallel.compression == "none"
     assert "compared without compression: powersgd changes gradients, which the recipe permits" in str(report)
 
 
-def test_local_steps_are_left_out_and_the_report_says_so(project: Path) -> None:
+def test_local_steps_are_left_out_and_the_report_says_so(ranks: RankPool, project: Path) -> None:
     recipe = factory("build")
     recipe = replace(recipe, permit=replace(recipe.permit, local_steps=5))
     plan = Plan(
@@ -147,19 +152,19 @@ def test_local_steps_are_left_out_and_the_report_says_so(project: Path) -> None:
         microbatch=MicrobatchPlan(size=4),
         memory=MemoryPlan(fused_loss=False),
     )
-    report = weft.check(recipe, plan)
+    report = check_by(on_ranks(ranks), recipe, plan, processes=None, explain=True)
     assert report.is_equal, str(report)
     assert report.plan.data_parallel == DataParallelPlan(zero=0)
     assert "compared without local steps: replicas that step by themselves learn something else" in str(report)
 
 
-def test_a_wrong_split_table_is_named_with_what_it_takes(project: Path) -> None:
+def test_a_wrong_split_table_is_named_with_what_it_takes(ranks: RankPool, project: Path) -> None:
     plan = Plan(
         mesh=MeshPlan(replicate=2, tensor=2),
         microbatch=MicrobatchPlan(size=4),
         memory=MemoryPlan(fused_loss=False),
     )
-    report = weft.check(factory("build"), plan)
+    report = check_by(on_ranks(ranks), factory("build"), plan, processes=None, explain=True)
     assert not report.is_equal
     assert report.failure is not None
     assert report.failure.precision == "fp64"

@@ -103,3 +103,10 @@ def write_pid_and_wait(place: Place, folder: str, stubborn: bool = False) -> str
         time.sleep(0.01)
     time.sleep(0.3)  # a second signal would arrive now
     return ",".join(map(str, received))
+
+
+def where_from(place: Place) -> dict[str, str | int]:
+    """Who forked this rank's parent, where it works, and on how many threads."""
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    nursery = int(stat.rpartition(")")[2].split()[1])
+    return {"nursery": nursery, "folder": os.getcwd(), "threads": torch.get_num_threads(), "rank": place.rank}

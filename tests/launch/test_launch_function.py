@@ -7,31 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launch_kit import is_alive, job, parent_of, wait_for
 
 from weft.errors import LaunchError, PlanError
 from weft.launch import RankError, launch_function
-
-
-def job(name: str) -> str:
-    return f"launch_jobs:{name}"
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_results_come_by_rank() -> None:
@@ -125,10 +107,9 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
     assert wait_for(lambda: not any(is_alive(pid) for pid in pids), 2.0)
 
 
-def test_ranks_die_with_a_killed_nursery(tmp_path: Path) -> None:
+def test_ranks_die_with_their_killed_parent(tmp_path: Path) -> None:
     parent, pids = start_parent(tmp_path)
-    nursery = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(nursery, signal.SIGKILL)
+    os.kill(parent_of(pids[0]), signal.SIGKILL)
     _, complaint = parent.communicate(timeout=20)
     assert "LaunchError: the process that started the ranks ended with status -9" in complaint
     assert wait_for(lambda: not any(is_alive(pid) for pid in pids), 2.0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster
+    from weft.launch import Nursery
     from weft.plan import ModelFacts, Plan
     from weft.recipe import Recipe
     from weft.search import Choice as Chosen
@@ -38,11 +39,12 @@ def read_choice(
     cluster: str | None = None,
     *,
     trials: bool = False,
+    nursery: Nursery | None = None,
 ) -> Choice:
     """Read a recipe and its plan, choose the plan when it is `auto`, and check that both fit.
 
     With `trials`, a few steps decide between plans that predictions cannot tell apart, where that pays, and a plan that
-    may not find memory is marked.
+    may not find memory is marked.  `nursery`: of the processes that take these steps.
 
     Raises:
         WeftError: RecipeError, PlanError or ClusterError for what is wrong with them.
@@ -64,7 +66,7 @@ def read_choice(
     if plan_path == "auto":
         choice = _choose(recipe, machine, facts, processes, given)
         if trials and choice.rivals:
-            choice = _tried(recipe, machine, choice, of_plan)
+            choice = _tried(recipe, machine, choice, of_plan, nursery)
         if trials:
             tight = _is_tight(choice)
         plan, reasons = choice.plan, choice.reasons
@@ -97,7 +99,7 @@ def _is_tight(choice: Chosen) -> bool:
     return is_tight(choice)
 
 
-def _tried(recipe: Recipe, machine: Cluster, choice: Chosen, of_plan: Iterable[str]) -> Chosen:
+def _tried(recipe: Recipe, machine: Cluster, choice: Chosen, of_plan: Iterable[str], nursery: Nursery | None) -> Chosen:
     from weft.entry import decide_by_trials
     from weft.plan import apply_overrides
 
@@ -107,4 +109,4 @@ def _tried(recipe: Recipe, machine: Cluster, choice: Chosen, of_plan: Iterable[s
         for rival in choice.rivals
         if rival.plan is not None
     )
-    return decide_by_trials(recipe, replace(choice, rivals=rivals), machine, tell=print)
+    return decide_by_trials(recipe, replace(choice, rivals=rivals), machine, tell=print, nursery=nursery)

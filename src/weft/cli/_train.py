@@ -45,24 +45,27 @@ def train(
         With `auto`, let a few steps decide between plans that look equally fast, where the run is long enough, and
         whether a step finds memory, where that is in doubt.
     """
+    from weft.launch import open_nursery
     from weft.plan import check_runnable
 
-    choice = read_choice(recipe, plan, set, processes, trials=trials)
-    check_runnable(choice.plan)  # before torch is imported
-    from weft.entry import run_name
-    from weft.entry import train as run
+    with open_nursery() as nursery:  # which imports torch while the plan is searched, and while this process imports it
+        choice = read_choice(recipe, plan, set, processes, trials=trials, nursery=nursery)
+        check_runnable(choice.plan)  # before torch is imported
+        from weft.entry import run_name
+        from weft.entry import train as run
 
-    result = run(
-        choice.recipe,
-        choice.plan,
-        processes=processes,
-        folder=run_folder,
-        resume=resume,
-        name=run_name(recipe),
-        reasons=choice.reasons,
-        try_memory=choice.is_tight,
-        note=choice.note,
-    )
+        result = run(
+            choice.recipe,
+            choice.plan,
+            processes=processes,
+            folder=run_folder,
+            resume=resume,
+            name=run_name(recipe),
+            reasons=choice.reasons,
+            try_memory=choice.is_tight,
+            note=choice.note,
+            nursery=nursery,
+        )
     if result.stopped_early:
         return 128 + (result.stop_signal or signal.SIGINT)
     _show_what_it_learnt(result.folder, recipe)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from weft.entry._check_report import CheckFailure, CheckReport, describe_case
 from weft.entry._check_worker import awake_model, case_name, outputs_path, trial_path, with_precision
 from weft.entry._facts import facts_of_blueprint
 from weft.errors import LaunchError, RecipeError, WeftError
-from weft.launch import RankError, launch_function, place_from_environment
+from weft.launch import Nursery, RankError, launch_function, open_nursery, place_from_environment
 from weft.plan import (
     DataParallelPlan,
     ModelFacts,
@@ -72,6 +73,7 @@ def check(
     *,
     processes: int | None = None,
     explain: bool = True,
+    nursery: Nursery | None = None,
 ) -> CheckReport:
     """Compare a plan with one process on a small model of the same structure, and return what came of it.
 
@@ -85,6 +87,7 @@ def check(
         plan: a plan, the path of one, or `auto` (as chosen for this machine).
         processes: the most to start; by default 8, or as many as the plan has axes for.
         explain: when something differs, find the likely cause and the techniques that it needs, by more runs.
+        nursery: of the processes; by default one that ends with this call.
 
     A plan that compresses gradients, or lets replicas step by themselves, is compared without either, and the report
     says so: both change the mathematics by the recipe's permission, so there is no equal to compare with.
@@ -99,19 +102,19 @@ def check(
     """
     if dist.is_initialized() or place_from_environment() is not None:
         raise LaunchError("weft.check starts its own processes, and this one is a rank already. Call it outside a job.")
-    return check_by(_fresh_processes, recipe, plan, processes=processes, explain=explain)
+    with open_nursery(nursery) as warm:
+        return check_by(partial(_fresh_processes, warm), recipe, plan, processes=processes, explain=explain)
 
 
 Launch = Callable[[dict[str, Any], int], object]
 """Calls `weft.entry._check_worker:run_rank` with these arguments on so many ranks, and returns when they have ended."""
 
 
-def _fresh_processes(arguments: dict[str, Any], world_size: int) -> None:
+def _fresh_processes(nursery: Nursery | None, arguments: dict[str, Any], world_size: int) -> None:
     # This process has built the model already; importing transformers takes longer than the rest of a check.
     known = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
-    launch_function(
-        "weft.entry._check_worker:run_rank", arguments, world_size, threads_per_rank=1, preload=sorted(known)
-    )
+    function = "weft.entry._check_worker:run_rank"
+    launch_function(function, arguments, world_size, threads_per_rank=1, preload=sorted(known), nursery=nursery)
 
 
 def check_by(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from weft.comm import device_for_rank
 from weft.describe import build_blueprint
 from weft.errors import PlanError
-from weft.launch import Place, RankError, launch_function
+from weft.launch import Nursery, Place, RankError, launch_function
 from weft.plan import ModelFacts, Plan, dump_plan, parse_plan
 from weft.recipe import Recipe, dump_recipe, parse_recipe
 from weft.rehearse import weigh
@@ -86,10 +86,10 @@ def _smaller(plan: Plan) -> Plan | None:
     return replace(plan, microbatch=replace(plan.microbatch, size=size // divisor, per_step=more))
 
 
-def weigh_in_processes(recipe: Recipe, plan: Plan) -> Trial:
+def weigh_in_processes(recipe: Recipe, plan: Plan, *, nursery: Nursery | None = None) -> Trial:
     """Try a plan in fresh processes of this machine, one per rank, all at once."""
     count = plan.mesh.world_size
-    return _launched(recipe, plan, count, {"rank": None, "local_rank": None})
+    return _launched(recipe, plan, count, {"rank": None, "local_rank": None}, nursery)
 
 
 def weigh_in_job(place: Place) -> Weigher:
@@ -108,7 +108,9 @@ def weigh_in_job(place: Place) -> Weigher:
     return weigh_all
 
 
-def _launched(recipe: Recipe, plan: Plan, count: int, who: Mapping[str, int | None]) -> Trial:
+def _launched(
+    recipe: Recipe, plan: Plan, count: int, who: Mapping[str, int | None], nursery: Nursery | None = None
+) -> Trial:
     arguments = {
         "recipe": dump_recipe(recipe, everything=True),
         "plan": dump_plan(plan, everything=True),
@@ -116,7 +118,8 @@ def _launched(recipe: Recipe, plan: Plan, count: int, who: Mapping[str, int | No
     }
     threads = plan.compute.threads_per_rank
     try:
-        found = launch_function("weft.entry._fit:run_rank", arguments, count, threads_per_rank=threads)
+        function = "weft.entry._fit:run_rank"
+        found = launch_function(function, arguments, count, threads_per_rank=threads, nursery=nursery)
     except RankError as problem:
         if problem.kind != _KILLED:
             raise

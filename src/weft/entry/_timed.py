@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, Literal
 
-from weft.launch import launch_function
+from weft.launch import Nursery, launch_function
 from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 
@@ -36,7 +36,13 @@ class TimedPlan:
 
 
 def time_plans(
-    recipe: Recipe, plans: Sequence[Plan], *, rounds: int, most: int = MOST_IN_TURN, always: int = 1
+    recipe: Recipe,
+    plans: Sequence[Plan],
+    *,
+    rounds: int,
+    most: int = MOST_IN_TURN,
+    always: int = 1,
+    nursery: Nursery | None = None,
 ) -> list[TimedPlan | str]:
     """Take a few steps under every plan; then the first `always` and the `most` fastest again, in turn, `rounds` times.
 
@@ -64,7 +70,9 @@ def time_plans(
         function = "weft.entry._timed_rank:run_rank"
         preload = ("weft.entry", "torch.distributed.tensor")
         with _pipes([Path(folder) / f"turn{rank}" for rank in range(num_ranks)]):
-            found = launch_function(function, arguments, num_ranks, threads_per_rank=threads, preload=preload)
+            found = launch_function(
+                function, arguments, num_ranks, threads_per_rank=threads, preload=preload, nursery=nursery
+            )
     return [_merged([rank[str(at)] for rank in found if str(at) in rank]) for at in range(len(plans))]
 
 

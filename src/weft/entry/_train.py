@@ -9,6 +9,7 @@ import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,12 @@ from weft.entry._fit import Weigher, fit_microbatch, is_tight, weigh_in_job, wei
 from weft.entry._trials import decide_by_trials
 from weft.entry._worker import train_rank
 from weft.errors import CheckpointError, LaunchError, RecipeError, WeftError
-from weft.launch import initialise_distributed, launch_function, place_from_environment
+from weft.launch import Nursery, initialise_distributed, launch_function, open_nursery, place_from_environment
 from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.recipe import Recipe, dump_recipe, load_recipe
 from weft.record import RunFolder
-from weft.search import choose_plan
+from weft.search import Choice, choose_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,7 @@ def train(
     trials: bool = True,
     try_memory: bool | None = None,
     quiet: bool = False,
+    nursery: Nursery | None = None,
 ) -> RunResult:
     """Train a recipe under a plan and return what came of it.
 
@@ -93,6 +95,8 @@ def train(
             of them, until it finds memory.  By default where `auto` has chosen a plan that is predicted to fill more
             than four fifths of it.
         quiet: print nothing.
+        nursery: of the ranks, where several runs share one (`weft.launch.Nursery`); by default one that ends with this
+            call.
 
     Raises:
         WeftError: what was wrong, of its own class; a rank's error is raised here as itself.
@@ -105,38 +109,63 @@ def train(
     if name is None:
         name = run_name(Path(recipe)) if isinstance(recipe, str | Path) else "run"
     recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
-    place = place_from_environment()
-    world = place.world_size if place is not None else processes
-    blueprint = build_blueprint(recipe)
-    facts = facts_of_blueprint(blueprint, recipe)
-    machine = machine_for(place)
-    cluster = machine.cluster
-    tight = False
-    if plan == "auto":
-        profile = profile_of_blueprint(blueprint, recipe, facts)
-        choice = choose_plan(recipe, cluster, facts, world, profile=profile)
-        if trials:
-            choice = decide_by_trials(recipe, choice, cluster, tell=_keep_quiet if quiet else print)
-        plan, reasons, note = choice.plan, choice.reasons, machine.note if choice.rivals else ""
-        tight = trials and is_tight(choice)
-    elif not isinstance(plan, Plan):
-        plan = load_plan(plan)
-    check_plan(plan, recipe, facts, world)
-    check_runnable(plan)
-    # What a rank would refuse is refused before anything is prepared or written.
-    device = device_for_rank(plan.compute.device, place.local_rank if place is not None else 0)
-    backend_for(device, wanted=plan.compute.backend)
-    check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
-    if try_memory and blueprint.example is None:
-        raise RecipeError(
-            "try_memory = True needs samples to take a step with, and the model brings no example batch. Leave"
-            " try_memory out, or use a model whose inputs Weft knows (a reference, or a Hugging Face model)."
-        )
-    tight = tight if try_memory is None else try_memory
-    job = _Job(recipe, plan, blueprint, facts, cluster, reasons or {}, note, tight, quiet)
-    if place is not None:
-        return job.run_as_rank(name, folder, resume)
-    return job.run_as_parent(name, folder, resume)
+    with open_nursery(nursery) as warm:
+        asked = _Asked(recipe, plan, processes, reasons or {}, note, trials, try_memory, quiet, warm)
+        job, place = asked.checked(), place_from_environment()
+        if place is not None:
+            return job.run_as_rank(name, folder, resume)
+        return job.run_as_parent(name, folder, resume)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What `train` was asked for, beside where to keep it."""
+
+    recipe: Recipe
+    plan: Plan | str | Path
+    processes: int | None
+    reasons: Mapping[str, str]
+    note: str
+    trials: bool
+    try_memory: bool | None
+    quiet: bool
+    nursery: Nursery | None
+
+    def checked(self) -> _Job:
+        """Build the model, choose or read the plan, and check that all fits: what a rank would refuse is refused before
+        anything is prepared or written."""
+        recipe, place = self.recipe, place_from_environment()
+        world = place.world_size if place is not None else self.processes
+        blueprint = build_blueprint(recipe)
+        facts = facts_of_blueprint(blueprint, recipe)
+        machine = machine_for(place)
+        plan, reasons, note, tight = self.plan, self.reasons, self.note, False
+        if plan == "auto":
+            choice = self._choice(blueprint, facts, machine.cluster, world)
+            plan, reasons, note = choice.plan, choice.reasons, machine.note if choice.rivals else ""
+            tight = self.trials and is_tight(choice)
+        elif not isinstance(plan, Plan):
+            plan = load_plan(plan)
+        check_plan(plan, recipe, facts, world)
+        check_runnable(plan)
+        device = device_for_rank(plan.compute.device, place.local_rank if place is not None else 0)
+        backend_for(device, wanted=plan.compute.backend)
+        check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
+        if self.try_memory and blueprint.example is None:
+            raise RecipeError(
+                "try_memory = True needs samples to take a step with, and the model brings no example batch. Leave"
+                " try_memory out, or use a model whose inputs Weft knows (a reference, or a Hugging Face model)."
+            )
+        tight = tight if self.try_memory is None else self.try_memory
+        return _Job(recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, self.quiet, self.nursery)
+
+    def _choice(self, blueprint: Blueprint, facts: ModelFacts, cluster: Cluster, world: int | None) -> Choice:
+        profile = profile_of_blueprint(blueprint, self.recipe, facts)
+        choice = choose_plan(self.recipe, cluster, facts, world, profile=profile)
+        if not self.trials:
+            return choice
+        tell = _keep_quiet if self.quiet else print
+        return decide_by_trials(self.recipe, choice, cluster, tell=tell, nursery=self.nursery)
 
 
 def _keep_quiet(line: str) -> None:
@@ -162,11 +191,12 @@ class _Job:
     note: str
     try_memory: bool
     quiet: bool
+    nursery: Nursery | None
 
     def run_as_parent(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Prepare, launch the ranks, and export what they trained."""
         earlier = _check_folder(folder, resume)
-        self._fit_memory(weigh_in_processes)
+        self._fit_memory(partial(weigh_in_processes, nursery=self.nursery))
         prepared = self._prepare()
         run = earlier or _create(name, folder)
         with self._kept_with_run(run, prepared):
@@ -181,6 +211,7 @@ class _Job:
                 },
                 self.plan.mesh.world_size,
                 threads_per_rank=self.plan.compute.threads_per_rank,
+                nursery=self.nursery,
             )
         return self._finish(run, outcomes[0])
 

@@ -15,7 +15,7 @@ import weft
 from weft.cluster import Cluster
 from weft.entry._timed import TimedPlan, step_seconds, time_plans
 from weft.errors import WeftError
-from weft.launch import RankError, place_from_environment
+from weft.launch import Nursery, RankError, open_nursery, place_from_environment
 from weft.plan import SPLIT_BACKWARD, Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.search import Candidate, Choice, explain_settings
@@ -48,6 +48,7 @@ def decide_by_trials(
     tell: Callable[[str], None],
     folder: Path | None = None,
     steps: int | None = None,
+    nursery: Nursery | None = None,
 ) -> Choice:
     """Return the choice with the fastest of its close rivals as the plan, compiled and in one microbatch where it pays,
     and the times as the reasons.
@@ -61,12 +62,14 @@ def decide_by_trials(
         tell: gets a line before each trial.
         folder: of kept measurements; by default `~/.cache/weft/auto`.
         steps: of the run, where it is not the recipe's.
+        nursery: of the processes that try plans; by default one that ends with this call.
     """
     if not choice.rivals or recipe.model.factory is not None or place_from_environment() is not None:
         return choice
     steps = steps or recipe.run.steps
-    bench = _Bench(recipe, machine, tell, folder or Path.home() / ".cache" / "weft" / "auto")
-    return _compiled(bench, _fastest(bench, choice, steps), steps)
+    with open_nursery(nursery) as warm:
+        bench = _Bench(recipe, machine, tell, folder or Path.home() / ".cache" / "weft" / "auto", warm)
+        return _compiled(bench, _fastest(bench, choice, steps), steps)
 
 
 def _fastest(bench: _Bench, choice: Choice, steps: int) -> Choice:
@@ -176,6 +179,7 @@ class _Bench:
     machine: Cluster
     tell: Callable[[str], None]
     folder: Path
+    nursery: Nursery | None
 
     def times(self, plans: Sequence[Plan], rounds: int, *, together: bool) -> list[_Timing | None]:
         """Time the plans, or read what was kept; None for one that failed, which is said and not kept.
@@ -199,7 +203,7 @@ class _Bench:
     def _in_turn(self, plans: Sequence[Plan], rounds: int) -> list[_Timing | None] | None:
         """Time plans together; None where a rank died, and with it all of them."""
         try:
-            timed = time_plans(self.recipe, plans, rounds=rounds)
+            timed = time_plans(self.recipe, plans, rounds=rounds, nursery=self.nursery)
         except WeftError as problem:
             if isinstance(problem, RankError) and problem.kind in _STOPPED:
                 raise  # somebody wants the whole command to end

@@ -21,6 +21,7 @@ class Job:
     """Keyword arguments of the function, or the script's command line."""
     num_processes: int
     threads_per_rank: int
+    working_folder: str
     import_path: list[str]
     preload: list[str]
     """Modules that every rank will import: the ranks' parent does it once for all."""

@@ -7,7 +7,6 @@ import os
 import selectors
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 import weft.errors
 from weft.errors import LaunchError, WeftError
+from weft.launch._handle import Nursery
 from weft.launch._job import Job, Outcome
 from weft.launch._nursery import END
 from weft.launch._report import first_cause, report
@@ -68,6 +68,7 @@ def launch_function(
     logs: Path | None = None,
     import_path: Sequence[str] | None = None,
     preload: Sequence[str] = (),
+    nursery: Nursery | None = None,
 ) -> list[Any]:
     """Call `function(place, **arguments)` in fresh processes on this machine and return what each returned, by rank.
 
@@ -82,6 +83,7 @@ def launch_function(
         import_path: where ranks find modules; by default where this process does.
         preload: modules that the ranks will need beside that of the function, and get by fork if they are named here.
             Importing them must neither compute nor start threads.
+        nursery: that the ranks are forked from; by default one is started for them.
 
     Raises:
         WeftError: the one that a rank raised, of its own class.
@@ -90,7 +92,7 @@ def launch_function(
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, logs, import_path, preload)
     with _private_folder() as folder:
-        watch = _run(job, folder)
+        watch = _run(job, folder, nursery)
         outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
     _raise_first(watch, outcomes)
     return [outcome.value for rank in range(num_processes) if (outcome := outcomes[rank]) is not None]
@@ -119,7 +121,7 @@ def launch_script(
     kind = "module" if module else "script"
     job = _job(kind, script, list(arguments), num_processes, threads_per_rank, logs, None)
     with _private_folder() as folder:
-        watch = _run(job, folder)
+        watch = _run(job, folder, None)
         outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
     if watch.signals and any(watch.codes.values()):
         return 128 + watch.signals[0]
@@ -151,6 +153,7 @@ def _job(
         arguments=arguments,
         num_processes=num_processes,
         threads_per_rank=threads or max(1, (os.cpu_count() or 1) // num_processes),
+        working_folder=os.getcwd(),
         import_path=path,
         preload=list(preload),
         logs=None if logs is None else str(logs.resolve()),
@@ -167,45 +170,32 @@ def _private_folder() -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(job: Job, folder: Path) -> _Watch:
+def _run(job: Job, folder: Path, nursery: Nursery | None) -> _Watch:
     """Run the job to the end of its last rank."""
     job.write(folder)
-    command_read, command_write = os.pipe()
-    event_read, event_write = os.pipe()
-    watch = _Watch(command_write, job.num_processes)
-    try:
-        with _signals_passed_on(watch):
-            nursery = _start_nursery(job, folder, command_read, event_write)
-            os.close(command_read)
-            os.close(event_write)
-            try:
-                _follow(watch, event_read)
-            finally:
-                os.close(command_write)  # whatever happened here: the nursery kills what is left, and ends
-                status = nursery.wait()
-    finally:
-        os.close(event_read)
+    with contextlib.ExitStack() as stack:
+        command_read, command_write = os.pipe()
+        event_read, event_write = os.pipe()
+        stack.callback(os.close, event_read)
+        watch = _Watch(command_write, job.num_processes)
+        stack.enter_context(_signals_passed_on(watch))
+        if nursery is None:
+            new = Nursery(threads_per_rank=job.threads_per_rank, import_path=job.import_path)
+            nursery = stack.enter_context(new)
+        nursery.begin(folder, command_read, event_write)
+        os.close(command_read)
+        os.close(event_write)
+        try:
+            _follow(watch, event_read)
+        finally:
+            os.close(command_write)  # whatever happened here: the ranks' parent kills what is left, and ends
+            status = nursery.end()
     if len(watch.codes) < job.num_processes:
         raise LaunchError(
             f"the process that started the ranks ended with status {status} before they did; they ended with it. "
             f"When nobody killed it, the machine was short of memory: start fewer than {job.num_processes} processes."
         )
     return watch
-
-
-def _start_nursery(job: Job, folder: Path, commands: int, events: int) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(job.threads_per_rank))
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        environment.setdefault(name, "lo" if sys.platform == "linux" else "lo0")  # one host: nobody outside may connect
-    script = str(Path(__file__).with_name("_nursery.py"))
-    return subprocess.Popen(
-        [sys.executable, "-P", script, str(folder), str(commands), str(events)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=(commands, events),
-        env=environment,
-        start_new_session=True,  # a terminal's Ctrl-C reaches the ranks once, through this process
-    )
 
 
 @contextlib.contextmanager

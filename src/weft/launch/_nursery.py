@@ -1,15 +1,21 @@
-"""The warm parent of the ranks: a process that imports torch, computes nothing, and forks.
+"""The warm ancestor of the ranks: a process that imports torch, computes nothing, and forks.
 
 A rank forked from it is at work within a tenth of a second, where a fresh interpreter needs seconds to import torch.
-It runs as a script, so that its children's children (data workers) can import it again cheaply.  It obeys one pipe and
-reports on another; when the first closes, because the launcher ended in whatever way, it kills every rank and ends.
+It runs as a script, so that its children's children (data workers) can import it again cheaply.  For every job it forks
+a parent of that job's ranks, which obeys one pipe and reports on another; when the first closes, because the launcher
+ended in whatever way, it kills every rank and ends.
+
+    launcher ── nursery ── parent of the first job ── ranks
+                        └─ parent of the second  ── ranks, after the first has ended
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
+import json
 import os
 import select
 import signal
@@ -28,26 +34,55 @@ END = 0
 END_SECONDS = 5.0
 
 
-def main(folder: Path, commands: int, events: int) -> int:
-    """Start the ranks of the job in `folder`, and end when all have ended.  In a rank: run it and return its status."""
+def serve(control: socket.socket) -> int:
+    """Carry out the launcher's jobs, one after another, until it is gone.  In a rank: run it and return its status."""
     from weft.launch._job import Job
+
+    _import_torch()
+    nursery = os.getpid()
+    while True:
+        folder, descriptors = _next_job(control)
+        job = Job.read(folder)
+        _preload(job)
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _die_with(nursery)
+            os.chdir(job.working_folder)
+            return parent_ranks(job, folder, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(BrokenPipeError):
+            control.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _next_job(control: socket.socket) -> tuple[Path, list[int]]:
+    """Wait for the folder of a job, and its pipes; end where the launcher has."""
+    word, descriptors, _, _ = socket.recv_fds(control, 4096, 2)
+    if not word:
+        os._exit(0)  # taking torch apart would keep the launcher waiting
+    return Path(os.fsdecode(word)), descriptors
+
+
+def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
+    """Start the ranks of a job, and end when all have ended.  In a rank: run it and return its status."""
     from weft.launch._word import open_words
 
-    job = Job.read(folder)
     words = open_words(folder, job.num_processes)
-    _preload(job)
     wake_read, wake_write = os.pipe()
     for descriptor in (wake_read, wake_write):
         os.set_blocking(descriptor, False)
     listener = _loopback_listener() if job.kind != "function" else None
     port = listener.getsockname()[1] if listener is not None else None
-    nursery = os.getpid()
+    parent = os.getpid()
     ranks: dict[int, int] = {}
-    sys.stdout.flush()
     for rank in range(job.num_processes):
         pid = os.fork()
         if pid == 0:
-            _become_rank(nursery, [commands, events, wake_read, wake_write, *words], listener)
+            _die_with(parent)
+            _close([commands, events, wake_read, wake_write, *words], listener)
             from weft.launch._rank import run_rank
 
             return run_rank(job, rank, folder, port)
@@ -60,25 +95,36 @@ def main(folder: Path, commands: int, events: int) -> int:
     os._exit(0)  # everything is closed; taking torch apart would keep the launcher waiting
 
 
-def _preload(job: Job) -> None:
-    """Import what every rank needs, so that ranks get it by fork."""
+def _import_torch() -> None:
+    """Import what every rank needs, and do not look through it for garbage: no rank copies its pages then."""
     for name in ("torch", "torch.distributed"):
         importlib.import_module(name)
-    if job.kind == "function":
-        try:
-            for name in (job.target.partition(":")[0], *job.preload):
-                importlib.import_module(name)
-        except Exception:  # the ranks meet the same error, and report it
-            return
-    gc.freeze()  # no rank needs to look through these modules for garbage, nor to copy their pages
+    gc.freeze()
 
 
-def _become_rank(nursery: int, descriptors: list[int], listener: socket.socket | None) -> None:
-    """Cut the ties with the nursery, but die with it."""
+def _preload(job: Job) -> None:
+    """Import what every rank of this job needs beside torch, so that ranks get it by fork."""
+    sys.path[:] = job.import_path
+    if job.kind != "function":
+        return
+    try:
+        for name in (job.target.partition(":")[0], *job.preload):
+            importlib.import_module(name)
+    except Exception:  # the ranks meet the same error, and report it
+        return
+    gc.freeze()
+
+
+def _die_with(parent: int) -> None:
+    """Let this process end when its parent does, in whatever way."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != nursery:  # it died before the line above
+    if os.getppid() != parent:  # it died before the line above
         os._exit(1)
+
+
+def _close(descriptors: list[int], listener: socket.socket | None) -> None:
+    """Cut a rank's ties with what only its parent needs."""
     for descriptor in descriptors:
         os.close(descriptor)
     if listener is not None:
@@ -152,10 +198,14 @@ def _signal_all(living: dict[int, int], number: signal.Signals) -> None:
         os.kill(pid, number)  # not reaped yet, so the number is still theirs
 
 
-if __name__ == "__main__":
-    import json
+def _receive_path(control: socket.socket) -> list[str]:
+    """Where to import from, which the launcher says first: four bytes of length, then JSON."""
+    length = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
+    return json.loads(control.recv(length, socket.MSG_WAITALL) or "[]")
 
-    FOLDER = Path(sys.argv[1])
-    sys.path[:] = json.loads((FOLDER / "job.json").read_text())["import_path"]
+
+if __name__ == "__main__":
+    CONTROL = socket.socket(fileno=int(sys.argv[1]))
+    sys.path[:] = _receive_path(CONTROL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(main(FOLDER, int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(serve(CONTROL))

@@ -31,6 +31,7 @@ def run_rank(job: Job, rank: int, folder: Path, port: int | None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _redirect(job, rank)
+    _limit_threads(job)
     status, value, error = 0, None, None
     try:
         if job.kind == "function":
@@ -69,6 +70,15 @@ def _redirect(job: Job, rank: int) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def _limit_threads(job: Job) -> None:
+    """What torch has read from the environment, unless it said nothing when torch was imported."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        from torch import set_num_threads
+
+        os.environ["OMP_NUM_THREADS"] = str(job.threads_per_rank)  # for data workers and other children
+        set_num_threads(job.threads_per_rank)
 
 
 def _call(job: Job, rank: int, folder: Path) -> Any:

@@ -1,0 +1,99 @@
+"""The launcher's hold on a nursery: started once, it carries one job after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from weft.launch._place import place_from_environment
+
+_SCRIPT = Path(__file__).with_name("_nursery.py")
+
+
+class Nursery:
+    """A process that imports torch while its owner does something else, and forks the ranks of jobs from itself.
+
+    torch is imported once for all ranks of all jobs, so that a second job begins within a tenth of a second.  Modules
+    that a job imports before its ranks are forked stay imported.  Ranks get the environment and the standard streams
+    that this process has when the nursery is started.
+
+    Use it as a context manager.  It ends with the block, and with this process in whatever way that ends.  One job at a
+    time: it is not for several threads.
+
+    Example::
+
+        with Nursery() as nursery:
+            for rate in (1e-3, 3e-3):
+                weft.train(replace(recipe, optimizer=OptimizerRecipe(learning_rate=rate)), nursery=nursery)
+    """
+
+    def __init__(self, *, threads_per_rank: int | None = None, import_path: Sequence[str] | None = None) -> None:
+        """Start the process, and do not wait for it.
+
+        Args:
+            threads_per_rank: OpenMP threads of every rank, where the environment does not say; by default each job's.
+            import_path: where the process finds Weft and torch; by default where this one does.
+        """
+        environment = dict(os.environ)
+        if threads_per_rank is not None:
+            environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank))
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environment.setdefault(name, "lo" if sys.platform == "linux" else "lo0")  # one host: no connections outside
+        path = [entry or os.getcwd() for entry in (sys.path if import_path is None else import_path)]
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                start_new_session=True,  # a terminal's Ctrl-C reaches the ranks once, through this process
+            )
+        text = json.dumps(path).encode()
+        self._control.sendall(len(text).to_bytes(4, "little") + text)
+
+    def begin(self, folder: Path, commands: int, events: int) -> None:
+        """Let the job in `folder` begin.  It obeys one pipe and reports on another; both may be closed here then."""
+        try:
+            socket.send_fds(self._control, [os.fsencode(folder)], [commands, events])
+        except OSError:
+            return  # the nursery is gone, which `end` says
+
+    def end(self) -> int:
+        """Wait until the last process of the job has ended, and return the status of the one that started the ranks."""
+        try:
+            word = self._control.recv(64)
+        except OSError:
+            word = b""
+        return int(word) if word else self._process.wait()
+
+    def close(self) -> None:
+        """End the process.  A job that still runs ends with it."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def open_nursery(given: Nursery | None = None) -> Generator[Nursery | None]:
+    """The given nursery, or one that lasts as long as the block; none on a rank, which starts no others."""
+    if given is not None or place_from_environment() is not None:
+        yield given
+        return
+    with Nursery() as nursery:
+        yield nursery

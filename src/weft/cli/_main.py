@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -62,7 +63,9 @@ def build_app() -> App:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 when all went well, 2 for input that a user can mend, 1 when a rank failed,
     130 after Ctrl-C and 143 after SIGTERM."""
-    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+    status = run(list(sys.argv[1:] if arguments is None else arguments))
+    gc.freeze()  # else Python looks through all of torch for garbage before it ends: 0.8 s (Xeon 2.5 GHz, 2026-11-22)
+    sys.exit(status)
 
 
 def run(arguments: list[str]) -> int:

@@ -111,10 +111,12 @@ Launch = Callable[[dict[str, Any], int], object]
 
 
 def _fresh_processes(nursery: Nursery | None, arguments: dict[str, Any], world_size: int) -> None:
-    # This process has built the model already; importing transformers takes longer than the rest of a check.
+    # This process has built the model already; importing transformers takes longer than the rest of a check.  And
+    # torch's optimizers, which every rank runs, import dynamo.
     known = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+    preload = [*sorted(known), "torch._dynamo"]
     function = "weft.entry._check_worker:run_rank"
-    launch_function(function, arguments, world_size, threads_per_rank=1, preload=sorted(known), nursery=nursery)
+    launch_function(function, arguments, world_size, threads_per_rank=1, preload=preload, nursery=nursery)
 
 
 def check_by(

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch._dynamo  # pyright: ignore[reportUnusedImport] - autograd imports it in every rank, for 2 s; so by fork
 
 from weft.comm import Mesh
 from weft.describe import build_blueprint

@@ -14,6 +14,8 @@ from types import TracebackType
 
 from weft.launch._place import place_from_environment
 
+_TRAINING = ("weft.prove", "weft.engine", "weft.data")
+"""What a command's ranks need: nearly as long to import as torch."""
 _SCRIPT = Path(__file__).with_name("_nursery.py")
 
 
@@ -34,12 +36,19 @@ class Nursery:
                 weft.train(replace(recipe, optimizer=OptimizerRecipe(learning_rate=rate)), nursery=nursery)
     """
 
-    def __init__(self, *, threads_per_rank: int | None = None, import_path: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        threads_per_rank: int | None = None,
+        import_path: Sequence[str] | None = None,
+        preload: Sequence[str] = (),
+    ) -> None:
         """Start the process, and do not wait for it.
 
         Args:
             threads_per_rank: OpenMP threads of every rank, where the environment does not say; by default each job's.
             import_path: where the process finds Weft and torch; by default where this one does.
+            preload: modules that jobs will need beside torch.
         """
         environment = dict(os.environ)
         if threads_per_rank is not None:
@@ -56,7 +65,7 @@ class Nursery:
                 env=environment,
                 start_new_session=True,  # a terminal's Ctrl-C reaches the ranks once, through this process
             )
-        text = json.dumps(path).encode()
+        text = json.dumps({"import_path": path, "preload": list(preload)}).encode()
         self._control.sendall(len(text).to_bytes(4, "little") + text)
 
     def begin(self, folder: Path, commands: int, events: int) -> None:
@@ -95,5 +104,5 @@ def open_nursery(given: Nursery | None = None) -> Generator[Nursery | None]:
     if given is not None or place_from_environment() is not None:
         yield given
         return
-    with Nursery() as nursery:
+    with Nursery(preload=_TRAINING) as nursery:
         yield nursery

@@ -34,11 +34,11 @@ END = 0
 END_SECONDS = 5.0
 
 
-def serve(control: socket.socket) -> int:
+def serve(control: socket.socket, preload: list[str]) -> int:
     """Carry out the launcher's jobs, one after another, until it is gone.  In a rank: run it and return its status."""
     from weft.launch._job import Job
 
-    _import_torch()
+    _import("torch", "torch.distributed", *preload)
     nursery = os.getpid()
     while True:
         folder, descriptors = _next_job(control)
@@ -95,24 +95,18 @@ def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
     os._exit(0)  # everything is closed; taking torch apart would keep the launcher waiting
 
 
-def _import_torch() -> None:
-    """Import what every rank needs, and do not look through it for garbage: no rank copies its pages then."""
-    for name in ("torch", "torch.distributed"):
-        importlib.import_module(name)
-    gc.freeze()
-
-
 def _preload(job: Job) -> None:
-    """Import what every rank of this job needs beside torch, so that ranks get it by fork."""
+    """Import what every rank of this job needs, so that ranks get it by fork."""
     sys.path[:] = job.import_path
-    if job.kind != "function":
-        return
-    try:
-        for name in (job.target.partition(":")[0], *job.preload):
+    if job.kind == "function":
+        _import(job.target.partition(":")[0], *job.preload)
+
+
+def _import(*names: str) -> None:
+    with contextlib.suppress(Exception):  # the ranks meet the same error, and report it
+        for name in names:
             importlib.import_module(name)
-    except Exception:  # the ranks meet the same error, and report it
-        return
-    gc.freeze()
+    gc.freeze()  # no rank needs to look through these modules for garbage, nor to copy their pages
 
 
 def _die_with(parent: int) -> None:
@@ -198,14 +192,18 @@ def _signal_all(living: dict[int, int], number: signal.Signals) -> None:
         os.kill(pid, number)  # not reaped yet, so the number is still theirs
 
 
-def _receive_path(control: socket.socket) -> list[str]:
-    """Where to import from, which the launcher says first: four bytes of length, then JSON."""
+def _receive(control: socket.socket) -> dict[str, list[str]]:
+    """Where to import from, and what, which the launcher says first: four bytes of length, then JSON."""
     length = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
-    return json.loads(control.recv(length, socket.MSG_WAITALL) or "[]")
+    text = control.recv(length, socket.MSG_WAITALL) if length else b""
+    if len(text) < length or not length:
+        os._exit(0)  # the launcher is gone
+    return json.loads(text)
 
 
 if __name__ == "__main__":
     CONTROL = socket.socket(fileno=int(sys.argv[1]))
-    sys.path[:] = _receive_path(CONTROL)
+    TOLD = _receive(CONTROL)
+    sys.path[:] = TOLD["import_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(serve(CONTROL))
+    sys.exit(serve(CONTROL, TOLD["preload"]))

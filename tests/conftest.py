@@ -10,11 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import pool
 import tiers
+
+if TYPE_CHECKING:
+    from weft.launch import Nursery
 
 # A container's usual setting, which makes each of the suite's hundreds of processes compile Weft's modules again:
 # 0.3 s of 0.4 s in which `weft --help` starts (Xeon 2.5 GHz, 2026-11-22).
@@ -39,6 +43,15 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[pool.RankPool]:
     pytestconfig.stash[_POOL] = made
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """What ranks of `weft.launch` are forked from, by tests of what they do: each would import torch again."""
+    from weft.launch import Nursery
+
+    with Nursery(preload=("weft.entry",)) as made:
+        yield made
 
 
 @dataclass(frozen=True)

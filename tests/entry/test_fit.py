@@ -15,7 +15,7 @@ import weft
 from weft.cluster import parse_cluster_spec
 from weft.entry._fit import Trial, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
 from weft.errors import PlanError, RecipeError
-from weft.launch import Place
+from weft.launch import Nursery, Place
 from weft.plan import MeshPlan, MicrobatchPlan, Plan, dump_plan, facts_of, parse_plan
 from weft.profile import profile_of
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, Recipe, RunRecipe, dump_recipe, parse_recipe
@@ -42,13 +42,13 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_every_rank_is_weighed_without_its_peers(name: str) -> None:
+def test_every_rank_is_weighed_without_its_peers(name: str, nursery: Nursery) -> None:
     axes = dict(PLANS[name])
     zero = axes.pop("zero", 1)
     mesh = MeshPlan(**axes)
     plan = Plan(mesh=mesh, microbatch=MicrobatchPlan(size=2, per_step=4 // mesh.data))
     plan = replace(plan, data_parallel=replace(plan.data_parallel, zero=zero))
-    trial = weigh_in_processes(recipe_of(), plan)
+    trial = weigh_in_processes(recipe_of(), plan, nursery=nursery)
     assert trial.fits
     assert 50e6 < trial.peak_bytes < 5e9  # the interpreter and torch are most of it
 

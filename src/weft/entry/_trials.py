@@ -15,7 +15,7 @@ import weft
 from weft.cluster import Cluster
 from weft.entry._timed import TimedPlan, step_seconds, time_plans
 from weft.errors import WeftError
-from weft.launch import Nursery, RankError, open_nursery, place_from_environment
+from weft.launch import Nursery, RankError, place_from_environment
 from weft.plan import SPLIT_BACKWARD, Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.search import Candidate, Choice, explain_settings
@@ -62,14 +62,13 @@ def decide_by_trials(
         tell: gets a line before each trial.
         folder: of kept measurements; by default `~/.cache/weft/auto`.
         steps: of the run, where it is not the recipe's.
-        nursery: of the processes that try plans; by default one that ends with this call.
+        nursery: of the processes that try plans; by default each trial starts one.
     """
     if not choice.rivals or recipe.model.factory is not None or place_from_environment() is not None:
         return choice
     steps = steps or recipe.run.steps
-    with open_nursery(nursery) as warm:
-        bench = _Bench(recipe, machine, tell, folder or Path.home() / ".cache" / "weft" / "auto", warm)
-        return _compiled(bench, _fastest(bench, choice, steps), steps)
+    bench = _Bench(recipe, machine, tell, folder or Path.home() / ".cache" / "weft" / "auto", nursery)
+    return _compiled(bench, _fastest(bench, choice, steps), steps)
 
 
 def _fastest(bench: _Bench, choice: Choice, steps: int) -> Choice:

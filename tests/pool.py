@@ -254,6 +254,7 @@ def _serve(pipe: Connection, log: str) -> None:
         outcome = _perform(job)
         if len(sys.modules) > known:  # and the same of what a job has imported: transformers alone costs 0.3 s
             known = len(sys.modules)
+            gc.collect()  # but nothing else that a job has left
             gc.freeze()
         pipe.send(outcome)
 
@@ -367,22 +368,20 @@ def descendants(root: int) -> dict[int, str]:
 
 def listening_ports(pids: set[int]) -> set[str]:
     """`address:port` in hexadecimal of every TCP socket on which one of `pids` listens."""
-    inodes: set[str] = set()
+    listening: dict[str, str] = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [row.split() for row in Path(table).read_text().splitlines()[1:]]
+            listening |= {f"socket:[{row[9]}]": row[1] for row in rows if row[3] == "0A"}
+    if not listening:  # as after most tests: nobody's descriptors need to be read
+        return set()
+    found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # the process has just ended
             for name in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):  # the descriptor that listed the others is closed by now
-                    link = os.readlink(f"/proc/{pid}/fd/{name}")
-                    inodes |= {link[8:-1]} if link.startswith("socket:[") else set()
-    listening: set[str] = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            rows = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        fields = [row.split() for row in rows]
-        listening |= {row[1] for row in fields if row[3] == "0A" and row[9] in inodes}
-    return listening
+                    found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return {address for socket, address in listening.items() if socket in found}
 
 
 def mapped_elsewhere(names: set[str]) -> set[str]:

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launch_kit import is_alive, job, parent_of, wait_for
 
+import pool
 from weft.errors import LaunchError, PlanError
 from weft.launch import Nursery, RankError, launch_function, open_nursery
 
@@ -61,17 +63,50 @@ with Nursery() as nursery:
 """
 
 
-def test_it_ends_with_its_owner(tmp_path: Path) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER.format(path=sys.path, folder=str(tmp_path))])
-    written = tmp_path / "pid0"
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process whose nursery has finished a job and begins one that waits for Ctrl-C."""
+    code = OWNER.format(path=sys.path, folder=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.wait()
+    assert process.stderr is not None
+    process.stderr.close()
+
+
+def family_of(folder: Path) -> list[int]:
+    """The waiting rank, its parent, and the nursery."""
+    written = folder / "pid0"
     assert wait_for(lambda: written.is_file() and bool(written.read_text()))
     rank = int(written.read_text())
-    parent = parent_of(rank)
-    family = [rank, parent, parent_of(parent)]
+    return [rank, parent_of(rank), parent_of(parent_of(rank))]
+
+
+def test_it_ends_with_its_owner(owner: subprocess.Popen[str], tmp_path: Path) -> None:
+    family = family_of(tmp_path)
     assert parent_of(family[-1]) == owner.pid
     owner.kill()
-    owner.wait()
+    owner.communicate()
     assert wait_for(lambda: not any(is_alive(pid) for pid in family), 3.0)
+
+
+def test_ranks_die_with_a_killed_nursery(owner: subprocess.Popen[str], tmp_path: Path) -> None:
+    family = family_of(tmp_path)
+    os.kill(family[-1], signal.SIGKILL)
+    _, complaint = owner.communicate(timeout=20)
+    assert "LaunchError: the process that started the ranks ended with status -9" in complaint
+    assert wait_for(lambda: not any(is_alive(pid) for pid in family), 2.0)
+
+
+def test_ctrl_c_before_there_are_ranks_reaches_them(owner: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert wait_for(lambda: bool(pool.descendants(owner.pid)))
+    nursery = list(pool.descendants(owner.pid))
+    owner.send_signal(signal.SIGINT)  # while torch is imported, for the first job
+    _, complaint = owner.communicate(timeout=30)
+    assert complaint.splitlines()[-1] == "KeyboardInterrupt"
+    assert not (tmp_path / "pid0").exists()
+    assert wait_for(lambda: not any(is_alive(pid) for pid in nursery), 2.0)
 
 
 def test_a_rank_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:

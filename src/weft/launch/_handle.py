@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
+from weft.errors import LaunchError
 from weft.launch._place import place_from_environment
 
+_GONE = (BrokenPipeError, ConnectionResetError)
+"""What a socket says whose other end has died."""
 _TRAINING = ("weft.prove", "weft.engine", "weft.data")
 """What a command's ranks need: nearly as long to import as torch."""
 _SCRIPT = Path(__file__).with_name("_nursery.py")
@@ -26,8 +29,8 @@ class Nursery:
     that a job imports before its ranks are forked stay imported.  Ranks get the environment and the standard streams
     that this process has when the nursery is started.
 
-    Use it as a context manager.  It ends with the block, and with this process in whatever way that ends.  One job at a
-    time: it is not for several threads.
+    Use it as a context manager.  It ends with the block, and when this process has ended in whatever way, at the latest
+    as soon as it has imported what it was importing.  One job at a time: it is not for several threads.
 
     Example::
 
@@ -51,37 +54,56 @@ class Nursery:
             preload: modules that jobs will need beside torch.
         """
         environment = dict(os.environ)
-        if threads_per_rank is not None:
-            environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank))
+        # Where the user says nothing each rank takes its job's number; until then one: what is imported may start more.
+        environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank or 1))
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment.setdefault(name, "lo" if sys.platform == "linux" else "lo0")  # one host: no connections outside
-        path = [entry or os.getcwd() for entry in (sys.path if import_path is None else import_path)]
+        path = [os.path.abspath(entry) for entry in (sys.path if import_path is None else import_path)]
+        told = json.dumps({"import_path": path, "preload": list(preload)}).encode()
+        self._jobs = 0
+        self._heard = b""
         self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=environment,
-                start_new_session=True,  # a terminal's Ctrl-C reaches the ranks once, through this process
-            )
-        text = json.dumps({"import_path": path, "preload": list(preload)}).encode()
-        self._control.sendall(len(text).to_bytes(4, "little") + text)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env=environment,
+                    start_new_session=True,  # a terminal's Ctrl-C reaches the ranks once, through this process
+                )
+        except OSError as problem:
+            self._control.close()
+            raise LaunchError(
+                f"no process can be started for the ranks: {problem}. Free memory, or raise the limit on processes"
+                " (ulimit -u)."
+            ) from problem
+        with suppress(*_GONE):  # which `end` says of the first job
+            self._control.sendall(len(told).to_bytes(4, "little") + told)
 
     def begin(self, folder: Path, commands: int, events: int) -> None:
         """Let the job in `folder` begin.  It obeys one pipe and reports on another; both may be closed here then."""
-        try:
+        self._jobs += 1
+        with suppress(*_GONE):  # which `end` says
             socket.send_fds(self._control, [os.fsencode(folder)], [commands, events])
-        except OSError:
-            return  # the nursery is gone, which `end` says
 
     def end(self) -> int:
         """Wait until the last process of the job has ended, and return the status of the one that started the ranks."""
-        try:
-            word = self._control.recv(64)
-        except OSError:
-            word = b""
-        return int(word) if word else self._process.wait()
+        while True:
+            line, newline, rest = self._heard.partition(b"\n")
+            if not newline:
+                try:
+                    word = self._control.recv(256)
+                except ConnectionResetError:
+                    word = b""
+                if not word:
+                    return self._process.wait()
+                self._heard += word
+                continue
+            self._heard = rest
+            number, status = map(int, line.split())
+            if number == self._jobs:  # not of one whose end nobody waited for
+                return status
 
     def close(self) -> None:
         """End the process.  A job that still runs ends with it."""

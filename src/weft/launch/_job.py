@@ -21,6 +21,8 @@ class Job:
     """Keyword arguments of the function, or the script's command line."""
     num_processes: int
     threads_per_rank: int
+    threads_given: bool
+    """The environment says how many, whatever `threads_per_rank` is."""
     working_folder: str
     import_path: list[str]
     preload: list[str]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import weft.errors
 from weft.errors import LaunchError, WeftError
@@ -42,7 +42,7 @@ class RankError(LaunchError):
 class _Watch:
     """What the launcher knows of a running job."""
 
-    commands: int
+    commands: BinaryIO
     num_processes: int
     codes: dict[int, int] = field(default_factory=dict[int, int])
     """Rank → exit code; negative: the signal that killed it."""
@@ -55,8 +55,9 @@ class _Watch:
         self.order(number if len(self.signals) == 1 else signal.SIGKILL)
 
     def order(self, number: int) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the nursery has just ended: nobody is left to be told
-            os.write(self.commands, bytes([number]))
+        if not self.commands.closed:
+            with contextlib.suppress(BrokenPipeError):  # the ranks' parent has just ended: nobody is left to be told
+                self.commands.write(bytes([number]))
 
 
 def launch_function(
@@ -146,13 +147,14 @@ def _job(
         raise LaunchError(f"num_processes = {num_processes}: a job has at least 1 process.")
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
-    path = [entry or os.getcwd() for entry in (sys.path if import_path is None else import_path)]
+    path = [os.path.abspath(entry) for entry in (sys.path if import_path is None else import_path)]
     return Job(
         kind=kind,
         target=target,
         arguments=arguments,
         num_processes=num_processes,
         threads_per_rank=threads or max(1, (os.cpu_count() or 1) // num_processes),
+        threads_given="OMP_NUM_THREADS" in os.environ,
         working_folder=os.getcwd(),
         import_path=path,
         preload=list(preload),
@@ -174,21 +176,22 @@ def _run(job: Job, folder: Path, nursery: Nursery | None) -> _Watch:
     """Run the job to the end of its last rank."""
     job.write(folder)
     with contextlib.ExitStack() as stack:
-        command_read, command_write = os.pipe()
-        event_read, event_write = os.pipe()
-        stack.callback(os.close, event_read)
-        watch = _Watch(command_write, job.num_processes)
+        theirs, commands, events, reports = (
+            stack.enter_context(os.fdopen(end, mode, buffering=0))
+            for end, mode in zip((*os.pipe(), *os.pipe()), ("rb", "wb", "rb", "wb"), strict=True)
+        )
+        watch = _Watch(commands, job.num_processes)
         stack.enter_context(_signals_passed_on(watch))
         if nursery is None:
             new = Nursery(threads_per_rank=job.threads_per_rank, import_path=job.import_path)
             nursery = stack.enter_context(new)
-        nursery.begin(folder, command_read, event_write)
-        os.close(command_read)
-        os.close(event_write)
+        nursery.begin(folder, theirs.fileno(), reports.fileno())
+        theirs.close()
+        reports.close()
         try:
-            _follow(watch, event_read)
+            _follow(watch, events.fileno())
         finally:
-            os.close(command_write)  # whatever happened here: the ranks' parent kills what is left, and ends
+            commands.close()  # whatever happened here: the ranks' parent kills what is left, and ends
             status = nursery.end()
     if len(watch.codes) < job.num_processes:
         raise LaunchError(

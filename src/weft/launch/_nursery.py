@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import os
 import select
@@ -38,29 +39,35 @@ def serve(control: socket.socket, preload: list[str]) -> int:
     """Carry out the launcher's jobs, one after another, until it is gone.  In a rank: run it and return its status."""
     from weft.launch._job import Job
 
-    _import("torch", "torch.distributed", *preload)
+    for name in ("torch", "torch.distributed"):
+        importlib.import_module(name)
+    _import(*preload)
     nursery = os.getpid()
-    while True:
+    for number in itertools.count(1):
         folder, descriptors = _next_job(control)
         job = Job.read(folder)
+        with contextlib.suppress(OSError):  # a folder that is gone is the ranks' to find out
+            os.chdir(job.working_folder)
         _preload(job)
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
             control.close()
             _die_with(nursery)
-            os.chdir(job.working_folder)
             return parent_ranks(job, folder, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         _, status = os.waitpid(pid, 0)
-        with contextlib.suppress(BrokenPipeError):
-            control.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            control.sendall(f"{number} {os.waitstatus_to_exitcode(status)}\n".encode())
+    raise AssertionError("counting has no end")
 
 
 def _next_job(control: socket.socket) -> tuple[Path, list[int]]:
     """Wait for the folder of a job, and its pipes; end where the launcher has."""
-    word, descriptors, _, _ = socket.recv_fds(control, 4096, 2)
+    word, descriptors = b"", list[int]()
+    with contextlib.suppress(ConnectionResetError):
+        word, descriptors, _, _ = socket.recv_fds(control, 4096, 2)
     if not word:
         os._exit(0)  # taking torch apart would keep the launcher waiting
     return Path(os.fsdecode(word)), descriptors
@@ -68,9 +75,11 @@ def _next_job(control: socket.socket) -> tuple[Path, list[int]]:
 
 def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
     """Start the ranks of a job, and end when all have ended.  In a rank: run it and return its status."""
+    from weft.launch._rank import run_rank
     from weft.launch._word import open_words
 
     words = open_words(folder, job.num_processes)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a rank that cannot handle it yet gets it when it can
     wake_read, wake_write = os.pipe()
     for descriptor in (wake_read, wake_write):
         os.set_blocking(descriptor, False)
@@ -83,8 +92,6 @@ def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
         if pid == 0:
             _die_with(parent)
             _close([commands, events, wake_read, wake_write, *words], listener)
-            from weft.launch._rank import run_rank
-
             return run_rank(job, rank, folder, port)
         ranks[pid] = rank
     store = _serve_store(listener, job.num_processes)
@@ -103,7 +110,7 @@ def _preload(job: Job) -> None:
 
 
 def _import(*names: str) -> None:
-    with contextlib.suppress(Exception):  # the ranks meet the same error, and report it
+    with contextlib.suppress(Exception, SystemExit):  # the ranks meet the same, and report it
         for name in names:
             importlib.import_module(name)
     gc.freeze()  # no rank needs to look through these modules for garbage, nor to copy their pages

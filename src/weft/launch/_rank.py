@@ -31,9 +31,10 @@ def run_rank(job: Job, rank: int, folder: Path, port: int | None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _redirect(job, rank)
-    _limit_threads(job)
     status, value, error = 0, None, None
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came while this rank was being forked
+        _limit_threads(job)
         if job.kind == "function":
             value = _call(job, rank, folder)
         else:
@@ -73,8 +74,8 @@ def _redirect(job: Job, rank: int) -> None:
 
 
 def _limit_threads(job: Job) -> None:
-    """What torch has read from the environment, unless it said nothing when torch was imported."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    """torch was imported before it was known how many there would be, unless the user's environment says so."""
+    if not job.threads_given:
         from torch import set_num_threads
 
         os.environ["OMP_NUM_THREADS"] = str(job.threads_per_rank)  # for data workers and other children

@@ -8,9 +8,10 @@ import pytest
 from search_kit import narrow, tiny
 
 from weft.cluster import Cluster, parse_cluster_spec
-from weft.plan import DataParallelPlan, Plan, runnability
+from weft.plan import DataParallelPlan, MeshPlan, Plan, runnability
 from weft.price import Layout, Pricer
 from weft.search import Space, pinned, search, space_of
+from weft.search._pins import with_given
 
 BATCH = 8
 
@@ -60,6 +61,12 @@ def test_what_is_given_is_kept() -> None:
     local = Plan(
         data_parallel=DataParallelPlan(local_steps=4), origins={"data_parallel.local_steps": "plan.toml, line 2"}
     )
-    assert pinned(space(cluster), local).algorithms == ("auto",)
+    stepping = pinned(space(cluster), local)
+    assert stepping.algorithms == ("auto",)
+    chosen = [with_given(plan, local) for plan in found(cluster, stepping)]
+    assert any(plan.mesh.replicate > 1 for plan in chosen)
+    assert all(runnability(plan) == [] for plan in chosen if plan.mesh.replicate > 1)
+    sharded = replace(local, mesh=MeshPlan(shard=2), origins={**local.origins, "mesh.shard": "plan.toml, line 3"})
+    assert pinned(space(cluster), sharded).zeros == (0, 1)
     squeezed = space(cluster, compressions=("bf16",))
     assert {plan.data_parallel.algorithm for plan in found(cluster, squeezed)} == {"auto"}

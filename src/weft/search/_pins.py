@@ -45,8 +45,12 @@ def pinned(space: Space, plan: Plan) -> Space:
     for key in plan.origins:
         if key in _FIELDS:
             changes[_FIELDS[key]] = (_value(plan, key),)
-    if plan.data_parallel.local_steps and "data_parallel.algorithm" not in plan.origins:
-        changes["algorithms"] = ("auto",)  # replicas have no sums in every step that another way could carry
+    if plan.data_parallel.local_steps:
+        if "data_parallel.algorithm" not in plan.origins:
+            changes["algorithms"] = ("auto",)  # replicas have no sums in every step that another way could carry
+        if "data_parallel.zero" not in plan.origins and plan.mesh.shard == 1:
+            # ZeRO-1 and 2 share out over data ranks what each replica keeps for itself.
+            changes["zeros"] = tuple(zero for zero in space.zeros if zero in (0, 3))
     if "memory.recompute" in plan.origins:
         changes["per_block_recompute"] = False
         if isinstance(plan.memory.recompute, tuple):

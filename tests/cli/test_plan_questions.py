@@ -58,6 +58,13 @@ def test_what_search_does_not_choose_stands_in_the_plan_and_that_is_said(
     assert (plan.data_parallel.topk_share, plan.compute.threads_per_rank) == (0.2, 3)
 
 
+def test_a_plan_that_cannot_be_run_yet_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("plan", RECIPE, "--plan", str(DEMO / "plan.toml"))
+    assert "refuses" not in said(capsys, *given)
+    text = said(capsys, *given, "--set", "plan.memory.offload=optimizer")
+    assert 'note      weft train refuses it: plan.memory.offload = "optimizer" can be predicted but not run yet' in text
+
+
 def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "plan", RECIPE, "--plan", str(DEMO / "plan.toml"), "--dry-run", "--rank", "7")
     assert "rank      7 of 8 (pipeline 1, replicate 1, tensor 1)" in text

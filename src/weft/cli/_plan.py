@@ -184,7 +184,7 @@ def _recipe(
     with what search finds beside it."""
     from weft.cli._search import need_subject, print_search, recipe_subject, run_search, write_best
     from weft.cluster import resolve_cluster
-    from weft.plan import describe_plan
+    from weft.plan import describe_plan, runnability
 
     is_elsewhere = cluster is not None and plan == "auto" and processes is None and eject is None
     subject = None
@@ -205,6 +205,8 @@ def _recipe(
     choice = read_choice(recipe, plan, overrides, processes, cluster)
     if not asked.json:
         print("\n".join(describe_plan(choice.plan, choice.reasons, choice.facts, choice.cluster)))
+        for reason in runnability(choice.plan):
+            print(f"note      weft train refuses it: {reason}")
         if choice.note:
             print(f"note      {choice.note}")
     if subject is not None:

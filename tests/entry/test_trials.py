@@ -121,7 +121,9 @@ def test_plans_of_two_worlds_take_turns(nursery: Nursery) -> None:
     wrong = replace(two, mesh=MeshPlan(pipeline=2), pipeline_parallel=PipelineParallelPlan(cuts=(7,)))
     one = replace(two, mesh=MeshPlan(), microbatch=MicrobatchPlan(size=8, per_step=1))
     slow = replace(one, microbatch=MicrobatchPlan(size=1, per_step=8))
+    before = nursery.num_jobs
     timed = time_plans(recipe, [two, one, slow, wrong], rounds=3, most=1, nursery=nursery)
+    assert nursery.num_jobs == before + 1
     assert isinstance(timed[3], str)
     assert "cuts" in timed[3]
     ran = [each for each in timed if isinstance(each, TimedPlan)]

@@ -29,6 +29,9 @@ def test_jobs_of_different_kinds_follow_one_another(tmp_path: Path, monkeypatch:
         second = launch_function(job("where_from"), {}, 3, threads_per_rank=2, nursery=nursery)
         assert launch_function(job("add_up"), {"offset": 0}, 3, nursery=nursery)[2]["sum"] == 3.0
     (origin,) = {rank["nursery"] for rank in (*first, *second)}
+    assert nursery.num_jobs == 5
+    with pytest.raises(LaunchError, match="this nursery is closed.*start another"):
+        launch_function(job("where_from"), {}, 1, nursery=nursery)
     assert origin != os.getpid()
     assert not is_alive(origin)
     assert [rank["rank"] for rank in second] == [0, 1, 2]

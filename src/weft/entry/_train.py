@@ -96,7 +96,7 @@ def train(
             than four fifths of it.
         quiet: print nothing.
         nursery: of the ranks, where several runs share one (`weft.launch.Nursery`); by default one that ends with this
-            call.
+            call.  Under torchrun or `weft launch` the ranks are there already, and none is needed.
 
     Raises:
         WeftError: what was wrong, of its own class; a rank's error is raised here as itself.

@@ -82,7 +82,16 @@ class Nursery:
             self._control.sendall(len(told).to_bytes(4, "little") + told)
 
     def begin(self, folder: Path, commands: int, events: int) -> None:
-        """Let the job in `folder` begin.  It obeys one pipe and reports on another; both may be closed here then."""
+        """Let the job in `folder` begin.  It obeys one pipe and reports on another; both may be closed here then.
+
+        Raises:
+            LaunchError: the nursery is closed.
+        """
+        if self._control.fileno() < 0:
+            raise LaunchError(
+                "this nursery is closed, so no ranks can be forked from it. Use it inside its `with` block, or start"
+                " another one."
+            )
         self._jobs += 1
         with suppress(*_GONE):  # which `end` says
             socket.send_fds(self._control, [os.fsencode(folder)], [commands, events])
@@ -104,6 +113,11 @@ class Nursery:
             number, status = map(int, line.split())
             if number == self._jobs:  # not of one whose end nobody waited for
                 return status
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that have begun."""
+        return self._jobs
 
     def close(self) -> None:
         """End the process.  A job that still runs ends with it."""

@@ -202,7 +202,8 @@ def _recipe(
         return
     if asked.is_special:
         subject = need_subject(subject, recipe)
-    choice = read_choice(recipe, plan, overrides, processes, cluster)
+    described = None if subject is None else subject.described
+    choice = read_choice(recipe, plan, overrides, processes, cluster, described=described)
     if not asked.json:
         print("\n".join(describe_plan(choice.plan, choice.reasons, choice.facts, choice.cluster)))
         for reason in runnability(choice.plan):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from weft.cluster import Cluster
     from weft.launch import Nursery
     from weft.plan import ModelFacts, Plan
+    from weft.profile import Profile
     from weft.recipe import Recipe
     from weft.search import Choice as Chosen
 
@@ -40,11 +41,13 @@ def read_choice(
     *,
     trials: bool = False,
     nursery: Nursery | None = None,
+    described: Described | None = None,
 ) -> Choice:
     """Read a recipe and its plan, choose the plan when it is `auto`, and check that both fit.
 
     With `trials`, a few steps decide between plans that predictions cannot tell apart, where that pays, and a plan that
-    may not find memory is marked.  `nursery`: of the processes that take these steps.
+    may not find memory is marked.  `nursery`: of the processes that take these steps.  `described`: the recipe's model,
+    where that is known already.
 
     Raises:
         WeftError: RecipeError, PlanError or ClusterError for what is wrong with them.
@@ -52,6 +55,7 @@ def read_choice(
     from weft.cluster import known_machine, resolve_cluster
     from weft.plan import Plan, apply_overrides, check_plan, facts_of, load_plan
     from weft.recipe import load_recipe
+    from weft.search import choose_plan
 
     texts = list(overrides)
     of_plan = [text for text in texts if text.startswith("plan.")]
@@ -64,7 +68,9 @@ def read_choice(
         machine = resolve_cluster(cluster)
     reasons: Mapping[str, str] = {}
     if plan_path == "auto":
-        choice = _choose(recipe, machine, facts, processes, given)
+        described = described or describe_recipe(recipe)
+        facts, profile = described.facts, described.profile
+        choice = choose_plan(recipe, machine, facts, processes, profile=profile, given=given)
         if trials and choice.rivals:
             choice = _tried(recipe, machine, choice, of_plan, nursery)
         if trials:
@@ -78,17 +84,32 @@ def read_choice(
     return Choice(recipe, plan, reasons, facts, machine, note, tight and "microbatch.size" not in plan.origins)
 
 
-def _choose(recipe: Recipe, machine: Cluster, facts: ModelFacts, processes: int | None, given: Plan) -> Chosen:
-    """Search; a model that only building it describes is built, on the meta device."""
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A recipe's model as the planner knows it."""
+
+    profile: Profile | None
+    """None where building and tracing the model does not tell its sizes either."""
+    facts: ModelFacts
+
+
+def describe_recipe(recipe: Recipe) -> Described:
+    """Return the profile and the facts of a recipe's model.  One that only building it describes is built, on the meta
+    device, which imports torch.
+
+    Raises:
+        RecipeError: the model cannot be built.
+    """
+    from weft.plan import facts_of
     from weft.profile import profile_of
-    from weft.search import choose_plan
 
+    facts = facts_of(recipe)
     profile = profile_of(recipe, facts)
-    if profile is None:
-        from weft.entry import profile_of_built
+    if profile is not None:
+        return Described(profile, facts)
+    from weft.entry import profile_of_built
 
-        profile, facts = profile_of_built(recipe)
-    return choose_plan(recipe, machine, facts, processes, profile=profile, given=given)
+    return Described(*profile_of_built(recipe))
 
 
 def _is_tight(choice: Chosen) -> bool:

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 
 from weft.cli._explain import Questions, answer_lines
 from weft.cli._numbers import parse_count, parse_duration
+from weft.cli._read import Described, describe_recipe
 from weft.errors import PlanError, RecipeError
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster
     from weft.plan import Plan
     from weft.profile import ModelSizes, Profile
-    from weft.recipe import OptimizerRecipe, PermitRecipe
-    from weft.search import Objective, SearchResult
+    from weft.recipe import OptimizerRecipe, PermitRecipe, Recipe
+    from weft.search import Objective, SearchResult, Space
 
 _FOLLOWING = {"microbatch.per_step": "microbatch.size", "pipeline_parallel.cuts": "mesh.pipeline"}
 """What follows from other settings → one of them."""
@@ -64,6 +65,10 @@ class Subject:
     optimizer: OptimizerRecipe | None
     sizes: ModelSizes | None = None
     """Of a transformer, for other launchers."""
+    recipe: Recipe | None = None
+    """None for a well-known model."""
+    described: Described | None = None
+    """The recipe's model."""
 
 
 def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_length: int | None) -> Subject:
@@ -83,22 +88,23 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
 
 
 def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject | None:
-    """Return a recipe's model; None where only building it would tell its sizes."""
-    from weft.plan import Plan, apply_overrides, facts_of
-    from weft.profile import profile_of, sizes_of
+    """Return a recipe's model, built on the meta device where only that tells its sizes; None where not even that."""
+    from weft.plan import Plan, apply_overrides
+    from weft.profile import sizes_of
     from weft.recipe import load_recipe
 
     recipe, _ = apply_overrides(load_recipe(recipe_path), Plan(), overrides)
-    facts = facts_of(recipe)
-    profile = profile_of(recipe, facts)
-    if profile is None:
+    described = describe_recipe(recipe)
+    if described.profile is None:
         return None
     return Subject(
-        profile=profile,
+        profile=described.profile,
         global_batch_size=recipe.batch.global_batch_size,
         permit=recipe.permit,
         optimizer=recipe.optimizer,
-        sizes=sizes_of(recipe, facts),
+        sizes=sizes_of(recipe, described.facts),
+        recipe=recipe,
+        described=described,
     )
 
 
@@ -190,24 +196,17 @@ def _given(asked: Asked) -> Plan:
 
 def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResult]:
     from weft.price import DATASHEET, FITTED
-    from weft.search import pinned, search, space_of
+    from weft.search import search
 
     objective, given = _objective(asked), _given(asked)
 
     def searched(cluster: Cluster) -> SearchResult:
-        space = space_of(
-            subject.profile,
-            cluster,
-            global_batch_size=subject.global_batch_size,
-            permit=subject.permit,
-            runnable_only=asked.runnable,
-        )
         return search(
             subject.profile,
             cluster,
             global_batch_size=subject.global_batch_size,
             objective=objective,
-            space=pinned(space, given),
+            space=_space(subject, cluster, given, runnable_only=asked.runnable),
             optimizer=subject.optimizer,
             # What was fitted on published runs of accelerators; cores are priced by what was measured of them.
             calibration=FITTED if cluster.has_accelerators else DATASHEET,
@@ -216,6 +215,17 @@ def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResul
         )
 
     return searched
+
+
+def _space(subject: Subject, cluster: Cluster, given: Plan, *, runnable_only: bool) -> Space:
+    """What may be chosen: of a recipe's own model only what nothing forbids."""
+    from weft.search import pinned, recipe_space, space_of
+
+    if subject.recipe is not None and subject.described is not None:
+        facts = subject.described.facts
+        return recipe_space(subject.recipe, subject.profile, facts, cluster, given, runnable_only=runnable_only)
+    space = space_of(subject.profile, cluster, global_batch_size=subject.global_batch_size, runnable_only=runnable_only)
+    return pinned(space, given)
 
 
 def _objective(asked: Asked) -> Objective:

@@ -214,6 +214,7 @@ class _Builder:
             vocabulary_size=(blueprint.vocabulary_size or 0) if blueprint.vocabulary_head else 0,
             tied=self._is_tied(),
             divisible=tuple(blueprint.divisible.items()) if splits else (),
+            can_be_cut=blueprint.cut is not None,
             num_experts=_num_experts(parts),
             has_batch_norm=any(isinstance(module, _BATCH_NORMS) for module in blueprint.module.modules()),
             per_sample_loss=getattr(blueprint.loss, "per_sample", True),

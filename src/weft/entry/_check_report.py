@@ -135,7 +135,7 @@ def describe_case(
     how = f"{sizes}, folded to {folded}" if folded != sizes else sizes
     lines = [_labelled("plan", f"{how} = {world} process{'es' if world > 1 else ''}")]
     if recipe.model.factory is None:
-        whole, part = _model(facts), _model(small_facts)
+        whole, part = _model(facts) or _model(small_facts), _model(small_facts)
         lines.append(_labelled("model", f"{facts.name} of {whole}, shrunk to {part}" if whole != part else whole))
     lines += [_labelled("note", note) for note in small.notes]
     return lines

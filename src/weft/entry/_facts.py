@@ -18,10 +18,14 @@ def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
     facts = facts_of(recipe)
     parameters = list(blueprint.module.parameters())
     splits = any(rule.kind in ("column", "row", "vocab") for rule in blueprint.split)
+    cut = blueprint.cut
+    model = type(blueprint.module).__name__
     return replace(
         facts,
-        name=facts.name if facts.name != "model" else type(blueprint.module).__name__,
-        num_blocks=len(blueprint.cut.blocks) if blueprint.cut is not None else 0,
+        name=facts.name if facts.name != "model" else model,
+        num_blocks=len(cut.blocks) if cut is not None else facts.num_blocks,
+        no_stages="" if cut is not None else blueprint.no_stages or f"nothing says where the blocks of {model} are",
+        no_tensor="" if splits else blueprint.no_tensor or f"nothing says how the layers of {model} split",
         divisible=(dict(blueprint.divisible) or None) if splits else {},
         num_parameters=sum(parameter.numel() for parameter in parameters),
         sequence_length=blueprint.sequence_length,

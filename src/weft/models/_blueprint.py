@@ -92,6 +92,10 @@ class Blueprint:
     divisible: Mapping[str, int] = field(default_factory=dict[str, int])
     """Named sizes that the tensor axis must divide, for error messages: {"num_heads": 8, "num_kv_heads": 4}."""
     cut: CutTable | None = None
+    no_stages: str = ""
+    """Why `cut` is None, where that is known; a sentence without its end, such as "its attention has windows"."""
+    no_tensor: str = ""
+    """Why `split` has no rule that splits a layer, where that is known."""
     vocabulary_head: str | None = None
     """Name of the linear head whose output only the vocabulary loss reads; it may be fused with the loss."""
     task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"

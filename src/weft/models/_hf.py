@@ -20,6 +20,8 @@ from weft.models._hf_attention import (
     name_attention_dropouts,
     register_attention,
 )
+from weft.models._hf_experts import IMPLEMENTATION as EXPERTS
+from weft.models._hf_experts import register_experts
 from weft.models._hf_families import Family, family_of, has_plain_masks
 from weft.models._hf_weights import SafetensorsFolder, folder_initialiser, random_initialiser
 from weft.models._losses import token_loss
@@ -57,12 +59,14 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
         localise=family.localise,
         divisible=family.divisible,
         cut=family.cut,
+        no_stages=family.no_stages,
+        no_tensor=family.no_tensor,
         vocabulary_head=family.vocabulary_head,
         task=task,
         vocabulary_size=config.vocab_size,
         flops_per_sample=_flops(family, model, length),
         block_costs=family.cost.block_costs if family.cost else (),
-        example=token_example(length, inputs.values()) if has_plain_masks(config) else None,
+        example=token_example(length, inputs.values()),
         export=_with_bias_alias if config.model_type == "bert" else None,
         export_config=exported_config | {"architectures": [type(model).__name__]},
         sequence_length=length,
@@ -117,7 +121,9 @@ def _task(path: str, config: Any) -> Literal["causal_lm", "masked_lm"]:
 
 def _construct(transformers: Any, config: Any, task: str) -> Any:
     register_attention()
+    register_experts()
     config.use_cache = False
+    config._experts_implementation = EXPERTS
     if config.model_type == "gpt2":
         config.pad_token_id = None  # it looks for padding in every batch, which Weft never makes
     attention = IMPLEMENTATION if has_plain_masks(config) else MASKED_IMPLEMENTATION

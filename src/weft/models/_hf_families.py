@@ -8,7 +8,8 @@ from typing import Any
 
 from weft.models._blueprint import CutTable, Localise, SplitRule
 from weft.models._costs import TransformerCost
-from weft.recipe import SplitKind
+from weft.plan import WINDOWS
+from weft.recipe import SplitKind, has_sliding_windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,15 +23,17 @@ class Family:
     vocabulary_head: str | None = None
     cost: TransformerCost | None = None
     notes: Sequence[str] = ()
+    no_stages: str = ""
+    """Why there is no cut table."""
+    no_tensor: str = ""
+    """Why there are no split rules."""
 
 
 def has_plain_masks(config: Any) -> bool:
     """Whether attention is causal (or sees everything), without windows."""
     if config.model_type in ("gpt2", "bert"):
         return True
-    windows = config.model_type == "mistral" and config.sliding_window is not None
-    windows |= "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    return config.model_type in _LLAMA_LIKE and not windows
+    return config.model_type in _LLAMA_LIKE and not has_sliding_windows(config.to_dict())
 
 
 _LLAMA_LIKE = ("llama", "qwen2", "qwen3", "mistral")
@@ -45,7 +48,7 @@ def family_of(config: Any, model: Any, sequence_length: int) -> Family:
     }
     family = builders.get(config.model_type, _unknown)(config, model, sequence_length)
     if family.cut is not None and not has_plain_masks(config):
-        return replace(family, cut=None, notes=("its attention looks through sliding windows: no pipeline stages.",))
+        return replace(family, cut=None, no_stages=WINDOWS, notes=(f"{WINDOWS}: no pipeline stages.",))
     return family
 
 
@@ -218,13 +221,22 @@ def _unknown(config: Any, model: Any, length: int) -> Family:
     there), so Weft does not cut by it.
     """
     rules, unknown = translate_plan(model)
-    notes = [f"Weft has no table for {config.model_type}: no pipeline stages; write a Blueprint to have them."]
+    no_stages, no_tensor = f"Weft has no table for {config.model_type}, which names its blocks", ""
+    notes = [f"{no_stages}: no pipeline stages; write a Blueprint to have them."]
     if unknown:
         rules = []
-        notes.append(f"its tensor-parallel plan uses {', '.join(unknown)}, which Weft cannot split: no tensor axis.")
+        no_tensor = f"its tensor-parallel plan uses {', '.join(unknown)}, which Weft cannot split"
+        notes.append(f"{no_tensor}: no tensor axis.")
     elif not rules:
+        no_tensor = "it brings no tensor-parallel plan, and the recipe has no [model.split]"
         notes.append("it brings no tensor-parallel plan: no tensor axis unless [model.split] says how.")
     counts = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     sizes = {name: getattr(config, name, None) for name in counts}
     divisible = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    return Family(split=rules, divisible=divisible if rules else {}, notes=notes)
+    return Family(
+        split=rules,
+        divisible=divisible if rules else {},
+        notes=notes,
+        no_stages=no_stages,
+        no_tensor=no_tensor,
+    )

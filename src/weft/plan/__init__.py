@@ -1,6 +1,7 @@
 """Plan: how a recipe is split over a cluster.  Importable without torch."""
 
 from weft.plan._auto import auto_plan as auto_plan
+from weft.plan._check import check_given as check_given
 from weft.plan._check import check_plan as check_plan
 from weft.plan._check import check_runnable as check_runnable
 from weft.plan._check import mesh_sizes as mesh_sizes
@@ -9,6 +10,7 @@ from weft.plan._compression import UNPROVEN as UNPROVEN
 from weft.plan._compression import kept_bytes as kept_bytes
 from weft.plan._cuts import balanced_cuts as balanced_cuts
 from weft.plan._describe import describe_plan as describe_plan
+from weft.plan._facts import WINDOWS as WINDOWS
 from weft.plan._facts import ModelFacts as ModelFacts
 from weft.plan._facts import default_ffn_size as default_ffn_size
 from weft.plan._facts import facts_of as facts_of

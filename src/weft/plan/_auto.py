@@ -70,7 +70,7 @@ class _Search:
         for data, tensor, pipeline in sorted(self._splits(processes), key=lambda s: (-s[0], s[1] * s[2], s[2])):
             threads = self._threads(data * tensor * pipeline)
             for zero, recompute in _SAVINGS:
-                if zero == 3 and data == 1 and recompute == "none":
+                if (zero == 3 and data == 1 and recompute == "none") or (self.facts.no_stages and recompute != "none"):
                     continue
                 mesh = MeshPlan(pipeline=pipeline, tensor=tensor, replicate=data)
                 if zero == 3 and data > 1:
@@ -87,7 +87,7 @@ class _Search:
     def _splits(self, processes: int | None) -> Iterator[tuple[int, int, int]]:
         """Sizes of (data, tensor, pipeline) that the processes, the model and the batch allow."""
         world = self.cluster.num_devices if processes is None else processes
-        blocks, sizes = self.facts.num_blocks or 1, self.facts.divisible
+        blocks, sizes = 1 if self.facts.no_stages else self.facts.num_blocks or 1, self.facts.divisible
         common = math.gcd(*sizes.values()) if sizes and not self.recipe.model.split else 1
         for tensor in range(1, min(common, self.ranks_per_node(world)) + 1):
             for pipeline in range(1, min(blocks, world // tensor) + 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.document import Path, dotted, sentence, spell
 from weft.errors import PlanError, Setting
@@ -25,6 +25,28 @@ def check_plan(plan: Plan, recipe: Recipe, facts: ModelFacts, world_size: int | 
     """
     case = _Case(plan, recipe, facts, world_size)
     for check in _CHECKS:
+        check(case)
+
+
+def check_given(given: Plan, recipe: Recipe, facts: ModelFacts) -> None:
+    """Raise where one of the settings that a user gave (`origins`) can stand in no plan for this model, whatever a
+    search chooses beside it.
+
+    Raises:
+        PlanError: a number of stages or tensor ranks, a recomputation or a shared sequence that the model has not got.
+    """
+    mesh, tensor, memory = Plan().mesh, Plan().tensor_parallel, Plan().memory
+    if "mesh.pipeline" in given.origins:
+        mesh = replace(mesh, pipeline=given.mesh.pipeline)
+    if "mesh.tensor" in given.origins:
+        mesh = replace(mesh, tensor=given.mesh.tensor)
+    if "memory.recompute" in given.origins:
+        memory = replace(memory, recompute=given.memory.recompute)
+    if "tensor_parallel.sequence" in given.origins and given.mesh.tensor > 1:
+        tensor = replace(tensor, sequence=given.tensor_parallel.sequence)
+    plan = replace(Plan(), mesh=mesh, tensor_parallel=tensor, memory=memory, origins=given.origins)
+    case = _Case(plan, recipe, facts, None)
+    for check in (_check_tensor, _check_cuts, _check_recompute):
         check(case)
 
 
@@ -159,15 +181,17 @@ def _check_tensor(case: _Case) -> None:
     if plan.tensor_parallel.sequence and tensor == 1:
         problem = "has no effect with mesh.tensor = 1: the tensor ranks share the sequence.\nUse false."
         raise case.refuse(("tensor_parallel", "sequence"), problem)
+    if plan.tensor_parallel.sequence and case.facts.no_stages:
+        problem = f"needs to know where the blocks begin and end: {case.facts.no_stages}.\nUse false."
+        raise case.refuse(("tensor_parallel", "sequence"), problem)
     if plan.tensor_parallel.sequence and case.facts.num_blocks is not None and case.facts.sequence_length is None:
         problem = f"has no sequence to split: samples of a {case.facts.name} are no sequences.\nUse false."
         raise case.refuse(("tensor_parallel", "sequence"), problem)
     if tensor == 1 or sizes is None or case.recipe.model.split:
         return  # A split table of one's own says itself what must divide; it is looked at when the model is built.
     if not sizes:
-        problem = (
-            f"has nothing to split: a {case.facts.name} has no layers for the tensor axis.\nUse 1, and data ranks."
-        )
+        why = case.facts.no_tensor or f"a {case.facts.name} has no layers for the tensor axis"
+        problem = f"has nothing to split: {why}.\nUse 1, and data ranks."
         raise case.refuse(("mesh", "tensor"), problem)
     wrong = {name: size for name, size in sizes.items() if size % tensor}
     if wrong:
@@ -212,6 +236,9 @@ def _check_cuts(case: _Case) -> None:
     stages, cuts = plan.num_stages, plan.pipeline_parallel.cuts
     if plan.mesh.pipeline == 1:
         return
+    if case.facts.no_stages:
+        problem = f"cannot cut this model into stages: {case.facts.no_stages}.\nUse 1, and data ranks."
+        raise case.refuse(("mesh", "pipeline"), problem)
     if blocks is not None and stages > blocks:
         chunks = plan.pipeline_parallel.chunks_per_rank
         most = blocks // chunks
@@ -304,6 +331,9 @@ def _check_onebit(case: _Case) -> None:
 
 def _check_recompute(case: _Case) -> None:
     recompute, blocks = case.plan.memory.recompute, case.facts.num_blocks
+    if case.facts.no_stages and recompute != "none":
+        problem = f'works block by block: {case.facts.no_stages}.\nUse "none".'
+        raise case.refuse(("memory", "recompute"), problem)
     if isinstance(recompute, tuple) and blocks is not None and len(recompute) != blocks:
         problem = f"has {len(recompute)} words for {blocks} blocks.\nGive one word for all, or {blocks}."
         raise case.refuse(("memory", "recompute"), problem)

@@ -15,8 +15,12 @@ from weft.recipe import (
     ModelRecipe,
     Recipe,
     ReferenceShape,
+    has_sliding_windows,
     read_hf_config,
 )
+
+WINDOWS = "its attention looks through sliding windows, whose masks are made outside the blocks"
+"""Why a model with windows has no stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +30,15 @@ class ModelFacts:
     name: str = "model"
     """For messages and the first lines of a run: `decoder`, `llama`, a factory's name."""
     num_blocks: int | None = None
-    """Blocks between which the model may be cut into pipeline stages; 0: it cannot be cut."""
+    """Repeated blocks of the model."""
+    no_stages: str = ""
+    """Why nothing says where one block ends and the next begins: the model then gets no pipeline stages, no
+    recomputation and no shared sequence, which all need that.  Empty: it may be cut between any two blocks, or only
+    building it would tell."""
     divisible: Mapping[str, int] | None = field(default=None, hash=False)
     """Named sizes that the tensor axis must divide; empty: no layer of it can be split."""
+    no_tensor: str = ""
+    """Why no layer can be split, where `divisible` is empty and the reason is known."""
     num_parameters: int | None = None
     """Tied ones once."""
     block_parameters: int | None = None
@@ -194,6 +204,7 @@ def _llama(config: Mapping[str, Any], length: int | None) -> ModelFacts:
     return ModelFacts(
         name=kind,
         num_blocks=blocks,
+        no_stages=WINDOWS if has_sliding_windows(config) else "",
         divisible={
             "num_attention_heads": heads,
             "num_key_value_heads": kv_heads,

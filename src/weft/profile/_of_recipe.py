@@ -44,6 +44,7 @@ def profile_of(recipe: Recipe, facts: ModelFacts) -> Profile | None:
         profile,
         name=facts.name,
         divisible=divisible,
+        can_be_cut=not facts.no_stages,
         has_batch_norm=batch_norm,
         per_sample_loss=facts.per_sample_loss,
     )

@@ -105,6 +105,9 @@ class Profile:
     """Whether embedding and head share their weight; a pipeline then holds it on both ends and adds their gradients."""
     divisible: tuple[tuple[str, int], ...] = ()
     """Named sizes that the tensor axis must divide; empty: no split table, data and ZeRO plans only."""
+    can_be_cut: bool = True
+    """Whether Weft knows where one block ends and the next begins; pipeline stages, recomputation and a shared sequence
+    need that.  True for models that other systems train."""
     num_experts: int = 0
     """Routed experts per mixture block; 0: none.  The expert axis must divide it."""
     has_batch_norm: bool = False

@@ -1,5 +1,6 @@
 """Recipe: what to train."""
 
+from weft.recipe._hf_config import has_sliding_windows as has_sliding_windows
 from weft.recipe._hf_config import read_hf_config as read_hf_config
 from weft.recipe._load import dump_recipe as dump_recipe
 from weft.recipe._load import load_recipe as load_recipe

@@ -15,6 +15,7 @@ from weft.search._objective import Objective as Objective
 from weft.search._orders import distinct_orders as distinct_orders
 from weft.search._pins import beyond_search as beyond_search
 from weft.search._pins import pinned as pinned
+from weft.search._recipe_space import recipe_space as recipe_space
 from weft.search._result import Candidate as Candidate
 from weft.search._result import Counts as Counts
 from weft.search._result import SearchResult as SearchResult

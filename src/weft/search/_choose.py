@@ -13,10 +13,11 @@ from weft.price import DATASHEET, Calibration, Pricer
 from weft.profile import Profile
 from weft.recipe import Recipe
 from weft.search._fallback import enough_processes, plan_by_rule
-from weft.search._pins import has_pins, pinned
+from weft.search._pins import has_pins
+from weft.search._recipe_space import recipe_space
 from weft.search._result import Candidate
 from weft.search._search import search
-from weft.search._space import Space, divisors, space_of
+from weft.search._space import Space, divisors
 
 _MOST_WORLDS = 64
 """Processes up to which every split of exactly that many is searched one by one."""
@@ -102,7 +103,7 @@ def _rivals(
         cluster = _crowded(cluster, processes)
     pricer = Pricer(profile, cluster, calibration=calibration)
     found: list[Candidate] = []
-    for space in _spaces(recipe, cluster, processes, profile, given):
+    for space in _spaces(recipe, cluster, processes, profile, facts, given):
         result = search(
             profile,
             cluster,
@@ -148,13 +149,12 @@ def _complexity(candidate: Candidate) -> tuple[object, ...]:
     return (*axes, _ZERO_SIMPLICITY.index(layout.zero), layout.world_size, -layout.microbatch_size, candidate.score)
 
 
-def _spaces(recipe: Recipe, cluster: Cluster, processes: int | None, profile: Profile, given: Plan) -> Iterator[Space]:
+def _spaces(
+    recipe: Recipe, cluster: Cluster, processes: int | None, profile: Profile, facts: ModelFacts, given: Plan
+) -> Iterator[Space]:
     """One space, or one per split of a given number of processes."""
     batch = recipe.batch.global_batch_size
-    space = space_of(profile, cluster, global_batch_size=batch, permit=recipe.permit, runnable_only=True)
-    if recipe.model.split:
-        space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
-    space = pinned(space, given)
+    space = recipe_space(recipe, profile, facts, cluster, given, runnable_only=True)
     if processes is None:
         yield space
         return

@@ -91,8 +91,9 @@ def space_of(
     devices, blocks = cluster.num_devices, len(profile.blocks)
     length = profile.sequence_length
     whole_batch = not profile.per_sample_loss
+    can_recompute = profile.can_be_cut and not profile.has_batch_norm
     space = Space(
-        pipelines=tuple(range(1, min(blocks, devices) + 1)),
+        pipelines=tuple(range(1, min(blocks, devices) + 1)) if profile.can_be_cut else (1,),
         tensors=_tensors(profile, devices),
         contexts=tuple(c for c in divisors(length) if c <= devices and (c == 1 or length % (2 * c) == 0)),
         experts=tuple(e for e in divisors(profile.num_experts) if e <= devices) if profile.num_experts else (1,),
@@ -100,19 +101,30 @@ def space_of(
         microbatch_sizes=(global_batch_size,) if whole_batch else divisors(global_batch_size),
         single_microbatch=profile.has_batch_norm,
         precisions=_precisions(cluster, permit),
-        recomputes=("none",) if profile.has_batch_norm else ("none", "selective", "full"),
-        per_block_recompute=not profile.has_batch_norm,
-        sequence_parallels=(False, True) if length > 1 else (False,),
+        recomputes=("none", "selective", "full") if can_recompute else ("none",),
+        per_block_recompute=can_recompute,
+        sequence_parallels=(False, True) if length > 1 and profile.can_be_cut else (False,),
         fused_losses=(True, False) if profile.vocabulary_size else (True,),
         algorithms=_algorithms(cluster),
     )
-    return runnable_space(space) if runnable_only else space
+    return runnable_space(space, profile) if runnable_only else space
 
 
-def runnable_space(space: Space) -> Space:
-    """Return the part of a space that the engine can run today."""
+def runnable_space(space: Space, profile: Profile) -> Space:
+    """Return the part of a space that the engine can run today.
+
+    Of mixtures of experts and of attention through windows the engine knows neither the blocks nor, of mixtures, how
+    layers split: they train on data ranks.
+    """
+    operators = [operator for block in profile.blocks for operator in block.operators]
+    uncut = bool(profile.num_experts) or any(operator.window is not None for operator in operators)
+    if uncut:
+        space = replace(
+            space, pipelines=(1,), recomputes=("none",), per_block_recompute=False, sequence_parallels=(False,)
+        )
     return replace(
         space,
+        tensors=(1,) if profile.num_experts else space.tensors,
         contexts=(1,),
         experts=(1,),
         offloads=("none",),

@@ -1,0 +1,33 @@
+"""What may be chosen for a recipe's own model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.cluster import Cluster
+from weft.plan import ModelFacts, Plan, check_given
+from weft.profile import Profile
+from weft.recipe import Recipe
+from weft.search._pins import pinned
+from weft.search._space import Space, space_of
+
+
+def recipe_space(
+    recipe: Recipe, profile: Profile, facts: ModelFacts, cluster: Cluster, given: Plan, *, runnable_only: bool = False
+) -> Space:
+    """Return what can be chosen for a recipe's model; nothing is in it that the model cannot be cut or split into.
+
+    Args:
+        profile: of this recipe's model, from its numbers (`profile_of`) or from the built model.
+        facts: of the same, which say why something is not there.
+        given: settings that the user has fixed (its `origins`).
+
+    Raises:
+        PlanError: a given setting can stand in no plan for this model.
+    """
+    check_given(given, recipe, facts)
+    batch = recipe.batch.global_batch_size
+    space = space_of(profile, cluster, global_batch_size=batch, permit=recipe.permit, runnable_only=runnable_only)
+    if recipe.model.split:
+        space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
+    return pinned(space, given)

@@ -104,8 +104,8 @@ class DataParallelPlan:
     reduce_every: Literal["auto", "step", "microbatch"] = "auto"
     """How often ZeRO-2 and 3 reduce-scatter gradients.  `microbatch`: each rank keeps its share only, and every
     microbatch sends all gradients.  `step`: they travel once, and stay whole from the first backward to the last.
-    `auto`: `microbatch` with ZeRO-2 and 3 without a pipeline, `step` otherwise; plans that are searched for name what is
-    faster and fits.  Copies of hybrid sharding are summed once per step in either case."""
+    `auto`: `microbatch` with ZeRO-2 and 3 without a pipeline, `step` otherwise; a search names what is faster and fits.
+    Copies of hybrid sharding are summed once per step in either case."""
     local_steps: int = 0
     """Steps that each replica takes by itself before replicas average what they learnt (local SGD, DiLoCo), with the
     recipe's permission only; 0: replicas sum their gradients in every step."""

@@ -1,8 +1,8 @@
 """How often a step reduces gradients over the data ranks: after every microbatch, or once.
 
-Under ZeRO-2 and 3 a rank keeps its share of the summed gradients.  Reduced after every microbatch, nothing else outlives
-a backward, and each microbatch sends all gradients.  Reduced once per step, they travel once, and stay whole until then:
-all that these stages save of gradients is lost between the first backward of a step and its last.
+Under ZeRO-2 and 3 a rank keeps its share of the summed gradients.  Reduced after every microbatch, nothing else
+outlives a backward, and each microbatch sends all gradients.  Reduced once per step, they travel once and stay whole
+until then: between a step's first backward and its last nothing of what these stages save of gradients is saved.
 """
 
 from __future__ import annotations

@@ -100,11 +100,12 @@ def microbatch_counts(plan: Plan, rank: int) -> tuple[int, int, tuple[int, ...]]
 
     The largest of these is also as many as are ever in flight.
     """
-    whole = max(plan.microbatch.shares(plan.mesh.data)[_data_index(plan, rank)], 1)
+    shares = plan.microbatch.shares(plan.mesh.data)
+    whole = max(shares[_data_index(plan, rank)], 1)
     few = plan.mesh.pipeline * (2 if plan.pipeline_parallel.chunks_per_rank > 1 else 1)
-    # With unequal shares the first microbatches of some ranks reduce nothing, so no two steps would show the pattern.
-    is_plain = reduction_rounds(plan) in (1, whole)
-    return whole, few, (few, 2 * few) if is_plain and whole > 2 * few and whole % few == 0 else (whole,)
+    # With unequal shares only the last microbatches of some ranks reduce, so no two short steps would show the pattern.
+    repeats = reduction_rounds(plan) == 1 or len(set(shares)) == 1
+    return whole, few, (few, 2 * few) if repeats and whole > 2 * few and whole % few == 0 else (whole,)
 
 
 def _extend(first: tuple[float, float], second: tuple[float, float], by: float) -> tuple[float, float]:

@@ -125,6 +125,8 @@ MORE = {
     "sequence": "[mesh]\ntensor = 2\n[tensor_parallel]\nsequence = true\n" + WHOLE,
     "gpipe": '[mesh]\npipeline = 3\n[pipeline_parallel]\nschedule = "gpipe"\n[microbatch]\nsize = 2\nper_step = 4\n',
     "zero3_pipeline": "[mesh]\nshard = 2\npipeline = 2\n[data_parallel]\nzero = 3\n" + QUARTERS,
+    "zero3_once": SIX["zero3"].replace("zero = 3", 'zero = 3\nreduce_every = "step"'),
+    "hybrid_once": SIX["hybrid"].replace("zero = 3", 'zero = 3\nreduce_every = "step"'),
     "zero3_tensor": "[mesh]\nshard = 2\ntensor = 2\n[data_parallel]\nzero = 3\n" + HALVES,
 }
 """Plans beyond the six, which run on ranks that have torch imported already."""
@@ -291,6 +293,10 @@ def test_bf16_keeps_fp32_masters(home: Path, reference: Reference, ranks: RankPo
     [
         ('[mesh]\npipeline = 2\n[pipeline_parallel]\nschedule = "zbv"\nchunks_per_rank = 2\n' + WHOLE, "zbv.*Use"),
         (WHOLE + '[memory]\nrecompute = "selective"\n', "selective"),
+        (
+            '[mesh]\nshard = 2\npipeline = 2\n[data_parallel]\nzero = 3\nreduce_every = "microbatch"\n' + QUARTERS,
+            'reduce_every = "microbatch": torch\'s own schedules.*Use "step"',
+        ),
         (WHOLE + '[compute]\nbackend = "weft"\n', "torch alone, which has Gloo"),
         (WHOLE + "[compute]\ncollective_timeout_seconds = 9.0\n", "as long as torch does by itself. Leave it out"),
         ('[mesh]\nshard = 2\n[data_parallel]\nalgorithm = "ring"\n' + HALVES, '"ring".*own collectives. Use "auto"'),

@@ -74,6 +74,7 @@ def plan_of(
     sequence: bool = False,
     reduce_precision: str = "fp32",
     bucket_bytes: int = 4096,
+    every: str = "auto",
 ) -> Plan:
     data = replicate * shard
     return Plan(
@@ -81,6 +82,7 @@ def plan_of(
         data_parallel=DataParallelPlan(
             zero=zero,  # type: ignore[arg-type]
             bucket_bytes=bucket_bytes,
+            reduce_every=every,  # type: ignore[arg-type]
             first_bucket_bytes=1024,
             reduce_precision=reduce_precision,  # type: ignore[arg-type]
         ),

@@ -15,8 +15,11 @@ import pytest
 import torch
 from engine_kit import Training, plan_of, recipe_of
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from weft.plan import Plan
+from weft.plan import Plan, facts_of
+from weft.price import Layout, Memories
+from weft.profile import profile_of
 from weft.recipe import OptimizerRecipe
 
 N = 4
@@ -87,3 +90,55 @@ def test_bytes_per_rank_follow_the_formulas(ranks: Any, precision: str, reduce: 
             wanted = expected_bytes(zero, precision, reduce) * parameters
             assert said == pytest.approx(wanted, rel=0.05), f"ZeRO-{zero}"
             assert alive == pytest.approx(wanted, rel=0.05), f"ZeRO-{zero}: what is really held"
+
+
+def held_between(plans: dict[str, Plan], precision: str) -> dict[str, int]:
+    """By plan, bytes of the gradients that this rank holds when a step's second microbatch begins."""
+    found: dict[str, int] = {}
+    for name, plan in plans.items():
+        training = Training(recipe_of(precision, ADAMW, hidden_size=64, ffn_size=128), plan)
+        training.step(0)
+        sizes: list[int] = []
+        module = training.state.model.module
+        handle = module.register_forward_pre_hook(lambda inside, _, sizes=sizes: sizes.append(_gradient_bytes(inside)))
+        training.step(1)
+        handle.remove()
+        assert sizes[0] == 0
+        found[name] = sizes[1]
+        training.finished()
+    return found
+
+
+def _gradient_bytes(module: nn.Module) -> int:
+    """Of `fully_shard`'s parameters: whole gradients, in one dtype or the other, and shards."""
+    total = 0
+    for unit in module.modules():
+        groups = unit._get_fsdp_state()._fsdp_param_groups if isinstance(unit, FSDPModule) else ()
+        for sharded in (each for group in groups for each in group.fsdp_params):
+            whole = [sharded.unsharded_accumulated_grad, sharded.unsharded_param.grad]
+            kept = sharded.sharded_param.grad
+            for gradient in [*whole, None if kept is None else kept.to_local()]:
+                total += 0 if gradient is None else gradient.numel() * gradient.element_size()
+    return total
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_between_microbatches_are_what_was_priced(ranks: Any, precision: str) -> None:
+    """ZeRO-3 keeps whole gradients only where they are reduced once per step, with copies or without."""
+    plans = {
+        f"{every}-{replicate}": plan_of(
+            precision, zero=3, shard=N // replicate, replicate=replicate, micro=1, every=every
+        )
+        for every in ("auto", "step", "microbatch")
+        for replicate in (1, 2)
+    }
+    recipe = recipe_of(precision, ADAMW, hidden_size=64, ffn_size=128)
+    profile = profile_of(recipe, facts_of(recipe))
+    assert profile is not None
+    memories = Memories(profile, on_accelerator=False)
+    for one in ranks.run(N, held_between, plans, precision):
+        for name, plan in plans.items():
+            (stage,) = memories.of(Layout.of(plan))
+            # With copies, what is summed over shards waits for the copies outside of the parameters.
+            wanted = 0 if name == "auto-2" or name == "microbatch-2" else stage.kinds.gradients
+            assert one[name] == pytest.approx(wanted, rel=0.05), name

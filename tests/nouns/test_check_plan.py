@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,10 @@ from weft.plan import (
     check_plan,
     check_runnable,
     facts_of,
+    keeps_whole_gradients,
     parse_plan,
+    reduction_conflict,
+    reduction_rounds,
     runnability,
 )
 from weft.recipe import ConvNetShape, MlpShape, OptimizerRecipe, PermitRecipe
@@ -317,6 +321,7 @@ def test_compressions_that_cannot_be_joined_say_why() -> None:
     (told,) = reasons({"replicate": 2}, zero=2, compression="onebit")
     assert "1-bit Adam sends momenta, which go on once per step. Use zero = 0 or 1." in told
     assert reasons({"replicate": 2, "pipeline": 2}, zero=2, compression="onebit") == []
+    assert reasons({"replicate": 2}, zero=2, compression="onebit", reduce_every="step") == []
     for codec in ("topk", "powersgd", "onebit", "randomk", "signsgd"):
         (told,) = reasons({"replicate": 2}, "fp16", compression=codec)
         assert "in units of the loss scale" in told
@@ -340,6 +345,50 @@ def test_1_bit_adam_needs_an_adamw_that_is_not_clipped_and_a_warm_up() -> None:
     assert "Use 2." in told(free, onebit_warmup_steps=10)
     assert 'is a way to run AdamW, and optimizer.name = "sgd"' in told(sgd, onebit_warmup_steps=2)
     assert 'in TOML, max_grad_norm = "none"' in told(OptimizerRecipe(), onebit_warmup_steps=2)
+
+
+def test_reductions_after_every_microbatch_are_refused_where_they_mean_nothing_or_cannot_match() -> None:
+    def told(mesh: dict[str, int], schedule: Any = "1f1b", chunks: int = 1, shares: Any = 8, **data: Any) -> str | None:
+        plan = plan_of(
+            {**mesh},
+            per_step=shares,
+            data_parallel=DataParallelPlan(**data),
+            pipeline_parallel=PipelineParallelPlan(schedule=schedule, chunks_per_rank=chunks),
+        )
+        return reduction_conflict(plan)
+
+    each = {"reduce_every": "microbatch"}
+    piped = {"shard": 2, "pipeline": 2}
+    for zero in (0, 1):
+        message = f'has no effect with zero = {zero}: .*\nUse "auto", or zero = 2 or 3'
+        assert re.search(message, told({"replicate": 2}, zero=zero, **each) or "")
+    assert re.search('zero = 2: buckets .*\nUse "step", or zero = 3', told(piped, zero=2, **each) or "")
+    for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev"):
+        message = f'schedule = "{schedule}": weight gradients .*\nUse "step", or schedule = "1f1b"'
+        assert re.search(message, told(piped, schedule, 2, zero=3, **each) or "")
+    unequal = told(piped, "interleaved_1f1b", 2, (5, 3), zero=3, **each)
+    message = r"chunks_per_rank = 2 with unequal shares, per_step = \[5, 3\].*in different orders"
+    assert re.search(message, unequal or "")
+    for zero, mesh in ((2, {"shard": 2}), (3, {"shard": 2}), (3, piped), (3, {**piped, "replicate": 2})):
+        assert told(mesh, zero=zero, **each) is None
+    assert told(piped, "interleaved_1f1b", 2, zero=3, **each) is None
+    assert told(piped, shares=(5, 3), zero=3, **each) is None
+    assert told(piped, "zbv", 2, zero=3, reduce_every="step") is None
+    plan = plan_of({"replicate": 2}, per_step=32, data_parallel=DataParallelPlan(zero=1, reduce_every="microbatch"))
+    with pytest.raises(PlanError, match='plan.data_parallel.reduce_every = "microbatch" has no effect with zero = 1'):
+        check_plan(*case(plan), 2)
+
+
+def test_how_often_a_step_reduces() -> None:
+    for zero, pipeline, every, rounds in (
+        (1, 1, "auto", 1), (2, 1, "auto", 3), (3, 1, "auto", 3), (2, 1, "step", 1), (3, 1, "step", 1),
+        (3, 2, "auto", 1), (2, 2, "auto", 1), (3, 2, "microbatch", 3),
+    ):  # fmt: skip
+        data = DataParallelPlan(zero=zero, reduce_every=every)  # pyright: ignore[reportArgumentType]
+        plan = plan_of({"shard": 2, "pipeline": pipeline}, per_step=(5, 3), data_parallel=data)
+        assert reduction_rounds(plan) == rounds, plan
+        assert keeps_whole_gradients(plan) == (zero >= 2)  # the first two of five wait in any case
+        assert keeps_whole_gradients(replace(plan, microbatch=MicrobatchPlan(per_step=3))) == (zero >= 2 and rounds < 3)
 
 
 def test_plans_that_are_only_predictable_say_so() -> None:

@@ -128,6 +128,7 @@ def plan(
     compiled: bool = False,
     bucket_bytes: int = 4096,
     algorithm: str = "auto",
+    every: str = "auto",
 ) -> Plan:
     """A plan by its deviations from one process."""
     data = replicate * shard
@@ -138,6 +139,7 @@ def plan(
         data_parallel=DataParallelPlan(
             zero=zero,  # type: ignore[arg-type]
             algorithm=algorithm,
+            reduce_every=every,  # type: ignore[arg-type]
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=1024,
         ),
@@ -163,6 +165,8 @@ def name_of(plan: Plan) -> str:
     parts.append(f"z{plan.data_parallel.zero}")
     if plan.data_parallel.algorithm != "auto":
         parts.append("".join(mark if mark.isalnum() else "_" for mark in plan.data_parallel.algorithm))
+    if plan.data_parallel.reduce_every != "auto":
+        parts.append(f"every_{plan.data_parallel.reduce_every}")
     if plan.tensor_parallel.sequence:
         parts.append("sp")
     shares = plan.microbatch.per_step

@@ -136,6 +136,26 @@ def algorithms() -> Iterator[Cell]:
     yield from _cells("own", _data(1, pipeline=2, algorithm="tree:0-2K;direct:2K-4K;ring:4K-max"))
 
 
+def reductions() -> Iterator[Cell]:
+    """Gradients that are reduced after every microbatch, or once, where `auto` would do the other or it is at its
+    hardest: pipelines, copies of shards, ties, unequal shares."""
+    yield from _cells(("decoder", "decoder_dropout", "own"), _data(3, micro=1, every="step"))
+    yield from _cells("decoder", _data(2, micro=1, every="step"), _data(2, shares=(4, 2), every="step"))
+    yield from _cells(("decoder", "own"), _data(3, shares=(4, 2), every="step"))
+    yield from _cells("decoder", _data(3, 4, micro=1, every="microbatch", recompute="full"))
+    for schedule, chunks in (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)):
+        pipelined = _data(3, pipeline=2, schedule=schedule, chunks=chunks, micro=1, every="microbatch")
+        yield from _cells(("decoder", "decoder_untied"), pipelined)
+    yield from _cells(("own", "hf_qwen"), _data(3, pipeline=2, every="microbatch"))
+    yield from _cells("decoder_dropout", _data(3, tensor=2, pipeline=2, micro=1, every="microbatch", recompute=MIXED))
+    for every in ("step", "microbatch"):
+        yield from _cells("decoder", plan(replicate=2, shard=2, zero=3, micro=1, every=every))
+        yield from _cells("decoder", plan(replicate=2, shard=2, zero=3, pipeline=2, micro=1, every=every))
+        yield from _cells("decoder", plan(replicate=2, shard=2, zero=3, micro=1, shares=(6, 3, 2, 1), every=every))
+        yield from _cells("own", _data(3, tensor=2, shares=(2, 4), every=every))
+        yield from _cells("decoder", _data(3, pipeline=2, shares=(4, 2), every=every))
+
+
 def compiled() -> Iterator[Cell]:
     """Compiled blocks, which take a minute each."""
     yield from _cells("decoder_dropout", _data(1, compiled=True), plan(tensor=2, compiled=True))
@@ -144,7 +164,7 @@ def compiled() -> Iterator[Cell]:
 
 
 def _full() -> tuple[Cell, ...]:
-    groups = (alone(), schedules(), pairs(), threefold(), unequal(), algorithms(), compiled())
+    groups = (alone(), schedules(), pairs(), threefold(), unequal(), algorithms(), reductions(), compiled())
     return tuple(dict.fromkeys(itertools.chain(*groups)))  # once each, in order
 
 
@@ -181,8 +201,13 @@ def features(cell: Cell) -> frozenset[str]:
     axes = {name for name in used if name in ("data", "tensor", "pipeline", "sequence", "unequal")}
     schedule = cell.plan.pipeline_parallel.schedule if "pipeline" in used else "no pipeline"
     ways = f"collectives by {cell.plan.data_parallel.algorithm}"
+    every = cell.plan.data_parallel.reduce_every
+    beside = [name for name in ("hybrid", "pipeline", "unequal", "zero2", "zero3") if every != "auto" and name in used]
     return frozenset(
-        pairs_used | {schedule, f"world {cell.world}", ways} | {f"{cell.model} under {axis}" for axis in axes}
+        pairs_used
+        | {schedule, f"world {cell.world}", ways}
+        | {f"{cell.model} under {axis}" for axis in axes}
+        | {f"reduced every {every} under {name}" for name in beside}
     )
 
 

@@ -205,6 +205,18 @@ def test_what_saves_memory_never_costs_any(layout: Layout, experts: bool) -> Non
         assert peak(profile, layout, zero=layout.zero + 1) <= here
 
 
+@pytest.mark.parametrize("experts", [False, True])
+@given(layout=LAYOUTS)
+def test_gradients_of_zero3_need_no_more_than_those_of_zero2(layout: Layout, experts: bool) -> None:
+    profile = MIXTURE if experts else SMALL
+    reduced = replace(layout, zero=3, reduce_every="microbatch")
+    pairs = zip(memory_of(profile, reduced), memory_of(profile, replace(layout, zero=2)), strict=True)
+    assert all(one.kinds.gradients <= other.kinds.gradients for one, other in pairs)
+    once = memory_of(profile, replace(reduced, reduce_every="step"))
+    whole = memory_of(profile, replace(layout, zero=1))
+    assert [stage.kinds.gradients for stage in once] == [stage.kinds.gradients for stage in whole]
+
+
 @given(layout=LAYOUTS)
 def test_no_kind_is_negative(layout: Layout) -> None:
     for stage in memory_of(SMALL, layout):
@@ -215,14 +227,21 @@ def test_no_kind_is_negative(layout: Layout) -> None:
 
 
 def test_gradients_that_wait_for_the_last_microbatch_stay_whole() -> None:
-    """Weft's ZeRO-3 reduces once per step, and its pipelines hold the weights of their stage."""
-    sharded = replace(WEFT, memory=HABITS["fsdp"])
+    """Where they are reduced once per step, or data ranks have unequal shares; pipelines hold their stage's weights."""
     for layout, whole in (
         (Layout(zero=3, shard=8, microbatches=1), False),
-        (Layout(zero=3, shard=8, microbatches=2), True),
+        (Layout(zero=3, shard=8, microbatches=1, reduce_every="step"), False),
+        (Layout(zero=3, shard=8, microbatches=2), False),
+        (Layout(zero=2, shard=8, microbatches=2), False),
+        (Layout(zero=3, shard=8, microbatches=2, reduce_every="microbatch"), False),
+        (Layout(zero=3, shard=8, microbatches=2, reduce_every="microbatch", uneven=True), True),
+        (Layout(zero=3, shard=8, microbatches=2, reduce_every="step"), True),
+        (Layout(zero=2, shard=8, microbatches=2, reduce_every="step"), True),
+        (Layout(zero=3, shard=8, microbatches=2, pipeline=2), True),
+        (Layout(zero=3, shard=8, microbatches=2, pipeline=2, reduce_every="microbatch"), False),
     ):
-        (stage,), (other,) = memory_of(SMALL, layout), memory_of(SMALL, layout, sharded)
-        assert stage.kinds.gradients == other.kinds.gradients * (8 if whole else 1)
+        stage, other = memory_of(SMALL, layout)[0], memory_of(SMALL, replace(layout, zero=1))[0]
+        assert stage.kinds.gradients == other.kinds.gradients / (1 if whole else 8), layout
     held = memory_of(SMALL, Layout(pipeline=2, zero=3, shard=8, microbatches=4))
     for stage in held:
         assert stage.kinds.buckets == pytest.approx(8 * stage.kinds.weights)

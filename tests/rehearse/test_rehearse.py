@@ -148,6 +148,35 @@ def test_every_rank_of_a_large_world() -> None:
     assert report.per_step["tensor", "all_reduce"][0] >= 4 * 2 * 12
 
 
+REDUCTIONS = (
+    # replicate, pipeline, shares, how often, reductions of a step
+    (1, 1, 3, "auto", 3),
+    (1, 1, (3, 2), "microbatch", 2),
+    (2, 1, 2, "step", 1),
+    (2, 2, 3, "microbatch", 3),
+)
+
+
+@pytest.mark.parametrize(("replicate", "pipeline", "shares", "every", "rounds"), REDUCTIONS)
+def test_gradients_are_sent_as_often_as_the_plan_says(
+    replicate: int, pipeline: int, shares: Any, every: Any, rounds: int
+) -> None:
+    """ZeRO-3 reduces each unit's gradients in so many microbatches, and sums copies once."""
+    plan = Plan(
+        mesh=MeshPlan(shard=2, replicate=replicate, pipeline=pipeline),
+        data_parallel=DataParallelPlan(zero=3, reduce_every=every),
+        pipeline_parallel=PipelineParallelPlan(cuts=(1,) if pipeline > 1 else None),
+        microbatch=MicrobatchPlan(size=1, per_step=shares),
+    )
+    recipe = recipe_of(plan.global_batch_size, replace(SHAPE, num_layers=2, tie_embeddings=False))
+    asked = [0] if isinstance(shares, int) else [0, 1]
+    units = 2 // pipeline + 1
+    for rank in asked:
+        sent = rehearse(recipe, plan, lambda: build_model(recipe), rank).per_step
+        assert sent["shard", "reduce_scatter"][0] == rounds * units
+        assert sent.get(("replicate", "all_reduce"), (0, 0))[0] == (units if replicate > 1 else 0)
+
+
 class Divergent(nn.Module):
     """Its first rank reduces once more than the others."""
 

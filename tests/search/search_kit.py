@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import permutations, product
 
 from weft.cluster import Cluster, parse_cluster_spec
-from weft.plan import AXES, Axis, chunk_limits
+from weft.plan import AXES, SPLIT_BACKWARD, Axis, chunk_limits
 from weft.price import Layout, Pricer, check_layout
 from weft.profile import ModelSizes, Profile, profile_of_sizes
 from weft.search import Space
@@ -74,6 +74,7 @@ def all_layouts(profile: Profile, cluster: Cluster, space: Space, batch: int, ba
                 expert=expert,
                 microbatch_size=size,
                 microbatches=-(-total // data),
+                uneven=total % data > 0,
                 sequence_parallel=tensor > 1,
             )
             for layout in _ways(space, axes, data, len(profile.blocks)):
@@ -113,12 +114,23 @@ def _ways(space: Space, layout: Layout, data: int, blocks: int) -> Iterator[Layo
             continue
         way = replace(layout, zero=zero, shard=shard, replicate=data // shard, recompute=recompute, order=order)
         if layout.pipeline == 1:
-            yield way
+            yield from _reductions(way)
             continue
         for schedule in space.schedules:
             least, highest = chunk_limits(schedule)
             for chunks in range(least, min(highest or blocks, blocks // layout.pipeline) + 1):
-                yield replace(way, schedule=schedule, chunks=chunks)
+                yield from _reductions(replace(way, schedule=schedule, chunks=chunks))
+
+
+def _reductions(layout: Layout) -> Iterator[Layout]:
+    """ZeRO-3 reduces gradients once per step, or where it can after every microbatch."""
+    if layout.zero < 3 or layout.microbatches == 1:
+        yield layout
+        return
+    yield replace(layout, reduce_every="step")
+    splits_backward = layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD
+    if not splits_backward and (layout.chunks == 1 or not layout.uneven):
+        yield replace(layout, reduce_every="microbatch")
 
 
 def _orders(layout: Layout, data: int) -> list[tuple[Axis, ...]]:

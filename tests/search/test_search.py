@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_kit import all_layouts, best_by_brute_force, cluster_of, narrow, tiny
 
+from weft.cluster import parse_cluster_spec
 from weft.errors import PlanError
-from weft.plan import check_plan, facts_of
+from weft.plan import ReduceEvery, check_plan, facts_of
 from weft.price import Layout, Pricer
-from weft.profile import profile_of
+from weft.profile import known_model, profile_of, profile_of_sizes
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.search import Objective, Space, pinned, search, smallest_cluster, space_of
+from weft.search import Candidate, Objective, Space, pinned, search, smallest_cluster, space_of
 
 BASE = Layout(precision="bf16", fused_loss=True, gradient_bytes=4, master_bytes=12)
 
@@ -111,6 +113,44 @@ def test_what_cannot_run_yet_says_so() -> None:
     space = replace(small_space("8xh100", 8), contexts=(2,))
     result = search(tiny(), cluster_of("8xh100"), global_batch_size=8, space=space)
     assert any("context" in reason for reason in result.best[0].not_runnable)
+
+
+def test_7_billion_parameters_train_on_8_devices_of_40_gb() -> None:
+    """Sharded over the data ranks alone, as everybody does: whole gradients would leave no room for activations."""
+    profile, cluster = profile_of_sizes(known_model("llama-2-7b").sizes), parse_cluster_spec("8xa100-40gb")
+    space = replace(
+        space_of(profile, cluster, global_batch_size=256),
+        pipelines=(1,),
+        tensors=(1,),
+        contexts=(1,),
+        offloads=("none",),
+    )
+    best = search(profile, cluster, global_batch_size=256, space=space).best[0]
+    assert (best.layout.zero, best.layout.shard, best.layout.reduce_every) == (3, 8, "microbatch")
+    assert best.plan is not None
+    assert best.plan.data_parallel.reduce_every == "microbatch"
+    once = search(profile, cluster, global_batch_size=256, space=replace(space, reductions=("step",)))
+    assert all(each.prediction.step_seconds > best.prediction.step_seconds for each in once.best)
+
+
+@pytest.mark.parametrize(("spec", "memory", "every"), [("8x1xh100", 1.0, "step"), ("8x1xh100", 0.2, "microbatch")])
+def test_gradients_are_reduced_as_often_as_is_best(spec: str, memory: float, every: str) -> None:
+    """Once per step where whole gradients fit, after every microbatch where they do not; a pin finds nothing better."""
+    profile, cluster = profile_of_sizes(known_model("gpt3-1.3b").sizes), cluster_of(spec, memory=memory)
+    space = space_of(profile, cluster, global_batch_size=512, runnable_only=True)
+    space = replace(space, zeros=(3,), tensors=(1,), pipelines=(1,))
+    pricer = Pricer(profile, cluster)
+
+    def best(**changes: object) -> Candidate | None:
+        fixed = replace(space, **changes)  # pyright: ignore[reportArgumentType]
+        return next(iter(search(profile, cluster, global_batch_size=512, space=fixed, pricer=pricer).best), None)
+
+    free = best()
+    assert free is not None
+    assert free.layout.reduce_every == every
+    for word in get_args(ReduceEvery):
+        pinned_best = best(reductions=(word,))
+        assert pinned_best is None or pinned_best.score >= free.score * (1 - 1e-9)
 
 
 def test_nothing_fits() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from weft.document import spell
 from weft.errors import PlanError, RecipeError
-from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, Plan, facts_of, runnability
+from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, Plan, facts_of, reduces_every_microbatch, runnability
 from weft.recipe import DecoderShape, Recipe, read_hf_config
 
 _SPLIT_FAMILIES = ("llama", "mistral", "qwen2")
@@ -65,6 +65,11 @@ def plan_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield 'plan.compute.precision = "fp16": the script scales no losses. Use "bf16" or "fp32".'
     if plan.data_parallel.reduce_precision != "fp32" and plan.compute.precision == "bf16":
         yield 'plan.data_parallel.reduce_precision = "compute": the script sums gradients in fp32. Use "fp32".'
+    if plan.mesh.pipeline > 1 and reduces_every_microbatch(plan):
+        yield (
+            'plan.data_parallel.reduce_every = "microbatch": torch\'s own schedules reduce gradients once per step. '
+            'Use "step".'
+        )
     if plan.data_parallel.compression != "none":
         named = f'plan.data_parallel.compression = "{plan.data_parallel.compression}"'
         yield f'{named}: the script sums gradients as they are. Use "none".'

@@ -10,12 +10,12 @@ from pathlib import PurePath
 from weft.eject._compose import Composer, join
 from weft.eject._constants import axes, constants, decay_start
 from weft.eject._refuse import check_ejectable
-from weft.plan import ModelFacts, Plan, facts_of
+from weft.plan import ModelFacts, Plan, facts_of, reduces_every_microbatch
 from weft.recipe import DecoderShape, Recipe, read_hf_config
 
 FLAGS = (
     *("world", "data", "pipeline", "deep", "tensor", "sequence"),
-    *("zero0", "zero1", "fsdp", "hybrid", "cuts", "counted", "master", "unequal"),
+    *("zero0", "zero1", "fsdp", "hybrid", "once", "cuts", "counted", "master", "unequal"),
     *("decoder", "tied", "gqa", "dropout", "recompute", "compile", "cpu", "narrow", "fp64"),
     *("clip", "warmup", "decays", "cosine"),
 )
@@ -67,6 +67,7 @@ def _flags(recipe: Recipe, plan: Plan, facts: ModelFacts) -> Mapping[str, bool]:
         "zero1": zero1,
         "fsdp": fsdp,
         "hybrid": hybrid,
+        "once": not reduces_every_microbatch(plan),
         "cuts": tensor or fsdp,
         "master": not fsdp and (narrow or tensor),
         "unequal": len(set(plan.microbatch.shares(mesh.data))) > 1,

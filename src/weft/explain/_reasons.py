@@ -14,6 +14,7 @@ _KEYS = (
     "mesh.tensor",
     "mesh.expert",
     "data_parallel.zero",
+    "data_parallel.reduce_every",
     "pipeline_parallel.schedule",
     "pipeline_parallel.chunks_per_rank",
     "microbatch.size",

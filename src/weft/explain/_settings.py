@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from weft.errors import PlanError, did_you_mean
-from weft.plan import Recompute, Schedule
+from weft.plan import SPLIT_BACKWARD, Recompute, ReduceEvery, Schedule
 from weft.price import Layout, PricedPrecision
 from weft.search import Space
 
@@ -30,6 +30,7 @@ _KNOBS: Mapping[str, _Knob] = {
     "expert": _Knob("expert", "experts"),
     "shard": _Knob("shard", "shards"),
     "zero": _Knob("zero", "zeros"),
+    "reduce_every": _Knob("reduce_every", "reductions", get_args(ReduceEvery)),
     "chunks_per_rank": _Knob("chunks", "chunks"),
     "schedule": _Knob("schedule", "schedules", get_args(Schedule)),
     "size": _Knob("microbatch_size", "microbatch_sizes"),
@@ -137,6 +138,8 @@ def _spread(layout: Layout, data: int, global_batch_size: int) -> Layout:
     microbatches = -(-global_batch_size // (layout.microbatch_size * data))
     if layout.pipeline == 1:
         layout = replace(layout, schedule="1f1b", chunks=1, cuts=None)
+    if layout.zero < 3 or (layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD):
+        layout = replace(layout, reduce_every="auto")
     if layout.cuts is not None and len(layout.cuts) != layout.num_stages - 1:
         layout = replace(layout, cuts=None)
     return replace(
@@ -144,5 +147,6 @@ def _spread(layout: Layout, data: int, global_batch_size: int) -> Layout:
         shard=shard,
         replicate=data // shard,
         microbatches=microbatches,
+        uneven=global_batch_size // layout.microbatch_size % data > 0,
         sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
     )

@@ -68,7 +68,10 @@ def layout_line(layout: Layout) -> str:
     pipeline += f" × {layout.chunks} chunks)" if layout.chunks > 1 else ")"
     axes = [pipeline] if layout.pipeline > 1 else []
     axes += [f"{name} {size}" for name, size in _axes(layout) if size > 1]
-    words = [" × ".join(axes) or "1 device", f"ZeRO-{layout.zero}", f"microbatch {layout.microbatch_size}"]
+    stage = f"ZeRO-{layout.zero}"
+    if layout.zero == 3 and layout.reduce_every != "auto":
+        stage += f" (gradients reduced every {layout.reduce_every})"
+    words = [" × ".join(axes) or "1 device", stage, f"microbatch {layout.microbatch_size}"]
     if layout.local_steps:
         words.append(f"replicas average every {layout.local_steps} steps")
     words.append(f"recompute {spell_recompute(layout)}")

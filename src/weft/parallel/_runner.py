@@ -42,6 +42,13 @@ class StepObserver(Protocol):
         """The backward of a microbatch comes next, with `remaining` more after it.  Only without a pipeline."""
         ...
 
+    def on_backward(self, part: int, remaining: int) -> None:
+        """A backward of this part comes next that completes its gradients, with `remaining` more after it.
+
+        Not of schedules that split the backward, except for the last one of `fully_shard` parts.
+        """
+        ...
+
     def on_last_forward(self, part: int) -> None:
         """The next backward of this part is its last in this step: a gradient whose hook fires in it is final.
 
@@ -141,6 +148,7 @@ class SequentialRunner:
             totals.add(loss_sum, count)
             remaining = len(microbatches) - 1 - index
             observer.on_microbatch(remaining)
+            observer.on_backward(0, remaining)
             if remaining == 0:
                 observer.on_last_forward(0)
             (loss_sum * scale).backward()

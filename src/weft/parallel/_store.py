@@ -27,6 +27,10 @@ class GradientStore(Protocol):
         """The backward of a microbatch comes next, with `remaining` more after it (without a pipeline only)."""
         ...
 
+    def on_backward(self, part: int, remaining: int) -> None:
+        """A backward of this model part comes next that completes its gradients, with `remaining` more after it."""
+        ...
+
     def on_last_forward(self, part: int) -> None:
         """The next backward of this model part is its last in this step: reductions may start inside it."""
         ...
@@ -98,6 +102,10 @@ class StoreSet:
     def on_microbatch(self, remaining: int) -> None:
         for store in self.stores:
             store.on_microbatch(remaining)
+
+    def on_backward(self, part: int, remaining: int) -> None:
+        for store in self.stores:
+            store.on_backward(part, remaining)
 
     def on_last_forward(self, part: int) -> None:
         for store in self.stores:

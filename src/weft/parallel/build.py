@@ -36,7 +36,7 @@ from weft.parallel.sparse import SparseStore, sparse_tables
 from weft.parallel.tensor import apply_tensor
 from weft.parallel.vocabulary import apply_fused_loss
 from weft.parallel.zero3 import FullyShardedStore, apply_zero3
-from weft.plan import Plan
+from weft.plan import Plan, reduction_rounds
 
 GroupParameters = Callable[[Mapping[str, torch.Size]], Mapping[str, int]]
 """Trainable parameters of this rank (name → whole shape) → index of each one's optimizer group."""
@@ -154,6 +154,7 @@ def _create_stores(
                 sharded,
                 mesh,
                 hold=_holds_weights(plan),
+                reduce_rounds=reduction_rounds(plan),
                 compression=compression,
                 bucket_bytes=plan.data_parallel.bucket_bytes,
                 gradient_dtype=dtypes.gradient,
@@ -201,7 +202,6 @@ def _bucket_store(
 ) -> BucketStore:
     """Buckets for everything, or for what ZeRO-3 leaves out; ZeRO-3 over one shard is ZeRO-1 over the replicas."""
     data = plan.data_parallel
-    per_microbatch = data.zero == 2 and plan.mesh.pipeline == 1
     return BucketStore(
         members,
         mesh,
@@ -211,7 +211,7 @@ def _bucket_store(
         cuts=cuts,
         bucket_bytes=data.bucket_bytes,
         first_bucket_bytes=data.first_bucket_bytes,
-        reduce_rounds=min(plan.microbatch.shares(plan.mesh.data)) if per_microbatch else 1,
+        reduce_rounds=reduction_rounds(plan) if data.zero == 2 else 1,
         compression=compression,
         algorithm=data.algorithm,
     )

@@ -95,7 +95,7 @@ class BucketStore:
 
     `zero`: 0, 1 or 2.  `compute_dtype` is what the model runs in; with bf16 and fp16 the masters are fp32 and the
     weights are cast from them once per step.  `gradient_dtype` is what gradients accumulate and are summed in.
-    `reduce_rounds` is how often per step ZeRO-2 reduces (once per microbatch of the data rank that has the fewest), 1
+    `reduce_rounds` is in how many of a step's last microbatches ZeRO-2 reduces (`weft.plan.reduction_rounds`), 1
     otherwise.  `algorithm` is the plan's, of the reductions and gathers over the data ranks.  `compression` applies to
     what `compressible` says, over more than one data rank.
     """
@@ -250,6 +250,9 @@ class BucketStore:
         for live in self._live:
             live.pending = set(range(len(live.bucket.members)))
             live.launched = live.settled = False
+
+    def on_backward(self, part: int, remaining: int) -> None:
+        """Nothing to do: hooks tell which gradients are complete."""
 
     def on_last_forward(self, part: int) -> None:
         self._armed.add(part)

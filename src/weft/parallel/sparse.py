@@ -130,6 +130,9 @@ class SparseStore:
     def on_microbatch(self, remaining: int) -> None:
         """Nothing to do: rows are exchanged once per step, when it is known how many there are."""
 
+    def on_backward(self, part: int, remaining: int) -> None:
+        """Nothing to do: hooks tell which gradients are complete."""
+
     def on_last_forward(self, part: int) -> None:
         """Nothing to do."""
 

@@ -13,7 +13,9 @@ Native traps closed here (torch 2.11–2.13):
 - a parameter that only some data ranks used (a layer for some samples) makes their reduce-scatters differ in size,
   which kills the process: the others send zeros, and who used what is counted here, because gradients no longer tell;
 - gathers are collectives, so data ranks with unequal numbers of microbatches hang: there, and under a pipeline,
-  weights are gathered once and held until the step's last backward.
+  weights are gathered once and held until the step's last backward;
+- so are reductions: they are made in the step's last microbatches, as many as the data rank with the fewest has.
+  Copies of hybrid sharding are summed in the last one only.
 """
 
 from __future__ import annotations
@@ -93,6 +95,8 @@ class FullyShardedStore:
 
     `members` are the parameters as they were before sharding, by the name they have in their part.  With `compression`,
     the sum over the replicate axis is made here, in storages of `bucket_bytes`, and `apply_zero3` must leave it out.
+    `reduce_rounds` is in how many of a step's last microbatches gradients are reduced (`weft.plan.reduction_rounds`);
+    those of earlier ones stay whole until then.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class FullyShardedStore:
         mesh: Mesh,
         *,
         hold: bool,
+        reduce_rounds: int = 1,
         compression: Compression | None = None,
         bucket_bytes: int = 26_214_400,
         gradient_dtype: torch.dtype = torch.float32,
@@ -109,6 +114,7 @@ class FullyShardedStore:
         self._parts = tuple(parts)
         self._tensor = mesh["tensor"]
         self._hold = hold
+        self._reduce_rounds = reduce_rounds
         self._replicate_index = mesh.index("replicate")
         self._shard = mesh["shard"]
         self.used: set[str] = set()
@@ -180,21 +186,27 @@ class FullyShardedStore:
         self.used.clear()
         if self._replicas is not None:
             self._replicas.begin_step()
-        self._set_sync(False)
+        for part in range(len(self._parts)):
+            self._set_sync(part, reduces=False, is_last=False)
 
-    def _set_sync(self, sync: bool, part: int | None = None) -> None:
-        for index, held in enumerate(self._parts):
-            module = held.module
-            if part in (None, index) and isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(sync)
-                module.set_is_last_backward(sync)
-                module.set_reshard_after_backward(sync or not self._hold)
+    def _set_sync(self, part: int, *, reduces: bool, is_last: bool) -> None:
+        """Say what the next backward of a part does: reduce over the shards, and if it is the last, over their copies
+        and drop the weights that were held."""
+        module = self._parts[part].module
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(reduces)
+            module.set_requires_all_reduce(is_last)
+            module.set_is_last_backward(reduces)
+            module.set_reshard_after_backward(is_last or not self._hold)
+
+    def on_backward(self, part: int, remaining: int) -> None:
+        self._set_sync(part, reduces=remaining < self._reduce_rounds, is_last=remaining == 0)
 
     def on_last_forward(self, part: int) -> None:
-        self._set_sync(True, part)
+        """Nothing to do: `on_backward` has said so."""
 
     def on_microbatch(self, remaining: int) -> None:
-        """Nothing to do: reductions start with the last microbatch."""
+        """Nothing to do: `on_backward` says it, with and without a pipeline."""
 
     def on_last_backward(self, part: int) -> None:
         """Nothing to do: `fully_shard` reduces from its own backward hooks."""

@@ -39,6 +39,11 @@ from weft.plan._plan import Schedule as Schedule
 from weft.plan._plan import TensorParallelPlan as TensorParallelPlan
 from weft.plan._plan import axis_coordinates as axis_coordinates
 from weft.plan._plan import runnability as runnability
+from weft.plan._reductions import ReduceEvery as ReduceEvery
+from weft.plan._reductions import keeps_whole_gradients as keeps_whole_gradients
+from weft.plan._reductions import reduces_every_microbatch as reduces_every_microbatch
+from weft.plan._reductions import reduction_conflict as reduction_conflict
+from weft.plan._reductions import reduction_rounds as reduction_rounds
 from weft.plan._schedules import SPLIT_BACKWARD as SPLIT_BACKWARD
 from weft.plan._schedules import Action as Action
 from weft.plan._schedules import Orders as Orders

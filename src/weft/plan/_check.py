@@ -10,6 +10,7 @@ from weft.document import Path, dotted, sentence, spell
 from weft.errors import PlanError, Setting
 from weft.plan._facts import ModelFacts
 from weft.plan._plan import Plan, runnability
+from weft.plan._reductions import reduction_conflict
 from weft.plan._schedules import SPLIT_BACKWARD, chunk_limits
 from weft.plan._shares import as_per_step, even_shares, split_batch
 from weft.recipe import Recipe
@@ -273,6 +274,12 @@ def _check_sharding(case: _Case) -> None:
         raise case.refuse(("data_parallel", "zero"), f"{problem}\n{fix}")
 
 
+def _check_reductions(case: _Case) -> None:
+    conflict = reduction_conflict(case.plan)
+    if conflict is not None:
+        raise case.refuse(("data_parallel", "reduce_every"), conflict)
+
+
 def _check_numerics(case: _Case) -> None:
     plan, permit = case.plan, case.recipe.permit
     if plan.compute.precision not in permit.precision:
@@ -350,6 +357,7 @@ _CHECKS: tuple[Callable[[_Case], None], ...] = (
     _check_batch_statistics,
     _check_per_sample_loss,
     _check_sharding,
+    _check_reductions,
     _check_numerics,
     _check_local_steps,
     _check_onebit,

@@ -44,7 +44,8 @@ def compression_conflicts(plan: Plan) -> Iterator[str]:
             f'{named} cannot join data_parallel.reduce_precision = "compute": gradients are kept in {precision} then,'
             ' and would be rounded twice. Use "none", or reduce_precision = "fp32".'
         )
-    if data.compression == "onebit" and data.zero == 2 and mesh.pipeline == 1:
+    often = data.reduce_every == "microbatch" or (data.reduce_every == "auto" and mesh.pipeline == 1)
+    if data.compression == "onebit" and data.zero == 2 and often:
         yield (
             f"{named} cannot join data_parallel.zero = 2, which reduces in every microbatch: 1-bit Adam sends momenta,"
             " which go on once per step. Use zero = 0 or 1."

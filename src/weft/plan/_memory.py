@@ -12,6 +12,7 @@ from weft.plan._compression import kept_bytes
 from weft.plan._facts import ModelFacts
 from weft.plan._local import outer_copies
 from weft.plan._plan import Plan
+from weft.plan._reductions import keeps_whole_gradients
 from weft.plan._schedules import peak_activations, schedule_orders
 from weft.recipe import OptimizerRecipe, Recipe
 
@@ -68,10 +69,12 @@ def _state_bytes(plan: Plan, optimizer: OptimizerRecipe) -> float:
     kept += master if optimizer.average_decay is not None else 0
     kept += outer_copies(plan.data_parallel) * master
     owed = kept_bytes(plan.data_parallel.compression)
+    ranks = plan.mesh.shard if plan.data_parallel.local_steps or zero == 3 else plan.mesh.data
+    if zero >= 2 and not keeps_whole_gradients(plan):
+        gradients /= ranks
     if zero == 3:
-        return (weights + gradients + kept + owed) / plan.mesh.shard
-    ranks = plan.mesh.shard if plan.data_parallel.local_steps else plan.mesh.data
-    return weights + (gradients / ranks if zero == 2 else gradients) + (kept / ranks if zero else kept) + owed
+        return gradients + (weights + kept + owed) / ranks
+    return weights + gradients + (kept / ranks if zero else kept) + owed
 
 
 def _activations(plan: Plan, facts: ModelFacts, blocks: int) -> float:

@@ -101,6 +101,11 @@ class DataParallelPlan:
     """Steps of plain AdamW with exact gradients before 1-bit Adam freezes the variance."""
     reduce_precision: Literal["fp32", "compute"] = "fp32"
     """Precision in which gradients are kept and summed when compute is bf16 or fp16."""
+    reduce_every: Literal["auto", "step", "microbatch"] = "auto"
+    """How often ZeRO-2 and 3 reduce-scatter gradients.  `microbatch`: each rank keeps its share only, and every
+    microbatch sends all gradients.  `step`: they travel once, and stay whole from the first backward to the last.
+    `auto`: `microbatch` with ZeRO-2 and 3 without a pipeline, `step` otherwise; a search names what is faster and fits.
+    Copies of hybrid sharding are summed once per step in either case."""
     local_steps: int = 0
     """Steps that each replica takes by itself before replicas average what they learnt (local SGD, DiLoCo), with the
     recipe's permission only; 0: replicas sum their gradients in every step."""

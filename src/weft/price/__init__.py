@@ -26,8 +26,10 @@ from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision
 from weft.price._memory import PROCESS_BYTES as PROCESS_BYTES
 from weft.price._memory import Memories as Memories
+from weft.price._memory import holds_weights as holds_weights
 from weft.price._memory import holds_whole_gradients as holds_whole_gradients
 from weft.price._memory import memory_of as memory_of
+from weft.price._memory import reduces_once as reduces_once
 from weft.price._placement import Group as Group
 from weft.price._placement import Groups as Groups
 from weft.price._placement import Leg as Leg

@@ -49,9 +49,11 @@ class MemoryHabits:
     bucket_copies: float = 2.0
     """Buckets of gradients that exist beside the gradients themselves while they travel (ZeRO-2 and below)."""
     accumulates_whole: bool = False
-    """ZeRO-3: whether gradients of several microbatches are summed whole before one reduction."""
+    """ZeRO-2 and 3 in a pipeline: whether gradients of all microbatches are summed whole before one reduction, unless a
+    layout says otherwise (`Layout.reduce_every`)."""
     holds_gathered: bool = False
-    """ZeRO-3 in a pipeline: whether a stage's weights stay whole from its first forward to its last backward."""
+    """ZeRO-3 in a pipeline, or with unequal shares: whether weights stay whole from a step's first forward to its last
+    backward."""
     reduction_bytes: float = 0.0
     """Fixed buffers in which gradients travel, beside the layout's buckets."""
     update_bytes: float = 0.0

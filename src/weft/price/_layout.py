@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from weft.plan import (
@@ -13,6 +13,7 @@ from weft.plan import (
     DataParallelPlan,
     Plan,
     Recompute,
+    ReduceEvery,
     Schedule,
 )
 
@@ -54,6 +55,11 @@ class Layout:
     precision: PricedPrecision = "bf16"
     gradient_bytes: int = 4
     """Of one element of the gradients that are kept and reduced."""
+    reduce_every: ReduceEvery = "auto"
+    """How often ZeRO-2 and 3 reduce gradients (`DataParallelPlan.reduce_every`); `auto`: as the stack does."""
+    uneven: bool = field(default=False, compare=False)
+    """Whether data ranks have unequal numbers of microbatches: then not every one can end with a reduction, and ZeRO-3
+    holds weights from the first forward to the last backward.  Not compared: batch and data ranks say it."""
     master_bytes: int = 12
     """Of optimizer state per parameter, masters included."""
     bucket_bytes: int = 26_214_400
@@ -124,6 +130,8 @@ class Layout:
             fused_loss=plan.memory.fused_loss,
             precision=compute.precision,
             gradient_bytes=2 if mixed and data.reduce_precision == "compute" else element,
+            reduce_every=data.reduce_every,
+            uneven=len(set(plan.microbatch.shares(mesh.data))) > 1,
             master_bytes=master_bytes if master_bytes is not None else (12 if mixed else 2 * element),
             bucket_bytes=data.bucket_bytes,
             first_bucket_bytes=_first_bucket(data),

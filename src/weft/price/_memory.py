@@ -68,11 +68,26 @@ def states_of(layout: Layout, *, experts: bool = False, whole_gradients: bool = 
     )
 
 
+def reduces_once(layout: Layout, stack: Stack) -> bool:
+    """Whether ZeRO-2 and 3 reduce gradients once per step, instead of after every microbatch."""
+    if layout.reduce_every == "auto":
+        return layout.zero < 2 or (layout.pipeline > 1 and stack.memory.accumulates_whole)
+    return layout.reduce_every == "step"
+
+
 def holds_whole_gradients(layout: Layout, stack: Stack) -> bool:
-    """Whether gradients stay whole until the step's last microbatch although ZeRO-2 or 3 shares them out."""
-    if not stack.memory.accumulates_whole:
+    """Whether gradients stay whole between microbatches although ZeRO-2 or 3 shares them out."""
+    if layout.zero < 2:
         return False
-    return layout.pipeline > 1 or (layout.zero == 3 and layout.microbatches > 1)
+    if reduces_once(layout, stack):
+        return layout.pipeline > 1 or layout.microbatches > 1
+    return layout.uneven and layout.microbatches > 1
+
+
+def holds_weights(layout: Layout, stack: Stack) -> bool:
+    """Whether ZeRO-3 holds gathered weights from a step's first forward to its last backward."""
+    gathers = layout.zero == 3 and layout.shard > 1
+    return gathers and stack.memory.holds_gathered and (layout.pipeline > 1 or layout.uneven)
 
 
 class _Common(NamedTuple):
@@ -164,7 +179,7 @@ class Memories:
         communicators = sum(size > 1 for size in axes) * habits.communicator_bytes
         wide = layout.gradient_bytes if layout.gradient_bytes > element else 0
         whole = holds_whole_gradients(layout, self.stack)
-        holds = gathers and habits.holds_gathered and layout.pipeline > 1
+        holds = holds_weights(layout, self.stack)
         return _Common(
             dense=states_of(layout, whole_gradients=whole),
             experts=states_of(layout, experts=True, whole_gradients=whole),
@@ -237,7 +252,7 @@ class Memories:
         if gathers:
             key = memory_key(layout)
             ends = sum(self.blocks.memory(end, key).dense_parameters for end in (self.profile.stem, self.profile.tail))
-            held_anyway = habits.holds_gathered and layout.pipeline > 1
+            held_anyway = holds_weights(layout, self.stack)
             return ends * activation_bytes(layout.precision) if habits.gathers_ends and not held_anyway else 0.0
         if layout.adapters_only:
             return 0.0

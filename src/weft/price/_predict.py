@@ -14,7 +14,7 @@ from weft.price._check_layout import check_layout
 from weft.price._collectives import collective_seconds
 from weft.price._compute import Device, Share, local_shape
 from weft.price._layout import Layout
-from weft.price._memory import Memories
+from weft.price._memory import Memories, reduces_once
 from weft.price._placement import Group, Groups, Network
 from weft.price._prediction import Prediction, Span, TimeTerms
 from weft.price._stack import WEFT, Stack
@@ -38,8 +38,10 @@ class _Case(NamedTuple):
     times: StageTimes
     gathering: float
     """Exposed seconds of ZeRO-3's collectives of one microbatch, all stages."""
+    scatters: list[float]
+    """Exposed seconds of ZeRO-3's one reduction of a step, by stage; 0 where every microbatch reduces."""
     unloading: float
-    """The same, of activations on their way to host memory and back."""
+    """Exposed seconds of one microbatch's activations on their way to host memory and back, all stages."""
 
 
 class Pricer:
@@ -135,7 +137,7 @@ class Pricer:
         groups, device = self.groups(layout), self.device(layout)
         whole = self.whole(layout)
         stages = whole.stages(whole.cuts(layout))
-        forward, inputs, gathering = self._gathered(layout, stages, groups)
+        forward, inputs, gathering, scatters = self._gathered(layout, stages, groups)
         unloading = 0.0
         if layout.offload == "activations":
             moved = [size / self.calibration.host_link_bytes_per_second for size in stages.kept_bytes]
@@ -146,7 +148,7 @@ class Pricer:
             inputs = [one + more for one, more in zip(inputs, back, strict=True)]
             unloading = sum(out) + sum(back)
         times = StageTimes(forward=forward, input=inputs, weight=stages.weight, transfer=self._transfer(layout, groups))
-        return _Case(layout, groups, device, whole, stages, times, gathering, unloading)
+        return _Case(layout, groups, device, whole, stages, times, gathering, scatters, unloading)
 
     def _pipeline(self, case: _Case, *, exact: bool) -> tuple[Step, float]:
         """Return the pipeline's step, and its seconds if transfers took no time."""
@@ -169,17 +171,18 @@ class Pricer:
     def _loads(self, case: _Case) -> list[RankLoad]:
         layout, stages, times = case.layout, case.stages, case.times
         ranks = stage_ranks(layout.schedule, layout.pipeline, layout.chunks) if layout.num_stages > 1 else (0,)
-        totals = [[0.0] * 4 for _ in range(layout.pipeline)]
+        totals = [[0.0] * 5 for _ in range(layout.pipeline)]
         rows = zip(
             ranks, stages.dense_parameters, stages.expert_parameters, times.forward, times.input, times.weight,
-            strict=True,
+            case.scatters, strict=True,
         )  # fmt: skip
-        for rank, dense, experts, forward, inputs, weight in rows:
+        for rank, dense, experts, forward, inputs, weight, scatter in rows:
             total = totals[rank]
             total[0] += dense
             total[1] += experts
             total[2] += forward
             total[3] += inputs + weight
+            total[4] += scatter
         return [RankLoad(*total) for total in totals]
 
     def _update(self, case: _Case, step: Step) -> Update:
@@ -235,34 +238,40 @@ class Pricer:
             self._devices[threads] = (device, BlockCosts(self.profile, device, self.seconds))
         return self._devices[threads]
 
-    def _gathered(self, layout: Layout, stages: Stages, groups: Groups) -> tuple[list[float], list[float], float]:
-        """Return forward and input seconds of every stage with ZeRO-3's exposed collectives, and these alone."""
+    def _gathered(
+        self, layout: Layout, stages: Stages, groups: Groups
+    ) -> tuple[list[float], list[float], float, list[float]]:
+        """Return forward and input seconds of every stage with ZeRO-3's exposed collectives, and these alone; and what
+        the reduction adds to each stage's last backward, where it comes once per step."""
         weight, gradient = element_bytes(layout), layout.gradient_bytes * (not layout.adapters_only)
         block = sum(stages.dense_parameters) / max(1, len(self.profile.blocks)) * weight
         rates = gathers_of(layout, max(block, 1.0), groups, self.seconds)
         if rates is None:
-            return stages.forward, stages.input, 0.0
-        on_accelerator, device = self.memories.on_accelerator, self.device(layout)
-        calibration, overlaps = self.calibration, self.stack.overlap_parameters and on_accelerator
+            return stages.forward, stages.input, 0.0, [0.0] * len(stages.forward)
         # On cores `fully_shard` waits for each collective at once, and its copies between weights and the flat tensors
         # that travel, both ways, are no longer small beside the wire.
-        copied = 0.0 if on_accelerator else 2.0 / device.memory_bytes_per_second
-        forward: list[float] = []
-        inputs: list[float] = []
+        copied = 0.0 if self.memories.on_accelerator else 2.0 / self.device(layout).memory_bytes_per_second
+        once = reduces_once(layout, self.stack)
+        forward, inputs, scatters = list[float](), list[float](), list[float]()
         exposed = 0.0
         for ahead, back, more, dense in zip(
             stages.forward, stages.input, stages.weight, stages.dense_parameters, strict=True
         ):
             sent = dense * weight * (rates.gather + copied)
-            sent_back = sent + dense * gradient * (rates.scatter + copied)
-            waits: list[float] = []
-            for time, beside in ((sent, ahead), (sent_back, back + more)):
-                hidden = min(time, calibration.overlap_share * beside) if overlaps else 0.0
-                waits.append(time - hidden + (calibration.overlap_slowdown - 1.0) * hidden)
+            reducing = self._exposed(sent + dense * gradient * (rates.scatter + copied), back + more)
+            waits = (self._exposed(sent, ahead), self._exposed(sent, back + more) if once else reducing)
             forward.append(ahead + waits[0])
             inputs.append(back + waits[1])
+            scatters.append(max(0.0, reducing - waits[1]))
             exposed += sum(waits)
-        return forward, inputs, exposed
+        return forward, inputs, exposed, scatters
+
+    def _exposed(self, sent: float, beside: float) -> float:
+        """Seconds that ZeRO-3's collectives add to a computation of `beside` seconds."""
+        calibration = self.calibration
+        overlaps = self.stack.overlap_parameters and self.memories.on_accelerator
+        hidden = min(sent, calibration.overlap_share * beside) if overlaps else 0.0
+        return sent - hidden + (calibration.overlap_slowdown - 1.0) * hidden
 
     def _transfer(self, layout: Layout, groups: Groups) -> float:
         """Seconds from one stage to the next."""

@@ -10,6 +10,7 @@ from weft.price._buckets import Flow, Stream, best_bucket, idle_seconds, togethe
 from weft.price._buckets import Seconds as BucketSeconds
 from weft.price._compute import ELEMENT_BYTES, Device
 from weft.price._layout import Layout
+from weft.price._memory import reduces_once
 from weft.price._placement import Group, Groups
 from weft.price._stack import Stack
 from weft.price._stages import Seconds
@@ -48,6 +49,9 @@ class RankLoad(NamedTuple):
     experts: float
     forward: float
     backward: float
+    scatter: float = 0.0
+    """Exposed seconds by which ZeRO-3's reduction of a step's gradients makes its last backward longer, where that is
+    the only one that reduces."""
 
 
 class Update(NamedTuple):
@@ -90,7 +94,7 @@ def update_of(
     if layout.adapters_only:
         return Update(0.0, 0.0, 0.0)
     rates = _Rates(layout, device, groups, seconds)
-    ends = [rates.reduce(load) - early for load, early in zip(loads, step.slack, strict=True)]
+    ends = [rates.reduce(load) + load.scatter - early for load, early in zip(loads, step.slack, strict=True)]
     data = max(0.0, *ends) if len(ends) > 1 else max(0.0, ends[0])
     data += max(rates.publish(load) + rates.average(load) for load in loads)
     fullest = max(loads, key=lambda load: load.dense + load.experts)
@@ -121,6 +125,7 @@ class _Rates:
         if layout.zero == 3 and layout.shard > 1:
             # What is left after every microbatch's scatter: the sum over copies.
             dense, self._parts = groups.replicate, groups.shard.size
+        self._times = layout.microbatches if layout.zero == 2 and not reduces_once(layout, device.stack) else 1
         self._silent = layout.local_steps > 0 and self._parts > 1
         self.first = first_bucket_bytes(layout, device.stack)
         self.dense, self.experts = (self._stream(self._reduced(group)) for group in (dense, experts))
@@ -171,7 +176,7 @@ class _Rates:
         sent = together(self.dense.sent(sizes[0]), self.experts.sent(sizes[1]))
         if sent.whole == 0.0:
             return 0.0
-        times = layout.microbatches if layout.zero == 2 else 1
+        times = self._times
         if not stack.overlap_gradients:
             return sent.whole * times
         last = min(sent.last, sent.whole / layout.chunks)
@@ -202,7 +207,7 @@ class _Rates:
         dense, experts = self.sizes(load)
         streams = (self.dense, self.gathered_dense) if dense >= experts else (self.experts, self.gathered_experts)
         windows = (load.backward * stack.overlap_gradients, load.forward * stack.overlap_parameters)
-        often = self._layout.microbatches if self._layout.zero == 2 else 1
+        often = self._times
         return [
             Flow(
                 size=dense + experts,

@@ -15,7 +15,7 @@ from weft.comm import Mesh, fake_world
 from weft.engine import TrainingState, create_training
 from weft.models import Batch, Blueprint
 from weft.parallel.pipeline import PipelineRunner
-from weft.plan import Axis, Plan, axis_coordinates
+from weft.plan import Axis, Plan, axis_coordinates, reduction_rounds
 from weft.recipe import Recipe
 from weft.record import Recorder
 from weft.rehearse._witness import Issued, Witness
@@ -100,9 +100,12 @@ def microbatch_counts(plan: Plan, rank: int) -> tuple[int, int, tuple[int, ...]]
 
     The largest of these is also as many as are ever in flight.
     """
-    whole = max(plan.microbatch.shares(plan.mesh.data)[_data_index(plan, rank)], 1)
+    shares = plan.microbatch.shares(plan.mesh.data)
+    whole = max(shares[_data_index(plan, rank)], 1)
     few = plan.mesh.pipeline * (2 if plan.pipeline_parallel.chunks_per_rank > 1 else 1)
-    return whole, few, (whole,) if whole <= 2 * few or whole % few else (few, 2 * few)
+    # With unequal shares only the last microbatches of some ranks reduce, so no two short steps would show the pattern.
+    repeats = reduction_rounds(plan) == 1 or len(set(shares)) == 1
+    return whole, few, (few, 2 * few) if repeats and whole > 2 * few and whole % few == 0 else (whole,)
 
 
 def _extend(first: tuple[float, float], second: tuple[float, float], by: float) -> tuple[float, float]:

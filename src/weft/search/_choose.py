@@ -207,6 +207,10 @@ def explain_settings(plan: Plan, recipe: Recipe, cluster: Cluster, rivals: Seque
     }
     if plan.mesh.data > 1:
         reasons["data_parallel.zero"] = _other_stage(rivals)
+    if plan.data_parallel.reduce_every == "microbatch":
+        reasons["data_parallel.reduce_every"] = "gradients kept whole do not fit, or only slower plans do"
+    elif plan.data_parallel.reduce_every == "step":
+        reasons["data_parallel.reduce_every"] = "whole gradients fit until the step ends, and travel once"
     usual = DataParallelPlan().bucket_bytes
     if plan.data_parallel.bucket_bytes > usual:
         reasons["data_parallel.bucket_bytes"] = "gradients travel in fewer, larger messages"

@@ -48,6 +48,7 @@ def plan_of(layout: Layout, *, global_batch_size: int, shares: Sequence[int] | N
             bucket_bytes=layout.bucket_bytes,
             first_bucket_bytes=min(layout.bucket_bytes, layout.first_bucket_bytes),
             compression=layout.compression,
+            reduce_every=layout.reduce_every,
             reduce_precision=_reduce_precision(layout),
             local_steps=layout.local_steps,
             outer_learning_rate=layout.outer_learning_rate,

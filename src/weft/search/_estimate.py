@@ -16,7 +16,7 @@ from weft.plan import SPLIT_BACKWARD, Schedule
 from weft.price import PROCESS_BYTES, Layout, Pricer
 from weft.search._bounds import Floats
 from weft.search._group import GroupCosts, Held, Passes
-from weft.search._options import Options
+from weft.search._options import Options, Way
 from weft.search._space import Offload
 from weft.search._splits import Bools, Ints
 
@@ -82,13 +82,12 @@ class Estimates:
         schedules: tuple[Schedule, ...],
         costs: GroupCosts,
         options: Options,
-        zero: int,
-        shard: Ints,
+        way: Way,
         rates: Rates | None = None,
     ) -> None:
         """`rates` are those of other estimates of the same group and way of sharding."""
         self._pricer, self._schedules, self._costs, self._options = pricer, schedules, costs, options
-        self._zero, self._shard = zero, shard
+        zero, shard = self._zero, self._shard = way.zero, way.shard
         splits = options.splits
         self._ranks = splits.data * splits.context
         self._shards = np.ones_like(shard) if zero == 0 else self._ranks if zero < 3 else shard * splits.context
@@ -100,6 +99,7 @@ class Estimates:
         self._device = pricer.device(costs.base)
         element = {"fp64": 8, "fp32": 4, "tf32": 4}.get(costs.base.precision, 2)
         self._element, self._gradient = float(element), float(costs.base.gradient_bytes)
+        self._once = self._reduces_once(way)
         self._waiting = self._whole_gradients()
         self.rates = rates or self._find_rates()
 
@@ -108,13 +108,13 @@ class Estimates:
     def seconds(self, passes: Passes, held: Held, offload: Offload) -> Floats:
         """Return the seconds of a step."""
         none = np.zeros(len(self._options))
-        ahead, back = self._gathering(passes) if self._zero == 3 else (none, none)
+        ahead, back, once = self._gathering(passes) if self._zero == 3 else (none, none, none)
         waits = ahead + back
         if offload == "activations":
             waits = waits + self._unloading(passes, held, ahead, back)
         blocks = len(self._pricer.profile.blocks)
         pipeline = pipeline_seconds(self._schedules, blocks, self._costs.hop, self._options, passes, waits)
-        step = pipeline + self._reductions(passes) + self._optimizer(offload)
+        step = pipeline + once + self._reductions(passes) + self._optimizer(offload)
         calibration, stack = self._pricer.calibration, self._pricer.stack
         return step * stack.slowdown + calibration.step_seconds
 
@@ -149,15 +149,18 @@ class Estimates:
             seconds("all_gather", bucket, groups.expert_data, by) / bucket * sharded,
         )
 
-    def _gathering(self, passes: Passes) -> tuple[Floats, Floats]:
-        """Exposed seconds of ZeRO-3's collectives of one microbatch on one rank, forward and backward."""
+    def _gathering(self, passes: Passes) -> tuple[Floats, Floats, Floats]:
+        """Exposed seconds of ZeRO-3's collectives of one microbatch on one rank, forward and backward; and what a
+        reduction once per step adds to it."""
         p, overlap = self._options.splits.pipeline, self._pricer.calibration.overlap_share
         if not (self._pricer.stack.overlap_parameters and self._pricer.cluster.has_accelerators):
             overlap = 0.0
         sent = self._dense * self.rates.gather
-        back = sent + self._dense * self.rates.reduce
+        beside = overlap * (passes.input + passes.weight) / p
         ahead = np.maximum(0.0, sent - overlap * passes.forward / p)
-        return ahead, np.maximum(0.0, back - overlap * (passes.input + passes.weight) / p)
+        gathers = np.maximum(0.0, sent - beside)
+        reducing = np.maximum(0.0, sent + self._dense * self.rates.reduce - beside)
+        return ahead, np.where(self._once, gathers, reducing), np.where(self._once, reducing - gathers, 0.0)
 
     def _unloading(self, passes: Passes, held: Held, ahead: Floats, back: Floats) -> Floats:
         """Exposed seconds of one microbatch's activations on their way to host memory and back, on one rank; they also
@@ -174,7 +177,7 @@ class Estimates:
         overlap = self._pricer.calibration.overlap_share
         dense_rate = rates.copies if self._zero == 3 else rates.reduce
         whole = self._dense * dense_rate + self._experts * rates.reduce_experts
-        times = self._options.splits.microbatches if self._zero == 2 else 1
+        times = np.where(self._once, 1, self._options.splits.microbatches) if self._zero == 2 else 1
         hidden = overlap * (passes.input + passes.weight) / p if stack.overlap_gradients else 0.0
         exposed: Floats = (np.maximum(0.0, whole - hidden) * (1.0 * times)).astype(np.float64)
         if self._zero in (1, 2):
@@ -230,8 +233,15 @@ class Estimates:
     def _whole_gradients(self) -> Bools:
         """Whether gradients stay whole until the step's last microbatch (`weft.price.holds_whole_gradients`)."""
         splits = self._options.splits
-        waits = (splits.pipeline > 1) | ((self._zero == 3) & (splits.microbatches > 1))
-        return waits & self._pricer.stack.memory.accumulates_whole
+        several = splits.microbatches > 1
+        return (self._zero >= 2) & np.where(self._once, (splits.pipeline > 1) | several, splits.uneven & several)
+
+    def _reduces_once(self, way: Way) -> Bools:
+        """`weft.price.reduces_once`, by row."""
+        pipeline = self._options.splits.pipeline
+        if way.every != "auto":
+            return np.full(len(pipeline), way.every == "step")
+        return (pipeline > 1) & self._pricer.stack.memory.accumulates_whole | (way.zero < 2)
 
     def _fixed_bytes(self, base: Layout) -> Floats:
         habits = self._pricer.stack.memory
@@ -242,7 +252,7 @@ class Estimates:
             size += wide * (self._element + (self._gradient if self._gradient > self._element else 0.0))
             ends = (self._costs.weights.stem + self._costs.weights.tail) * self._element * habits.gathers_ends
             held = np.maximum(self._dense, self._last_dense) + self._experts
-            holds = (self._options.splits.pipeline > 1) & habits.holds_gathered
+            holds = ((self._options.splits.pipeline > 1) | self._options.splits.uneven) & habits.holds_gathered
             size = np.where(holds, held * self._element, size + ends)
             return np.where(self._shard > 1, size, 0.0) + workspace
         return np.where(self._ranks > 1, habits.bucket_copies * base.bucket_bytes, 0.0) + workspace

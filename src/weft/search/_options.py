@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from weft.plan import Schedule, chunk_limits
+from weft.plan import SPLIT_BACKWARD, ReduceEvery, Schedule, chunk_limits
 from weft.search._bounds import Floats
 from weft.search._space import Space, chunk_choices
 from weft.search._splits import Bools, Ints, Splits
@@ -118,6 +119,37 @@ def shardings(space: Space, splits: Splits) -> list[tuple[int, Ints]]:
             shard = np.where((expert > 1) & (zero > 0), data, 1)
             found.append((zero, np.where(alone & (zero != default), 0, shard)))
     return [(zero, np.where((np.maximum(shard, 1) * context) % expert == 0, shard, 0)) for zero, shard in found]
+
+
+class Way(NamedTuple):
+    """A way of sharding."""
+
+    zero: int
+    every: ReduceEvery
+    """How often gradients are reduced."""
+    shard: Ints
+    """Ranks over which each row is sharded; 0 where a row has no such choice."""
+
+
+def ways_of_sharding(space: Space, options: Options) -> list[Way]:
+    """Return ZeRO stages and shards with how often gradients are reduced, where that is a choice."""
+    splits = options.splits
+    splits_backward = np.isin(options.schedule, [i for i, s in enumerate(space.schedules) if s in SPLIT_BACKWARD])
+    can = (splits.pipeline == 1) | (~splits_backward & ((options.chunks == 1) | ~splits.uneven))
+    found: list[Way] = []
+    for zero, shard in shardings(space, splits):
+        if space.reductions is not None:
+            possible = np.zeros_like(can) if zero < 2 else (splits.pipeline == 1) if zero == 2 else can
+            found += [Way(zero, e, np.where(possible | (e != "microbatch"), shard, 0)) for e in space.reductions]
+        elif zero < 3:
+            found.append(Way(zero, "auto", shard))
+        else:
+            # With unequal shares gradients wait whole either way, and once per step sends less.
+            is_choice = (splits.microbatches > 1) & (shard > 1)
+            found.append(Way(zero, "auto", np.where(is_choice, 0, shard)))
+            found.append(Way(zero, "step", np.where(is_choice, shard, 0)))
+            found.append(Way(zero, "microbatch", np.where(is_choice & can & ~splits.uneven, shard, 0)))
+    return found
 
 
 def _shards(space: Space, data: Ints) -> list[Ints]:

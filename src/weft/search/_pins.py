@@ -17,6 +17,7 @@ _FIELDS: Mapping[str, str] = {
     "mesh.expert": "experts",
     "mesh.order": "orders",
     "data_parallel.zero": "zeros",
+    "data_parallel.reduce_every": "reductions",
     "data_parallel.bucket_bytes": "bucket_bytes",
     "data_parallel.first_bucket_bytes": "first_bucket_bytes",
     "data_parallel.compression": "compressions",

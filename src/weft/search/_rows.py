@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
-from weft.plan import Recompute, Schedule
+from weft.plan import Recompute, ReduceEvery, Schedule
 from weft.price import Layout
 from weft.search._bounds import Floats
 from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints, Splits
+
+REDUCE_EVERY: tuple[ReduceEvery, ...] = get_args(ReduceEvery)
+"""Words of `Layout.reduce_every`."""
 
 
 class Level(NamedTuple):
@@ -45,6 +48,8 @@ class Rows:
     chunks: Ints
     zero: Ints
     shard: Ints
+    every: Ints
+    """Position in `REDUCE_EVERY`."""
     level: Ints
     """Position in `levels_of(space)`."""
     offload: Ints
@@ -75,6 +80,8 @@ class Rows:
             expert=int(splits.expert[row]),
             sequence_parallel=base.sequence_parallel and int(splits.tensor[row]) > 1,
             zero=int(self.zero[row]),
+            reduce_every=REDUCE_EVERY[self.every[row]],
+            uneven=bool(splits.uneven[row]),
             schedule=schedule,
             chunks=int(self.chunks[row]),
             microbatch_size=int(splits.size[row]),

@@ -9,8 +9,8 @@ from weft.price import Pricer
 from weft.search._bounds import Floats
 from weft.search._estimate import Estimates, pipeline_seconds
 from weft.search._group import GroupCosts
-from weft.search._options import Choices, Options, shardings
-from weft.search._rows import Level, Rows, levels_of
+from weft.search._options import Choices, Options, Way, ways_of_sharding
+from weft.search._rows import REDUCE_EVERY, Level, Rows, levels_of
 from weft.search._space import Space
 from weft.search._splits import Bools, Ints, Splits
 
@@ -38,30 +38,31 @@ class Screen:
         schedules, blocks = self._space.schedules, len(self._pricer.profile.blocks)
         fastest = pipeline_seconds(schedules, blocks, costs.hop, options, costs.passes[self._levels[0].light], 0.0)
         options = options.take(fastest < limit)
-        choices = shardings(self._space, options.splits)
+        choices = ways_of_sharding(self._space, options)
         found: list[Rows] = []
         unfit = 0
-        for zero, shard in choices:
-            valid = shard > 0
+        for way in choices:
+            valid = way.shard > 0
             if valid.any():
-                rows, too_large = self._sharded(group, costs, options.take(valid), zero, shard[valid], limit)
+                way = way._replace(shard=way.shard[valid])
+                rows, too_large = self._sharded(group, costs, options.take(valid), way, limit)
                 found += rows
                 unfit += too_large
         return found, whole * len(choices), unfit
 
     def _sharded(
-        self, group: int, costs: GroupCosts, options: Options, zero: int, shard: Ints, limit: float
+        self, group: int, costs: GroupCosts, options: Options, way: Way, limit: float
     ) -> tuple[list[Rows], int]:
         """Rows under one way of sharding, and how many do not fit whatever is computed again or offloaded."""
         first = self._levels[0].light
-        estimates = Estimates(self._pricer, self._space.schedules, costs, options, zero, shard)
+        estimates = Estimates(self._pricer, self._space.schedules, costs, options, way)
         # More recomputation and offloading make a step longer, so what is too slow without stays so.
         seconds = estimates.seconds(costs.passes[first], costs.held[first], "none")
         near = seconds < limit
         if not near.any():
             return [], 0
-        options, shard = options.take(near), shard[near]
-        estimates = Estimates(self._pricer, self._space.schedules, costs, options, zero, shard, estimates.rates)
+        options, way = options.take(near), way._replace(shard=way.shard[near])
+        estimates = Estimates(self._pricer, self._space.schedules, costs, options, way, estimates.rates)
         found: list[Rows] = []
         fitting = np.zeros(len(options), dtype=bool)
         needs: dict[Recompute, Floats] = {}
@@ -69,9 +70,9 @@ class Screen:
             if level.is_mixed:
                 if level.light in needs and level.heavy in needs:
                     seconds, fits = self._mixed(estimates, costs, needs, level)
-                    found += self._table(group, options, fits & (seconds < limit), zero, shard, (place, 0), seconds)
+                    found += self._table(group, options, fits & (seconds < limit), way, (place, 0), seconds)
             elif not fitting.all():
-                found += self._plain(group, costs, estimates, (options, zero, shard), place, fitting, needs, limit)
+                found += self._plain(group, costs, estimates, (options, way), place, fitting, needs, limit)
         return found, int((~fitting).sum())
 
     def _plain(
@@ -79,14 +80,14 @@ class Screen:
         group: int,
         costs: GroupCosts,
         estimates: Estimates,
-        ways: tuple[Options, int, Ints],
+        rows: tuple[Options, Way],
         place: int,
         fitting: Bools,
         needs: dict[Recompute, Floats],
         limit: float,
     ) -> list[Rows]:
         """Rows with all blocks alike; marks in `fitting` those that fit without offloading, and notes their needs."""
-        options, zero, shard = ways
+        options, way = rows
         word = self._levels[place].light
         found: list[Rows] = []
         done = fitting.copy()
@@ -101,7 +102,7 @@ class Screen:
                 done = fitting.copy()
             if fits.any():
                 seconds = estimates.seconds(costs.passes[word], costs.held[word], name)
-                found += self._table(group, options, fits & (seconds < limit), zero, shard, (place, offload), seconds)
+                found += self._table(group, options, fits & (seconds < limit), way, (place, offload), seconds)
         return found
 
     def _mixed(
@@ -122,8 +123,7 @@ class Screen:
         group: int,
         options: Options,
         chosen: Bools,
-        zero: int,
-        shard: Ints,
+        way: Way,
         place: tuple[int, int],
         seconds: Floats,
     ) -> list[Rows]:
@@ -140,8 +140,9 @@ class Screen:
                 group=same(group),
                 schedule=taken.schedule,
                 chunks=taken.chunks,
-                zero=same(zero),
-                shard=shard[chosen],
+                zero=same(way.zero),
+                shard=way.shard[chosen],
+                every=same(REDUCE_EVERY.index(way.every)),
                 level=same(place[0]),
                 offload=same(place[1]),
                 seconds=seconds[chosen],

@@ -325,7 +325,8 @@ def _rank(priced: Priced) -> tuple[object, ...]:
     """Lower scores first; of equals, the simpler layout."""
     layout = priced.layout
     axes = (layout.pipeline, layout.tensor, layout.context, layout.expert, layout.chunks, layout.zero, layout.shard)
-    return (priced.score, *axes, layout.microbatch_size, layout.schedule, str(layout.recompute), layout.order)
+    words = (layout.schedule, str(layout.recompute), layout.reduce_every)
+    return (priced.score, *axes, layout.microbatch_size, *words, layout.order)
 
 
 def _groups(splits: Splits, bounds: Floats) -> list[Ints]:

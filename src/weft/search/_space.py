@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from weft.cluster import Cluster
-from weft.plan import Axis, Recompute, Schedule
+from weft.plan import Axis, Recompute, ReduceEvery, Schedule
 from weft.price import PricedPrecision
 from weft.profile import Profile
 from weft.recipe import PermitRecipe
@@ -50,6 +50,9 @@ class Space:
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     shards: tuple[int, ...] | None = None
     """Ranks over which ZeRO-3 shards.  None: every divisor of the data ranks."""
+    reductions: tuple[ReduceEvery, ...] | None = None
+    """How often ZeRO-2 and 3 reduce gradients.  None: under ZeRO-3 what is best of once per step and every microbatch,
+    under ZeRO-2 as is usual."""
     recomputes: tuple[Recompute, ...] = ("none", "selective", "full")
     """A choice that does not fit is also tried with some blocks of each stage computed again, as many as needed."""
     per_block_recompute: bool = True

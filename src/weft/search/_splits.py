@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ class Splits:
     """Samples per microbatch."""
     microbatches: Ints
     """Per step, of the data rank that has most."""
+    uneven: Bools
+    """Whether some data ranks have one less."""
 
     def __len__(self) -> int:
         return len(self.pipeline)
@@ -73,6 +75,7 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
         data=data,
         size=size[row],
         microbatches=-(-total[row] // data),
+        uneven=total[row] % data > 0,
     )
     splits, unborrowed = _with_experts(space, splits)
     return splits, Dropped(devices=int((~fits).sum()), batch=int((~kept).sum()), experts=unborrowed)
@@ -124,6 +127,4 @@ def _with_experts(space: Space, splits: Splits) -> tuple[Splits, int]:
     row, expert = (column.ravel() for column in np.meshgrid(np.arange(len(splits)), experts, indexing="ij"))
     room = splits.data[row] * splits.context[row]
     fits = room % expert == 0
-    taken = splits.take(row[fits])
-    grown = {field.name: getattr(taken, field.name) for field in fields(taken)}
-    return Splits(**{**grown, "expert": expert[fits]}), int((~fits).sum())
+    return replace(splits.take(row[fits]), expert=expert[fits]), int((~fits).sum())

@@ -55,6 +55,9 @@ class Balancer:
         shares = unequal_shares(
             total, [speeds[devices][0] for devices in owners], [speeds[devices][1] for devices in owners]
         )
+        if len(set(shares)) > 1:
+            # Gradients wait whole then, however often they are reduced.
+            layout = replace(layout, uneven=True, reduce_every="step" if layout.zero == 3 else layout.reduce_every)
         most = dict[Devices, int]()
         for count, devices in zip(shares, owners, strict=True):
             most[devices] = max(count, most.get(devices, 0))

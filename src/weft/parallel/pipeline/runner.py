@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -204,10 +205,13 @@ class _Progress:
         self._part_of, self._observer = part_of, observer
         self._last_backward = {action.stage: action for action in actions if action.kind in "BI"}
         self._last = {action.stage: action for action in actions if action.kind in "BIW"}
+        self._remaining = Counter(action.stage for action in actions if action.kind == "B")
         self._complete: set[int] = set()
         self._next = len(part_of) - 1
 
     def before_whole_backward(self, action: Action) -> None:
+        self._remaining[action.stage] -= action.kind == "B"
+        self._observer.on_backward(self._part_of[action.stage], self._remaining[action.stage])
         if self._last_backward[action.stage] == action:
             self._observer.on_last_forward(self._part_of[action.stage])
 

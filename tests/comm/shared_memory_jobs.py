@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from weft.comm import SharedMemoryGroup, all_gather_single, reduce_scatter_single, shared_memory_group
-from weft.launch import Place, initialise_distributed
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -167,16 +165,3 @@ def traces() -> dict[str, int]:
 
 def _is_open(name: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{name}")
-
-
-def compiled_rank(place: Place) -> list[float]:
-    """An all-reduce inside a compiled function."""
-    with initialise_distributed("cpu", place, backend="weft"):
-        return _compiled().tolist()
-
-
-def _compiled() -> Tensor:
-    def step(value: Tensor) -> Tensor:
-        return functional.all_reduce(value * 2, "sum", group()) + 1
-
-    return torch.compile(step, backend="aot_eager")(torch.ones(5) * (1 + dist.get_rank()))

@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pool import RankPool
 from weft.comm import shared_memory_group
-from weft.launch import launch_function
+from weft.errors import CollectiveError
+from weft.launch import Place, initialise_distributed, launch_function
 
 WEFT = "cpu:weft"
 T = TypeVar("T")
@@ -147,12 +149,6 @@ def test_functional_collectives(ranks: RankPool) -> None:
         }
 
 
-def test_compiled_collectives() -> None:
-    """In processes that end by themselves: Dynamo's helpers leave semaphores where a rank is killed."""
-    here = [str(Path(__file__).parent), *sys.path]
-    assert launch_function("shared_memory_jobs:compiled_rank", {}, 2, import_path=here) == [[7.0] * 5] * 2
-
-
 def _messages() -> bool:
     """Sends and receives, which Gloo carries, beside collectives."""
     rank = dist.get_rank()
@@ -212,3 +208,132 @@ def _ddp_hooks() -> bool:
 
 def test_hooks_of_ddp(ranks: RankPool) -> None:
     assert ranks.run(2, _ddp_hooks, backend=WEFT) == [True, True]
+
+
+def _gradients(register: Callable[[DistributedDataParallel], object]) -> list[Tensor]:
+    model = DistributedDataParallel(copy.deepcopy(_model()), bucket_cap_mb=0.01)
+    register(model)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(8, 40, generator=generator)).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _hooks_in_cpp_and_python() -> dict[str, float]:
+    """The largest difference from plain DDP, relative to its gradient's largest value, by hook."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    plain = _gradients(lambda model: None)
+    hooks: dict[str, Callable[[DistributedDataParallel], object]] = {
+        **{
+            f"built-in {kind.name}": lambda model, kind=kind: model._register_builtin_comm_hook(kind)
+            for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS)
+        },
+        "allreduce": lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook),
+        "fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+        "wrapped": lambda model: model.register_comm_hook(
+            None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+        ),
+    }
+    return {
+        name: max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(_gradients(register), plain, strict=True))
+        for name, register in hooks.items()
+    }
+
+
+def test_hooks_that_torch_brings(ranks: RankPool) -> None:
+    """Those in C++ want futures of lists of tensors."""
+    for differences in ranks.run(2, _hooks_in_cpp_and_python, backend=WEFT):
+        assert len(differences) == 5
+        assert max(differences.values()) < 2e-3
+        assert differences["built-in ALLREDUCE"] == differences["allreduce"] == 0
+        assert differences["built-in FP16_COMPRESS"] == differences["fp16"] > 0
+
+
+def _half_that_fails() -> str:
+    """The error of an all-reduce of fp16 reaches who waits for its future."""
+    other = dist.new_group(timeout=timedelta(seconds=0.4))
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return ""
+    future = dist.all_reduce(torch.ones(4, dtype=torch.float16), group=other, async_op=True).get_future()
+    with pytest.raises(RuntimeError, match="rank 1 has not come") as caught:
+        future.wait()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_future_of_half_precision_fails_with_the_reason(ranks: RankPool) -> None:
+    assert "timed out" in ranks.run(2, _half_that_fails, backend=WEFT)[0]
+
+
+def _profiled() -> list[tuple[str, bool, list[list[int]]]]:
+    rank = dist.get_rank()
+    first, second, parts = torch.ones(3, 4), torch.ones(5), [torch.empty(3, 4) for _ in range(2)]
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        one, two = dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)
+        two.wait()
+        one.wait()
+        dist.all_gather(parts, first)
+        if rank == 0:  # the second is received before the first comes: nobody waits for the wrong one
+            late = dist.irecv(torch.empty(2), 1)
+            dist.isend(torch.ones(2), 1).wait()
+            dist.send(second, 1)
+            late.wait()
+        else:
+            dist.recv(torch.empty(2), 0)
+            dist.recv(torch.empty(5), 0)
+            dist.send(torch.ones(2), 0)
+        forgotten = dist.all_reduce(second, async_op=True)
+        del forgotten
+        dist.barrier()
+        with pytest.raises(CollectiveError, match="is not defined"):
+            dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+    first.add_(0)  # nothing is told of what comes after
+    dist.all_reduce(first)
+    return [(event.name, event.is_async, event.input_shapes) for event in profiler.events() if "weft:" in event.name]
+
+
+def test_profilers_see_collectives(ranks: RankPool) -> None:
+    for events in ranks.run(2, _profiled, backend=WEFT):
+        shown = [(name, shapes) for name, is_async, shapes in events if is_async]
+        assert shown[:3] == [("weft:all_reduce", [[3, 4]]), ("weft:all_reduce", [[5]]), ("weft:all_gather", [[3, 4]])]
+        names = [name for name, _ in shown]
+        assert names.count("weft:all_reduce") in (3, 4)  # the refused one ended where it began
+        assert names.count("weft:send") + names.count("weft:recv") == 3
+        assert names.count("weft:barrier") == 1
+
+
+def _compiled_ddp() -> bool:
+    """DDP sends a model's buffers in the middle of a compiled forward."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    found: list[list[Tensor]] = []
+    for is_compiled in (False, True):
+        wrapped = DistributedDataParallel(copy.deepcopy(model))
+        step = torch.compile(wrapped, backend="aot_eager") if is_compiled else wrapped
+        for batch in range(3):
+            generator = torch.Generator().manual_seed(10 * batch + dist.get_rank())
+            step(torch.randn(8, 8, generator=generator)).square().sum().backward()
+        gradients = [parameter.grad for parameter in wrapped.parameters() if parameter.grad is not None]
+        found.append([*gradients, *(buffer.clone() for buffer in wrapped.buffers())])
+    return all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
+
+
+def _compiled() -> Tensor:
+    def step(value: Tensor) -> Tensor:
+        return functional.all_reduce(value * 2, "sum", group()) + 1
+
+    return torch.compile(step, backend="aot_eager")(torch.ones(5) * (1 + dist.get_rank()))
+
+
+def compiled_rank(place: Place) -> tuple[list[float], bool]:
+    with initialise_distributed("cpu", place, backend="weft"):
+        return _compiled().tolist(), _compiled_ddp()
+
+
+def test_compiled_collectives_and_a_compiled_model_with_buffers() -> None:
+    """In processes that end by themselves: Dynamo's helpers leave semaphores where a rank is killed."""
+    here = [str(Path(__file__).parent), *sys.path]
+    found = launch_function("test_shared_memory_torch:compiled_rank", {}, 2, import_path=here)
+    assert found == [[[7.0] * 5, True]] * 2

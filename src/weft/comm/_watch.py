@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from weft.comm._backward import BackwardWaits
+from weft.comm._untraced import untraced
 
 Operation = Literal[
     "all_reduce",
@@ -150,6 +151,7 @@ class Watch:
             self._covered.is_covered = before
 
 
+@untraced
 class WatchedWork(dist.Work):
     """Another work, whose end and waits are noted.  It raises what the other raises."""
 

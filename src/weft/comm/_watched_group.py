@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm._untraced import untraced
 from weft.comm._watch import Operation, Seen, Watch, WatchedWork, num_bytes
 
 WATCHED_GLOO = "weft_gloo"
@@ -74,6 +75,7 @@ def _passed_on(name: str) -> Any:
     return method
 
 
+@untraced
 class WatchedGroup(dist.ProcessGroup):
     """A group over Gloo.  With a `watch` everything that it carries is seen; without one it only passes on."""
 

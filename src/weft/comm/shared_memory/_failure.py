@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from weft.comm.shared_memory._call import OPS, Call, Failure, Kind, Message, Trouble
 from weft.errors import CollectiveError
 
@@ -27,8 +29,8 @@ def explain(failure: Failure, call: Call | Message | None, ranks: Sequence[int],
             )
         case Trouble.DEADLINE:
             text = (
-                f"{what} was not finished in {seconds:g} s: {who} has not come. It may be stopped, busy, or waiting in"
-                f" another group. If it was only slow, give its groups longer"
+                f"{what} timed out: it was not finished in {seconds:g} s: {who} has not come. It may be stopped, busy,"
+                f" or waiting in another group. If it was only slow, give its groups a longer timeout"
                 f" (compute.collective_timeout_seconds in the plan). {_AGAIN}."
             )
         case Trouble.MISMATCH if isinstance(call, Message):
@@ -63,13 +65,28 @@ def explain_forming(failure: Failure, ranks: Sequence[int], here: int, seconds: 
             )
         case Trouble.DEADLINE:
             text = (
-                f"{what} was not formed in {seconds:g} s: {who} has not come{told}. It may be stopped, busy, or forming"
-                " its groups in another order. If it was only slow, give its groups longer"
+                f"{what} timed out: it was not formed in {seconds:g} s: {who} has not come{told}. It may be stopped,"
+                " busy, or forming its groups in another order. If it was only slow, give its groups a longer timeout"
                 " (compute.collective_timeout_seconds in the plan)."
             )
         case _:
             text = f"{what} cannot be formed: {_name(failure.reporter, ranks)} has given up, for a reason of its own."
     return CollectiveError(text, status=1)
+
+
+def undefined(dtype: torch.dtype, op: int) -> CollectiveError:
+    """Return the error for a reduction that nothing here carries out."""
+    name = OPS[op] if 0 <= op < len(OPS) else "premul_sum" if op == len(OPS) else f"torch's operation number {op}"
+    what = f"a reduction ({name}) of {dtype} is not defined over shared memory"
+    if dtype.is_complex:
+        return CollectiveError(
+            f"{what}: of complex numbers there are sums and averages. Gather the tensors and combine them."
+        )
+    if op >= len(OPS):
+        return CollectiveError(f"{what}, as it is not over Gloo. Multiply the tensor first, and sum it.")
+    return CollectiveError(
+        f"{what}. Convert the tensor first, or reduce it in another group, over Gloo: new_group(backend='gloo')."
+    )
 
 
 def _name(rank: int, ranks: Sequence[int]) -> str:

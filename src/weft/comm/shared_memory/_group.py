@@ -21,20 +21,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from weft.comm._untraced import untraced
 from weft.comm._watch import Seen
 from weft.comm._watched_group import WatchedGroup
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region, Transport
-from weft.comm.shared_memory._failure import explain
+from weft.comm.shared_memory._failure import explain, undefined
 from weft.comm.shared_memory._post import Post
 from weft.comm.shared_memory._process import Process
-from weft.comm.shared_memory._tensors import CopyBack, check_memory, contiguous, region
+from weft.comm.shared_memory._recorded import recorded
+from weft.comm.shared_memory._tensors import CopyBack, check_memory, contiguous, is_as_stored, region
 from weft.comm.shared_memory._work import Completer, SharedMemoryWork
 from weft.errors import CollectiveError
 
+_SUM, _AVG = OPS.index("sum"), OPS.index("avg")
 _MANY = 32
 """Works under way before it is looked which of them are done."""
 
 
+@untraced
+@recorded
 class SharedMemoryGroup(WatchedGroup):
     """The ranks of one host as a process group.  Reductions are summed in the order of the ranks: the result is the
     same on all, and at 2 ranks Gloo's to the last bit; bf16 and fp16 are summed in fp32 and rounded once.
@@ -170,7 +175,7 @@ class SharedMemoryGroup(WatchedGroup):
         op = _op(opts)
         dtype = self._reducible(tensor, op)
         seen = self._serve("allreduce", tensors)
-        if opts is not None and not opts.asyncOp and tensor.is_contiguous():
+        if opts is not None and not opts.asyncOp and is_as_stored(tensor):
             check_memory(tensor)
             size = tensor.numel() * tensor.itemsize
             entered = 0 if seen is None else seen.enter_wait()
@@ -286,6 +291,11 @@ class SharedMemoryGroup(WatchedGroup):
         (parts,), (given,) = outputs, inputs
         seen = self._serve("allgather", outputs)
         return self._submit(*self._gathering(given, parts), parts, opts, seen)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        seen = self._serve("allgather_coalesced", outputs)
+        calls = [self._gathering(given, [parts[place] for parts in outputs]) for place, given in enumerate(inputs)]
+        return self._submit_all(calls, [part for parts in outputs for part in parts], opts, seen)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         seen = self._serve("all_gather_single", output)
@@ -440,13 +450,11 @@ class SharedMemoryGroup(WatchedGroup):
                     self._held.popleft()
 
     def _reducible(self, tensor: Tensor, op: int) -> int:
-        dtype = DTYPES.get(tensor.dtype)
+        # Sums of complex numbers are those of their parts, which lie one after another.
+        kind = tensor.dtype.to_real() if tensor.is_complex() and op in (_SUM, _AVG) else tensor.dtype
+        dtype = DTYPES.get(kind)
         if dtype is None or not 0 <= op < len(OPS) or not self.transport.supports(dtype, op):
-            name = OPS[op] if 0 <= op < len(OPS) else f"with torch's operation number {op}"
-            raise CollectiveError(
-                f"a reduction ({name}) of {tensor.dtype} is not defined over shared memory. Convert the tensor first,"
-                f" or reduce it in another group, over Gloo: new_group(backend='gloo')."
-            )
+            raise undefined(tensor.dtype, op)
         return dtype
 
     def _split(self, flat: Tensor, tensor: Tensor, splits: Sequence[int]) -> list[Region]:

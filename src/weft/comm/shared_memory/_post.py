@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
+from weft.comm._untraced import untraced
 from weft.comm._watch import Seen
 from weft.comm.shared_memory._call import GroupFailed, Mail, Message
 from weft.comm.shared_memory._failure import explain
@@ -109,6 +110,7 @@ class Post:
                     self.mail.forget(number)
 
 
+@untraced
 class MessageWork(WorkUnderWay):
     """A message under way.  `wait` raises `CollectiveError` where it could not be sent or received."""
 

@@ -28,9 +28,14 @@ def region(flat: Tensor) -> Region:
     return flat.data_ptr(), flat.numel() * flat.itemsize
 
 
+def is_as_stored(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory one after another as they are: a conjugate may be but a mark on a view."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def contiguous(tensor: Tensor) -> tuple[Tensor, CopyBack]:
     check_memory(tensor)
-    if tensor.is_contiguous():
+    if is_as_stored(tensor):
         return tensor, ()
-    flat = tensor.contiguous()
+    flat = tensor.resolve_conj().resolve_neg().contiguous()
     return flat, [(tensor, flat)]

@@ -7,12 +7,15 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from weft.comm._untraced import untraced
 from weft.comm._watch import Seen
 from weft.comm.shared_memory._call import Call
+from weft.comm.shared_memory._future import of_tensors
 from weft.comm.shared_memory._tensors import CopyBack
 from weft.errors import CollectiveError
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from weft.comm.shared_memory._group import SharedMemoryGroup
 
 
+@untraced
 class WorkUnderWay(dist.Work):
     """What torch is given of something that goes on over shared memory; its end may be waited for more than once."""
 
@@ -86,7 +90,8 @@ class WorkUnderWay(dist.Work):
         future: Future[Any] = Future()
         if self._is_over() or not self._complete_later(future):
             self.complete(future)
-        return future
+        is_half = len(self._tensors) == 1 and self._tensors[0].dtype is torch.float16
+        return of_tensors(future) if is_half else future  # DDP's own hook for fp16 asserts that
 
     def complete(self, future: Future[Any]) -> None:
         """Wait, and give the future its value or its error."""
@@ -100,6 +105,7 @@ class WorkUnderWay(dist.Work):
             future.set_result(self._tensors)
 
 
+@untraced
 class SharedMemoryWork(WorkUnderWay):
     """A call under way.  `wait` raises `CollectiveError` where it could not be carried out."""
 

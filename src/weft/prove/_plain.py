@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.engine import learning_rate
 from weft.engine.optimizers import group_parameters
 from weft.models import Batch, Blueprint
-from weft.parallel import ModelLayout, ParameterLayout, materialise
+from weft.parallel import ModelLayout, ParameterLayout, keyed_alone, materialise
 from weft.plan import Plan
 from weft.prove._judge import Outcome
 from weft.prove._plain_optimizers import plain_optimizer
@@ -41,7 +41,8 @@ class PlainLoop:
     def run(self, blueprint: Blueprint, initial: Mapping[str, Tensor]) -> Outcome:
         """Return losses, gradients and weights; `initial` is named as in `Outcome.initial`.
 
-        The blueprint must have no dropout, whose masks are Weft's own.
+        The blueprint must have no dropout modules, whose masks are Weft's own; what it draws by functions is given the
+        same keyed numbers.
         """
         module = _module(blueprint, initial)
         data = TrialData(
@@ -52,10 +53,11 @@ class PlainLoop:
         gradients: dict[str, Tensor] = {}
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         optimizer = self._optimizer(trained)
+        run = keyed_alone(module, blueprint, self.recipe.run.seed)
         for step in range(self.steps):
             (batch,) = data.microbatches(step)
             module.zero_grad()
-            total, count = blueprint.loss(module(**_inputs(blueprint, batch)), batch)
+            total, count = run(_inputs(blueprint, batch), batch, step)
             (total / count).backward()
             if step == 0:
                 scale = float(count) / self.recipe.batch.global_batch_size

@@ -56,12 +56,12 @@ def _untied_on_one_rank() -> list[Patch]:
 
 
 def _dropout_by_rank() -> list[Patch]:
-    words = randomness._sample_words
+    words = randomness.sample_words
 
     def by_rank(key: str, state: Any) -> Tensor:
         return words(f"{key} of rank {dist.get_rank()}", state)
 
-    return [(randomness, "_sample_words", by_rank)]
+    return [(randomness, "sample_words", by_rank)]
 
 
 def _norm_counts_copies() -> list[Patch]:

@@ -8,3 +8,4 @@ from weft.describe._proposal import Proposal as Proposal
 from weft.describe._proposal import ProposedRule as ProposedRule
 from weft.describe._proposal import lines_of as lines_of
 from weft.describe._propose import propose_split as propose_split
+from weft.describe._stand_in import StandIns as StandIns

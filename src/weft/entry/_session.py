@@ -193,6 +193,7 @@ class Session:
             groups=groups,
             stream=loader,
             loss=loss,
+            like=type(example),
             folder=self._folder / (f"model-{self._prepared}" if self._prepared > 1 else "model"),
         )
         self._own(state.model)

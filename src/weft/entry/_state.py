@@ -18,6 +18,7 @@ from weft.checkpoint import Checkpointer, Json, Peers
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.engine import create_stepper, model_pieces
+from weft.entry._loop_draws import Yielded
 from weft.entry._user_batches import Stream, UserBatch, fields_of, restored
 from weft.entry._user_optimizer import UserOptimizer, cuts_of
 from weft.errors import CheckpointError, DataError, PlanError
@@ -57,6 +58,7 @@ class TrainState:
         stream: Iterable[UserBatch],
         loss: Callable[[Any, Any], Any],
         folder: Path,
+        like: type[Any] = dict,
     ) -> None:
         self.plan = plan
         self.optimizer = optimizer
@@ -66,6 +68,8 @@ class TrainState:
         self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.index("data"))
         self._stream = Stream(stream, recipe.run.seed, self._check_equal)
         self._loss = LossOfUser(loss)
+        self._loss.like = like
+        self._yielded: Yielded | None = None
         blueprint = replace(blueprint, loss=self._loss)
         _take_weights_of_rank_0(blueprint.module, mesh)
         cuts = cuts_of(optimizer)
@@ -116,13 +120,13 @@ class TrainState:
                 if steps is not None and number >= skipped + steps:
                     return
                 self._in_pass = number + 1
-                yield batch
+                yield self._handed_out(batch)
             self._in_pass = 0
             return
         first, epoch = self._steps, self._stream.epoch_of(self._steps)
         step = first
         while (steps is None and self._stream.epoch_of(step) == epoch) or (steps is not None and step < first + steps):
-            yield self._stream.read(step, self._start, self._stop)
+            yield self._handed_out(self._stream.read(step, self._start, self._stop))
             step += 1
 
     def step(self, batch: UserBatch) -> StepInfo:
@@ -131,6 +135,8 @@ class TrainState:
         Raises:
             DataError: the share has another number of samples than the plan gives this rank.
         """
+        if self._yielded is not None:
+            self._yielded.check(fields_of(batch))
         microbatches = self._microbatches(batch)
         result = self._stepper(microbatches, step=self._steps, learning_rate=0.0)
         self._steps += 1
@@ -219,6 +225,12 @@ class TrainState:
 
     # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _handed_out(self, batch: UserBatch) -> UserBatch:
+        """A batch on its way to the loop; where others have other shares, the loop must draw nothing into it."""
+        if self.plan.mesh.data > 1:
+            self._yielded = Yielded(fields_of(batch), self._mesh.device)
+        return batch
+
     def _microbatches(self, batch: UserBatch) -> list[Batch]:
         fields = fields_of(batch)
         size, expected = next(iter(fields.values())).shape[0], self._stop - self._start
@@ -243,13 +255,14 @@ class TrainState:
         micro, most = self.plan.microbatch.size, max(self.plan.microbatch.shares(self.plan.mesh.data))
         size = next(iter(fields.values())).shape[0]
         own = range(min(self._start, size), min(self._stop, size), micro)
+        fields = {**fields, "sample_ids": torch.arange(size)}
         cut = [{name: value[at : min(at + micro, self._stop)] for name, value in fields.items()} for at in own]
         fill = [{name: value[:1] for name, value in fields.items()}] * (most - len(cut))
         totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         for group, counts in ((cut, self._mesh.index("tensor") == 0), (fill, False)):
             if group:
                 found = self._parallel.runner.evaluate(
-                    [{**one, "sample_ids": torch.arange(next(iter(one.values())).shape[0])} for one in group],
+                    group,
                     step=0,
                     seed=self._recipe.run.seed,
                 )

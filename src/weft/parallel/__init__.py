@@ -2,6 +2,7 @@
 
 from weft.parallel._context import MicrobatchState as MicrobatchState
 from weft.parallel._context import StepContext as StepContext
+from weft.parallel._draw_net import Generators as Generators
 from weft.parallel._layout import ModelLayout as ModelLayout
 from weft.parallel._layout import ParameterLayout as ParameterLayout
 from weft.parallel._layout import TensorSplit as TensorSplit
@@ -22,6 +23,7 @@ from weft.parallel.batch_norm import apply_batch_norm as apply_batch_norm
 from weft.parallel.build import ParallelModel as ParallelModel
 from weft.parallel.build import parallelize as parallelize
 from weft.parallel.compile import apply_compile as apply_compile
+from weft.parallel.draws import keyed_alone as keyed_alone
 from weft.parallel.materialise import materialise as materialise
 from weft.parallel.randomness import KeyedDropout as KeyedDropout
 from weft.parallel.randomness import apply_keyed_dropout as apply_keyed_dropout

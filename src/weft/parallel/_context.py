@@ -29,6 +29,11 @@ class StepContext:
     cut_length: int | None = None
     """Whole length of the activation last cut along the sequence, for forwards outside a step (generation)."""
 
+    is_alone: bool = False
+    """Whether one process takes the whole batch at once, so that every draw is right as it comes."""
+    unseen: str = ""
+    """Why no trace shows all that the model draws; empty: it does."""
+
     @contextmanager
     def entered(self, state: MicrobatchState | None) -> Generator[None]:
         previous, self.current = self.current, state

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from weft.comm import Mesh
 from weft.models import Batch, Blueprint
 from weft.parallel._context import MicrobatchState
+from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
 
 
@@ -173,11 +174,12 @@ class SequentialRunner:
         moved = move_batch(batch, self._device)
         state = microbatch_state(moved, seed, step)
         outputs = self._outputs(moved, state)
-        with self._part.context.entered(state):
+        with self._part.context.entered(state), without_draws(self._part.context, self._device, "the loss"):
             return self._blueprint.loss(outputs, moved)
 
     def _outputs(self, batch: Batch, state: MicrobatchState) -> Any:
-        with self._part.context.entered(state):
+        what = f"the forward of {type(self._part.module).__name__}"
+        with self._part.context.entered(state), without_draws(self._part.context, self._device, what):
             return self._part.module(**model_inputs(self._blueprint, batch, self._dtype))
 
 

@@ -8,7 +8,7 @@ compilation); last what owns weights and gradients (ZeRO).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -27,6 +27,7 @@ from weft.parallel.batch_norm import apply_batch_norm
 from weft.parallel.buckets import Member
 from weft.parallel.compile import apply_compile
 from weft.parallel.data import BucketStore
+from weft.parallel.draws import apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.parallel.materialise import materialise
 from weft.parallel.pipeline import PipelineRunner, cut_parts, share_parameters
 from weft.parallel.randomness import apply_keyed_dropout
@@ -84,13 +85,17 @@ def parallelize(
     dtypes = Dtypes.of(plan)
     # Under local steps gradients meet inside a replica only, and so does all that is made for them.
     summing = mesh.within_replica() if plan.data_parallel.local_steps else mesh
-    context = StepContext()
+    draws = draws_of(blueprint, plan)
+    context = StepContext(is_alone=is_alone(plan), unseen=draws.unseen)
+    blueprint = replace(blueprint, loss=keyed_loss(blueprint.loss, draws, mesh, context))
     parts = cut_parts(blueprint, plan, mesh, context)
     for part in parts:
         apply_tensor(part.module, blueprint, plan, mesh, context, part.layout)
         apply_sequence(part.module, blueprint, plan, mesh, context, part.layout)
         apply_batch_norm(part.module, summing, is_narrow=dtypes.compute != dtypes.master)
-        apply_keyed_dropout(part.module, blueprint, mesh, context, sequence=plan.tensor_parallel.sequence)
+        sequence = plan.tensor_parallel.sequence
+        apply_keyed_dropout(part.module, blueprint, mesh, context, sequence=sequence, keyed=draws.modules)
+        apply_keyed_draws(part.module, draws, mesh, context)
         apply_fused_loss(part.module, blueprint, plan, mesh, part.layout, context)
         materialise(part.module, blueprint, part.layout, seed, mesh.device, dtypes.master)
     share_parameters(parts)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from weft.models import Blueprint, SplitTable
 from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel._region import sequence_region
 
-_RESOLUTION = 1 << 16
+RESOLUTION = 1 << 16
 """Each hash of 32 bits serves two neighbouring elements with 16 bits, so p is rounded to a multiple of 1/65536; what is
 kept is scaled by the rounded probability, hence unbiased."""
 _CHUNK = 1 << 16
@@ -34,7 +35,7 @@ _CHUNK = 1 << 16
 # Odd multipliers as signed integers (torch has no unsigned arithmetic): of splitmix64 (Steele et al. 2014,
 # https://doi.org/10.1145/2714064.2660195) and of a 32-bit mixer of low bias (Wellons 2018,
 # https://nullprogram.com/blog/2018/07/31/).
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _WIDE_1, _WIDE_2 = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 _NARROW_1, _NARROW_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 
@@ -87,16 +88,16 @@ class KeyedDropout(nn.Dropout):
     def mask(self, x: Tensor) -> tuple[Tensor, float]:
         """Return which elements of `x` are kept (bool, shape of `x`), and the factor of those."""
         state = self.context.require()
-        dropped = min(max(round(self.p * _RESOLUTION), 1), _RESOLUTION)
-        if dropped == _RESOLUTION:
+        dropped = min(max(round(self.p * RESOLUTION), 1), RESOLUTION)
+        if dropped == RESOLUTION:
             return torch.zeros(x.shape, dtype=torch.bool, device=x.device), 0.0
         rows, columns, skip, width = self._words(x, state)
-        keep = _hashed_mask(rows, columns, dropped - _RESOLUTION // 2)
+        keep = hashed_mask(rows, columns, dropped - RESOLUTION // 2)
         keep = keep[:, skip : skip + width]
         if self.channels:
             shape = (*x.shape[:2], *(1,) * (x.dim() - 2))
-            return keep.view(shape).expand(x.shape).contiguous(), _RESOLUTION / (_RESOLUTION - dropped)
-        return keep.reshape(x.shape), _RESOLUTION / (_RESOLUTION - dropped)
+            return keep.view(shape).expand(x.shape).contiguous(), RESOLUTION / (RESOLUTION - dropped)
+        return keep.reshape(x.shape), RESOLUTION / (RESOLUTION - dropped)
 
     def _words(self, x: Tensor, state: MicrobatchState) -> tuple[Tensor, Tensor, int, int]:
         """Random words of the rows (samples × positions) and of the pairs of columns; columns to skip, and to take."""
@@ -107,9 +108,9 @@ class KeyedDropout(nn.Dropout):
             width = 1
         rows = 1 if self.channels else x.numel() // max(samples * width, 1)
         row_offset, column_offset = self._offsets(x, state, width)
-        words = _sample_words(self.key, state)
+        words = sample_words(self.key, state)
         positions = torch.arange(row_offset, row_offset + rows, device=x.device)
-        row_words = (_mix(words[:, None] + positions * _GOLDEN) >> 32).to(torch.int32).flatten()
+        row_words = (mix(words[:, None] + positions * GOLDEN) >> 32).to(torch.int32).flatten()
         return row_words, self._column_words(column_offset, width, x.device), column_offset % 2, width
 
     def _offsets(self, x: Tensor, state: MicrobatchState, width: int) -> tuple[int, int]:
@@ -128,23 +129,23 @@ class KeyedDropout(nn.Dropout):
         key = (offset, width, device)
         if self._columns is None or self._columns[0] != key:
             pairs = torch.arange(offset // 2, (offset + width + 1) // 2, device=device)
-            self._columns = key, (_mix(pairs * _GOLDEN) >> 32).to(torch.int32)
+            self._columns = key, (mix(pairs * GOLDEN) >> 32).to(torch.int32)
         return self._columns[1]
 
 
-def _sample_words(key: str, state: MicrobatchState) -> Tensor:
+def sample_words(key: str, state: MicrobatchState) -> Tensor:
     digest = hashlib.blake2b(f"{state.seed}\0{state.step}\0{key}".encode(), digest_size=8).digest()
-    return _mix(state.sample_ids * _GOLDEN + int.from_bytes(digest, "little", signed=True))
+    return mix(state.sample_ids * GOLDEN + int.from_bytes(digest, "little", signed=True))
 
 
-def _mix(words: Tensor) -> Tensor:
+def mix(words: Tensor) -> Tensor:
     """Scramble int64 words.  Adding a shifted copy, where the source xors an unsigned one, needs no masking."""
     words = (words + (words >> 30)) * _WIDE_1
     words = (words + (words >> 27)) * _WIDE_2
     return words + (words >> 31)
 
 
-def _hashed_mask(rows: Tensor, columns: Tensor, threshold: int) -> Tensor:
+def hashed_mask(rows: Tensor, columns: Tensor, threshold: int) -> Tensor:
     """Return (rows, 2 × columns) of bool: whether the 16-bit hash of an element is at least `threshold` (signed)."""
     keep = torch.empty(rows.numel(), 2 * columns.numel(), dtype=torch.bool, device=rows.device)
     on_cpu = rows.device.type == "cpu"
@@ -163,14 +164,19 @@ def _hashed_mask(rows: Tensor, columns: Tensor, threshold: int) -> Tensor:
 
 
 def apply_keyed_dropout(
-    part: nn.Module, blueprint: Blueprint, mesh: Mesh, context: StepContext, *, sequence: bool
+    part: nn.Module,
+    blueprint: Blueprint,
+    mesh: Mesh,
+    context: StepContext,
+    *,
+    sequence: bool,
+    keyed: Collection[str] = (),
 ) -> None:
     """Replace every `nn.Dropout`, `Dropout1d`, `Dropout2d` and `Dropout3d` of `part` in place; names stay.
 
     `sequence` is the plan's `tensor_parallel.sequence`: dropouts among the blocks then work on shards along dim 1,
-    except those marked `heads` (input split along dim 1) or `features` (last dim).  Randomness that a model draws by
-    functions (`F.dropout`, `torch.rand`) cannot be seen: it follows the rank's generator, so plans that split its
-    samples over ranks draw other masks.
+    except those marked `heads` (input split along dim 1) or `features` (last dim).  What a model draws by functions
+    (`F.dropout`, `torch.rand`) is seen to by `draws.py`, for the modules named `keyed`.
 
     Raises:
         PlanError: a module that draws in another way (`nn.AlphaDropout`, `nn.RReLU`).
@@ -179,7 +185,7 @@ def apply_keyed_dropout(
     sharded = sequence and view.group is not None
     region = sequence_region(blueprint, table) if sharded else None
     for name, module in list(part.named_modules(remove_duplicate=False)):
-        if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)):
+        if name not in keyed and isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)):
             raise PlanError(
                 f"{name} is an nn.{type(module).__name__}, whose draws Weft cannot key by sample, so plans"
                 f" would differ."
@@ -189,12 +195,12 @@ def apply_keyed_dropout(
             module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
         ):
             continue
-        keyed = KeyedDropout(module.p, name, context, whole_features=not isinstance(module, nn.Dropout))
-        keyed.train(module.training)
+        own = KeyedDropout(module.p, name, context, whole_features=not isinstance(module, nn.Dropout))
+        own.train(module.training)
         kind = table.kind(name)
         if view.group is not None and kind in ("heads", "features"):
-            keyed.view, keyed.cut_dim = view, 1 if kind == "heads" else -1
+            own.view, own.cut_dim = view, 1 if kind == "heads" else -1
         elif region is not None and region.contains(name) and kind != "replicate":
-            keyed.view, keyed.cut_dim, keyed.sequence_sharded = view, 1, True
+            own.view, own.cut_dim, own.sequence_sharded = view, 1, True
         parent, _, leaf = name.rpartition(".")
-        setattr(part.get_submodule(parent), leaf, keyed)
+        setattr(part.get_submodule(parent), leaf, own)

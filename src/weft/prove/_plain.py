@@ -1,4 +1,4 @@
-"""The recipe as one writes it without Weft: module, `torch.optim`, `clip_grad_norm_`, a loop.
+"""The recipe as one writes it without Weft: module, plain optimizer, `clip_grad_norm_`, a loop.
 
 A plan is compared with one process, and both run Weft's engine; what is wrong in both would not show.  This loop shares
 nothing with the engine but the model, the samples, the learning rate and the initial weights.
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from weft.engine import learning_rate
 from weft.engine.optimizers import group_parameters
 from weft.models import Batch, Blueprint
-from weft.parallel import ModelLayout, ParameterLayout, materialise
+from weft.parallel import ModelLayout, ParameterLayout, keyed_alone, materialise
 from weft.plan import Plan
 from weft.prove._judge import Outcome
+from weft.prove._plain_optimizers import plain_optimizer
 from weft.prove._trial import one_process
 from weft.prove._trial_data import TrialData
 from weft.recipe import Recipe
@@ -34,14 +35,14 @@ class PlainLoop:
 
     @property
     def steps(self) -> int:
-        """How many optimizer steps can be taken: none with an optimizer that torch does not have."""
-        return self.recipe.run.steps if self.recipe.optimizer.name in ("adamw", "sgd") else 0
+        """How many optimizer steps are taken."""
+        return self.recipe.run.steps
 
     def run(self, blueprint: Blueprint, initial: Mapping[str, Tensor]) -> Outcome:
         """Return losses, gradients and weights; `initial` is named as in `Outcome.initial`.
 
-        The blueprint must have no dropout, whose masks are Weft's own.  Without steps only the first gradient, its norm
-        and its loss are there.
+        The blueprint must have no dropout modules, whose masks are Weft's own; what it draws by functions is given the
+        same keyed numbers.
         """
         module = _module(blueprint, initial)
         data = TrialData(
@@ -51,11 +52,12 @@ class PlainLoop:
         norms: list[float] = []
         gradients: dict[str, Tensor] = {}
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        optimizer = self._optimizer(trained) if self.steps else None
-        for step in range(max(1, self.steps)):
+        optimizer = self._optimizer(trained)
+        run = keyed_alone(module, blueprint, self.recipe.run.seed)
+        for step in range(self.steps):
             (batch,) = data.microbatches(step)
             module.zero_grad()
-            total, count = blueprint.loss(module(**_inputs(blueprint, batch)), batch)
+            total, count = run(_inputs(blueprint, batch), batch, step)
             (total / count).backward()
             if step == 0:
                 scale = float(count) / self.recipe.batch.global_batch_size
@@ -63,8 +65,7 @@ class PlainLoop:
             norm = self._clip(list(trained.values()))
             losses.append(float(total.detach() / count))
             norms.append(norm)
-            if optimizer is not None:
-                self._step(optimizer, step)
+            self._step(optimizer, step)
         return Outcome(
             initial={}, gradients=gradients, state=_state(module), losses=losses, norms=norms, validation=0.0
         )
@@ -83,9 +84,7 @@ class PlainLoop:
             }
             for group in group_parameters(settings, {name: tensor.shape for name, tensor in trained.items()})
         ]
-        if settings.name == "sgd":
-            return torch.optim.SGD(groups, lr=1.0, momentum=settings.momentum, nesterov=settings.nesterov)
-        return torch.optim.AdamW(groups, lr=1.0, betas=settings.betas, eps=settings.epsilon or 1e-8)
+        return plain_optimizer(settings, groups)
 
     def _step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         for group in optimizer.param_groups:
@@ -108,13 +107,12 @@ def without_dropout(build: Callable[[], Blueprint]) -> Callable[[], Blueprint]:
 
 def comparable(found: Outcome, steps: int) -> Outcome:
     """Return of one process's outcome what a plain loop of so many steps also has."""
-    count = max(1, steps)
     return Outcome(
         initial={},
         gradients=found.gradients,
-        state=found.state if steps else {},
-        losses=found.losses[:count],
-        norms=found.norms[:count],
+        state=found.state,
+        losses=found.losses[:steps],
+        norms=found.norms[:steps],
         validation=0.0,
     )
 

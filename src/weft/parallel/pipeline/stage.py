@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint, logits_of
 from weft.parallel._context import MicrobatchState
+from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
 from weft.parallel._runner import LossTotals, model_inputs
 from weft.parallel.pipeline.cut import Received
@@ -65,7 +66,9 @@ class Stage:
         queue = WeightPass() if split and training else None
         if received is not None and training:
             received.requires_grad_()
-        with self.part.context.entered(state), self._given(received), _deferring(queue):
+        what = f"the forward of {type(self.part.module).__name__} or its loss"
+        undrawn = without_draws(self.part.context, state.sample_ids.device, what)
+        with self.part.context.entered(state), self._given(received), _deferring(queue), undrawn:
             outputs = self.part.module(**model_inputs(self._blueprint, batch, self._dtype))
             if self.part.is_last:
                 loss_sum, count = self._blueprint.loss(outputs, batch)

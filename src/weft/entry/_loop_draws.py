@@ -1,0 +1,44 @@
+"""What a loop of the user's own draws into a batch between taking it and training on it.
+
+Such numbers come from the rank's generator, so that every rank would draw others for its samples than one process does.
+A loop may draw for other things (a loader of its own, a print of samples): only a batch that was changed counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from weft.errors import PlanError
+from weft.parallel import Generators
+
+
+class Yielded:
+    """A batch as it was handed to the loop, and the generators at that time."""
+
+    def __init__(self, fields: Mapping[str, Tensor], device: torch.device) -> None:
+        self._device = device
+        self._versions = {id(value): (value, value._version) for value in fields.values()}
+        self._generators = Generators.now(device)
+
+    def check(self, fields: Mapping[str, Tensor]) -> None:
+        """Refuse a batch that is not as it was handed out, when numbers were drawn since.
+
+        Raises:
+            PlanError: it was changed, or is another, and a generator has moved.
+        """
+        changed = [name for name, value in fields.items() if not self._is_same(value)]
+        whose = self._generators.moved(Generators.now(self._device)) if changed else ""
+        if whose:
+            raise PlanError(
+                f"between state.batches() and state.step() the loop changed {', '.join(changed)} and drew from {whose}"
+                " generator: every rank would draw other numbers for its samples than one process does. Draw in the"
+                " dataset's __getitem__, whose generators are seeded by sample, or in the model or the loss, whose"
+                " draws are keyed."
+            )
+
+    def _is_same(self, value: Tensor) -> bool:
+        known = self._versions.get(id(value))
+        return known is not None and known[0] is value and known[1] == value._version

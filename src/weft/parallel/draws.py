@@ -1,0 +1,269 @@
+"""Draws that a model or its loss makes by functions (`F.dropout`, `torch.rand`, dropout inside attention), keyed.
+
+A module that draws, as a trace of the whole model shows, runs its forward under a mode that gives every random operator
+numbers keyed by (seed, step, sample, module, number of the draw in a call of the module, element of the whole
+activation): the same under every plan, and on one process.  Called twice in a forward, it draws the same twice, as
+`KeyedDropout` does.  Draws that have no dim of samples are keyed by (seed, step, module, element): all samples of a
+step share them, as they do where one process takes the whole batch at once.
+
+The mode sees ATen's operators, so what runs under it costs a few microseconds more per operator; modules that draw
+nothing run without it.  Attention with dropout is computed in the form of matrix products: it holds all scores, and a
+mask of a byte for each, where a fused kernel would hold neither.
+
+What no trace shows is seen by the generators, which no forward and no loss may move; such a plan is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.comm import GroupView, Mesh, shard_bounds
+from weft.errors import PlanError
+from weft.models import Batch, Blueprint, Loss
+from weft.parallel._context import MicrobatchState, StepContext
+from weft.parallel._draw_trace import LOSS, Draws, Layout, find_draws, is_draw, noise_shape
+from weft.parallel._draw_values import keyed_value
+from weft.parallel._noise import Elements
+from weft.parallel.pipeline.cut import cut_table_of, stage_of
+from weft.parallel.randomness import KeyedDropout, sample_words
+from weft.plan import Plan
+
+_DROPOUTS = (KeyedDropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_MODULE = "Draw by nn.Dropout modules"
+
+
+def keys_itself(module: nn.Module) -> bool:
+    """Whether `apply_keyed_dropout` sees to it."""
+    return isinstance(module, _DROPOUTS)
+
+
+def is_alone(plan: Plan) -> bool:
+    """Whether one process takes the whole batch at once: whatever it draws is what the plan means."""
+    return plan.mesh.world_size == 1 and plan.microbatch.per_step == 1
+
+
+def draws_of(blueprint: Blueprint, plan: Plan) -> Draws:
+    """Find what a model draws by functions, and refuse what no plan but that of one process can repeat.
+
+    Raises:
+        PlanError: draws that cannot be keyed, with the module's name.
+    """
+    draws = find_draws(blueprint, keys_itself)
+    if is_alone(plan):
+        return draws
+    for name, whose in draws.foreign.items():
+        raise PlanError(
+            f"{_shown(name, blueprint)} draws from {whose} generator, which cannot be keyed by sample, so plans would"
+            " differ. Draw with torch (torch.rand, F.dropout), or train on one process with the whole batch in one"
+            " microbatch."
+        )
+    for (name, op, _), layouts in draws.layouts.items():
+        if any(layout.place == "unknown" for layout in layouts):
+            raise PlanError(_unknown(_shown(name, blueprint), op, layouts[-1].whole))
+    if plan.compute.compile and draws.modules:
+        name = draws.modules[0]
+        raise PlanError(
+            f"plan.compute.compile = true, but {_shown(name, blueprint)} draws by {draws.operators(name)}, whose keys"
+            f" change with every step. {_MODULE}, or use compile = false."
+        )
+    if plan.mesh.pipeline > 1:
+        _refuse_between_stages(draws, blueprint, plan)
+    return draws
+
+
+def _shown(name: str, blueprint: Blueprint) -> str:
+    return name or f"the forward of {type(blueprint.module).__name__} itself"
+
+
+def _unknown(where: str, op: str, shape: Sequence[int]) -> str:
+    return (
+        f"{where} draws by {op} a tensor of {tuple(shape)} in which the samples cannot be told apart, so plans would"
+        " draw differently. Draw with samples along a dim of their own (torch.rand(batch, …)), or train on one"
+        " process with the whole batch in one microbatch."
+    )
+
+
+def _refuse_between_stages(draws: Draws, blueprint: Blueprint, plan: Plan) -> None:
+    table = cut_table_of(blueprint)
+    cuts = tuple(range(1, plan.num_stages))
+    for name in draws.modules:
+        if name != LOSS and stage_of(name, table, cuts) is None:
+            raise PlanError(
+                f"{_shown(name, blueprint)} draws by {draws.operators(name)} outside the modules of its cut table, so"
+                f" every stage would draw again. Move the draw into {table.entry} or a block, or use"
+                " plan.mesh.pipeline = 1."
+            )
+
+
+def apply_keyed_draws(part: nn.Module, draws: Draws, mesh: Mesh, context: StepContext) -> None:
+    """Run the modules of `part` that draw under keys; before `apply_recompute`, which runs them again."""
+    for name in draws.modules:
+        if name == LOSS:
+            continue
+        try:
+            module = part.get_submodule(name)
+        except AttributeError:
+            continue  # another stage's
+        module.forward = keyed(module.forward, name, draws, mesh["tensor"], context)
+
+
+def keyed_loss(loss: Loss, draws: Draws, mesh: Mesh, context: StepContext) -> Loss:
+    """The loss under keys, where it draws; it is the same on all tensor ranks."""
+    if LOSS not in draws.modules:
+        return loss
+    return _KeyedLoss(loss, keyed(loss, LOSS, draws, mesh["tensor"], context))
+
+
+class _KeyedLoss:
+    def __init__(self, loss: Loss, call: Callable[..., Any]) -> None:
+        self.per_sample: bool = getattr(loss, "per_sample", True)
+        self._call = call
+
+    def __call__(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        return self._call(outputs, batch)
+
+
+def keyed(
+    function: Callable[..., Any], name: str, draws: Draws, view: GroupView, context: StepContext
+) -> Callable[..., Any]:
+    """Return a function that draws by keys within a step, and as ever outside of one."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        state = context.current
+        if state is None:
+            return function(*args, **kwargs)
+        with sdpa_kernel(SDPBackend.MATH), _Keyed(name, draws, view, context, state):
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Keyed(TorchDispatchMode):
+    """One call of a module: its random operators are given keyed numbers."""
+
+    def __init__(self, name: str, draws: Draws, view: GroupView, context: StepContext, state: MicrobatchState) -> None:
+        super().__init__()
+        self._name, self._draws, self._view, self._context, self._state = name, draws, view, context, state
+        self._counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if not is_draw(func, args, given):
+            return func(*args, **given)
+        op = func.overloadpacket.__name__
+        number = self._counts.get(op, 0)
+        self._counts[op] = number + 1
+        shape = noise_shape(func, args, _shapes_of(func, args, given))
+        layout = self._layout(op, number, shape)
+        value = None
+        if layout is not None:
+            operand = next((leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)), None)
+            device = torch.device(given.get("device") or "cpu") if operand is None else operand.device
+            elements = self._elements(layout, shape, f"{self._name}\0{op}\0{number}", device)
+            value = keyed_value(func, args, given, elements, lambda made: _arranged(made, layout))
+        if value is None and self._context.is_alone:
+            return func(*args, **given)
+        if value is None:
+            raise PlanError(_unknown(self._name or "the model's forward", op, shape))
+        return value
+
+    def _layout(self, op: str, number: int, shape: torch.Size) -> Layout | None:
+        """The layout that fits; several calls of one module may differ in shape."""
+        known = self._draws.layouts.get((self._name, op, number), [])
+        fitting = [layout for layout in known if len(layout.whole) == len(shape) and self._fits(layout, shape)]
+        exact = [layout for layout in fitting if self._part(layout, shape) == layout.whole]
+        return next(iter(exact or fitting), None)
+
+    def _fits(self, layout: Layout, shape: torch.Size) -> bool:
+        samples = self._state.sample_ids.numel()
+        if layout.place == "unknown":
+            return False
+        return layout.place == "shared" or shape[layout.dim] % max(samples, 1) == 0
+
+    def _part(self, layout: Layout, shape: torch.Size) -> tuple[int, ...]:
+        """What this rank holds of one sample."""
+        if layout.place == "shared":
+            return tuple(shape)
+        share = shape[layout.dim] // max(self._state.sample_ids.numel(), 1)
+        return (*shape[: layout.dim], share, *shape[layout.dim + 1 :])
+
+    def _elements(self, layout: Layout, shape: torch.Size, key: str, device: torch.device) -> Elements:
+        held = self._part(layout, shape)
+        starts, whole = self._placed(held, layout)
+        state = self._state
+        if layout.place == "shared":
+            state = replace(state, sample_ids=state.sample_ids.new_full((1,), -1))
+        order = [layout.dim, *(dim for dim in range(len(held)) if dim != layout.dim)] if held else []
+        return Elements(
+            samples=sample_words(key, state).to(device),
+            starts=[starts[dim] for dim in order],
+            sizes=[held[dim] for dim in order],
+            whole=[whole[dim] for dim in order],
+        )
+
+    def _placed(self, held: tuple[int, ...], layout: Layout) -> tuple[list[int], list[int]]:
+        """First index and whole size of each dim; under a tensor axis a dim may hold this rank's share."""
+        starts, whole = [0] * len(held), list(held)
+        if self._view.group is None or held == layout.whole:
+            return starts, whole
+        cut = [dim for dim, sizes in enumerate(zip(held, layout.whole, strict=True)) if sizes[0] != sizes[1]]
+        if len(cut) == 1:
+            (dim,) = cut
+            first, last = shard_bounds(layout.whole[dim], self._view)
+            if last - first == held[dim]:
+                starts[dim], whole[dim] = first, layout.whole[dim]
+                return starts, whole
+        raise PlanError(
+            f"{self._name or 'the forward of the model'} draws a tensor of {held} for one sample where the whole model"
+            f" draws {layout.whole}, and plan.mesh.tensor = {self._view.size} does not say which part that is."
+            f" {_MODULE} (with the kind heads or features in [model.split] where their input is split), or use"
+            " plan.mesh.tensor = 1."
+        )
+
+
+def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """Something of the result's shape, without drawing."""
+    operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if operands:
+        return torch.broadcast_tensors(*operands)[0] if func.overloadpacket.__name__ == "normal" else operands[0]
+    moved = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
+    return func(*args, **(moved | {"device": torch.device("meta")}))
+
+
+def _arranged(made: Tensor, layout: Layout) -> Tensor:
+    """From (samples, part of `dim`, the other dims) to the draw's own order."""
+    if not layout.whole:
+        return made.reshape(())
+    return made.flatten(0, 1).movedim(0, layout.dim)
+
+
+def keyed_alone(
+    module: nn.Module, blueprint: Blueprint, seed: int
+) -> Callable[[Mapping[str, Tensor], Batch, int], tuple[Tensor, Tensor]]:
+    """Return `run(inputs, batch, step) -> (loss sum, count)` of a whole module outside any plan, under the same keys.
+
+    `module` is changed in place.
+    """
+    draws, context, view = find_draws(blueprint, keys_itself), StepContext(is_alone=True), GroupView((0,), 0, None)
+    for name in draws.modules:
+        if name != LOSS:
+            inner = module.get_submodule(name)
+            inner.forward = keyed(inner.forward, name, draws, view, context)
+    loss = keyed(blueprint.loss, LOSS, draws, view, context) if LOSS in draws.modules else blueprint.loss
+
+    def run(inputs: Mapping[str, Tensor], batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        state = MicrobatchState(seed=seed, step=step, sample_ids=batch["sample_ids"], sequence_length=None)
+        with context.entered(state):
+            return loss(module(**inputs), batch)
+
+    return run

@@ -1,0 +1,117 @@
+"""Draws in a loop of one's own: keyed in the model and the loss, seen and refused where the loop itself draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import weft
+from pool import RankPool
+from weft.errors import PlanError
+from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
+
+BATCH, LENGTH, VOCABULARY = 8, 6, 24
+
+
+def plan_for(world: int, size: int = 2) -> Plan:
+    return Plan(
+        mesh=MeshPlan(shard=world),
+        data_parallel=DataParallelPlan(zero=1),
+        microbatch=MicrobatchPlan(size=size, per_step=BATCH // size // world),
+        compute=ComputePlan(precision="fp64"),
+    )
+
+
+def language_model(family: str) -> nn.Module:
+    """With the dropout that the configuration has by default, and in attention where the family's is off."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "intermediate_size": 24, "max_position_embeddings": 16}  # fmt: skip
+    if family == "bert":
+        return transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).double()
+    config = transformers.GPTNeoXConfig(**sizes, attention_dropout=0.1, hidden_dropout=0.1)
+    config._attn_implementation = family.rpartition("-")[2]
+    return transformers.GPTNeoXForCausalLM(config).double()
+
+
+def token_loss(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    logits = outputs.logits.flatten(0, 1)
+    return nn.functional.cross_entropy(logits, batch["input_ids"].flatten(), reduction="sum"), len(logits)
+
+
+def language_loop(plan: Plan, folder: str, family: str) -> list[float]:
+    model = language_model(family)
+    tokens = torch.randint(0, VOCABULARY, (32, LENGTH), generator=torch.Generator().manual_seed(1))
+    loader = DataLoader([{"input_ids": row} for row in tokens], batch_size=BATCH, shuffle=True)  # type: ignore[arg-type]
+    with weft.session(plan=plan, permit=("fp64",), folder=folder, quiet=True) as session:
+        state = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader, loss=token_loss)
+        return [state.step(batch).loss for batch in state.batches(3)]
+
+
+@pytest.mark.parametrize("family", ["bert", "neox-sdpa", "neox-eager"])
+def test_a_library_models_own_dropout_is_the_same_on_any_number_of_ranks(ranks: RankPool, tmp_path, family):
+    alone = ranks.run(1, language_loop, plan_for(1, BATCH), str(tmp_path / "1"), family)[0]
+    for world, size in ((1, 2), (2, 4), (4, 1)):
+        for losses in ranks.run(world, language_loop, plan_for(world, size), str(tmp_path / f"{world}"), family):
+            assert losses == pytest.approx(alone, rel=1e-12)
+
+
+class Rows(torch.utils.data.Dataset[list[Tensor]]):
+    """`augment` draws in the dataset, which is seeded by sample."""
+
+    def __init__(self, augment: bool) -> None:
+        self._rows = torch.randn(32, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        self._augment = augment
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        row = self._rows[index]
+        return [row + 0.1 * torch.randn(6, dtype=row.dtype) if self._augment else row, row[:2]]
+
+
+def noisy_loss(outputs: Tensor, batch: list[Tensor]) -> tuple[Tensor, int]:
+    return (outputs - batch[1] - 0.1 * torch.randn_like(outputs)).square().sum(), len(outputs)
+
+
+def loop(plan: Plan, folder: str, what: str) -> list[float]:
+    """Losses of a loop that draws in one way or another."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    loader = DataLoader(Rows(what == "dataset"), batch_size=BATCH, shuffle=True)
+    losses: list[float] = []
+    with weft.session(plan=plan, permit=("fp64",), folder=folder, quiet=True) as session:
+        state = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, loss=noisy_loss)
+        for batch in state.batches(3):
+            if what == "noise":
+                batch = [batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]]
+            elif what == "in place":
+                batch[0].add_(torch.randn(1).to(batch[0]))
+            elif what == "normalised":
+                batch = [batch[0] * 0.5, batch[1]]
+            elif what == "elsewhere":  # a loader's iterator draws a seed, a print a sample
+                next(iter(DataLoader(Rows(False), batch_size=4, shuffle=True)))
+                torch.rand(2)
+            losses.append(state.step(batch).loss)
+    return losses
+
+
+@pytest.mark.parametrize("what", ["dataset", "normalised", "elsewhere"])
+def test_what_a_loop_may_draw(ranks: RankPool, tmp_path, what):
+    alone = ranks.run(1, loop, plan_for(1, BATCH), str(tmp_path / "1"), what)[0]
+    for losses in ranks.run(2, loop, plan_for(2), str(tmp_path / "2"), what):
+        assert losses == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("what", ["noise", "in place"])
+def test_a_batch_that_the_loop_draws_into_is_refused(ranks: RankPool, tmp_path, what):
+    with pytest.raises(PlanError, match=r"the loop changed 0 and drew from torch's generator"):
+        ranks.run(2, loop, plan_for(2), str(tmp_path / "2"), what)
+    assert len(ranks.run(1, loop, plan_for(1), str(tmp_path / "1"), what)[0]) == 3

@@ -154,7 +154,7 @@ def refused_recipe(how: str) -> Recipe:
 @pytest.mark.parametrize(
     ("how", "match"),
     [
-        ("late", "the forward of Outer drew from torch's generator where no trace of it showed a draw"),
+        ("late", "the forward of Outer or its loss drew from torch's generator where no trace of it showed a draw"),
         ("python", "inner draws from Python's random generator"),
         ("numpy", "inner draws from numpy's generator"),
         ("mixed", "inner draws by randperm"),
@@ -183,3 +183,32 @@ def test_generators_are_left_as_they_were():
     for blueprint in built:
         find_draws(blueprint, keys_itself)
     assert before.moved(Generators.now(torch.device("cpu"))) == ""
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_tensor_rank_draws_its_part_of_the_whole(dim: int):
+    """Shards of an activation along heads or features, as the ranks of a tensor group hold them."""
+    from weft.comm import GroupView
+    from weft.parallel import MicrobatchState, StepContext
+    from weft.parallel._draw_trace import Draws as Found
+    from weft.parallel._draw_trace import Layout
+    from weft.parallel.draws import keyed
+
+    layout = Layout(place="sample", dim=0, whole=(1, 6, 10))
+    found = Found(layouts={("a", "bernoulli_", 0): [layout]})
+    context = StepContext()
+    state = MicrobatchState(seed=1, step=2, sample_ids=torch.arange(4), sequence_length=None)
+
+    def drawn(x: Tensor, view: GroupView) -> Tensor:
+        with context.entered(state):
+            return keyed(lambda x: F.dropout(x, 0.4), "a", found, view, context)(x)
+
+    whole = drawn(torch.ones(4, 6, 10), GroupView((0,), 0, None))
+    group: Any = object()
+    parts = [
+        drawn(part.contiguous(), GroupView((0, 1), index, group))
+        for index, part in enumerate(torch.ones(4, 6, 10).chunk(2, dim))
+    ]
+    assert torch.equal(torch.cat(parts, dim), whole)
+    with pytest.raises(PlanError, match="does not say which part that is"):
+        drawn(torch.ones(4, 3, 5), GroupView((0, 1), 0, group))

@@ -173,13 +173,12 @@ class SequentialRunner:
     def _loss(self, batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
         moved = move_batch(batch, self._device)
         state = microbatch_state(moved, seed, step)
-        outputs = self._outputs(moved, state)
-        with self._part.context.entered(state), without_draws(self._part.context, self._device, "the loss"):
-            return self._blueprint.loss(outputs, moved)
+        what = f"the forward of {type(self._part.module).__name__} or its loss"
+        with self._part.context.entered(state), without_draws(self._part.context, self._device, what):
+            return self._blueprint.loss(self._outputs(moved, state), moved)
 
     def _outputs(self, batch: Batch, state: MicrobatchState) -> Any:
-        what = f"the forward of {type(self._part.module).__name__}"
-        with self._part.context.entered(state), without_draws(self._part.context, self._device, what):
+        with self._part.context.entered(state):
             return self._part.module(**model_inputs(self._blueprint, batch, self._dtype))
 
 

@@ -83,10 +83,10 @@ class JsonObject:
         shown = f"is {_shown(value)}" if name in self.values else "is missing"
         return self.error(f"{self.path}: {self.place}{name} {shown}, but should be {wanted}. {self.advice}")
 
-    def only(self, names: Collection[str]) -> None:
-        """Refuse members that are none of `names`, and the lack of any of them."""
+    def only(self, names: Collection[str], optional: Collection[str] = ()) -> None:
+        """Refuse members that are none of these names, and the lack of any that is not optional."""
         for name in self.values:
-            if name not in names:
+            if name not in names and name not in optional:
                 hint = did_you_mean(name, names)
                 raise self.error(f"{self.path}: {self.place}{name[:80]!r} belongs to no such file.{hint} {self.advice}")
         for name in names:

@@ -127,6 +127,16 @@ class Act:
         (parent,) = [pid for pid in alive if _parent(pid) == nursery]
         os.kill(max(pid for pid in alive if _parent(pid) == parent), number)
 
+    def pids(self, role: str) -> list[int]:
+        """The processes of a role: `launcher`, `nursery`, `parent` (of the ranks), `rank`, `worker` (of data)."""
+        alive = marked(self.mark)
+        workers = [pid for pid in alive if "weft.data._prefetch" in _command(pid)]
+        nurseries = [pid for pid in alive if _parent(pid) == self.pid and "_nursery.py" in _command(pid)]
+        parents = [pid for pid in alive if _parent(pid) in nurseries]
+        ranks = sorted(pid for pid in alive if _parent(pid) in parents and pid not in workers)
+        roles = {"launcher": [self.pid], "nursery": nurseries, "parent": parents, "rank": ranks, "worker": workers}
+        return roles[role]
+
 
 def marked(mark: str) -> list[int]:
     """Living processes that some command started, direct children or not."""

@@ -170,7 +170,7 @@ RECIPES = {
         "there is no file corpus/config.json. Give a local folder",
     ),
     "no Hugging Face folder": (model('hf = "nowhere"\nsequence_length = 16'), "there is no file nowhere"),
-    "broken Hugging Face config": (model('hf = "broken"\nsequence_length = 16'), "config.json is not JSON"),
+    "broken Hugging Face config": (model('hf = "broken"\nsequence_length = 16'), "config.json is not readable as JSON"),
     "unknown Hugging Face model": (model('hf = "strange"\nsequence_length = 16'), "transformers cannot read strange"),
     "impossible Hugging Face model": (
         model('hf = "odd"\nsequence_length = 16'),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -14,17 +14,20 @@ import torch
 from weft.checkpoint import _folder
 from weft.checkpoint._carry import carry_over
 from weft.checkpoint._files import replace_text, write_text
-from weft.checkpoint._format import MANIFEST, Json, Manifest
+from weft.checkpoint._format import ADVICE, MANIFEST, Json, Manifest
 from weft.checkpoint._match import match
 from weft.checkpoint._peers import Peers
 from weft.checkpoint._read import StoredCheckpoint
 from weft.checkpoint._write import check_ranks, write_rank
+from weft.document import JsonObject
 from weft.errors import CheckpointError
 from weft.parallel import Piece
 
 logger = logging.getLogger(__name__)
 
 Which = Literal["latest", "best"] | Path
+Check = Callable[[JsonObject, int], object]
+"""Takes what a checkpoint's manifest holds beside the tensors, and its step; raises `CheckpointError`."""
 
 
 class SaveError(CheckpointError):
@@ -109,7 +112,9 @@ class Checkpointer:
             self._tidy(step, token)
         return self.folder / _folder.step_name(step)
 
-    def load(self, which: Which, pieces: Sequence[Piece], *, only: Sequence[str] | None = None) -> dict[str, Json]:
+    def load(
+        self, which: Which, pieces: Sequence[Piece], *, only: Sequence[str] | None = None, check: Check | None = None
+    ) -> dict[str, Json]:
         """Verify a checkpoint, fill the pieces from it and return the state saved with it.  Call on every rank.
 
         Every file is verified before the first tensor changes, the ranks sharing the work.  A damaged "latest" or
@@ -119,11 +124,12 @@ class Checkpointer:
             which: "latest", "best", or the same path on every rank (of a checkpoint, or of a run).
             pieces: everything this rank holds, whether it counts or not.
             only: prefixes of names to look at; the checkpoint's other tensors are left alone.
+            check: looks at the state before anything changes; what it refuses counts as damaged.
 
         Raises:
             CheckpointError: on every rank: there is none, it is damaged, or it does not fit the pieces.
         """
-        stored = self._open_path(which) if isinstance(which, Path) else self._open_newest(which)
+        stored = self._open_path(which, check) if isinstance(which, Path) else self._open_newest(which, check)
         wanted = match(stored, pieces, self.peers, only)
         with torch.no_grad():
             for name, group in wanted.items():
@@ -183,20 +189,21 @@ class Checkpointer:
             f"Make room, give another folder, or keep fewer than {self.keep} checkpoints."
         )
 
-    def _open_path(self, path: Path) -> StoredCheckpoint:
-        stored, problem = self._open_verified(path)
+    def _open_path(self, path: Path, check: Check | None) -> StoredCheckpoint:
+        stored, problem = self._open_verified(path, check)
         if stored is None:
             raise CheckpointError(problem)
         return stored
 
-    def _open_newest(self, which: str) -> StoredCheckpoint:
+    def _open_newest(self, which: str, check: Check | None) -> StoredCheckpoint:
         """Open what rank 0 names, from the newest on, until all ranks find their share of it sound."""
         found = [one for one in _folder.complete_checkpoints(self.folder) if which == "latest" or one.manifest.best]
         problems = list[str]()
         for number in range(self.peers.share(len(found))[0]):
-            token = self.peers.share(int(found[number].manifest.token, 16) if self.peers.rank == 0 else 0)[0]
-            path = next((one.path for one in found if int(one.manifest.token, 16) == token), None)
-            stored, problem = self._open_verified(path)
+            mine = found[number].manifest if self.peers.rank == 0 else None
+            token, step = self.peers.share(*((int(mine.token, 16), mine.step) if mine is not None else (0, 0)))
+            same = [one.path for one in found if (int(one.manifest.token, 16), one.manifest.step) == (token, step)]
+            stored, problem = self._open_verified(same[0] if same else None, check)
             if stored is not None:
                 if problems and self.peers.rank == 0:
                     logger.warning("loading %s instead, because %s", stored.folder, " ".join(problems))
@@ -205,15 +212,24 @@ class Checkpointer:
         reason = " ".join(problems) or f'"{which}" was asked for and no save has finished there.'
         raise CheckpointError(f"{self.folder} holds no checkpoint that can be loaded: {reason}")
 
-    def _open_verified(self, path: Path | None) -> tuple[StoredCheckpoint | None, str]:
+    def _open_verified(self, path: Path | None, check: Check | None) -> tuple[StoredCheckpoint | None, str]:
         """Open on every rank, each verifying its share of the files.  Else returns None and the first problem."""
         stored, problem = None, None
         try:
             if path is None:
                 raise CheckpointError(f"{self.folder} looks different from here than on rank 0. Is it a shared folder?")
             stored = StoredCheckpoint(_folder.find_checkpoint(path))
+            if check is not None:
+                _check_state(stored, check)
             stored.verify(self.peers.rank, self.peers.world)
         except CheckpointError as error:
             problem = str(error)
         problem = self.peers.first_problem(problem)
         return (None, problem) if problem is not None else (cast(StoredCheckpoint, stored), "")
+
+
+def _check_state(stored: StoredCheckpoint, check: Check) -> None:
+    """Let the state's owner look at it, and say the file in what it raises."""
+    path = stored.folder / MANIFEST
+    state = dict(stored.manifest.state)
+    check(JsonObject(path, CheckpointError, ADVICE, state, "state."), stored.manifest.step)

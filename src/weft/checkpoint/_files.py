@@ -15,7 +15,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.checkpoint._format import DTYPE_NAMES, StoredFile, digest_of
+from weft.checkpoint._format import DTYPE_NAMES, Run, StoredFile, digest_of
 from weft.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
@@ -109,6 +109,8 @@ def verify_file(folder: Path, stored: StoredFile) -> None:
     try:
         if path.is_symlink():
             raise CheckpointError(f"{path} is a symbolic link; a checkpoint has only plain files.")
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, or no plain file.")
         if (size := path.stat().st_size) != stored.size_bytes:
             raise CheckpointError(f"{path} has {size:,} bytes, but {stored.size_bytes:,} were written.")
         with path.open("rb", buffering=0) as file:
@@ -120,8 +122,8 @@ def verify_file(folder: Path, stored: StoredFile) -> None:
         raise CheckpointError(f"{path} does not match its digest: its content changed after it was written.")
 
 
-def verify_header(folder: Path, name: str, expected: Mapping[str, tuple[torch.dtype, int]]) -> None:
-    """Check that a safetensors file holds the expected tensors (key → dtype and number of elements).
+def verify_header(folder: Path, name: str, expected: Sequence[Run]) -> None:
+    """Check that a safetensors file holds the expected runs and nothing else.
 
     Raises:
         CheckpointError: its header is no such header, or says otherwise.
@@ -130,10 +132,15 @@ def verify_header(folder: Path, name: str, expected: Mapping[str, tuple[torch.dt
     try:
         with open_tensors(path) as file:
             keys = set[str](file.keys())
-            for key, (dtype, length) in expected.items():
-                part = file.get_slice(key) if key in keys else None
-                if part is None or part.get_dtype() != DTYPE_NAMES[dtype] or math.prod(part.get_shape()) != length:
-                    raise CheckpointError(f"{path} does not hold {key} as its index says: it was not written by Weft.")
+            for run in expected:
+                part = file.get_slice(run.key) if run.key in keys else None
+                forms = ([run.length], list(run.local_shape) if run.length == run.local_shape.numel() else None)
+                if part is None or part.get_dtype() != DTYPE_NAMES[run.dtype] or part.get_shape() not in forms:
+                    raise CheckpointError(
+                        f"{path} does not hold {run.key} as its index says: it was not written by Weft."
+                    )
+            if extra := sorted(keys - {run.key for run in expected}):
+                raise CheckpointError(f"{path} holds {extra[0]:.80}, of which its index says nothing: it was changed.")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not readable as safetensors ({error}): it is damaged.") from None
 

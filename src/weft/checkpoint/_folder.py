@@ -22,6 +22,7 @@ from pathlib import Path
 
 from weft.checkpoint._files import sync_folder, write_text
 from weft.checkpoint._format import MANIFEST, Manifest, read_manifest
+from weft.document import JsonObject, read_plain_file
 from weft.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,21 @@ def complete_checkpoints(folder: Path) -> list[Complete]:
         if not (path / MANIFEST).exists():
             continue
         try:
-            found.append(Complete(path, read_manifest(path)))
+            found.append(Complete(path, _manifest_of(path)))
         except CheckpointError as error:
             logger.warning("checkpoint %s is passed over: %s", path.name, error)
     return sorted(found, key=lambda one: (one.manifest.sequence, one.manifest.step), reverse=True)
+
+
+def _manifest_of(path: Path) -> Manifest:
+    """The manifest of a folder that a save has named."""
+    manifest = read_manifest(path)
+    if path.name.split(".")[0] != step_name(manifest.step):
+        raise CheckpointError(
+            f"{path / MANIFEST}: step is {manifest.step}, but should be that of its folder, {path.name}."
+            " It is damaged, or was not written by Weft: load an earlier checkpoint."
+        )
+    return manifest
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -145,12 +157,15 @@ def _is_orphan(partial: Path) -> bool:
     """Whether the process that made a partial folder ran on this machine and is gone."""
     if not any(partial.iterdir()):
         return True  # died within the microseconds between making the folder and saying whose it is
+    path = partial / _OWNER
     try:
-        owner = json.loads((partial / _OWNER).read_bytes())
-        pid, machine, started = owner["pid"], owner["machine"], owner["started"]
-    except (OSError, ValueError, TypeError, KeyError):
+        owner = JsonObject.parse(
+            path, read_plain_file(path, CheckpointError, "", most_bytes=1 << 16), CheckpointError, ""
+        )
+        pid, machine = owner.count("pid", least=1, most=(1 << 31) - 1), owner.text("machine")
+    except CheckpointError:
         return False
-    return machine == _machine() and isinstance(pid, int) and _started(pid) != started
+    return machine == _machine() and _started(pid) != owner.values.get("started")
 
 
 def _machine() -> str:

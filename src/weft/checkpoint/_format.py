@@ -17,11 +17,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import xxhash
 
+from weft.document import LARGEST_COUNT, JsonObject, read_plain_file
 from weft.errors import CheckpointError
 from weft.parallel import TensorSplit
 
@@ -47,10 +48,17 @@ DTYPES: dict[str, torch.dtype] = {
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-_TENSOR_FILE = re.compile(r"rank-\d{5}-\d{4,}\.safetensors", re.ASCII)
-_INDEX_FILE = re.compile(r"rank-\d{5}\.json", re.ASCII)
-
-T = TypeVar("T")
+MOST_RANKS = 100_000
+"""That a checkpoint may come from: their numbers have five digits."""
+_TENSOR_FILE = r"rank-\d{5}-\d{4,9}\.safetensors"
+_INDEX_FILE = r"rank-\d{5}\.json"
+_LARGEST_INDEX_BYTES = 1 << 30
+_MOST_DIMENSIONS = 64
+_MANIFEST_FIELDS = frozenset(
+    ("format", "version", "step", "sequence", "token", "best", "world", "provenance", "state", "indexes")
+)
+_RUN_FIELDS = ("name", "shape", "dtype", "split", "start", "length", "file", "key")
+ADVICE = "It is damaged, or was not written by Weft: load an earlier checkpoint."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,117 +153,106 @@ def digest_of(content: bytes) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of one checkpoint folder.
+    """Read the manifest of one checkpoint folder and check every field of it.
 
     Raises:
         CheckpointError: it is missing, damaged, or of a format that this Weft does not read.
     """
     path = folder / MANIFEST
-    outer = _Fields.parse(path, _read(path))
-    body = outer.object("manifest")
-    if outer.take("digest", str) != digest_of(_canonical(body).encode()):
-        raise CheckpointError(f"{path} does not match its own digest: it is damaged. Load an earlier checkpoint.")
-    fields = _Fields(path, body)
-    if fields.take("format", str) != FORMAT:
-        raise CheckpointError(f'{path} is not a checkpoint of Weft: its format is "{fields.take("format", str)}".')
-    if (version := fields.take("version", int)) != VERSION:
+    outer = JsonObject.parse(path, read_plain_file(path, CheckpointError, ADVICE), CheckpointError, ADVICE)
+    fields = outer.object("manifest")
+    if outer.text("digest") != digest_of(_canonical(fields.values).encode()):
+        raise CheckpointError(f"{path} does not match its own digest: it is damaged. {ADVICE}")
+    if fields.text("format") != FORMAT:
+        raise CheckpointError(f'{path} is not a checkpoint of Weft: its format is "{fields.text("format"):.80}".')
+    if (version := fields.count("version")) != VERSION:
         raise CheckpointError(f"{path} has format version {version}; this Weft reads {VERSION}. Use a newer Weft.")
-    return Manifest(
+    outer.only(("digest", "manifest"))
+    fields.only(_MANIFEST_FIELDS)
+    provenance = fields.object("provenance")
+    manifest = Manifest(
         step=fields.count("step"),
         sequence=fields.count("sequence"),
-        token=fields.take("token", str),
-        best=fields.take("best", bool),
-        world=fields.count("world"),
-        provenance={str(key): str(value) for key, value in fields.object("provenance").items()},
-        state=fields.object("state"),
-        indexes=tuple(_file_from_json(path, item, _INDEX_FILE) for item in fields.list("indexes")),
+        token=fields.text("token", r"[01][0-9a-f]{15}", "16 hexadecimal digits, below 2^61"),
+        best=fields.flag("best"),
+        world=fields.count("world", least=1, most=MOST_RANKS),
+        provenance={key: provenance.text(key) for key in provenance.values},
+        state=fields.object("state").values,
+        indexes=tuple(_file_from_json(item, _INDEX_FILE) for item in fields.objects("indexes")),
     )
+    names = [stored.name for stored in manifest.indexes]
+    if names != [index_name(rank) for rank in range(manifest.world)]:
+        raise fields.fail("indexes", f"the index of each of its {manifest.world} ranks, once and in order")
+    return manifest
 
 
 def read_index(folder: Path, stored: StoredFile) -> RankIndex:
-    """Read one rank's index and check it against the manifest's digest.
+    """Read one rank's index and check it against the manifest's digest, and every field of it.
 
     Raises:
         CheckpointError: it is missing, damaged, or names files or runs that cannot be.
     """
     path = folder / stored.name
-    content = _read(path)
+    content = read_plain_file(path, CheckpointError, ADVICE, most_bytes=min(stored.size_bytes, _LARGEST_INDEX_BYTES))
     if len(content) != stored.size_bytes or digest_of(content) != stored.digest:
         raise CheckpointError(f"{path} does not match its digest in {MANIFEST}: it is damaged.")
     return parse_index(path, content)
 
 
 def parse_index(path: Path, content: bytes) -> RankIndex:
-    fields = _Fields.parse(path, content)
-    files = tuple(_file_from_json(path, item, _TENSOR_FILE) for item in fields.list("files"))
-    known = {file.name for file in files}
-    runs = tuple(_run_from_json(path, item) for item in fields.list("runs"))
-    for run in runs:
-        if run.file not in known:
-            raise CheckpointError(f"{path} puts {run.name} into {run.file!r}, which is none of its files.")
-    return RankIndex(files=files, runs=runs)
+    """Check every field of an index, and that each of its files and keys is there once.  Raises `CheckpointError`."""
+    fields = JsonObject.parse(path, content, CheckpointError, ADVICE)
+    fields.only(("files", "runs"))
+    files = tuple(_file_from_json(item, _TENSOR_FILE) for item in fields.objects("files"))
+    sizes = {file.name: file.size_bytes for file in files}
+    if len(sizes) < len(files) or not all(name.startswith(f"{path.stem}-") for name in sizes):
+        raise fields.fail("files", f"files of this rank ({path.stem}-….safetensors), each once")
+    runs: list[Run] = []
+    taken: set[tuple[str, str]] = set()
+    for item in fields.objects("runs"):
+        run = _run_from_json(item)
+        if run.file not in sizes:
+            raise item.fail("file", "one of the index's files")
+        if run.length * run.dtype.itemsize > sizes[run.file]:
+            raise item.fail("length", f"what fits into {run.file}, of {sizes[run.file]:,} bytes")
+        if (run.file, run.key) in taken:
+            raise item.fail("key", "a key of its own: another run is stored under it")
+        taken.add((run.file, run.key))
+        runs.append(run)
+    return RankIndex(files=files, runs=tuple(runs))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """A JSON object whose members are taken by name and type; anything unexpected is an error that names the file."""
-
-    path: Path
-    values: dict[str, Any]
-
-    @classmethod
-    def parse(cls, path: Path, content: bytes) -> _Fields:
-        try:
-            values = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not readable as JSON ({error}): it is damaged.") from None
-        return cls.of(path, values)
-
-    @classmethod
-    def of(cls, path: Path, value: Any) -> _Fields:
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{path} should hold an object, but holds a {type(value).__name__}: it is damaged.")
-        return cls(path, cast(dict[str, Any], value))
-
-    def take(self, name: str, kind: type[T]) -> T:
-        value = self.values.get(name)
-        if type(value) is not kind:
-            raise CheckpointError(f'{self.path}: "{name}" should be a {kind.__name__}, but is {value!r:.80}: damaged.')
-        return value
-
-    def object(self, name: str) -> dict[str, Any]:
-        return cast(dict[str, Any], self.take(name, dict))
-
-    def list(self, name: str) -> list[Any]:
-        return cast(list[Any], self.take(name, list))
-
-    def count(self, name: str) -> int:
-        return self.check_count(name, self.take(name, int))
-
-    def check_count(self, name: str, value: Any) -> int:
-        if type(value) is not int or not 0 <= value < 2**62:
-            raise CheckpointError(f'{self.path}: "{name}" holds {value!r:.80}, which is not a count: it is damaged.')
-        return value
+def index_name(rank: int) -> str:
+    """Name of a rank's index."""
+    return f"rank-{rank:05d}.json"
 
 
 def _file_to_json(file: StoredFile) -> dict[str, Json]:
     return {"name": file.name, "size_bytes": file.size_bytes, "digest": file.digest}
 
 
-def _file_from_json(path: Path, value: Any, pattern: re.Pattern[str]) -> StoredFile:
-    fields = _Fields.of(path, value)
-    name = fields.take("name", str)
-    if not pattern.fullmatch(name):  # also keeps every read inside the folder
-        raise CheckpointError(f"{path} names the file {name!r:.80}, which no checkpoint has: not written by Weft.")
-    return StoredFile(name=name, size_bytes=fields.count("size_bytes"), digest=fields.take("digest", str))
+def _file_from_json(fields: JsonObject, pattern: str) -> StoredFile:
+    fields.only(("name", "size_bytes", "digest"))
+    name = fields.text("name")
+    if not re.fullmatch(pattern, name, re.ASCII):  # also keeps every read inside the folder
+        raise CheckpointError(
+            f"{fields.path} names the file {name!r:.80}, which no checkpoint has: not written by Weft."
+        )
+    digest = fields.text("digest", "[0-9a-f]{32}", "32 hexadecimal digits")
+    return StoredFile(name=name, size_bytes=fields.count("size_bytes"), digest=digest)
 
 
-def _run_from_json(path: Path, value: Any) -> Run:
-    fields = _Fields.of(path, value)
-    name, dtype = fields.take("name", str), fields.take("dtype", str)
+def _run_from_json(fields: JsonObject) -> Run:
+    fields.only(_RUN_FIELDS)
+    name, dtype, key = fields.text("name"), fields.text("dtype"), fields.text("key")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} has the dtype {dtype!r:.40}, which no checkpoint has.")
-    shape = torch.Size([fields.check_count("shape", size) for size in fields.list("shape")])
+        raise fields.fail("dtype", f"one of {', '.join(DTYPES)}")
+    if not key.startswith(name) or not re.fullmatch(r"(#[1-9]\d*)?", key.removeprefix(name), re.ASCII):
+        raise fields.fail("key", f"the name of its tensor ({name:.80}), perhaps with a number (#2)")
+    sizes = fields.counts("shape", longest=_MOST_DIMENSIONS)
+    if math.prod(sizes) > LARGEST_COUNT or math.prod(size or 1 for size in sizes) > LARGEST_COUNT:
+        raise fields.fail("shape", f"the shape of a tensor of at most {LARGEST_COUNT:,} elements")
+    shape = torch.Size(sizes)
     run = Run(
         name=name,
         shape=shape,
@@ -263,34 +260,25 @@ def _run_from_json(path: Path, value: Any) -> Run:
         split=_split_from_json(fields, shape),
         start=fields.count("start"),
         length=fields.count("length"),
-        file=fields.take("file", str),
-        key=fields.take("key", str),
+        file=fields.text("file"),
+        key=key,
     )
     if run.start + run.length > math.prod(run.local_shape):
-        raise CheckpointError(f"{path}: a run of {name} ends beyond the tensor of shape {list(shape)}: it is damaged.")
+        raise fields.fail("length", f"what a part of the shape {list(shape)} has behind element {run.start:,}")
     return run
 
 
-def _split_from_json(fields: _Fields, shape: torch.Size) -> TensorSplit | None:
+def _split_from_json(fields: JsonObject, shape: torch.Size) -> TensorSplit | None:
     if fields.values.get("split") is None:
         return None
-    numbers = [fields.check_count("split", number) for number in fields.list("split")]
+    numbers = fields.counts("split", longest=4)
     if len(numbers) == 4:
         dim, parts, index, blocks = numbers
-        fits = dim < len(shape) and index < parts and blocks > 0 and shape[dim] % max(parts * blocks, 1) == 0
-        if fits:
+        few = 0 < parts <= MOST_RANKS and 0 < blocks <= MOST_RANKS
+        if few and dim < len(shape) and index < parts and shape[dim] % (parts * blocks) == 0:
             return TensorSplit(dim=dim, parts=parts, index=index, blocks=blocks)
-    raise CheckpointError(f"{fields.path}: split {numbers} does not fit the shape {list(shape)}: it is damaged.")
+    raise fields.fail("split", f"[dim, parts, index, blocks] of the shape {list(shape)}")
 
 
 def _canonical(body: Any) -> str:
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        if path.is_symlink():
-            raise CheckpointError(f"{path} is a symbolic link; a checkpoint has only plain files.")
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None

@@ -31,7 +31,10 @@ class StoredCheckpoint:
         self.manifest: Manifest = read_manifest(folder)
         indexes = [read_index(folder, stored) for stored in self.manifest.indexes]
         self.files: list[StoredFile] = [file for index in indexes for file in index.files]
-        self.runs = runs_by_name(run for index in indexes for run in index.runs)
+        try:
+            self.runs = runs_by_name(run for index in indexes for run in index.runs)
+        except CheckpointError as problem:
+            raise CheckpointError(f"{folder / str(problem)}") from None
         self._handles: dict[str, Any] = {}
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
@@ -40,12 +43,12 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: a file is missing or differs.
         """
-        expected: dict[str, dict[str, tuple[torch.dtype, int]]] = {}
+        expected: dict[str, list[Run]] = {}
         for run in (run for group in self.runs.values() for run in group):
-            expected.setdefault(run.file, {})[run.key] = (run.dtype, run.length)
+            expected.setdefault(run.file, []).append(run)
         for file in self.files[share::shares]:
             verify_file(self.folder, file)
-            verify_header(self.folder, file.name, expected.get(file.name, {}))
+            verify_header(self.folder, file.name, expected.get(file.name, []))
 
     def shape(self, name: str) -> torch.Size:
         return self.runs[name][0].shape

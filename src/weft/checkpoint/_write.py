@@ -6,18 +6,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from torch import Tensor
 
 from weft.checkpoint._files import Entry, write_tensors, write_text
-from weft.checkpoint._format import DTYPE_NAMES, RankIndex, Run, StoredFile, digest_of, parse_index
+from weft.checkpoint._format import DTYPE_NAMES, RankIndex, Run, StoredFile, digest_of, index_name, parse_index
 from weft.errors import CheckpointError
 from weft.parallel import Piece
-
-
-def index_name(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
 
 
 def write_rank(folder: Path, rank: int, pieces: Sequence[Piece], file_bytes: int) -> None:
@@ -76,24 +73,39 @@ def runs_by_name(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def _check_cover(name: str, runs: list[Run]) -> None:
+    where = f"{_index_of(runs[0])}: {name}"
     forms = {(run.shape, run.dtype, run.split and (run.split.dim, run.split.parts, run.split.blocks)) for run in runs}
     if len(forms) > 1:
-        raise CheckpointError(f"the ranks disagree on shape, dtype or split of {name}: {sorted(map(str, forms))[:3]}.")
+        raise CheckpointError(
+            f"{where}: the ranks disagree on shape, dtype or split of it: {sorted(map(str, forms))[:3]}."
+        )
     parts = 1 if runs[0].split is None else runs[0].split.parts
-    runs.sort(key=lambda run: (0 if run.split is None else run.split.index, run.start, run.length))
-    for index in range(parts):
+    size = math.prod(runs[0].local_shape)
+    runs.sort(key=lambda run: (_part_of(run), run.start, run.length))
+    groups = {part: list(group) for part, group in groupby(runs, key=_part_of)}
+    if size and len(groups) < parts:
+        missing = next(part for part in range(parts) if part not in groups)
+        raise CheckpointError(f"{where} lacks {size:,} elements of part {missing} of {parts}: they count nowhere.")
+    for part, group in groups.items():
         reached = 0
-        for run in runs:
-            if (0 if run.split is None else run.split.index) != index:
-                continue
+        for run in group:
             if run.start != reached:
                 what = "has a gap" if run.start > reached else "is written twice"
-                where = f"part {index} of {parts}, element {min(run.start, reached):,}"
-                raise CheckpointError(f"{name} {what} ({where}): its pieces do not count every element once.")
+                at = f"part {part} of {parts}, element {min(run.start, reached):,}"
+                raise CheckpointError(f"{where} {what} ({at}): its pieces do not count every element once.")
             reached += run.length
-        if reached != math.prod(runs[0].local_shape):
-            missing = math.prod(runs[0].local_shape) - reached
-            raise CheckpointError(f"{name} lacks {missing:,} elements of part {index} of {parts}: they count nowhere.")
+        if reached != size:
+            missing = f"{size - reached:,} elements of part {part} of {parts}"
+            raise CheckpointError(f"{where} lacks {missing}: they count nowhere.")
+
+
+def _part_of(run: Run) -> int:
+    return 0 if run.split is None else run.split.index
+
+
+def _index_of(run: Run) -> str:
+    """Name of the index that a run stands in."""
+    return f"{run.file[: len(index_name(0)) - len('.json')]}.json"
 
 
 def _cut(pieces: Iterable[Piece], file_bytes: int) -> Iterator[Piece]:

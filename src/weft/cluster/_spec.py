@@ -12,6 +12,8 @@ from weft.cluster._parts import Node
 from weft.cluster._table import ALIASES, DEVICES
 from weft.errors import ClusterError, did_you_mean
 
+_MOST_DIGITS = 8
+
 _SPEC = re.compile(r"((?:\d+x)*)(.*)")
 
 
@@ -100,7 +102,9 @@ def _parse_part(spec: str, part: str) -> tuple[int, int, str]:
     """Nodes, devices of each, and kind."""
     found = _SPEC.fullmatch(part.strip())
     assert found is not None, "the pattern fits every line"
-    counts = [int(count) for count in found[1].split("x") if count]
+    counts = [int(count[:_MOST_DIGITS]) for count in found[1].split("x") if count]
+    if len(part) > 200 or any(len(count) > _MOST_DIGITS - 1 for count in found[1].split("x")):
+        raise ClusterError(f'cluster = "{spec[:60]}…" is no size of a cluster. Write for example 4x8xh100.')
     kind = found[2]
     known = [*DEVICES, *ALIASES, "cpu"]
     if len(counts) > 2 or 0 in counts or (kind not in known and kind.endswith(tuple("x" + name for name in known))):

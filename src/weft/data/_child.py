@@ -2,7 +2,8 @@
 
 They are neither forked (torch's threads would not survive it) nor multiprocessing's spawn (which runs the user's script
 again).  They ignore the signals that stop a run, since the parent decides when to stop, and end when their pipe to the
-parent closes, which the system does however the parent dies.
+parent closes, which the system does however the parent dies.  One that is stopped (SIGSTOP) would not notice: so the
+system kills it with its parent, where the parent's main thread has started it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 _BOOT = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    "sys.path.insert(0, sys.argv[1]); from weft.data.{module} import main; main(sys.argv[2:])"
+    "sys.path.insert(0, sys.argv[1]); "
+    "from weft.process import die_with; {parent} and die_with({parent}); "
+    "from weft.data.{module} import main; main(sys.argv[2:])"
 )
 
 
@@ -38,9 +42,11 @@ def start_child(
     """
     root = str(Path(__file__).resolve().parents[2])
     stream = subprocess.PIPE if piped else subprocess.DEVNULL
+    # A thread that ends would take with it what it has started.
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
     return subprocess.Popen(
         # -P: a file in the working directory must not stand in for a module.
-        [sys.executable, "-P", "-c", _BOOT.format(module=module), root, *arguments],
+        [sys.executable, "-P", "-c", _BOOT.format(module=module, parent=parent), root, *arguments],
         stdin=stream,
         stdout=stream,
         pass_fds=tuple(descriptors),

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from weft.data._keyed import mix
-from weft.data._tokenizer import load_tokenizer
+from weft.data._tokenizer import digest_tokenizer, load_tokenizer, mask_of, separator_of, span_of
+from weft.document import JsonObject, read_plain_file
 from weft.errors import DataError
 
 FORMAT = "weft-tokens-1"
 MANIFEST = "manifest.json"
+_DIGEST = "[0-9a-f]{32}"
 _READ_BYTES = 16 << 20
 
 Split = Literal["all", "train", "validation"]
@@ -79,19 +81,41 @@ def read_manifest(folder: Path) -> Manifest:
         DataError: There is none, or it is not one.
     """
     path = folder / MANIFEST
-    try:
-        fields: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        if fields["format"] != FORMAT:
-            raise DataError(
-                f"{path} has format {fields['format']!r}; this Weft reads {FORMAT!r}. Prepare the data again."
-            )
-        fields["shards"] = tuple(ShardRecord(**shard) for shard in fields["shards"])
-        fields["notes"] = tuple(fields["notes"])
-        return Manifest(**fields)
-    except FileNotFoundError as error:
-        raise DataError(f"{folder} holds no prepared data (no {MANIFEST}). Run: weft data prepare.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is damaged ({error}). Delete {folder} and prepare the data again.") from error
+    if not path.exists():
+        raise DataError(f"{folder} holds no prepared data (no {MANIFEST}). Run: weft data prepare.")
+    advice = f"It is damaged. Delete {folder} and prepare the data again."
+    fields = JsonObject.parse(path, read_plain_file(path, DataError, advice), DataError, advice)
+    if (found := fields.text("format")) != FORMAT:
+        raise DataError(f"{path} has format {found!r:.80}; this Weft reads {FORMAT!r}. Prepare the data again.")
+    fields.only([field.name for field in dataclasses.fields(Manifest)])
+    vocabulary = fields.count("vocabulary_size", least=1, most=1 << 32)
+    dtype = fields.text("dtype", "<u2|<u4", '"<u2" or "<u4"')
+    if (dtype == "<u2") != (vocabulary <= 1 << 16):
+        raise fields.fail("dtype", f"that of {vocabulary:,} tokens")
+    return Manifest(
+        format=FORMAT,
+        fingerprint=fields.text("fingerprint", _DIGEST, "32 hexadecimal digits"),
+        tokenizer_digest=fields.text("tokenizer_digest", _DIGEST, "32 hexadecimal digits"),
+        dtype="<u2" if dtype == "<u2" else "<u4",
+        vocabulary_size=vocabulary,
+        separator=fields.count("separator", most=vocabulary - 1),
+        mask=None if fields.values["mask"] is None else fields.count("mask", most=vocabulary - 1),
+        num_files=fields.count("num_files"),
+        text_bytes=fields.count("text_bytes"),
+        notes=tuple(fields.texts("notes")),
+        shards=tuple(_shard_record(shard, vocabulary) for shard in fields.objects("shards")),
+    )
+
+
+def _shard_record(fields: JsonObject, vocabulary: int) -> ShardRecord:
+    fields.only([field.name for field in dataclasses.fields(ShardRecord)])
+    return ShardRecord(
+        num_tokens=fields.count("num_tokens", most=1 << 48),
+        num_documents=fields.count("num_documents", most=1 << 48),
+        largest_token=fields.count("largest_token", most=vocabulary - 1),
+        tokens_digest=fields.text("tokens_digest", _DIGEST, "32 hexadecimal digits"),
+        documents_digest=fields.text("documents_digest", _DIGEST, "32 hexadecimal digits"),
+    )
 
 
 def check_shard(folder: Path, index: int, shard: ShardRecord, dtype: str, *, digest: bool) -> None:
@@ -229,7 +253,14 @@ class PreparedCorpus:
         return max(limit, min(int(some.min()) for some in ranks if len(some)))
 
     def _documents(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-        table = np.fromfile(shard_path(self.folder, index, "documents"), "<u8").reshape(-1, 2)
+        path = shard_path(self.folder, index, "documents")
+        table = np.fromfile(path, "<u8").reshape(-1, 2)
+        num_tokens = self.manifest.shards[index].num_tokens
+        if (table[:, 0] > num_tokens).any() or int(table[:, 0].sum()) != num_tokens:
+            raise DataError(
+                f"{path}: its documents do not add up to the {num_tokens:,} tokens of the manifest. It is damaged."
+                f" Delete {self.folder} and prepare the data again."
+            )
         return table[:, 0].astype(np.int64), mix(table[:, 1].astype(np.uint64))
 
     def _map(self, index: int, shard: ShardRecord) -> NDArray[np.unsignedinteger]:
@@ -263,4 +294,18 @@ def open_corpus(folder: str | Path, *, verify: bool = True) -> PreparedCorpus:
     corpus = PreparedCorpus(folder, read_manifest(folder))
     for index, shard in enumerate(corpus.manifest.shards):
         check_shard(folder, index, shard, corpus.manifest.dtype, digest=verify)
+    if verify:
+        _check_tokenizer(corpus)
     return corpus
+
+
+def _check_tokenizer(corpus: PreparedCorpus) -> None:
+    """Compare what the manifest says of the tokenizer with the one beside it."""
+    tokenizer, manifest = corpus.tokenizer(), corpus.manifest
+    found = (digest_tokenizer(tokenizer), span_of(tokenizer), separator_of(tokenizer), mask_of(tokenizer))
+    said = (manifest.tokenizer_digest, manifest.vocabulary_size, manifest.separator, manifest.mask)
+    if found != said:
+        raise DataError(
+            f"{corpus.folder / MANIFEST} says tokenizer_digest, vocabulary_size, separator, mask = {said}, but"
+            f" {corpus.tokenizer_path} has {found}. Delete {corpus.folder} and prepare the data again."
+        )

@@ -7,10 +7,13 @@ replies are fixed records of integers over a socket; samples travel through the 
 
 from __future__ import annotations
 
+import logging
 import os
+import select
 import socket
 import struct
 import subprocess
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -19,6 +22,7 @@ from weft.data._fields import Fields
 from weft.data._reader import TrainReader, TrainSpec
 from weft.data._ring import Ring
 from weft.errors import DataError
+from weft.process import is_stopped
 
 _REQUEST = struct.Struct("<qqq")
 """generation, step, slot"""
@@ -27,6 +31,12 @@ _REPLY = struct.Struct("<qqq")
 _SLOTS_PER_WORKER = 2
 _ATTEMPTS = 3
 _GRACE_SECONDS = 0.5
+_LOOK_SECONDS = 0.5
+"""Between two looks at a helper that is waited for."""
+_STOPPED_SECONDS = 1.5
+"""That a helper may be stopped by a signal while it is waited for; then another does its work, which is the same."""
+
+logger = logging.getLogger(__name__)
 
 
 class Prefetcher:
@@ -91,6 +101,10 @@ class Prefetcher:
         self._finish()
 
 
+class _StoppedError(Exception):
+    """A helper that is waited for is held by a signal."""
+
+
 def _finish(workers: Sequence[_Worker], ring: Ring) -> None:
     for worker in workers:
         worker.hang_up()
@@ -132,6 +146,9 @@ class _Worker:
             try:
                 while (answered := self._reply()) != (generation, step):
                     self._close_request(answered)
+            except _StoppedError:
+                ending = self._replace_stopped()
+                continue
             except (OSError, EOFError) as error:
                 ending = self._replace(stuck=isinstance(error, TimeoutError))
                 continue
@@ -147,6 +164,7 @@ class _Worker:
 
     def _reply(self) -> tuple[int, int]:
         connection = self._connection()
+        self._await_answer(connection)
         generation, step, error_bytes = _REPLY.unpack(_receive(connection, _REPLY.size))
         if error_bytes:
             message = _receive(connection, error_bytes).decode()
@@ -154,6 +172,32 @@ class _Worker:
                 self._close_request((generation, step))
                 raise DataError(message)
         return generation, step
+
+    def _await_answer(self, connection: socket.socket) -> None:
+        """Return when there is something to read; a stuck helper is left to the connection's own timeout."""
+        deadline, stopped_at = time.monotonic() + self._patience_seconds, None
+        ready = select.poll()
+        ready.register(connection, select.POLLIN)
+        while not ready.poll(1000 * min(_LOOK_SECONDS, self._patience_seconds)):
+            now = time.monotonic()
+            if self.pid is None or not is_stopped(self.pid):
+                stopped_at = None
+            elif stopped_at is None:
+                stopped_at = now
+            elif now - stopped_at >= _STOPPED_SECONDS:
+                raise _StoppedError
+            if now >= deadline:
+                raise TimeoutError
+
+    def _replace_stopped(self) -> str:
+        logger.warning(
+            "the data worker of pid %s on host %s was stopped by a signal (SIGSTOP) and the run waited for it: it is"
+            " replaced by one that does the same work, and no sample is lost.",
+            self.pid,
+            socket.gethostname(),
+        )
+        self._replace(stuck=True)
+        return "was stopped by a signal (SIGSTOP)"
 
     def _connection(self) -> socket.socket:
         if self._socket is None:

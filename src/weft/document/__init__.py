@@ -5,6 +5,10 @@ from weft.document._bind import bind as bind
 from weft.document._bind import to_table as to_table
 from weft.document._conform import HIDDEN as HIDDEN
 from weft.document._conform import problem_error as problem_error
+from weft.document._json import LARGEST_COUNT as LARGEST_COUNT
+from weft.document._json import JsonObject as JsonObject
+from weft.document._json import is_plain_name as is_plain_name
+from weft.document._json import read_plain_file as read_plain_file
 from weft.document._override import Override as Override
 from weft.document._override import lay_over as lay_over
 from weft.document._override import parse_overrides as parse_overrides

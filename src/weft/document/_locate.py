@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from bisect import bisect_left
 
 from weft.document._text import Path
 
@@ -28,6 +29,7 @@ class _Scanner:
         self.text = text
         self.at = 0
         self.lines: dict[Path, int] = {}
+        self._line_ends = [match.start() for match in re.finditer("\n", text)]
         self._tables_in: dict[Path, int] = {}
 
     def document(self) -> None:
@@ -45,7 +47,7 @@ class _Scanner:
         return self.text[self.at : self.at + 1]
 
     def _record(self, path: Path) -> None:
-        self.lines.setdefault(path, self.text.count("\n", 0, self.at) + 1)
+        self.lines.setdefault(path, bisect_left(self._line_ends, self.at) + 1)
 
     def _header(self) -> Path:
         is_list = self.text.startswith("[[", self.at)

@@ -17,6 +17,9 @@ SET = "--set"
 """Origin of a setting given on the command line."""
 
 _PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
+_MOST_CHARACTERS = 4 << 20
+_LONG_KEY = re.compile(r"(?<![\w.\"'-])(?:(?:[\w-]+|\"[^\"\n]*\"|'[^'\n]*')[ \t]*\.[ \t]*){32}")
+"""Reading such keys takes time as the square of their length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,10 @@ def read_document(path: str | FilePath, noun: str, error: type[WeftError]) -> Do
     """
     file = FilePath(path)
     try:
-        raw = file.read_bytes()
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise error(f"{file} is no plain file, so it is not waited for. Give a {noun} file.")
+        with file.open("rb") as stream:
+            raw = stream.read(4 * _MOST_CHARACTERS + 1)
     except OSError as failure:
         raise error(_unreadable(file, noun, failure)) from None
     try:
@@ -84,11 +90,21 @@ def read_document(path: str | FilePath, noun: str, error: type[WeftError]) -> Do
 def parse_document(text: str, noun: str, error: type[WeftError], *, name: str | None = None) -> Document:
     """Parse a TOML text; `name` stands for it in messages."""
     name = name or f"{noun}.toml"
+    if len(text) > _MOST_CHARACTERS:
+        raise error(f"{name} has {len(text):,} characters, and a {noun} needs no more than {_MOST_CHARACTERS:,}.")
+    if long := _LONG_KEY.search(text):
+        line = text.count("\n", 0, long.start()) + 1
+        raise error(f"{name}, line {line}: a key of more than 32 parts, and no setting lies so deep. Remove it.")
     try:
         table = tomllib.loads(text)
+        lines = locate(text.replace("\r\n", "\n"))
     except tomllib.TOMLDecodeError as failure:
         raise error(_syntax(text, name, str(failure))) from None
-    origins = {dotted(path): f"{name}, line {line}" for path, line in locate(text.replace("\r\n", "\n")).items()}
+    except RecursionError:
+        raise error(f"{name} is nested deeper than any {noun}. Remove the brackets within brackets.") from None
+    except ValueError as failure:  # a whole number of thousands of digits
+        raise error(f"{name} holds a number that cannot be read ({failure}). Write it shorter.") from None
+    origins = {dotted(path): f"{name}, line {line}" for path, line in lines.items()}
     return Document(noun, error, table, origins, name)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from weft.checkpoint import Json
 from weft.comm import GroupView, Mesh, Wait, nothing_to_wait_for, start_all_reduce
+from weft.document import JsonObject
 from weft.engine._average import exchange
 from weft.parallel import Piece, Shard, shard_pieces
 from weft.plan import DataParallelPlan
@@ -172,6 +173,13 @@ class LocalRounds:
     def state(self) -> dict[str, Json]:
         """Return what is no tensor: how much each replica has counted in the round under way."""
         return {"counts": list[Json](self._counts)}
+
+    def check_state(self, state: JsonObject) -> None:
+        """Refuse counts that are none.  Raises `CheckpointError`."""
+        state.only(("counts",))
+        for count in state.items("counts"):
+            if type(count) not in (int, float) or not 0 <= count < 2.0**62:
+                raise state.fail("counts", "a list of numbers from 0")
 
     def load_state(self, state: Mapping[str, Json]) -> None:
         """Take over what `state` returned, after the pieces have been filled.  Where other replicas saved it, or none,

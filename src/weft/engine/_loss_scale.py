@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
+from weft.document import JsonObject
 from weft.errors import CheckpointError, did_you_mean
 
 
@@ -47,6 +49,23 @@ class LossScale:
     def state(self) -> dict[str, float | int | None]:
         """Return everything as JSON values."""
         return asdict(self)
+
+    def check_state(self, state: JsonObject) -> None:
+        """Refuse what `state` of no such run can have returned.
+
+        Raises:
+            CheckpointError: names file and entry.
+        """
+        state.only([field.name for field in fields(self)])
+        for name in ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "minimum", "maximum"):
+            if state.number(name) != getattr(self, name):
+                raise state.fail(name, f"{getattr(self, name):g}, as in every run")
+        scale = state.number("scale", least=self.minimum, most=self.maximum)
+        if not math.log2(scale).is_integer():
+            raise state.fail("scale", "a power of two, as what is only doubled and halved")
+        state.count("finite_steps", most=self.growth_interval - 1)
+        if state.values["tolerance_left"] is not None:
+            state.count("tolerance_left", least=1, most=self.hysteresis)
 
     def load_state(self, state: Mapping[str, float | int | None]) -> None:
         """Take over what `state` returned.

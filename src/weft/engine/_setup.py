@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.checkpoint import Json, module_pieces
 from weft.comm import Mesh
+from weft.document import JsonObject
 from weft.engine._average import WeightAverage
 from weft.engine._local_rounds import LocalRounds
 from weft.engine._loss_scale import LossScale
@@ -63,6 +64,13 @@ class TrainingState:
         if self.rounds is not None:
             state["local_rounds"] = self.rounds.state()
         return state
+
+    def check_state(self, state: JsonObject) -> None:
+        """Refuse what `state` cannot have returned, whatever the plan that saved it.  Raises `CheckpointError`."""
+        if state.values.get("loss_scale") is not None:
+            LossScale().check_state(state.object("loss_scale"))
+        if self.rounds is not None and "local_rounds" in state.values:
+            self.rounds.check_state(state.object("local_rounds"))
 
     def restored(self, state: Mapping[str, Json]) -> None:
         """Take over a loaded checkpoint after its pieces have been filled.  Call on every rank."""

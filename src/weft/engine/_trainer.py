@@ -9,20 +9,21 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, cast
 
 import torch
 import torch.distributed as dist
 
 from weft.checkpoint import Checkpointer, Json, SaveError
 from weft.comm import Mesh
+from weft.document import JsonObject
 from weft.engine._learning_rate import learning_rate
 from weft.engine._progress import ProgressPrinter, StepReport, format_loss
 from weft.engine._setup import TrainingState
 from weft.engine._signals import StopRequest
 from weft.engine._step import StepResult
 from weft.engine._throughput import ThroughputMeter, measure_peak_flops
-from weft.errors import DataError, WeftError
+from weft.errors import CheckpointError, WeftError
 from weft.models import Batch
 from weft.recipe import Recipe
 from weft.record import MetricsWriter, Recorder, advise_bucket
@@ -106,16 +107,37 @@ class Trainer:
             CheckpointError: there is none, it is damaged, or it does not fit this recipe.
         """
         assert self._checkpointer is not None
-        state = self._checkpointer.load(which if which is not None else "latest", self._training.pieces())
+        saved_after: list[int] = []
+
+        def check(state: JsonObject, step: int) -> None:
+            self._check_state(state, step)
+            saved_after[:] = [step]
+
+        where = which if which is not None else "latest"
+        state = self._checkpointer.load(where, self._training.pieces(), check=check)
         self._training.restored(state)
-        saved = state.get("data")
-        if not isinstance(saved, Mapping):
-            raise DataError("the checkpoint says nothing about its data, so they cannot go on where they were.")
+        saved = cast("Mapping[str, Json]", state["data"])
         self._first_step = self._data.step_of(saved)
-        skipped = state.get("skipped_steps")
-        self._skipped = skipped if isinstance(skipped, int) else 0
+        if self._first_step != saved_after[0]:
+            raise CheckpointError(
+                f"the run was saved after {saved_after[0]} steps and {saved.get('cursor')} samples, which are"
+                f" {self._first_step} steps of batch.global_batch_size = {self._recipe.batch.global_batch_size}."
+                " Go on with the batch size that saved it, or start a new run."
+            )
+        self._skipped = cast(int, state["skipped_steps"])
         self._saved_step = self._first_step
         return self._first_step
+
+    def _check_state(self, state: JsonObject, step: int) -> None:
+        """Refuse what `_save` cannot have written after `step` steps."""
+        state.only(("loss_scale", "data", "skipped_steps"), optional=("local_rounds",))
+        state.count("skipped_steps", most=step)
+        self._training.check_state(state)
+        data = state.object("data")
+        if "cursor" in data.values and (
+            data.count("cursor") % max(step, 1) or (data.count("cursor") > 0) != (step > 0)
+        ):
+            raise data.fail("cursor", f"the samples of {step} steps, equally many in each")
 
     def run(self) -> Outcome:
         """Train to the recipe's last step, or until a signal.  Call on every rank.

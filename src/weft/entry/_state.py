@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from weft.checkpoint import Checkpointer, Json, Peers
 from weft.comm import Mesh
 from weft.data import rank_range
-from weft.engine import create_stepper, model_pieces
+from weft.document import JsonObject
+from weft.engine import LossScale, create_stepper, model_pieces
 from weft.entry._loop_draws import Yielded
 from weft.entry._user_batches import Stream, UserBatch, fields_of, restored
 from weft.entry._user_optimizer import UserOptimizer, cuts_of
@@ -183,18 +184,27 @@ class TrainState:
             CheckpointError: there is none, it is damaged, or it is another model's.
         """
         self._optimizer.create_states()
-        state = self._checkpointer.load("latest" if path is None else Path(path), self._pieces())
+        which = "latest" if path is None else Path(path)
+        state = self._checkpointer.load(which, self._pieces(), check=self._check_state)
         self._parallel.stores.publish()
-        steps, settings = state.get("steps"), state.get("optimizer")
-        if not isinstance(steps, int) or not isinstance(settings, list):
-            raise CheckpointError("the checkpoint was not saved by a session. Load it with the recipe that trained it.")
-        self._optimizer.load_settings(cast(Any, settings))
+        steps = cast(int, state["steps"])
+        self._optimizer.load_settings(cast(Any, state["optimizer"]))
         scale = state.get("loss_scale")
         if self._loss_scale is not None and isinstance(scale, Mapping):
             self._loss_scale.load_state(cast(Any, scale))
         in_pass = state.get("in_pass")
         self._steps, self._in_pass = steps, in_pass if isinstance(in_pass, int) else 0
         return steps
+
+    def _check_state(self, state: JsonObject, step: int) -> None:
+        """Refuse what `save` cannot have written after `step` steps."""
+        if "steps" not in state.values:
+            raise CheckpointError(f"{state.path} was not saved by a session. Load it with the recipe that trained it.")
+        state.count("steps", least=step, most=step)
+        state.count("in_pass")
+        self._optimizer.check_settings(state)
+        if state.values.get("loss_scale") is not None:
+            LossScale().check_state(state.object("loss_scale"))
 
     @contextmanager
     def frozen(self) -> Generator[nn.Module]:

@@ -212,6 +212,7 @@ class _Job:
                 self.plan.mesh.world_size,
                 threads_per_rank=self.plan.compute.threads_per_rank,
                 nursery=self.nursery,
+                patience_seconds=self.plan.compute.collective_timeout_seconds,
             )
         return self._finish(run, outcomes[0])
 

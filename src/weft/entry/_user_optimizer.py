@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.document import JsonObject
 from weft.engine.optimizers import ShardOptimizer
 from weft.errors import PlanError, RecipeError
 from weft.parallel import Piece, Segment, Shard
@@ -136,6 +137,24 @@ class UserOptimizer(ShardOptimizer):
             {name: value for name, value in group.items() if isinstance(value, int | float | bool | str)}
             for group in self._optimizer.param_groups
         ]
+
+    def check_settings(self, state: JsonObject) -> None:
+        """Refuse settings (`optimizer` of a checkpoint's state) that `settings` of these groups cannot have returned.
+
+        Raises:
+            CheckpointError: names file and group.
+        """
+        groups, own = list(state.objects("optimizer")), self.settings()
+        if len(groups) != len(own):
+            raise state.fail("optimizer", f"a list of {len(own)} parameter groups, as the optimizer has")
+        for group, mine in zip(groups, own, strict=True):
+            for name, value in group.values.items():
+                if name not in mine or isinstance(value, bool) != isinstance(mine[name], bool):
+                    raise group.fail(name, "a setting of the optimizer's group")
+                if isinstance(value, int | float) and isinstance(mine[name], int | float):
+                    group.number(name, least=-1e30, most=1e30)
+                elif type(value) is not type(mine[name]):
+                    raise group.fail(name, f"a {type(mine[name]).__name__}")
 
     def load_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Put back what `settings` returned."""

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -96,13 +96,18 @@ class Nursery:
         with suppress(*_GONE):  # which `end` says
             socket.send_fds(self._control, [os.fsencode(folder)], [commands, events])
 
-    def end(self) -> int:
-        """Wait until the last process of the job has ended, and return the status of the one that started the ranks."""
+    def end(self, while_waiting: Callable[[], object] = lambda: None) -> int:
+        """Wait until the last process of the job has ended, and return the status of the one that started the ranks.
+        `while_waiting` is called every second."""
+        self._control.settimeout(1.0)
         while True:
             line, newline, rest = self._heard.partition(b"\n")
             if not newline:
                 try:
                     word = self._control.recv(256)
+                except TimeoutError:
+                    while_waiting()
+                    continue
                 except ConnectionResetError:
                     word = b""
                 if not word:
@@ -113,6 +118,11 @@ class Nursery:
             number, status = map(int, line.split())
             if number == self._jobs:  # not of one whose end nobody waited for
                 return status
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
 
     @property
     def num_jobs(self) -> int:

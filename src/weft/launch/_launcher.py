@@ -7,6 +7,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -21,7 +22,9 @@ from weft.errors import LaunchError, WeftError
 from weft.launch._handle import Nursery
 from weft.launch._job import Job, Outcome
 from weft.launch._nursery import END
-from weft.launch._report import first_cause, report
+from weft.launch._report import first_cause, is_late, report
+from weft.launch._stopped import LOOK_SECONDS, StoppedProcesses
+from weft.plan import COLLECTIVE_TIMEOUT_SECONDS
 
 _ECHO_SECONDS = 1.0
 """How long the others may take to notice by themselves that one has failed, before they are told to end."""
@@ -48,11 +51,30 @@ class _Watch:
     """Rank → exit code; negative: the signal that killed it."""
     ended_at: dict[int, float] = field(default_factory=dict[int, float])
     signals: list[signal.Signals] = field(default_factory=list[signal.Signals])
+    stopped: StoppedProcesses = field(default_factory=lambda: StoppedProcesses(COLLECTIVE_TIMEOUT_SECONDS))
+    stopped_cause: str | None = None
+    """Of what was stopped when the first rank failed, or for too long."""
+    stopped_rank: int = 0
+
+    def hear(self, line: bytes) -> None:
+        """Take up what the ranks' parent says: a process that is there, or a rank that has ended."""
+        rank, *rest = line.split()
+        if len(rest) == 1:
+            self.stopped.started(int(rank), int(rest[0]))
+            return
+        self.stopped.ended(int(rank))
+        self.codes[int(rank)], self.ended_at[int(rank)] = int(rest[0]), float(rest[1])
+
+    def note_cause(self) -> None:
+        """Remember what is stopped now, at the first failure."""
+        if self.stopped_cause is None and (cause := self.stopped.cause()) is not None:
+            self.stopped_cause, self.stopped_rank = cause, self.stopped.rank_of_cause()
 
     def pass_on(self, number: int, _frame: object = None) -> None:
         """Pass a signal to every rank; the second one kills."""
         self.signals.append(signal.Signals(number))
         self.order(number if len(self.signals) == 1 else signal.SIGKILL)
+        self.order(signal.SIGCONT)  # a rank that is stopped would not notice
 
     def order(self, number: int) -> None:
         if not self.commands.closed:
@@ -70,6 +92,7 @@ def launch_function(
     import_path: Sequence[str] | None = None,
     preload: Sequence[str] = (),
     nursery: Nursery | None = None,
+    patience_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> list[Any]:
     """Call `function(place, **arguments)` in fresh processes on this machine and return what each returned, by rank.
 
@@ -85,6 +108,8 @@ def launch_function(
         preload: modules that the ranks will need beside that of the function, and get by fork if they are named here.
             Importing them must neither compute nor start threads.
         nursery: that the ranks are forked from; by default one is started for them.
+        patience_seconds: how long a process of the job may be stopped (SIGSTOP) before the run ends.  It is named after
+            a second; one that goes on in time costs nothing.
 
     Raises:
         WeftError: the one that a rank raised, of its own class.
@@ -93,7 +118,7 @@ def launch_function(
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, logs, import_path, preload)
     with _private_folder() as folder:
-        watch = _run(job, folder, nursery)
+        watch = _run(job, folder, nursery, patience_seconds)
         outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
     _raise_first(watch, outcomes)
     return [outcome.value for rank in range(num_processes) if (outcome := outcomes[rank]) is not None]
@@ -122,13 +147,17 @@ def launch_script(
     kind = "module" if module else "script"
     job = _job(kind, script, list(arguments), num_processes, threads_per_rank, logs, None)
     with _private_folder() as folder:
-        watch = _run(job, folder, None)
+        watch = _run(job, folder, None, COLLECTIVE_TIMEOUT_SECONDS)
         outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
     if watch.signals and any(watch.codes.values()):
         return 128 + watch.signals[0]
     cause = first_cause(watch.codes, watch.ended_at, outcomes)
-    if cause is None:
+    if cause is None and watch.stopped_cause is None:
         return 0
+    if watch.stopped_cause is not None and (cause is None or is_late(cause)):
+        print(watch.stopped_cause, file=sys.stderr)
+        return 1 if cause is None else cause.status
+    assert cause is not None
     print(report(cause, num_processes, logs), file=sys.stderr)
     return cause.status
 
@@ -172,7 +201,7 @@ def _private_folder() -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(job: Job, folder: Path, nursery: Nursery | None) -> _Watch:
+def _run(job: Job, folder: Path, nursery: Nursery | None, patience_seconds: float) -> _Watch:
     """Run the job to the end of its last rank."""
     job.write(folder)
     with contextlib.ExitStack() as stack:
@@ -180,11 +209,12 @@ def _run(job: Job, folder: Path, nursery: Nursery | None) -> _Watch:
             stack.enter_context(os.fdopen(end, mode, buffering=0))
             for end, mode in zip((*os.pipe(), *os.pipe()), ("rb", "wb", "rb", "wb"), strict=True)
         )
-        watch = _Watch(commands, job.num_processes)
+        watch = _Watch(commands, job.num_processes, stopped=StoppedProcesses(patience_seconds))
         stack.enter_context(_signals_passed_on(watch))
         if nursery is None:
             new = Nursery(threads_per_rank=job.threads_per_rank, import_path=job.import_path)
             nursery = stack.enter_context(new)
+        watch.stopped.nursery = nursery.pid
         nursery.begin(folder, theirs.fileno(), reports.fileno())
         theirs.close()
         reports.close()
@@ -192,7 +222,7 @@ def _run(job: Job, folder: Path, nursery: Nursery | None) -> _Watch:
             _follow(watch, events.fileno())
         finally:
             commands.close()  # whatever happened here: the ranks' parent kills what is left, and ends
-            status = nursery.end()
+            status = nursery.end(while_waiting=watch.stopped.continue_helpers)
     if len(watch.codes) < job.num_processes:
         raise LaunchError(
             f"the process that started the ranks ended with status {status} before they did; they ended with it. "
@@ -223,25 +253,33 @@ def _follow(watch: _Watch, events: int) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(events, selectors.EVENT_READ)
         while len(watch.codes) < watch.num_processes:
-            if selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            wait = LOOK_SECONDS if deadline is None else max(0.0, min(LOOK_SECONDS, deadline - time.monotonic()))
+            if selector.select(wait):
                 data = os.read(events, 65536)
                 if not data:
                     return
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    rank, code, when = line.split()
-                    watch.codes[int(rank)], watch.ended_at[int(rank)] = int(code), float(when)
-            elif deadline is not None:
+                    watch.hear(line)
+            elif deadline is not None and time.monotonic() >= deadline:
                 watch.order(END)
                 deadline, told_to_end = None, True
-            if deadline is None and not told_to_end and any(watch.codes.values()):
-                deadline = time.monotonic() + _ECHO_SECONDS
+            elif not told_to_end:
+                watch.stopped.look()
+            has_failed = any(watch.codes.values())
+            if deadline is None and not told_to_end and (has_failed or watch.stopped.has_waited_enough):
+                watch.note_cause()
+                deadline = time.monotonic() + (_ECHO_SECONDS if has_failed else 0.0)
 
 
 def _raise_first(watch: _Watch, outcomes: Mapping[int, Outcome | None]) -> None:
     if signal.SIGINT in watch.signals and any(watch.codes.values()):
         raise KeyboardInterrupt
     cause = first_cause(watch.codes, watch.ended_at, outcomes)
+    if watch.stopped_cause is not None and not watch.signals and (cause is None or is_late(cause)):
+        raise RankError(
+            watch.stopped_cause, rank=watch.stopped_rank, host=socket.gethostname(), kind=signal.SIGSTOP.name
+        )
     if cause is None:
         return
     if watch.signals:

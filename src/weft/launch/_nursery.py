@@ -12,7 +12,6 @@ ended in whatever way, it kills every rank and ends.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import itertools
@@ -38,6 +37,7 @@ END_SECONDS = 5.0
 def serve(control: socket.socket, preload: list[str]) -> int:
     """Carry out the launcher's jobs, one after another, until it is gone.  In a rank: run it and return its status."""
     from weft.launch._job import Job
+    from weft.process import die_with
 
     for name in ("torch", "torch.distributed"):
         importlib.import_module(name)
@@ -53,7 +53,7 @@ def serve(control: socket.socket, preload: list[str]) -> int:
         pid = os.fork()
         if pid == 0:
             control.close()
-            _die_with(nursery)
+            die_with(nursery)
             return parent_ranks(job, folder, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -77,7 +77,9 @@ def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
     """Start the ranks of a job, and end when all have ended.  In a rank: run it and return its status."""
     from weft.launch._rank import run_rank
     from weft.launch._word import open_words
+    from weft.process import adopt_orphans, die_with
 
+    adopt_orphans()  # what a rank leaves, stopped data workers among it, is ended here
     words = open_words(folder, job.num_processes)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a rank that cannot handle it yet gets it when it can
     wake_read, wake_write = os.pipe()
@@ -90,14 +92,17 @@ def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
     for rank in range(job.num_processes):
         pid = os.fork()
         if pid == 0:
-            _die_with(parent)
+            die_with(parent)
             _close([commands, events, wake_read, wake_write, *words], listener)
             return run_rank(job, rank, folder, port)
         ranks[pid] = rank
+        with contextlib.suppress(BrokenPipeError):  # the launcher is gone; its pipe of commands says so, too
+            os.write(events, f"{rank} {pid}\n".encode())
     store = _serve_store(listener, job.num_processes)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, _wake)
     _watch(ranks, commands, events, wake_read, words)
+    _end_stopped_orphans()
     del store
     os._exit(0)  # everything is closed; taking torch apart would keep the launcher waiting
 
@@ -114,14 +119,6 @@ def _import(*names: str) -> None:
         for name in names:
             importlib.import_module(name)
     gc.freeze()  # no rank needs to look through these modules for garbage, nor to copy their pages
-
-
-def _die_with(parent: int) -> None:
-    """Let this process end when its parent does, in whatever way."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 def _close(descriptors: list[int], listener: socket.socket | None) -> None:
@@ -180,18 +177,28 @@ def _wake(_number: int, _frame: FrameType | None) -> None:
 def _reap(living: dict[int, int], events: int, words: list[int]) -> None:
     from weft.launch._word import Lost, how_it_ended, tell
 
-    for pid in list(living):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            rank = living.pop(pid)
-            line = f"{rank} {code} {time.monotonic()}\n".encode()
-            if code:
-                tell((words[other] for other in living.values()), Lost(rank, how_it_ended(code)))
-            try:
-                os.write(events, line)
-            except BrokenPipeError:  # the launcher is gone; its pipe of commands says so, too
-                continue
+    while living:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        if pid not in living:  # left by a rank, and adopted
+            continue
+        code = os.waitstatus_to_exitcode(status)
+        rank = living.pop(pid)
+        line = f"{rank} {code} {time.monotonic()}\n".encode()
+        if code:
+            tell((words[other] for other in living.values()), Lost(rank, how_it_ended(code)))
+        with contextlib.suppress(BrokenPipeError):  # the launcher is gone; its pipe of commands says so, too
+            os.write(events, line)
+
+
+def _end_stopped_orphans() -> None:
+    """Kill what ranks have left that cannot notice their end."""
+    from weft.process import children_of, is_stopped
+
+    for pid in children_of(os.getpid()):
+        if is_stopped(pid):
+            os.kill(pid, signal.SIGKILL)  # a child, so the number is still its
 
 
 def _signal_all(living: dict[int, int], number: signal.Signals) -> None:

@@ -28,6 +28,10 @@ _ECHOES = (
 """What Gloo, NCCL and Weft say on a rank whose peer has left: never the cause, where there is another."""
 
 
+_LATE = ("timed out", "Timed out", "timeout", "Timeout")
+"""What torch says on a rank that has waited in vain."""
+
+
 def first_cause(
     codes: Mapping[int, int], ended_at: Mapping[int, float], outcomes: Mapping[int, Outcome | None]
 ) -> Outcome | None:
@@ -70,6 +74,11 @@ def _ended(rank: int, code: int, when: float, outcome: Outcome | None) -> Outcom
 
 def _is_echo(outcome: Outcome) -> bool:
     return outcome.error == "SIGTERM" or is_echo(outcome.message)
+
+
+def is_late(outcome: Outcome) -> bool:
+    """Whether an error says no more than that another rank did not come in time, or is gone."""
+    return _is_echo(outcome) or outcome.error == "CollectiveError" or any(word in outcome.message for word in _LATE)
 
 
 def is_echo(message: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ _FIELDS = {
     "document_ids": "document_ids",
 }
 """Names that a forward may give to its arguments → field of the batch."""
+_NO_MODELS = ("None", "int", "float", "str", "bytes", "bool", "list", "dict", "tuple", "set", "Tensor")
+"""What a function that makes models is not annotated to return."""
 
 
 def build_factory(recipe: ModelRecipe, *, seed: int = 0) -> Blueprint:
@@ -39,7 +42,9 @@ def build_factory(recipe: ModelRecipe, *, seed: int = 0) -> Blueprint:
         RecipeError: the factory cannot be found, called, or returns something else.
     """
     assert recipe.factory is not None
+    _check_not_of_python(recipe.factory, recipe.arguments)
     function = import_attribute("model.factory", recipe.factory)
+    _check_makes_models(recipe.factory, function, recipe.arguments)
     _check_arguments(recipe.factory, function, recipe.arguments)
     built = _call(recipe.factory, function, recipe.arguments, seed)
     if isinstance(built, Blueprint):
@@ -50,6 +55,38 @@ def build_factory(recipe: ModelRecipe, *, seed: int = 0) -> Blueprint:
         f'model.factory = "{recipe.factory}" returned a {type(built).__name__}.'
         " Return a torch.nn.Module or a weft.models.Blueprint."
     )
+
+
+def _spell_call(path: str, arguments: Mapping[str, Any]) -> str:
+    return f"{path.replace(':', '.')}({', '.join(f'{name}={value!r:.80}' for name, value in arguments.items())})"
+
+
+def _check_not_of_python(path: str, arguments: Mapping[str, Any]) -> None:
+    """Nothing in Python's own library makes models, and some of it does harm (os:system)."""
+    package = path.partition(":")[0].partition(".")[0]
+    if package in sys.stdlib_module_names and package != "__main__":
+        raise RecipeError(
+            f'model.factory = "{path}" is of Python\'s own library, which makes no models:'
+            f" {_spell_call(path, arguments)} was not called."
+            " Name a function that returns a torch.nn.Module, and read a recipe before you run it."
+        )
+
+
+def _check_makes_models(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse to call what says that it returns something else than a model."""
+    if isinstance(function, type):
+        problem = None if issubclass(function, nn.Module | Blueprint) else "is a class of other things"
+    elif inspect.isbuiltin(function):
+        problem = "is built into an extension, and makes no models"
+    else:
+        found = getattr(function, "__annotations__", {}).get("return", Any)
+        name = "None" if found is None else found if isinstance(found, str) else getattr(found, "__name__", "")
+        problem = "says that it returns something else" if name in _NO_MODELS else None
+    if problem is not None:
+        raise RecipeError(
+            f'model.factory = "{path}" {problem}: {_spell_call(path, arguments)} was not called.'
+            " Name a class of torch.nn.Module, or a function that returns one or a weft.models.Blueprint."
+        )
 
 
 def _check_arguments(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from weft.models._hf_experts import register_experts
 from weft.models._hf_families import Family, family_of, has_plain_masks
 from weft.models._hf_weights import SafetensorsFolder, folder_initialiser, random_initialiser
 from weft.models._losses import token_loss
-from weft.recipe import ModelRecipe
+from weft.recipe import ModelRecipe, read_hf_config
 
 
 def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Blueprint:
@@ -43,9 +43,15 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
     task = _task(recipe.hf, config)
     exported_config: dict[str, Any] = config.to_dict()
     model = _construct(transformers, config, task)
-    length = _sequence_length(recipe, config)
     inputs = _inputs(recipe.hf, config, task, isolated_documents)
-    family = family_of(config, model, length)
+    try:
+        length = _sequence_length(recipe, config)
+        family = family_of(config, model, length)
+    except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as problem:
+        raise RecipeError(
+            f'model.hf = "{recipe.hf}": the config.json of this {config.model_type} does not hang together'
+            f" ({type(problem).__name__}: {_first_line(problem)}). Use the config.json that the model came with."
+        ) from problem
     weights = SafetensorsFolder(folder)
     initialise, notes = _initialiser(model, weights)
     if config.model_type == "bert":
@@ -93,6 +99,7 @@ def _read_config(transformers: Any, path: str) -> tuple[Path, Any]:
             f'model.hf = "{path}": there is no file {file}.'
             " Give a local folder that holds config.json, or the file; Weft downloads nothing."
         )
+    read_hf_config(path)
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except Exception as problem:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from weft.document import JsonObject, is_plain_name, read_plain_file
 from weft.errors import RecipeError
 from weft.models._blueprint import Initialiser
+
+_COPY = "Copy the model's folder again from where you trust it."
 
 
 def random_initialiser(model: Any) -> Initialiser:
@@ -62,38 +65,53 @@ def _check_filled(name: str, module: nn.Module) -> None:
 
 
 class SafetensorsFolder:
-    """The tensors of `model.safetensors` or of the shards that `model.safetensors.index.json` names."""
+    """The tensors of `model.safetensors` or of the shards that `model.safetensors.index.json` names.
+
+    Nothing in the folder is trusted: names lead to files in it only, and what a file holds is read by its header.
+
+    Raises:
+        RecipeError: an index, a header or a name that is not as it should be; names the file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = _files(folder)
+        """Key → name of the file that holds it."""
 
     @property
     def is_empty(self) -> bool:
         return not self.files
 
     def read(self, key: str) -> Tensor:
-        with safe_open(self.folder / self.files[key], framework="pt", device="cpu") as file:
+        with _opened(self.folder / self.files[key]) as file:
             return file.get_tensor(key)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        with safe_open(self.folder / self.files[key], framework="pt", device="cpu") as file:
+        with _opened(self.folder / self.files[key]) as file:
             return tuple(file.get_slice(key).get_shape())
+
+    def is_floating_point(self, key: str) -> bool:
+        with _opened(self.folder / self.files[key]) as file:
+            return str(file.get_slice(key).get_dtype()).startswith(("F", "BF"))
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[Any]:
+    """A safetensors file; whatever the library says against it names the file."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError, ValueError) as problem:
+        raise RecipeError(f"model.hf: {path} is not readable as safetensors ({problem}). {_COPY}") from None
 
 
 def _files(folder: Path) -> Mapping[str, str]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        missing = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
-        if missing:
-            raise RecipeError(
-                f'model.hf = "{folder}": {index.name} names {missing[0]}, which is not there'
-                f" ({len(missing)} files missing). Copy the whole folder."
-            )
-        return weight_map
+        return _mapped(folder, index)
     if single.is_file():
-        with safe_open(single, framework="pt", device="cpu") as file:
+        _check_inside(folder, single.name, single)
+        with _opened(single) as file:
             return dict.fromkeys(file.keys(), single.name)
     pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if pickled:
@@ -102,6 +120,44 @@ def _files(folder: Path) -> Mapping[str, str]:
             " Convert it with transformers' save_pretrained, which writes safetensors."
         )
     return {}
+
+
+def _mapped(folder: Path, index: Path) -> Mapping[str, str]:
+    """What the index says of where each tensor lies, every name checked before a file is opened."""
+    _check_inside(folder, index.name, index)
+    content = read_plain_file(index.resolve(), RecipeError, _COPY)
+    weight_map = JsonObject.parse(index, content, RecipeError, _COPY).object("weight_map")
+    held: dict[str, list[str]] = {}
+    for key in weight_map.values:
+        name = weight_map.text(key)
+        if not is_plain_name(name) or not name.endswith(".safetensors"):
+            raise weight_map.fail(key, "the plain name of a .safetensors file in this folder")
+        held.setdefault(name, []).append(key)
+    missing = sorted(name for name in held if not (folder / name).is_file())
+    if missing:
+        raise RecipeError(
+            f'model.hf = "{folder}": {index.name} names {missing[0]}, which is not there'
+            f" ({len(missing)} files missing). Copy the whole folder."
+        )
+    for name, keys in held.items():
+        _check_inside(folder, index.name, folder / name)
+        with _opened(folder / name) as file:
+            absent = set(keys) - set(file.keys())
+        if absent:
+            raise weight_map.fail(min(absent), f"the file that holds it: {name} does not")
+    return {key: weight_map.text(key) for key in weight_map.values}
+
+
+def _check_inside(folder: Path, named_by: str, path: Path) -> None:
+    """Refuse a link out of the folder.  The cache of the Hugging Face hub is made of links, from a model's snapshots to
+    the same model's blobs."""
+    home = folder.resolve()
+    places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if path.resolve().parent not in places:
+        raise RecipeError(
+            f'model.hf = "{folder}": {path.name} (named by {named_by}) is a link to {path.resolve()}, outside the'
+            f" folder. {_COPY}"
+        )
 
 
 def folder_initialiser(model: Any, weights: SafetensorsFolder) -> tuple[Initialiser, list[str]]:
@@ -149,6 +205,11 @@ def _match_keys(model: Any, weights: SafetensorsFolder) -> dict[str, str]:
             " missing). Is config.json of the same model? Remove the weights to start from random ones."
         )
     for name, key in found.items():
+        if state[name].is_floating_point() and not weights.is_floating_point(key):
+            raise RecipeError(
+                f'model.hf = "{weights.folder}": {key} in {weights.files[key]} holds no floating-point numbers, and the'
+                f" model's parameter does. {_COPY}"
+            )
         if weights.shape(key) != tuple(state[name].shape):
             raise RecipeError(
                 f'model.hf = "{weights.folder}": {key} has shape {weights.shape(key)} in the weights but'

@@ -1,0 +1,122 @@
+"""Processes of a job that a signal has stopped: they are named soon, waited for as long as collectives wait, and then
+the run ends.
+
+A stopped process says nothing, and whoever waits for it knows only that it is late.  The launcher asks the system.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from weft.process import children_of, is_stopped
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+_TELL_SECONDS = 1.0
+_TELL_OF_CHILDREN_SECONDS = 4.0
+"""Weft's own data workers have been replaced by then."""
+
+
+@dataclass(slots=True)
+class _Stopped:
+    who: str
+    pid: int
+    rank: int
+    is_child: bool
+    since: float
+    told: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    def __str__(self) -> str:
+        return f"{self.who} (pid {self.pid}) on host {socket.gethostname()}"
+
+
+@dataclass(slots=True)
+class StoppedProcesses:
+    """Which processes of a job are stopped now, and what to do about them."""
+
+    patience_seconds: float
+    nursery: int = 0
+    """Process that forks the parents of ranks.  Nobody has a reason to stop it or them: the launcher continues them."""
+    ranks: dict[int, int] = field(default_factory=dict[int, int])
+    """Rank → pid."""
+    _stopped: dict[int, _Stopped] = field(default_factory=dict[int, _Stopped])
+
+    def started(self, rank: int, pid: int) -> None:
+        """Take note of a rank that is there now."""
+        self.ranks[rank] = pid
+
+    def ended(self, rank: int) -> None:
+        """Forget a rank."""
+        self.ranks.pop(rank, None)
+
+    def look(self) -> None:
+        """Ask the system, and say what is new."""
+        self.continue_helpers(say=True)
+        found = {one.pid: one for one in self._look()}
+        for pid, before in self._stopped.items():
+            if pid not in found and before.told and os.path.exists(f"/proc/{pid}"):
+                logger.warning("%s goes on after %.1f s.", before, before.seconds)
+        self._stopped = {pid: self._stopped.get(pid, one) for pid, one in found.items()}
+        for one in self._stopped.values():
+            if not one.told and one.seconds >= (_TELL_OF_CHILDREN_SECONDS if one.is_child else _TELL_SECONDS):
+                one.told = True
+                logger.warning(
+                    "%s was stopped by a signal (SIGSTOP), and the others wait for it. Continue it with: kill -CONT %d."
+                    " Otherwise the run ends in %.0f s (compute.collective_timeout_seconds).",
+                    one,
+                    one.pid,
+                    max(0.0, self.patience_seconds - one.seconds),
+                )
+
+    def continue_helpers(self, *, say: bool = False) -> None:
+        """Let what only serves the run go on: without it nobody would learn how ranks end."""
+        for pid in (self.nursery, *children_of(self.nursery)) if self.nursery else ():
+            if is_stopped(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+                if say:
+                    what = "the process that starts the ranks"
+                    logger.warning("%s (pid %d) was stopped by a signal, and has been continued.", what, pid)
+
+    def cause(self) -> str | None:
+        """What to say of the run's end if it failed now for want of a process; None where none is stopped."""
+        now = {one.pid: one for one in self._look()}
+        first = min(now.values(), key=lambda one: self._stopped.get(one.pid, one).since, default=None)
+        if first is None:
+            return None
+        first = self._stopped.get(first.pid, first)
+        return (
+            f"{first} was stopped by a signal (SIGSTOP), and the others waited for it in vain, so the run has ended."
+            f" Continue a stopped process with kill -CONT {first.pid} within compute.collective_timeout_seconds ="
+            f" {self.patience_seconds:g}. What was saved is kept; the run can be resumed."
+        )
+
+    def rank_of_cause(self) -> int:
+        """The rank that is stopped, or whose child is."""
+        return next((one.rank for one in self._look()), 0)
+
+    @property
+    def has_waited_enough(self) -> bool:
+        """Whether one has been stopped for longer than collectives wait."""
+        return any(one.seconds > self.patience_seconds for one in self._stopped.values())
+
+    def _look(self) -> Iterator[_Stopped]:
+        now = time.monotonic()
+        for rank, pid in self.ranks.items():
+            if is_stopped(pid):
+                yield _Stopped(f"rank {rank}", pid, rank, False, now)
+            for child in children_of(pid):
+                if is_stopped(child):
+                    yield _Stopped(f"a process that rank {rank} has started", child, rank, True, now)

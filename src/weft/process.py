@@ -1,0 +1,55 @@
+"""What the system says of processes on this machine, and how they end together.
+
+Where it says nothing (no /proc), nothing is known, and Weft goes by its timeouts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+_SET_DEATH_SIGNAL = 1
+_SET_CHILD_SUBREAPER = 36
+
+
+def state_of(pid: int) -> str:
+    """The letter that the kernel gives to a process's state (`R`, `S`, `T` …); empty where there is no such process."""
+    try:
+        # The name, in parentheses, may itself hold spaces and parentheses: fields are counted from the last one.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP holds the process.  One that a debugger holds is in good hands and not meant."""
+    return state_of(pid) == "T"
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started and that have not been waited for."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    except OSError:  # it has ended, or this kernel does not say
+        return []
+
+
+def die_with(parent: int) -> None:
+    """Let this process be killed when its parent ends, in whatever way, even while it is stopped itself.
+
+    The kernel means the thread that started this process: start it from one that lives as long as it is needed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of whatever its descendants leave behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)

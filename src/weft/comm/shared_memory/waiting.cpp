@@ -96,6 +96,7 @@ void Turns::begin(Clock::duration patience, bool is_background) {
   deadline_ = patience > Clock::time_point::max() - now ? Clock::time_point::max() : now + patience;
   next_look_ = now + kNap;
   spin_ = !may_spin_ ? Clock::duration::zero() : is_background ? Clock::duration(kSpinOfBackground) : kSpinOfCaller;
+  yields_ = is_background ? 0 : kYields;
   check();
 }
 
@@ -123,7 +124,11 @@ void Turns::wait_for(int peer) {
         if (is_reached(count.load(std::memory_order_acquire), turn_)) return;
         relax();
       }
+      if (yields_ > 0) give_way();
     } while (Clock::now() < until);
+  }
+  for (int round = 0; round < yields_ && give_way(); ++round) {
+    if (is_reached(count.load(std::memory_order_acquire), turn_)) return;
   }
   for (;;) {
     const uint32_t seen = count.load(std::memory_order_seq_cst);
@@ -132,6 +137,17 @@ void Turns::wait_for(int peer) {
     look_around(peer);
     sleep_on(peer, seen);
   }
+}
+
+bool Turns::give_way() {
+  if (crowded_ > 0) {
+    --crowded_;
+    return false;
+  }
+  const auto before = Clock::now();
+  sched_yield();
+  if (Clock::now() - before > kLongYield) crowded_ = kWaitsAfterLongYield;
+  return true;
 }
 
 void Turns::sleep_on(int peer, uint32_t seen) {

@@ -28,6 +28,12 @@ bool has_died(const RankControl& control);
 // A caller that waits has nothing better to do with its core; the communication thread takes it from the computation.
 constexpr std::chrono::microseconds kSpinOfCaller{60};
 constexpr std::chrono::microseconds kSpinOfBackground{4};
+// Before it sleeps, a caller lets whoever wants its core go first: among ranks that share cores the one it waits for,
+// within microseconds.  Where that takes long it was somebody else, who was given a whole turn of the scheduler; a
+// sleeper that is woken goes before such neighbours, so that the next waits sleep at once.
+constexpr int kYields = 16;
+constexpr std::chrono::microseconds kLongYield{500};
+constexpr int kWaitsAfterLongYield = 1000;
 constexpr std::chrono::milliseconds kNap{50};    // longest sleep before a look at the abort word
 constexpr std::chrono::milliseconds kLook{200};  // between two looks at the peers' processes
 
@@ -73,6 +79,7 @@ class Turns {
 
  private:
   void wait_for(int peer);
+  bool give_way();  // false where it does not pay
   void sleep_on(int peer, uint32_t seen);
   void look_around(int peer);
 
@@ -81,6 +88,8 @@ class Turns {
   uint32_t turn_;
   bool may_spin_;
   Clock::duration spin_{};
+  int yields_ = 0;   // in one wait
+  int crowded_ = 0;  // waits, or pauses of a spin, for which nobody is let go first
   Clock::time_point deadline_{};
   Clock::time_point next_look_{};
 };

@@ -72,8 +72,8 @@ def test_waterfall_adds_up(pricer: Pricer) -> None:
 
 def test_memory_line_adds_up(pricer: Pricer) -> None:
     prediction = pricer.predict(LAYOUT)
-    parts = [float(part.split()[-2 if "GB" in part else -1]) for part in memory_line(prediction).split(" · ")]
-    assert sum(parts) == pytest.approx(prediction.usable_bytes / 1e9, rel=0.02)
+    parts = [float(part.split()[-2 if "GiB" in part else -1]) for part in memory_line(prediction).split(" · ")]
+    assert sum(parts) == pytest.approx(prediction.device_bytes / 2**30, rel=0.02)
 
 
 def test_layout_line() -> None:
@@ -99,7 +99,7 @@ def test_what_does_not_fit(result: SearchResult, pricer: Pricer) -> None:
     tight = Pricer(result.profile, small)
     found = search(result.profile, small, global_batch_size=32, space=result.space, pricer=tight, top=1)
     lines = explain_choice(found, tight, "pipeline=1, tensor=1, zero=0, recompute=none")
-    assert "GB too much" in lines[0]
+    assert "GiB too much" in lines[0]
 
 
 def _shrunk(node: Node) -> Node:

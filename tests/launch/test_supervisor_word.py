@@ -26,7 +26,7 @@ def test_waits_for_living_ranks_end_too(tmp_path: Path, kind: str, backend: str)
 
 
 def test_a_stopped_rank_is_named_at_the_deadline() -> None:
-    with pytest.raises(CollectiveError, match="barrier timed out: it was not finished in 1 s: rank 1 has not come") as caught:
+    with pytest.raises(CollectiveError, match="timed out.*rank 1 has not come") as caught:
         launch_function("launch_jobs:wait_for_a_stopped_rank", {}, 2)
     assert caught.value.status == 1, "no fault of the input"
 

@@ -118,19 +118,19 @@ def llama(batch: int = 64) -> Recipe:
 def test_what_does_not_fit_is_sharded_then_recomputed_then_cut() -> None:
     facts = facts_of(llama())
     assert facts.num_parameters == 6_738_415_616  # Llama 2 7B
-    plan, reasons = auto_plan(llama(), parse_cluster_spec("8xh100"), facts)
+    plan, reasons = auto_plan(llama(), parse_cluster_spec("8xa100-40gb"), facts)
     assert plan.compute.precision == "bf16"
     assert plan.data_parallel.zero == 3
     assert plan.mesh.shard == 8
     assert reasons["data_parallel.zero"] == "weights, gradients and optimizer would not fit on every process"
-    plan, _ = auto_plan(llama(batch=2), parse_cluster_spec("8xh100"), facts, 8)
+    plan, _ = auto_plan(llama(batch=2), parse_cluster_spec("8xa100-40gb"), facts, 8)
     assert plan.mesh.data == 2
     assert plan.mesh.tensor * plan.mesh.pipeline == 4
 
 
 def test_what_fits_nowhere_says_how_much_is_missing() -> None:
     message = (
-        r"No plan fits: a decoder of 6,738,415,616 parameters needs at least .* GB per process .*: states .*\nUse about"
+        r"No plan fits: a decoder of 6,738,415,616 parameters needs at least .* GiB per process .*: states .*\nUse about"
     )
     with pytest.raises(PlanError, match=message):
         auto_plan(llama(), parse_cluster_spec("8xcpu"), facts_of(llama()))

@@ -61,13 +61,13 @@ def test_clusters_by_name() -> None:
     cluster = parse_cluster_spec("4x8xh100")
     assert (cluster.num_nodes, cluster.num_devices) == (4, 32)
     assert [tier.devices for tier in cluster.links] == [8, 32]
-    assert cluster.device_memory_bytes == 80 * 10**9
-    assert cluster.summary == "4 hosts, 512 cores, 8,192 GB, 32 h100 of 80 GB"
+    assert cluster.device_memory_bytes == int(0.99 * 80 * 2**30)
+    assert cluster.summary == "4 hosts, 512 cores, 8,192 GiB, 32 h100 of 79 GiB"
     assert cluster.is_predictable
     assert parse_cluster_spec("h200").num_devices == 1
     assert parse_cluster_spec("mi300x").kinds == ("mi300x",)
     assert parse_cluster_spec("2x8xmi300x").num_devices == 16
-    assert parse_cluster_spec("2x16xcpu").summary == "2 hosts, 32 cores, 128 GB, no accelerator"
+    assert parse_cluster_spec("2x16xcpu").summary == "2 hosts, 32 cores, 128 GiB, no accelerator"
     for kind in DEVICES:
         assert parse_cluster_spec(f"2x8x{kind}").is_predictable
 
@@ -133,7 +133,7 @@ def test_unlike_and_part_failed_nodes() -> None:
     mixed = parse_cluster_spec("2x8xh100+4x8xa100")
     assert mixed.kinds == ("h100", "a100")
     assert mixed.num_devices == 48
-    assert mixed.device_memory_bytes == 80 * 10**9
+    assert mixed.device_memory_bytes == int(0.99 * 80 * 2**30)
     assert [tier.bandwidth_bytes_per_second for tier in mixed.links] == [300e9, 25e9]
     assert not mixed.links[0].in_network
     failed = parse_cluster_spec("7x8xh100+1x6xh100")

@@ -222,7 +222,7 @@ def test_what_travels_decides_what_a_compression_saves() -> None:
 
 
 def test_experts_that_travel_far_cost_more_and_less_when_tokens_travel_once() -> None:
-    near = Layout(replicate=32, expert=8, microbatches=2)
+    near = Layout(shard=32, expert=8, microbatches=2)
     far = replace(near, expert=16)
     plain = predict(MIXTURE, NODES, far).time.expert
     assert predict(MIXTURE, NODES, near).time.expert < plain
@@ -258,7 +258,7 @@ def test_layouts_that_cannot_be_are_refused_with_the_fix() -> None:
     assert "Use 4." in message
     (message,) = check_layout(SMALL, NODES, Layout(pipeline=16, microbatches=4))
     assert "16 stages of 8 blocks" in message
-    (message,) = check_layout(MIXTURE, NODES, Layout(replicate=8, expert=5))
+    (message,) = check_layout(MIXTURE, NODES, Layout(shard=8, expert=5))
     assert "does not divide 16 experts" in message
     (message,) = check_layout(SMALL, NODES, Layout(replicate=8, expert=2))
     assert "has no experts" in message

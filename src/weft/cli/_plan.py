@@ -62,7 +62,8 @@ def plan(
     processes
         How many processes; by default one per device that the batch can use.
     global_batch_size
-        Samples per step, with --model; by default 1,024 tokens per device, at least a million.
+        Samples per step, with --model; by default 1,024 tokens per device and a million at least, on cores what they
+        compute in half a minute.
     sequence_length
         Tokens per sample, with --model; by default the model's own.
     set

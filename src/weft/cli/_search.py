@@ -26,8 +26,6 @@ _FOLLOWING = {"microbatch.per_step": "microbatch.size", "pipeline_parallel.cuts"
 """What follows from other settings → one of them."""
 _FREE = ("compute.threads_per_rank", "compute.device", "compute.backend", "compute.collective_timeout_seconds")
 """Settings that a price need not know."""
-_TOKENS_PER_DEVICE = 1024
-_LEAST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +70,19 @@ class Subject:
 
 
 def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_length: int | None) -> Subject:
-    """Return a model of `KNOWN_MODELS` with a batch; without one, 1,024 tokens per device, at least a million.
+    """Return a model of `KNOWN_MODELS` with a batch; without one, `default_batch`, said aloud.
 
     Raises:
         RecipeError: no such model.
     """
     from weft.profile import known_model, profile_of_sizes
+    from weft.search import default_batch
 
     sizes = known_model(name).sizes
     profile = profile_of_sizes(sizes, sequence_length)
     if batch is None:
-        wanted = max(_LEAST_TOKENS, _TOKENS_PER_DEVICE * cluster.num_devices) / profile.sequence_length
-        batch = 1 << max(0, round(wanted) - 1).bit_length()
+        batch, reason = default_batch(profile, cluster)
+        print(f"no --global-batch-size was given: {batch:,} samples, {reason}", file=sys.stderr)
     return Subject(profile=profile, global_batch_size=batch, permit=None, optimizer=None, sizes=sizes)
 
 
@@ -157,7 +156,7 @@ def write_best(result: SearchResult, output: Path, name: str) -> None:
     prediction = best.prediction
     header = [
         f"chosen by weft plan for {name} on cluster {result.cluster.digest}: predicted {prediction.step_seconds:.3g} "
-        f"s/step (±{100 * prediction.spread:.0f} %), {prediction.fullest.device / 1e9:.3g} GB per rank",
+        f"s/step (±{100 * prediction.spread:.0f} %), {prediction.fullest.device / 2**30:.3g} GiB per rank",
         *best.not_runnable,
     ]
     try:

@@ -2,6 +2,7 @@
 
 from weft.cluster._cluster import Cluster as Cluster
 from weft.cluster._devices import find_kind as find_kind
+from weft.cluster._devices import sold_bytes as sold_bytes
 from weft.cluster._devices import table_links as table_links
 from weft.cluster._known import KnownMachine as KnownMachine
 from weft.cluster._known import keep_machine as keep_machine

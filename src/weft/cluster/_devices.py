@@ -12,11 +12,15 @@ from weft.cluster._table import DEVICES
 _TERA = 1e12
 _GIGA = 1e9
 
+_GIBI = 2**30
+_VISIBLE = 0.99
+"""Of the memory as sold: drivers show 79.2 to 80 GiB of an A100 of 80, 79.6 of an H100, 140.4 of an H200 of 141."""
+
 HOST_CORES_PER_DEVICE = 16
-HOST_GIGABYTES_PER_DEVICE = 256
+HOST_GIBIBYTES_PER_DEVICE = 256
 """Host of a node that is known by its accelerators only: what the makers' own 8-device nodes have, rounded down."""
 
-CPU_CORE_GIGABYTES = 4
+CPU_CORE_GIBIBYTES = 4
 CPU_CORE_TERAFLOPS = {"fp64": 0.04, "fp32": 0.08}
 """A server core with AVX2 at 2.5 GHz: 2.5e9 × 32 fp32 operations per cycle."""
 
@@ -34,17 +38,22 @@ def find_kind(label: str) -> str | None:
     return max(fitting, key=lambda kind: len(DEVICES[kind].words), default=None)
 
 
+def sold_bytes(gibibytes: float) -> int:
+    """Return what programs see of an accelerator's memory as sold, in GiB."""
+    return int(gibibytes * _GIBI * _VISIBLE)
+
+
 def table_devices(kind: str, count: int, memory_bytes: int | None = None) -> Devices:
     """Return `count` devices of a kind in the table, with another memory size where the machine says so."""
     if kind == "cpu":
         peaks = {precision: teraflops * _TERA for precision, teraflops in CPU_CORE_TERAFLOPS.items()}
-        size = int(CPU_CORE_GIGABYTES * _GIGA) if memory_bytes is None else memory_bytes
+        size = CPU_CORE_GIBIBYTES * _GIBI if memory_bytes is None else memory_bytes
         return Devices(kind=kind, count=count, memory_bytes=size, peak_flops=peaks)
     part = DEVICES[kind]
     return Devices(
         kind=kind,
         count=count,
-        memory_bytes=int(part.memory_gigabytes * _GIGA) if memory_bytes is None else memory_bytes,
+        memory_bytes=sold_bytes(part.memory_gibibytes) if memory_bytes is None else memory_bytes,
         peak_flops={precision: teraflops * _TERA for precision, teraflops in part.teraflops.items()},
         memory_bandwidth_bytes_per_second=part.memory_gigabytes_per_second * _GIGA,
         measured_flops={precision: teraflops * _TERA for precision, teraflops in part.measured_teraflops.items()},
@@ -56,7 +65,7 @@ def table_node(kind: str, nodes: int, devices: int, *, name: str = "node", memor
     held = table_devices(kind, devices, memory_bytes)
     if kind == "cpu":
         return Node(name=name, count=nodes, cores=devices, memory_bytes=devices * held.memory_bytes, devices=held)
-    memory = int(devices * HOST_GIGABYTES_PER_DEVICE * _GIGA)
+    memory = devices * HOST_GIBIBYTES_PER_DEVICE * _GIBI
     return Node(name=name, count=nodes, cores=devices * HOST_CORES_PER_DEVICE, memory_bytes=memory, devices=held)
 
 

@@ -12,8 +12,8 @@ from weft.cluster._links import Topology
 class DeviceKind:
     """What a maker says of one part, and of the usual node around it."""
 
-    memory_gigabytes: int
-    """As sold: 10⁹ bytes.  The driver shows a little more."""
+    memory_gibibytes: int
+    """As sold: the label says GB and means GiB (a driver shows 79.6 GiB of an H100 of 80 "GB")."""
     memory_gigabytes_per_second: float
     teraflops: Mapping[str, float]
     """Precision → data-sheet peak."""
@@ -41,7 +41,7 @@ _SXM = "NVIDIA {} SXM datasheet (its figures with sparsity halved); {}"
 
 _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
     "v100": DeviceKind(
-        memory_gigabytes=32,
+        memory_gibibytes=32,
         memory_gigabytes_per_second=900,
         teraflops={"fp64": 7.8, "fp32": 15.7, "fp16": 125},
         scale_up_gigabytes_per_second=150,
@@ -52,7 +52,7 @@ _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
         source="NVIDIA V100 SXM2 datasheet; DGX-1: 4 × 100 Gb/s",
     ),
     "v100-16gb": DeviceKind(
-        memory_gigabytes=16,
+        memory_gibibytes=16,
         memory_gigabytes_per_second=900,
         teraflops={"fp64": 7.8, "fp32": 15.7, "fp16": 125},
         scale_up_gigabytes_per_second=150,
@@ -62,7 +62,7 @@ _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
         source="NVIDIA V100 SXM2 datasheet; DGX-1: 4 × 100 Gb/s",
     ),
     "a100": DeviceKind(
-        memory_gigabytes=80,
+        memory_gibibytes=80,
         memory_gigabytes_per_second=2039,
         teraflops=_A100,
         measured_teraflops={"bf16": 271},
@@ -72,7 +72,7 @@ _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
         source="NVIDIA A100 80GB SXM datasheet; DGX A100: 8 × 200 Gb/s",
     ),
     "a100-40gb": DeviceKind(
-        memory_gigabytes=40,
+        memory_gibibytes=40,
         memory_gigabytes_per_second=1555,
         teraflops=_A100,
         measured_teraflops={"bf16": 271},
@@ -82,7 +82,7 @@ _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
         source="NVIDIA A100 40GB SXM datasheet; DGX A100: 8 × 200 Gb/s; measured peak of the 80 GB part",
     ),
     "a800": DeviceKind(
-        memory_gigabytes=80,
+        memory_gibibytes=80,
         memory_gigabytes_per_second=2039,
         teraflops=_A100,
         scale_up_gigabytes_per_second=200,
@@ -91,7 +91,7 @@ _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
         source="NVIDIA A800 80GB SXM: an A100 with 400 GB/s of NVLink, both ways",
     ),
     "h100": DeviceKind(
-        memory_gigabytes=80,
+        memory_gibibytes=80,
         memory_gigabytes_per_second=3350,
         teraflops=_H100,
         measured_teraflops={"bf16": 795, "fp8": 1403},
@@ -102,7 +102,7 @@ _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
         source=_SXM.format("H100", "DGX H100: 8 × 400 Gb/s"),
     ),
     "h100-pcie": DeviceKind(
-        memory_gigabytes=80,
+        memory_gibibytes=80,
         memory_gigabytes_per_second=2000,
         teraflops={"fp64": 26, "fp32": 51, "tf32": 378, "bf16": 756, "fp16": 756, "fp8": 1513},
         scale_up_gigabytes_per_second=64,
@@ -111,7 +111,7 @@ _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
         source="NVIDIA H100 PCIe datasheet; without bridges: PCIe 5 ×16; one 400 Gb/s card for two devices",
     ),
     "h100-96gb": DeviceKind(
-        memory_gigabytes=96,
+        memory_gibibytes=96,
         memory_gigabytes_per_second=2400,
         teraflops=_H100,
         scale_up_gigabytes_per_second=450,
@@ -121,7 +121,7 @@ _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
         source="H100 SXM with 96 GB of HBM2e (500 W, 2.4 TB/s) as its users publish it; other figures of the H100 SXM",
     ),
     "h800": DeviceKind(
-        memory_gigabytes=80,
+        memory_gibibytes=80,
         memory_gigabytes_per_second=3350,
         teraflops={**_H100, "fp64": 1.0},
         scale_up_gigabytes_per_second=200,
@@ -130,7 +130,7 @@ _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
         source="NVIDIA H800 SXM: an H100 with 400 GB/s of NVLink, both ways",
     ),
     "h200": DeviceKind(
-        memory_gigabytes=141,
+        memory_gibibytes=141,
         memory_gigabytes_per_second=4800,
         teraflops=_H100,
         measured_teraflops={"fp8": 1453},
@@ -141,7 +141,7 @@ _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
         source=_SXM.format("H200", "DGX H200: 8 × 400 Gb/s"),
     ),
     "gh200": DeviceKind(
-        memory_gigabytes=96,
+        memory_gibibytes=96,
         memory_gigabytes_per_second=4000,
         teraflops=_H100,
         measured_teraflops={"bf16": 829},
@@ -156,7 +156,7 @@ _VOLTA_TO_HOPPER: Mapping[str, DeviceKind] = {
 
 _BLACKWELL: Mapping[str, DeviceKind] = {
     "b200": DeviceKind(
-        memory_gigabytes=180,
+        memory_gibibytes=180,
         memory_gigabytes_per_second=8000,
         teraflops={"fp64": 37, "fp32": 75, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500, "fp4": 9000},
         measured_teraflops={"bf16": 1745, "fp8": 3432},
@@ -167,7 +167,7 @@ _BLACKWELL: Mapping[str, DeviceKind] = {
         source="NVIDIA HGX B200 datasheet, an eighth of the board; DGX B200: 8 × 400 Gb/s",
     ),
     "b300": DeviceKind(
-        memory_gigabytes=288,
+        memory_gibibytes=288,
         memory_gigabytes_per_second=8000,
         teraflops={"fp64": 1.2, "fp32": 75, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500, "fp4": 13500},
         measured_teraflops={"bf16": 1769},
@@ -178,7 +178,7 @@ _BLACKWELL: Mapping[str, DeviceKind] = {
         source="NVIDIA HGX B300 datasheet, an eighth of the board; DGX B300: 8 × 800 Gb/s",
     ),
     "gb200": DeviceKind(
-        memory_gigabytes=186,
+        memory_gibibytes=186,
         memory_gigabytes_per_second=8000,
         teraflops=_GB200,
         measured_teraflops={"bf16": 1822, "fp8": 3616},
@@ -190,7 +190,7 @@ _BLACKWELL: Mapping[str, DeviceKind] = {
         source="NVIDIA GB200 NVL72 datasheet, a 72nd of the rack; 400 Gb/s per device",
     ),
     "gb300": DeviceKind(
-        memory_gigabytes=288,
+        memory_gibibytes=288,
         memory_gigabytes_per_second=8000,
         teraflops={**_GB200, "fp64": 1.4, "fp4": 15000.0},
         scale_up_gigabytes_per_second=900,
@@ -204,7 +204,7 @@ _BLACKWELL: Mapping[str, DeviceKind] = {
 
 _PCIE: Mapping[str, DeviceKind] = {
     "l40s": DeviceKind(
-        memory_gigabytes=48,
+        memory_gibibytes=48,
         memory_gigabytes_per_second=864,
         teraflops={"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362, "fp8": 733},
         scale_up_gigabytes_per_second=32,
@@ -213,7 +213,7 @@ _PCIE: Mapping[str, DeviceKind] = {
         source="NVIDIA L40S datasheet; PCIe 4 ×16; usual nodes of 4 with 2 × 200 Gb/s",
     ),
     "rtx-2080": DeviceKind(
-        memory_gigabytes=8,
+        memory_gibibytes=8,
         memory_gigabytes_per_second=448,
         teraflops={"fp32": 10.1, "fp16": 40.3},
         scale_up_gigabytes_per_second=16,
@@ -222,7 +222,7 @@ _PCIE: Mapping[str, DeviceKind] = {
         source="NVIDIA Turing white paper (fp16 summed in fp32); PCIe 3 ×16; 10 Gb/s assumed",
     ),
     "rtx-3090": DeviceKind(
-        memory_gigabytes=24,
+        memory_gibibytes=24,
         memory_gigabytes_per_second=936,
         teraflops={"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71},
         scale_up_gigabytes_per_second=32,
@@ -231,7 +231,7 @@ _PCIE: Mapping[str, DeviceKind] = {
         source="NVIDIA GA102 white paper (fp16 summed in fp32); PCIe 4 ×16; 10 Gb/s assumed",
     ),
     "titan-rtx": DeviceKind(
-        memory_gigabytes=24,
+        memory_gibibytes=24,
         memory_gigabytes_per_second=672,
         teraflops={"fp32": 16.3, "fp16": 130.5},
         scale_up_gigabytes_per_second=16,
@@ -243,7 +243,7 @@ _PCIE: Mapping[str, DeviceKind] = {
 
 _AMD: Mapping[str, DeviceKind] = {
     "mi300x": DeviceKind(
-        memory_gigabytes=192,
+        memory_gibibytes=192,
         memory_gigabytes_per_second=5300,
         teraflops={"fp64": 81.7, "fp32": 163.4, "tf32": 653.7, "bf16": 1307, "fp16": 1307, "fp8": 2610},
         measured_teraflops={"bf16": 668},
@@ -254,7 +254,7 @@ _AMD: Mapping[str, DeviceKind] = {
         source="AMD Instinct MI300X datasheet; usual nodes of 8 with 8 × 400 Gb/s; 64 GB/s to each peer",
     ),
     "mi325x": DeviceKind(
-        memory_gigabytes=256,
+        memory_gibibytes=256,
         memory_gigabytes_per_second=6000,
         teraflops={"fp64": 81.7, "fp32": 163.4, "tf32": 653.7, "bf16": 1307, "fp16": 1307, "fp8": 2614},
         measured_teraflops={"bf16": 785},
@@ -265,7 +265,7 @@ _AMD: Mapping[str, DeviceKind] = {
         source="AMD Instinct MI325X datasheet; usual nodes of 8 with 8 × 400 Gb/s",
     ),
     "mi355x": DeviceKind(
-        memory_gigabytes=288,
+        memory_gibibytes=288,
         memory_gigabytes_per_second=8000,
         teraflops={"fp64": 78.6, "fp32": 157.3, "bf16": 2500, "fp16": 2500, "fp8": 5000, "fp4": 10000},
         measured_teraflops={"bf16": 1565},
@@ -279,7 +279,7 @@ _AMD: Mapping[str, DeviceKind] = {
 
 _TPU: Mapping[str, DeviceKind] = {
     "tpu-v3": DeviceKind(
-        memory_gigabytes=32,
+        memory_gibibytes=32,
         memory_gigabytes_per_second=900,
         teraflops={"bf16": 123},
         scale_up_gigabytes_per_second=328,
@@ -291,7 +291,7 @@ _TPU: Mapping[str, DeviceKind] = {
         source="Jouppi et al., CACM 63(7), 2020: a chip of two cores, four links of 656 Gb/s; network assumed 100 Gb/s",
     ),
     "tpu-v4": DeviceKind(
-        memory_gigabytes=32,
+        memory_gibibytes=32,
         memory_gigabytes_per_second=1228,
         teraflops={"bf16": 275},
         scale_up_gigabytes_per_second=300,
@@ -303,7 +303,7 @@ _TPU: Mapping[str, DeviceKind] = {
         source="Jouppi et al., ISCA 2023, table 4: six links of 50 GB/s; network 50 Gb/s per chip assumed",
     ),
     "tpu-v5e": DeviceKind(
-        memory_gigabytes=16,
+        memory_gibibytes=16,
         memory_gigabytes_per_second=819,
         teraflops={"bf16": 197},
         scale_up_gigabytes_per_second=200,
@@ -315,7 +315,7 @@ _TPU: Mapping[str, DeviceKind] = {
         source="Google Cloud TPU v5e documentation: 1600 Gb/s between chips; network 50 Gb/s per chip assumed",
     ),
     "tpu-v5p": DeviceKind(
-        memory_gigabytes=95,
+        memory_gibibytes=95,
         memory_gigabytes_per_second=2765,
         teraflops={"bf16": 459},
         scale_up_gigabytes_per_second=600,
@@ -327,7 +327,7 @@ _TPU: Mapping[str, DeviceKind] = {
         source="Google Cloud TPU v5p documentation: 1200 GB/s between chips, both ways; network 50 Gb/s per chip",
     ),
     "tpu-v6e": DeviceKind(
-        memory_gigabytes=32,
+        memory_gibibytes=32,
         memory_gigabytes_per_second=1640,
         teraflops={"bf16": 918},
         scale_up_gigabytes_per_second=360,

@@ -44,7 +44,7 @@ def is_tight(choice: Choice) -> bool:
     if not choice.rivals or "microbatch.size" in choice.plan.origins:
         return False
     prediction = choice.rivals[0].prediction
-    return prediction.fullest.device > _UNCERTAIN * prediction.usable_bytes
+    return prediction.fullest.device > _UNCERTAIN * prediction.device_bytes
 
 
 def fit_microbatch(

@@ -123,7 +123,7 @@ def _affordable_rounds(plans: Sequence[Plan], seconds: Sequence[float], steps: i
 def _fit_together(candidates: Sequence[Candidate]) -> bool:
     """Whether all of them surely have room in memory side by side."""
     needed = sum(each.prediction.fullest.device for each in candidates)
-    return needed <= _SAFE_SHARE * min(each.prediction.usable_bytes for each in candidates)
+    return needed <= _SAFE_SHARE * min(each.prediction.device_bytes for each in candidates)
 
 
 def _variants(candidate: Candidate, plan: Plan) -> list[Plan]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURES = ("waterfall", "memory", "timeline", "map")
-_GIGA = 1e9
+_GIBI = 2**30
 _INK, _LIGHT = "#1f3a4d", "#c9d6df"
 _COLOURS = ("#1f5f8b", "#d97b29", "#5a9e6f", "#b5485d", "#7a6aa8", "#8c8c8c", "#c2a83e", "#4aa3a3")
 _ACTIONS: Mapping[str, str] = {
@@ -95,16 +95,16 @@ def _memory(axes: Axes, prediction: Prediction) -> None:
     for index, (name, sizes) in enumerate(zip([*names, "fragmentation", "communicators"], rows, strict=True)):
         if max(sizes) <= 0:
             continue
-        heights = [size / _GIGA for size in sizes]
+        heights = [size / _GIBI for size in sizes]
         colour = _COLOURS[index] if index < len(_COLOURS) else _LIGHT
         axes.bar([stage.rank for stage in stages], heights, bottom=bottoms, label=name, color=colour, width=0.8)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    usable = prediction.usable_bytes / _GIGA
+    usable = prediction.usable_bytes / _GIBI
     axes.axhline(usable, color=_COLOURS[3], linewidth=1.2)
-    axes.text(len(stages) - 0.5, usable, f"{usable:.3g} GB", ha="right", va="bottom", fontsize=8, color=_COLOURS[3])
+    axes.text(len(stages) - 0.5, usable, f"{usable:.3g} GiB", ha="right", va="bottom", fontsize=8, color=_COLOURS[3])
     if len(stages) <= _MOST_ROWS:
         axes.set_xticks([stage.rank for stage in stages])
-    axes.set(xlabel="pipeline rank", ylabel="GB at the peak", title="Memory of each stage")
+    axes.set(xlabel="pipeline rank", ylabel="GiB at the peak", title="Memory of each stage")
     axes.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     _tidy(axes)
 

@@ -40,8 +40,8 @@ def search_reasons(result: SearchResult) -> dict[str, str]:
     prediction = best.prediction
     reasons["microbatch.per_step"] = f"keeps the global batch of {result.global_batch_size:,}"
     if prediction.fits:
-        fullest = prediction.fullest.device / 1e9
-        reasons.setdefault("memory.recompute", f"{fullest:.3g} of {prediction.usable_bytes / 1e9:.3g} GB per rank")
+        fullest = prediction.fullest.device / 2**30
+        reasons.setdefault("memory.recompute", f"{fullest:.3g} of {prediction.device_bytes / 2**30:.3g} GiB per rank")
     return reasons
 
 

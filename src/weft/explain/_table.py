@@ -84,6 +84,7 @@ def _document(candidate: Candidate) -> dict[str, Any]:
             for stage in prediction.stages
         ],
         "usable_bytes": prediction.usable_bytes,
+        "margin_bytes": prediction.margin_bytes,
         "not_runnable": list(candidate.not_runnable),
     }
 
@@ -103,7 +104,7 @@ def _heading(result: SearchResult, seconds: float) -> Iterator[str]:
 def _row(place: int, candidate: Candidate, first: Candidate) -> tuple[str, ...]:
     layout, prediction = candidate.layout, candidate.prediction
     step = f"{_seconds(prediction.step_seconds)} ±{100 * prediction.spread:.0f}%"
-    memory = f"{prediction.fullest.device / 1e9:.1f} / {prediction.usable_bytes / 1e9:.0f} GB"
+    memory = f"{prediction.fullest.device / 2**30:.1f} / {prediction.device_bytes / 2**30:.0f} GiB"
     return (
         f"{place}{'*' if candidate.not_runnable else ' '}",
         str(layout.pipeline),

@@ -24,7 +24,7 @@ _WORDS = {
 }
 _NEGLIGIBLE = 0.002
 """Share of a step below which a cause is not worth a word."""
-_GIGA = 1e9
+_GIBI = 2**30
 
 
 def waterfall(time: TimeTerms) -> list[tuple[str, float]]:
@@ -46,15 +46,17 @@ def time_line(time: TimeTerms) -> str:
 
 
 def memory_line(prediction: Prediction) -> str:
-    """Return `weights 12.6 · gradients 12.6 · … · margin 11.9 GB` of the fullest rank."""
+    """Return `weights 12.6 · gradients 12.6 · … · free 7.1 · margin 4.8 GiB` of the fullest rank.
+
+    Free is what would fit beside it; the margin is what plans leave because predictions err."""
     fullest = prediction.fullest
     parts = [*memory_parts(fullest.kinds), ("fragmentation", fullest.reserved - fullest.kinds.allocated)]
     parts += [("communicators", fullest.device - fullest.reserved)]
-    margin = prediction.usable_bytes - fullest.device
+    free = prediction.usable_bytes - fullest.device
     shown = [
-        f"{word} {size / _GIGA:.3g}" for word, size in parts if size >= 0.005 * _GIGA or size > 0.01 * fullest.device
+        f"{word} {size / _GIBI:.3g}" for word, size in parts if size >= 0.005 * _GIBI or size > 0.01 * fullest.device
     ]
-    return " · ".join([*shown, f"margin {margin / _GIGA:.3g} GB"])
+    return " · ".join([*shown, f"free {free / _GIBI:.3g}", f"margin {prediction.margin_bytes / _GIBI:.3g} GiB"])
 
 
 def memory_parts(kinds: MemoryKinds) -> list[tuple[str, float]]:

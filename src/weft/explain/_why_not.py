@@ -19,7 +19,7 @@ from weft.explain._text import (
 from weft.price import Layout, Prediction, Pricer, check_layout
 from weft.search import Candidate, SearchResult, search
 
-_GIGA = 1e9
+_GIBI = 2**30
 _MOST_FIXES = 3
 
 
@@ -129,9 +129,10 @@ def _too_much(text: str, prediction: Prediction) -> str:
     fullest = prediction.fullest
     over = fullest.device - prediction.usable_bytes
     parts = sorted(memory_parts(fullest.kinds), key=lambda pair: -pair[1])[:2]
-    listed = ", ".join(f"{word} {size / _GIGA:.1f}" for word, size in parts)
-    need = f"needs {fullest.device / _GIGA:.1f} GB on pipeline rank {fullest.rank} ({listed})"
-    return f"{text} {need}: {over / _GIGA:.1f} GB too much."
+    listed = ", ".join(f"{word} {size / _GIBI:.1f}" for word, size in parts)
+    need = f"needs {fullest.device / _GIBI:.1f} GiB on pipeline rank {fullest.rank} ({listed})"
+    margin = prediction.margin_bytes / _GIBI
+    return f"{text} {need}: {over / _GIBI:.1f} GiB too much beside {margin:.1f} GiB of margin."
 
 
 def _fitting(case: _Case, layout: Layout) -> list[tuple[str, Prediction]]:
@@ -175,5 +176,5 @@ def _further(layout: Layout) -> Iterator[tuple[str, str, Layout]]:
 def _fix(best: Candidate, words: str, prediction: Prediction) -> str:
     name, _, value = words.partition("=")
     ratio = prediction.step_seconds / best.prediction.step_seconds
-    size = prediction.fullest.device / _GIGA
-    return f"{name} = {value} ({size:.1f} GB, {spell_change(ratio)} the best plan)"
+    size = prediction.fullest.device / _GIBI
+    return f"{name} = {value} ({size:.1f} GiB, {spell_change(ratio)} the best plan)"

@@ -21,10 +21,12 @@ from weft.plan._load import parse_plan as parse_plan
 from weft.plan._local import OUTER_LEARNING_RATE as OUTER_LEARNING_RATE
 from weft.plan._local import OUTER_MOMENTUM as OUTER_MOMENTUM
 from weft.plan._local import outer_copies as outer_copies
+from weft.plan._memory import MOMENTS as MOMENTS
 from weft.plan._memory import MemoryNeed as MemoryNeed
 from weft.plan._memory import estimate_memory as estimate_memory
 from weft.plan._plan import AXES as AXES
 from weft.plan._plan import COLLECTIVE_TIMEOUT_SECONDS as COLLECTIVE_TIMEOUT_SECONDS
+from weft.plan._plan import EXPERT_LENDERS as EXPERT_LENDERS
 from weft.plan._plan import Axis as Axis
 from weft.plan._plan import ComputePlan as ComputePlan
 from weft.plan._plan import ContextParallelPlan as ContextParallelPlan

@@ -139,8 +139,8 @@ class _Search:
         """Return why each setting is as it is."""
         world, batch = plan.mesh.world_size, self.recipe.batch.global_batch_size
         axis = "mesh.shard" if plan.mesh.shard > 1 else "mesh.replicate"
-        budget = self.budget_bytes(world) / 1e9
-        fits = "" if need is None else f"; about {need.total_bytes / 1e9:.2g} of {budget:.3g} GB per process"
+        budget = self.budget_bytes(world) / 2**30
+        fits = "" if need is None else f"; about {need.total_bytes / 2**30:.2g} of {budget:.3g} GiB per process"
         shares = plan.microbatch.shares(plan.mesh.data)
         listed = f"{shares[0]} × {plan.mesh.data} data rank{'s' if plan.mesh.data > 1 else ''}"
         if len(set(shares)) > 1:
@@ -187,10 +187,10 @@ def _nothing_fits(search: _Search, smallest: tuple[Plan, MemoryNeed] | None, pro
     budget = search.budget_bytes(plan.mesh.world_size)
     devices = math.ceil(plan.mesh.world_size * need.total_bytes / budget)
     parts = (("states", need.states_bytes), ("activations", need.activations_bytes), ("logits", need.logits_bytes))
-    listed = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in parts)
+    listed = ", ".join(f"{part} {size / 2**30:.3g}" for part, size in parts)
     return PlanError(
         f"No plan fits: a {name} of {search.facts.num_parameters or 0:,} parameters needs at least "
-        f"{need.total_bytes / 1e9:.3g} GB per process ({mesh_sizes(plan)}, ZeRO-{plan.data_parallel.zero}, "
-        f"recompute {plan.memory.recompute}: {listed}), and {budget / 1e9:.3g} GB can be used.\n"
+        f"{need.total_bytes / 2**30:.3g} GiB per process ({mesh_sizes(plan)}, ZeRO-{plan.data_parallel.zero}, "
+        f"recompute {plan.memory.recompute}: {listed}), and {budget / 2**30:.3g} GiB can be used.\n"
         f"Use about {devices} devices of this size, or a smaller model."
     )

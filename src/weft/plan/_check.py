@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from weft.document import Path, dotted, sentence, spell
 from weft.errors import PlanError, Setting
 from weft.plan._facts import ModelFacts
-from weft.plan._plan import Plan, runnability
+from weft.plan._plan import EXPERT_LENDERS, Plan, runnability
 from weft.plan._reductions import reduction_conflict
 from weft.plan._schedules import SPLIT_BACKWARD, chunk_limits
 from weft.plan._shares import as_per_step, even_shares, split_batch
@@ -109,10 +109,11 @@ def _check_world(case: _Case) -> None:
 
 def _check_expert(case: _Case) -> None:
     mesh = case.plan.mesh
-    room = mesh.shard * mesh.context
+    room = mesh.expert_room
     if room % mesh.expert:
         choices = list_choices(n for n in range(1, room + 1) if room % n == 0)
-        problem = f"does not divide shard × context = {room}, from which experts borrow their ranks.\nUse {choices}."
+        lenders = " × ".join(EXPERT_LENDERS)
+        problem = f"does not divide {lenders} = {room}, from which experts borrow their ranks.\nUse {choices}."
         raise case.refuse(("mesh", "expert"), problem)
 
 

@@ -17,8 +17,8 @@ from weft.plan._schedules import peak_activations, schedule_orders
 from weft.recipe import OptimizerRecipe, Recipe
 
 _ELEMENT_BYTES = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
-_MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
-"""Elements of optimizer state per parameter."""
+MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
+"""Optimizer → elements of its state per parameter, masters left out."""
 _KEPT = {"none": 1.0, "selective": 0.6, "full": 0.0}
 """Share of a block's activations that waits for its backward; a block's input waits always."""
 _FUSED_SHARE = 0.125
@@ -65,7 +65,7 @@ def _state_bytes(plan: Plan, optimizer: OptimizerRecipe) -> float:
     master = max(element, 4)
     weights = float(element)
     gradients = float(element if plan.data_parallel.reduce_precision == "compute" else master)
-    kept = float(_MOMENTS[optimizer.name] * master + (master if master > element else 0))
+    kept = float(MOMENTS[optimizer.name] * master + (master if master > element else 0))
     kept += master if optimizer.average_decay is not None else 0
     kept += outer_copies(plan.data_parallel) * master
     owed = kept_bytes(plan.data_parallel.compression)

@@ -21,6 +21,8 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble
 Recompute = Literal["none", "selective", "full"]
 
 AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+EXPERT_LENDERS: tuple[Axis, ...] = ("shard", "context")
+"""Axes whose ranks share out experts: the one place that says so."""
 COLLECTIVE_TIMEOUT_SECONDS = 600.0
 """How long ranks wait for one another where nothing else is said."""
 _LONGEST_SECONDS = 2_592_000.0
@@ -71,6 +73,11 @@ class MeshPlan:
     def data(self) -> int:
         """Data ranks: those that see different samples."""
         return self.replicate * self.shard
+
+    @property
+    def expert_room(self) -> int:
+        """Ranks that experts may be shared out over; replicas have all experts."""
+        return math.prod(getattr(self, axis) for axis in EXPERT_LENDERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.cluster import Cluster
-from weft.plan import AXES, chunk_limits
+from weft.plan import AXES, EXPERT_LENDERS, chunk_limits
 from weft.price._layout import Layout
 from weft.profile import Profile
 
@@ -20,6 +20,7 @@ def check_layout(profile: Profile, cluster: Cluster, layout: Layout) -> list[str
     return [
         *_check_sizes(layout),
         *_check_world(cluster, layout),
+        *_check_offload(cluster, layout),
         *_check_tensor(profile, layout),
         *_check_pipeline(profile, layout),
         *_check_rest(profile, layout),
@@ -32,6 +33,14 @@ def _check_sizes(layout: Layout) -> Iterator[str]:
             yield f"{name} = {getattr(layout, name)} is too small. Use 1 or more."
     if sorted(layout.order) != sorted(AXES):
         yield f"order = {list(layout.order)} must name each of {', '.join(AXES)} once."
+
+
+def _check_offload(cluster: Cluster, layout: Layout) -> Iterator[str]:
+    if layout.offload != "none" and not cluster.has_accelerators:
+        yield (
+            f'offload = "{layout.offload}" moves what a device holds to the memory of its host, and here the devices '
+            'are the host\'s cores: nothing would get smaller. Use offload = "none".'
+        )
 
 
 def _check_world(cluster: Cluster, layout: Layout) -> Iterator[str]:
@@ -85,7 +94,7 @@ def _check_pipeline(profile: Profile, layout: Layout) -> Iterator[str]:
 
 
 def _check_rest(profile: Profile, layout: Layout) -> Iterator[str]:
-    ranks = layout.data * layout.context
+    ranks = layout.expert_room
     if layout.expert > 1 and not profile.num_experts:
         yield f"expert = {layout.expert}: a {profile.name} has no experts. Use expert = 1."
     elif layout.expert > 1 and profile.num_experts % layout.expert:
@@ -94,8 +103,8 @@ def _check_rest(profile: Profile, layout: Layout) -> Iterator[str]:
     elif ranks % layout.expert and (ranks * layout.tensor) % layout.expert:
         fits = max(size for size in range(1, layout.expert) if ranks % size == 0 and profile.num_experts % size == 0)
         yield (
-            f"expert = {layout.expert} does not divide the replicate × shard × context = {ranks} ranks that it borrows "
-            f"from. Use {fits}."
+            f"expert = {layout.expert} does not divide the {' × '.join(EXPERT_LENDERS)} = {ranks} ranks that it "
+            f"borrows from. Use {fits}."
         )
     if layout.context > 1 and profile.sequence_length % layout.context:
         fits = max(size for size in range(1, layout.context) if profile.sequence_length % size == 0)

@@ -191,8 +191,10 @@ class Device:
         seconds = size_bytes / self.memory_bytes_per_second + kernels * self.launch_seconds
         return Work(memory=seconds, kernels=kernels)
 
-    def matmul(self, m: float, n: float, k: float, groups: float, precision: str, out_bytes: float) -> Work:
-        """`groups` products side by side, of M×K by K×N each."""
+    def matmul(
+        self, m: float, n: float, k: float, groups: float, precision: str, out_bytes: float, *, transposed: bool = False
+    ) -> Work:
+        """`groups` products side by side, of M×K by K×N each; `transposed`: see `shape_share`."""
         if min(m, n, k, groups) <= 0:
             return Work()
         ideal = 2.0 * m * n * k * groups / self.peak(precision)
@@ -200,19 +202,25 @@ class Device:
         if known is not None:
             ideal = min(ideal, groups * known)
             return Work(ideal=ideal, shapes=groups * known - ideal, kernels=1.0)
-        share = self.calibration.matmul_share(self.kind, precision) * self.shape_share(m, n, k, groups)
+        share = self.calibration.matmul_share(self.kind, precision) * self.shape_share(
+            m, n, k, groups, transposed=transposed
+        )
         operand = _OPERAND_BYTES.get(precision, ELEMENT_BYTES.get(precision, 2))
         moved = groups * ((m * k + k * n) * operand + m * n * out_bytes)
         busy = max(ideal / share, moved / self.memory_bytes_per_second) + self.launch_seconds
         return Work(ideal=ideal, shapes=busy - ideal, kernels=1.0)
 
-    def shape_share(self, m: float, n: float, k: float, groups: float = 1.0) -> float:
-        """Share of its best that the device reaches on this shape, from 0 to 1."""
+    def shape_share(self, m: float, n: float, k: float, groups: float = 1.0, *, transposed: bool = False) -> float:
+        """Share of its best that the device reaches on this shape, from 0 to 1.
+
+        `transposed`: both operands lie along M and N, as for the gradients of weights, whose inner size is tokens: any
+        number of these is loaded in whole rows.
+        """
         if not self.is_accelerator:
             half = self.calibration.cpu_inner_size_half
             return k / (k + half) * m / (m + half) * n / (n + half)
         half = self.calibration.inner_size_half
-        aligned = _alignment(n) * _alignment(k)
+        aligned = _alignment(n) * _alignment(m if transposed else k)
         if self._processors == 1:
             return aligned * k / (k + half) * m / _up(m, 8) * n / _up(n, 128)
         best = 0.0
@@ -337,7 +345,10 @@ def _products(device: Device, operator: Operator, share: Share, imbalance: float
     inputs = device.matmul(m, k, n, groups, precision, element)
     # Gradients of weights are added to those of earlier microbatches: read and written.
     has_weight = operator.parameters > 0 or operator.split == "vocab"  # a tied head owns none, and has a gradient
-    weights = device.matmul(k, n, m, groups, precision, 2.0 * share.gradient_bytes) if has_weight else Work()
+    padded = operator.split == "expert" and device.stack.pads_expert_tokens
+    weights = Work()
+    if has_weight:
+        weights = device.matmul(k, n, m, groups, precision, 2.0 * share.gradient_bytes, transposed=padded)
     if precision in _OPERAND_BYTES:
         cast = groups * m * _CAST_BYTES
         forward = forward.plus(device.moved(cast * k))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from weft.plan import (
     AXES,
+    EXPERT_LENDERS,
     OUTER_LEARNING_RATE,
     OUTER_MOMENTUM,
     Axis,
@@ -31,7 +33,7 @@ class Layout:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    """Borrows its ranks from shard × replicate × context."""
+    """Borrows its ranks from `EXPERT_LENDERS`, as in a plan; beyond these from tensor, as other systems allow."""
     order: tuple[Axis, ...] = AXES
     """Outermost first."""
     zero: int = 0
@@ -79,6 +81,11 @@ class Layout:
     @property
     def data(self) -> int:
         return self.replicate * self.shard
+
+    @property
+    def expert_room(self) -> int:
+        """As `MeshPlan.expert_room`."""
+        return math.prod(getattr(self, axis) for axis in EXPERT_LENDERS)
 
     @property
     def summing(self) -> int:

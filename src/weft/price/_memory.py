@@ -132,6 +132,7 @@ class Memories:
     def of(self, layout: Layout, cuts: Sequence[int] | None = None) -> tuple[StageMemory, ...]:
         """Return the memory of every pipeline rank.  `cuts` stand in for the layout's where it leaves them open; where
         both do, blocks are shared out evenly."""
+        layout = self._here(layout)
         common = self._common(layout)
         stages: list[StageMemory] = []
         for rank, held in enumerate(self._ranks(layout, cuts)):
@@ -142,10 +143,15 @@ class Memories:
 
     def fullest(self, layout: Layout, cuts: Sequence[int] | None = None) -> float:
         """Return the device bytes of the fullest pipeline rank, as `of` does, quickly."""
+        layout = self._here(layout)
         common = self._common(layout)
         ranks = enumerate(self._ranks(layout, cuts))
         allocated = max(sum(self._kinds(layout, common, rank, held)) for rank, held in ranks)
         return allocated * common.reserved + common.outside
+
+    def _here(self, layout: Layout) -> Layout:
+        """The layout without what has no effect: the host's memory is the cores' own."""
+        return layout if self.on_accelerator or layout.offload == "none" else replace(layout, offload="none")
 
     def _ranks(self, layout: Layout, cuts: Sequence[int] | None) -> tuple[tuple[StageSizes, ...], ...]:
         """The stages of each pipeline rank."""
@@ -173,7 +179,7 @@ class Memories:
         habits, element = self.stack.memory, activation_bytes(layout.precision)
         folded = layout.pipeline > 1 and layout.schedule in ("zbv", "dualpipev")
         is_tied = self.profile.tied and layout.pipeline > 1 and not folded
-        gathers = layout.zero == 3 and layout.shard > 1
+        gathers = layout.zero == 3 and layout.shard * layout.context > 1
         copies = 0.0 if layout.adapters_only or layout.zero == 3 else habits.gradient_copies * element
         axes = (layout.data, layout.tensor, layout.pipeline, layout.context, layout.expert)
         communicators = sum(size > 1 for size in axes) * habits.communicator_bytes

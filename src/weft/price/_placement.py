@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from weft.cluster import Cluster, Collective
-from weft.plan import Axis
+from weft.plan import EXPERT_LENDERS, Axis
 from weft.price._algorithms import COPY_PASSES
 from weft.price._layout import Layout
 from weft.price._network import Level, levels_of, slot_numbers
@@ -22,7 +22,6 @@ _EXAMINED = 4096
 """Ranks looked at, at most, where sizes are uneven and every group lies differently."""
 NCCL = frozenset({"ring", "double_ring", "torus", "double_tree", "in_network", "hierarchical", "grouped"})
 """Algorithms of the accelerators' library: rings and trees, NVLS, grouped sends for all-to-all."""
-_LENDERS: tuple[Axis, ...] = ("context", "shard", "replicate")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -286,18 +285,18 @@ def _borrowed(
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """What the expert axis takes of other axes and what it leaves, as (size, stride).
 
-    It borrows from the lenders just outside of it in the order first, then from those inside; from tensor only where
-    they do not suffice.
+    It borrows from the plan's lenders just outside of it in the order first, then from those inside; from tensor only
+    where they do not suffice, as other systems allow.
     """
     sizes = {axis: (size, stride) for axis, size, stride in axes}
     place = layout.order.index("expert")
     outside, inside = layout.order[:place][::-1], layout.order[place + 1 :]
-    lenders: list[Axis] = [axis for axis in (*outside, *inside) if axis in _LENDERS]
-    if layout.expert > layout.data * layout.context:
+    lenders: list[Axis] = [axis for axis in (*outside, *inside) if axis in EXPERT_LENDERS]
+    if layout.expert > layout.expert_room:
         lenders = ["tensor", *lenders]
     wanted = layout.expert
     taken: list[tuple[int, int]] = []
-    left: list[tuple[int, int]] = []
+    left: list[tuple[int, int]] = [sizes["replicate"]]  # replicas have all experts
     for axis in lenders:
         size, stride = sizes[axis]
         part = math.gcd(size, wanted)

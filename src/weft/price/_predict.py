@@ -111,7 +111,8 @@ class Pricer:
             time=time,
             spread=self.stack.spread,
             stages=self.memories.of(layout, case.whole.cuts(layout)),
-            usable_bytes=self.cluster.device_memory_bytes,
+            usable_bytes=self.cluster.usable_memory_bytes,
+            margin_bytes=self.cluster.device_memory_bytes - self.cluster.usable_memory_bytes,
             model_flops=self._sample_flops * layout.microbatch_size * layout.microbatches * layout.data,
             spans=self._spans(case) if spans else (),
         )

@@ -93,7 +93,9 @@ class Prediction:
     stages: tuple[StageMemory, ...]
     """By pipeline rank."""
     usable_bytes: float
-    """Of one device, for everything."""
+    """Of one device, for everything but the margin."""
+    margin_bytes: float = 0.0
+    """Of one device, which plans leave free because predictions of memory err (`Cluster.memory_margin`)."""
     model_flops: float
     """Of one step, all ranks: forward and backward, recomputation not counted, causal attention counted half."""
     spans: tuple[Span, ...] = ()
@@ -102,6 +104,11 @@ class Prediction:
     @property
     def step_seconds(self) -> float:
         return self.time.total
+
+    @property
+    def device_bytes(self) -> float:
+        """Of one device: what may be filled and the margin."""
+        return self.usable_bytes + self.margin_bytes
 
     @property
     def fullest(self) -> StageMemory:

@@ -76,7 +76,7 @@ def element_bytes(layout: Layout) -> int:
 
 def gathers_of(layout: Layout, block_bytes: float, groups: Groups, seconds: Seconds) -> Gathers | None:
     """Return what travels per byte in every microbatch, blocks of `block_bytes` one by one; None: weights stay."""
-    if layout.zero < 3 or layout.shard == 1:
+    if layout.zero < 3 or layout.shard * layout.context == 1:
         return None
     gather = seconds("all_gather", block_bytes, groups.shard) / block_bytes
     return Gathers(gather, seconds("reduce_scatter", block_bytes, groups.shard) / block_bytes)
@@ -122,7 +122,7 @@ class _Rates:
         # Under local steps the ranks of a replica are all that meet in a step, for experts as for the rest.
         dense, experts = (groups.shard, groups.shard) if layout.local_steps else (groups.data, groups.expert_data)
         self._parts = 1
-        if layout.zero == 3 and layout.shard > 1:
+        if layout.zero == 3 and layout.shard * layout.context > 1:
             # What is left after every microbatch's scatter: the sum over copies.
             dense, self._parts = groups.replicate, groups.shard.size
         self._times = layout.microbatches if layout.zero == 2 and not reduces_once(layout, device.stack) else 1

@@ -142,5 +142,3 @@ def _others() -> Iterator[_Entry]:
     yield published(internlm, 7_321_948_160, f"internlm/internlm-7b, {_OTHERS}")
     internlm = llama("internlm2-20b", 48, 6144, 48, 8, 16384, 92_544, 32768)
     yield published(internlm, 19_861_149_696, f"internlm/internlm2-20b, {_OTHERS}")
-    code = llama("codellama-34b", 48, 8192, 64, 8, 22016, 32_000, 16384)
-    yield published(code, 33_743_970_304, f"codellama/CodeLlama-34b-hf, {_OTHERS}")

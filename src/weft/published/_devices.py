@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from weft.cluster import DEVICES, Cluster, find_kind, named_cluster, parse_cluster_spec
+from weft.cluster import DEVICES, Cluster, find_kind, named_cluster, parse_cluster_spec, sold_bytes
 from weft.published._rows import Run
 from weft.published._unpredictable import Unpredictable
 
 _GIGA = 1e9
-_GIBI = 2**30
 _GIGABIT = 1.25e8
-_VISIBLE = 0.99
-"""Of the memory as sold, which is in GiB whatever the label says: an A100 of 80 GB shows 79.2 GiB."""
 
 _FULL_POWER_WATTS = {"h100": 700.0, "a100": 400.0, "h200": 700.0, "b200": 1000.0}
 _USUAL_DOMAIN = 8
@@ -77,11 +74,12 @@ def cluster_of(run: Run, devices: int) -> Cluster:
         name.kind,
         devices // inside,
         inside,
-        memory_bytes=int((name.memory_gigabytes or table.memory_gigabytes) * _GIBI * _VISIBLE),
+        memory_bytes=sold_bytes(name.memory_gigabytes or table.memory_gibibytes),
         scale_up_bytes_per_second=run.inside_gigabytes * _GIGA if run.inside_gigabytes else None,
         network_bytes_per_second=between * _GIGABIT * _machines(inside) if between else None,
     )
-    return _as_named(cluster, name)
+    # Who published a run had measured that it fits, and needed no margin.
+    return replace(_as_named(cluster, name), memory_margin=0.0)
 
 
 def _name(text: str) -> DeviceName:
@@ -125,4 +123,5 @@ def _mixed_cluster(run: Run, names: list[str], devices: int) -> Cluster:
         raise Unpredictable(f'gpu = "{run.device}" names {len(names)} kinds, but there are only {count} nodes')
     kinds = [_name(name).kind for name in names]
     shares = [count // len(names) + (place < count % len(names)) for place in range(len(names))]
-    return parse_cluster_spec("+".join(f"{n}x{inside}x{kind}" for n, kind in zip(shares, kinds, strict=True)))
+    cluster = parse_cluster_spec("+".join(f"{n}x{inside}x{kind}" for n, kind in zip(shares, kinds, strict=True)))
+    return replace(cluster, memory_margin=0.0)

@@ -68,14 +68,17 @@ def layouts_of_run(run: Run, profile: Profile, cluster: Cluster) -> tuple[Layout
     """
     data, tensor, pipeline, context = _axes(run)
     framework = framework_of(run)
-    zero = _zero(run, framework, data)
+    zero = _zero(run, framework, data * context)
+    expert = _expert(run, profile, data * context, tensor)
+    # Ranks that share out experts stand on the shard axis, as in a plan.
+    shard = data if zero == 3 or expert > 1 else 1
     base = Layout(
         pipeline=pipeline,
-        replicate=1 if zero == 3 else data,
-        shard=data if zero == 3 else 1,
+        replicate=data // shard,
+        shard=shard,
         context=context,
         tensor=tensor,
-        expert=_expert(run, profile, data * context, tensor),
+        expert=expert,
         zero=zero,
         sequence_parallel=tensor > 1 and _sequence_parallel(run, framework),
         context_scheme="all_gather" if framework.name in ("torchtitan", "nemo-automodel") else "ring",
@@ -108,11 +111,12 @@ def _axes(run: Run) -> tuple[int, int, int, int]:
     return given["dp"] or 1, given["tp"] or 1, given["pp"] or 1, context
 
 
-def _zero(run: Run, framework: Framework, data: int) -> int:
+def _zero(run: Run, framework: Framework, ranks: int) -> int:
+    """Return the stage; `ranks` counts those of the data and context axes, over which weights may be shared out."""
     if run.zero is not None:
-        return run.zero if data > 1 or run.zero < 3 else 0
+        return run.zero if ranks > 1 or run.zero < 3 else 0
     if framework.fully_sharded:
-        return 3 if data > 1 else 0
+        return 3 if ranks > 1 else 0
     is_distributed_optimizer = year_of(run) >= framework.overlaps_gradients_since and framework.memory == "allocated"
     return 1 if is_distributed_optimizer or framework.shards_optimizer or framework.name == "mlperf" else 0
 

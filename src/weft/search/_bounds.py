@@ -86,7 +86,7 @@ def figures_of(profile: Profile, cluster: Cluster, space: Space, pricer: Pricer,
         expert_parameters=expert,
         tensor_sums_bytes=0.0 if pricer.stack.overlap_tensor else sums * profile.sequence_length,
         link_bytes_per_second=max((tier.bandwidth_bytes_per_second for tier in cluster.links), default=1e30),
-        usable_bytes=float(cluster.device_memory_bytes),
+        usable_bytes=cluster.usable_memory_bytes,
         cores_per_node=cores,
         num_nodes=cluster.num_nodes,
     )

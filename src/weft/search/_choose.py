@@ -191,7 +191,7 @@ def explain_settings(plan: Plan, recipe: Recipe, cluster: Cluster, rivals: Seque
     """Return why each setting of the best of `rivals` is as it is, by dotted key."""
     best, world = rivals[0], plan.mesh.world_size
     prediction = best.prediction
-    memory = f"{prediction.fullest.device / 1e9:.2g} of {prediction.usable_bytes / 1e9:.3g} GB"
+    memory = f"{prediction.fullest.device / 2**30:.2g} of {prediction.device_bytes / 2**30:.3g} GiB"
     count = f"{world} processes" if world > 1 else "1 process"
     axis = next((axis for axis in ("shard", "replicate", "tensor", "pipeline") if getattr(plan.mesh, axis) > 1), None)
     shares = plan.microbatch.shares(plan.mesh.data)

@@ -108,7 +108,7 @@ class Finalists:
 
     def _fits(self, layout: Layout) -> bool:
         cuts = self._pricer.whole(layout).cuts(layout)
-        return self._pricer.memories.fullest(layout, cuts) <= self._pricer.cluster.device_memory_bytes
+        return self._pricer.memories.fullest(layout, cuts) <= self._pricer.cluster.usable_memory_bytes
 
     def _best_of(self, start: Priced, choices: list[tuple[str, tuple[object, ...]]]) -> Priced:
         best = start
@@ -187,7 +187,7 @@ class Finalists:
     def _fitting(self, layout: Layout, level: Level, ranks: list[list[int]], counts: list[int]) -> list[bool]:
         words = self._words(level, ranks, counts)
         stages = self._pricer.memories.of(replace(layout, recompute=words))
-        return [stage.device <= self._pricer.cluster.device_memory_bytes for stage in stages]
+        return [stage.device <= self._pricer.cluster.usable_memory_bytes for stage in stages]
 
 
 def _better(one: Priced | None, other: Priced | None) -> Priced | None:

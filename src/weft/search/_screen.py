@@ -24,7 +24,7 @@ class Screen:
     def __init__(self, pricer: Pricer, space: Space) -> None:
         self._pricer, self._space = pricer, space
         self._levels = levels_of(space)
-        self._usable = float(pricer.cluster.device_memory_bytes)
+        self._usable = pricer.cluster.usable_memory_bytes
         self._choices = Choices(space, len(pricer.profile.blocks))
 
     def rows(self, group: int, costs: GroupCosts, splits: Splits, limit: float) -> tuple[list[Rows], int, int]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
-from weft.plan import AXES, Plan
+from weft.plan import AXES, MOMENTS, Plan
 from weft.price import (
     FIRST_BUCKET_BYTES,
     FITTED,
@@ -35,11 +35,10 @@ from weft.search._pins import with_given
 from weft.search._result import Candidate, Counts, SearchResult
 from weft.search._rows import Rows, join
 from weft.search._screen import Screen
-from weft.search._space import Space, space_of
+from weft.search._space import Space, space_of, without_offload
 from weft.search._splits import Ints, Splits, enumerate_splits
 from weft.search._unequal import Balancer, kinds_of, speed_of
 
-_MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
 _PER_FAMILY = 5
 """Plans with the same axes and ZeRO stage of which the best estimates are priced, where not all are."""
 _PLAYED_PER_FAMILY = 3
@@ -94,6 +93,8 @@ def search(
     space = space or space_of(
         profile, cluster, global_batch_size=global_batch_size, permit=permit, runnable_only=runnable_only
     )
+    if not cluster.has_accelerators:
+        space = without_offload(space)
     if objective.quantity == "cost":
         space = replace(space, fewer_devices=True)
     hunt = _Hunt(
@@ -162,7 +163,7 @@ class _Hunt:
         mixed = precision not in ("fp32", "tf32", "fp64")
         element = 8 if precision == "fp64" else 4
         optimizer = self.optimizer or OptimizerRecipe()
-        copies = _MOMENTS[optimizer.name] + mixed + (optimizer.average_decay is not None)
+        copies = MOMENTS[optimizer.name] + mixed + (optimizer.average_decay is not None)
         return Layout(
             precision=precision,
             gradient_bytes=element,

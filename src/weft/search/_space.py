@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from weft.cluster import Cluster
+from weft.errors import PlanError
 from weft.plan import Axis, Recompute, ReduceEvery, Schedule
 from weft.price import PricedPrecision
 from weft.profile import Profile
 from weft.recipe import PermitRecipe
 
 Offload = Literal["none", "optimizer", "activations"]
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "activations")
 TensorScheme = Literal["1d", "2d", "2.5d", "3d"]
 ContextScheme = Literal["ring", "all_gather", "ulysses"]
 
@@ -56,7 +58,7 @@ class Space:
     recomputes: tuple[Recompute, ...] = ("none", "selective", "full")
     """A choice that does not fit is also tried with some blocks of each stage computed again, as many as needed."""
     per_block_recompute: bool = True
-    offloads: tuple[Offload, ...] = ("none", "optimizer", "activations")
+    offloads: tuple[Offload, ...] = OFFLOADS
     sequence_parallels: tuple[bool, ...] = (False, True)
     fused_losses: tuple[bool, ...] = (True,)
     precisions: tuple[PricedPrecision, ...] = ("bf16",)
@@ -107,10 +109,25 @@ def space_of(
         recomputes=("none", "selective", "full") if can_recompute else ("none",),
         per_block_recompute=can_recompute,
         sequence_parallels=(False, True) if length > 1 and profile.can_be_cut else (False,),
+        offloads=OFFLOADS if cluster.has_accelerators else ("none",),
         fused_losses=(True, False) if profile.vocabulary_size else (True,),
         algorithms=_algorithms(cluster),
     )
     return runnable_space(space, profile) if runnable_only else space
+
+
+def without_offload(space: Space) -> Space:
+    """Return a space for cores, which have no other memory to offload to.
+
+    Raises:
+        PlanError: nothing but offloading is asked for.
+    """
+    if "none" not in space.offloads:
+        raise PlanError(
+            f'memory.offload = "{space.offloads[0]}" moves what a device holds to the memory of its host, and here the '
+            'devices are the host\'s cores: nothing would get smaller. Use memory.offload = "none".'
+        )
+    return replace(space, offloads=("none",))
 
 
 def runnable_space(space: Space, profile: Profile) -> Space:

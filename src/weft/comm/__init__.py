@@ -46,5 +46,6 @@ from weft.comm._watch import Watch as Watch
 from weft.comm._watched_group import WatchedGroup as WatchedGroup
 from weft.comm._watched_group import hold as hold
 from weft.comm.shared_memory import SharedMemoryGroup as SharedMemoryGroup
+from weft.comm.shared_memory import meet as meet
 from weft.comm.shared_memory import register_shared_memory_backend as register_shared_memory_backend
 from weft.comm.shared_memory import shared_memory_group as shared_memory_group

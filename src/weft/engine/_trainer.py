@@ -22,7 +22,7 @@ from weft.engine._setup import TrainingState
 from weft.engine._signals import StopRequest
 from weft.engine._step import StepResult
 from weft.engine._throughput import ThroughputMeter, measure_peak_flops
-from weft.errors import DataError, WeftError
+from weft.errors import DataError, RecipeError, WeftError
 from weft.models import Batch
 from weft.recipe import Recipe
 from weft.record import MetricsWriter, Recorder, advise_bucket
@@ -104,6 +104,7 @@ class Trainer:
 
         Raises:
             CheckpointError: there is none, it is damaged, or it does not fit this recipe.
+            RecipeError: it has done more steps than the recipe wants.
         """
         assert self._checkpointer is not None
         state = self._checkpointer.load(which if which is not None else "latest", self._training.pieces())
@@ -112,6 +113,12 @@ class Trainer:
         if not isinstance(saved, Mapping):
             raise DataError("the checkpoint says nothing about its data, so they cannot go on where they were.")
         self._first_step = self._data.step_of(saved)
+        if self._first_step > self._recipe.run.steps:
+            raise RecipeError(
+                f"the checkpoint has done {self._first_step} steps, and run.steps = {self._recipe.run.steps}: there is"
+                f" nothing left to train, and its schedule would have ended before. Set run.steps above"
+                f" {self._first_step}, or resume from an earlier checkpoint."
+            )
         skipped = state.get("skipped_steps")
         self._skipped = skipped if isinstance(skipped, int) else 0
         self._saved_step = self._first_step

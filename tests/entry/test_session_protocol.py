@@ -3,6 +3,7 @@ methods and ranks; a setting that differs is named with its values.  Nothing han
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from pathlib import Path
@@ -93,6 +94,7 @@ def _play(folder: str, port: int, seeds: list[int]) -> list[tuple[str, str, floa
                 found.append(("", "", time.monotonic() - begun))
             except (WeftError, ValueError) as error:
                 found.append((type(error).__name__, str(error), time.monotonic() - begun))
+        gc.collect()  # of the groups that tracebacks held
     return found
 
 

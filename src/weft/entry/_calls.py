@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from weft.comm import release_groups
 from weft.entry._agreement import gather_texts
-from weft.errors import CollectiveError, WeftError
+from weft.errors import CheckpointError, CollectiveError, WeftError
 
 _LOOK_SECONDS = 0.25
 _STUCK_SECONDS = 1.0
@@ -108,10 +108,10 @@ class Calls:
         if self._thread is None:
             return
         self._is_over.set()
-        self._thread.join()
+        self._thread.join(_STUCK_SECONDS)
         if error is not None:
-            with suppress(RuntimeError):
-                self._say(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+            end = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            _within(_STUCK_SECONDS, lambda: self._say(end))
 
     # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -174,29 +174,44 @@ class Calls:
             return CollectiveError(self._verdict, status=1)
         if not _may_be_of_others(error):
             return None
+        text = _within(_HEAR_SECONDS + _STUCK_SECONDS, self._hear_why)
+        return CollectiveError(text, status=1) if text else None
+
+    def _hear_why(self) -> str:
+        """Say what this rank did, and listen until the others' words explain its error, or all have spoken."""
         limit = time.monotonic() + _HEAR_SECONDS
+        self._say()
+        while True:
+            heard = self._heard()
+            if verdict := self._difference(heard):
+                return verdict
+            left = next((rank for rank, said in heard.items() if said.end and rank != self._rank), None)
+            if left is not None:
+                return f"rank {left} has left the group ({heard[left].end}), while this one was in {self._calls[-1]}."
+            told = [said for said in heard.values() if said.calls and said.calls[-1].number >= self._calls[-1].number]
+            if len(told) == self._num_ranks or time.monotonic() >= limit:
+                return ""
+            time.sleep(_LOOK_SECONDS / 5)
+
+
+def _within(seconds: float, ask: Callable[[], str | None]) -> str:
+    """What `ask` finds in the store; nothing where the store is gone, or silent: torch's waits without end for a host
+    that is stopped."""
+    answers: list[str | None] = []
+
+    def run() -> None:
         with suppress(RuntimeError):
-            self._say()
-            while True:
-                heard = self._heard()
-                if verdict := self._difference(heard):
-                    return CollectiveError(verdict, status=1)
-                left = next((rank for rank, said in heard.items() if said.end and rank != self._rank), None)
-                if left is not None:
-                    return CollectiveError(
-                        f"rank {left} has left the group ({heard[left].end}), while this one was in {self._calls[-1]}.",
-                        status=1,
-                    )
-                told = [said for said in heard.values() if said.calls[-1].number >= self._calls[-1].number]
-                if len(told) == self._num_ranks or time.monotonic() >= limit:
-                    return None
-                time.sleep(_LOOK_SECONDS / 5)
-        return None
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, name="weft-calls-ask", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return (answers[0] if answers else None) or ""
 
 
 def _may_be_of_others(error: BaseException) -> bool:
-    """Whether an error may come of what other ranks did: a collective's, Weft's or torch's own."""
-    return isinstance(error, CollectiveError | dist.DistError) or "gloo" in str(error).lower()
+    """Whether an error may come of what other ranks did: a collective's, Weft's or torch's own, or a checkpoint's."""
+    return isinstance(error, CollectiveError | CheckpointError | dist.DistError) or "gloo" in str(error).lower()
 
 
 def _line_of_user() -> str:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from weft.errors import RecipeError
@@ -56,12 +56,12 @@ class Guard:
         optimizer.register_load_state_dict_pre_hook(self._refusal(_OPTIMIZER_LOAD))
 
     def watch_gradients(self, parameters: Iterable[nn.Parameter], roots: Iterable[nn.Module]) -> None:
-        """Refuse a backward outside a step into `parameters`, or, where these are gathered for each forward, from the
-        outputs of `roots`."""
+        """Refuse a backward outside a step into `parameters`; where these are gathered for each forward, a forward of
+        `roots` that would lead to one."""
         for parameter in parameters:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._refusal(_BACKWARD)))
         for root in roots:
-            self._handles.append(root.register_forward_hook(self._watch_outputs))
+            self._handles.append(root.register_forward_pre_hook(self._refuse_forward, prepend=True))
 
     def let_go(self) -> None:
         """Watch gradients no more; the optimizer stays refused, it holds nothing of the model."""
@@ -78,12 +78,10 @@ class Guard:
         if is_cut or plan.compute.precision in ("bf16", "fp16"):
             model.register_load_state_dict_pre_hook(self._refusal(_MODEL_LOAD))
 
-    def _watch_outputs(self, root: nn.Module, args: Any, outputs: Any) -> None:
-        if self.is_inside or not torch.is_grad_enabled() or not any(p.requires_grad for p in root.parameters()):
-            return
-        for tensor in _tensors(outputs):
-            if tensor.requires_grad:
-                tensor.register_hook(self._refusal(_BACKWARD))
+    def _refuse_forward(self, root: nn.Module, *_: Any) -> None:
+        """Before anything is gathered: a backward that is given up half way would leave its gathers behind."""
+        if torch.is_grad_enabled() and not self.is_inside and any(p.requires_grad for p in root.parameters()):
+            raise RecipeError(_FORWARD)
 
     def _refusal(self, reason: str) -> Callable[..., None]:
         """A hook that raises for `reason` outside a step."""
@@ -104,6 +102,11 @@ _BACKWARD = (
     "backward() has reached parameters of a model that session.prepare was given, outside its step: this gradient would"
     f" be lost. {_WRITE}; where the model is the fixed side of another's loss, write it inside `with state.frozen():`;"
     " where only its outputs are wanted, inside `with torch.no_grad():`."
+)
+_FORWARD = (
+    "a forward outside a step records gradients, which this plan (ZeRO-3) would lose. Write `state.step(batch)` in"
+    " place of the forward, loss.backward(), clipping and optimizer.step(); where only outputs are wanted, call the"
+    " model inside `with torch.no_grad():`; as the fixed side of another model's loss inside `with state.frozen():`."
 )
 _OPTIMIZER_STATE = (
     "optimizer.state_dict() would hold this rank's share of the states only. Write `state.save()`, which saves model,"
@@ -148,14 +151,3 @@ def retire(before: Mapping[str, nn.Parameter], *parts: nn.Module) -> None:
         if id(parameter) not in kept and type(parameter) is nn.Parameter:
             parameter.data = torch.empty(0)
             parameter.__class__ = MovedParameter
-
-
-def _tensors(value: Any) -> Generator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors(entry)

@@ -242,8 +242,8 @@ class Session:
         max_grad_norm: float | None,
         batch_size: int | None,
     ) -> TrainState:
-        stream = Stream(loader, self._seed, lambda fields: None)
-        batch = batch_size if batch_size is not None else stream.batch_size
+        stream = Stream(loader, self._seed, lambda fields: None, batch_size)
+        batch = stream.batch_size
         self._refuse_taken(model)
         refuse_parameter_hooks(model)
         check_same_facts(_facts(model, optimizer, stream, batch, max_grad_norm), self.device)

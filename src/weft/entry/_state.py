@@ -74,7 +74,7 @@ class TrainState:
         self._recipe = recipe
         self._batch_size = recipe.batch.global_batch_size
         self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.index("data"))
-        self._stream = Stream(stream, recipe.run.seed, self._check_equal)
+        self._stream = Stream(stream, recipe.run.seed, self._check_equal, self._batch_size)
         self._loss = LossOfUser(loss)
         blueprint = replace(blueprint, loss=self._loss)
         _take_weights_of_rank_0(blueprint.module, mesh)

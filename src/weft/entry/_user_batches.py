@@ -95,12 +95,18 @@ class Stream:
     compares.
     """
 
-    def __init__(self, loader: Iterable[UserBatch], seed: int, check: Callable[[Mapping[str, Tensor]], None]) -> None:
+    def __init__(
+        self,
+        loader: Iterable[UserBatch],
+        seed: int,
+        check: Callable[[Mapping[str, Tensor]], None],
+        batch_size: int | None = None,
+    ) -> None:
         self._loader = loader
         self._seed = seed
         self._check = check
         self._dataset = _map_style(loader)
-        self.batch_size = _batch_size(loader)
+        self.batch_size = batch_size if batch_size is not None else _batch_size(loader)
         self._collates_whole: bool | None = None
         """Whether the collate function looks at the whole batch, so that shares are cut out of what it returns."""
         self._refuse_what_is_not_read()

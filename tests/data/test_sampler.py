@@ -113,17 +113,18 @@ def test_locate_inverts_ids() -> None:
 def test_state_is_one_cursor() -> None:
     sampler = Sampler([100], seed=1, global_batch_size=8)
     state = sampler.state(12, "abc")
-    assert state == {"cursor": 96, "seed": 1, "fingerprint": "abc"}
+    assert state == {"cursor": 96, "seed": 1, "fingerprint": "abc", "global_batch_size": 8}
     assert sampler.step_of(state, "abc") == 12
-    assert Sampler([100], seed=1, global_batch_size=12).step_of(state, "abc") == 8
+    with pytest.raises(DataError, match=r"saved with batch.global_batch_size = 8, but the recipe now says 12"):
+        Sampler([100], seed=1, global_batch_size=12).step_of(state, "abc")
     with pytest.raises(DataError, match="saved with data abc, but the recipe now gives data xyz"):
         sampler.step_of(state, "xyz")
     with pytest.raises(DataError, match=r"run\.seed = 1, but the recipe now says 2"):
         Sampler([100], seed=2, global_batch_size=8).step_of(state, "abc")
     with pytest.raises(DataError, match="position in the data is None"):
         sampler.step_of({"seed": 1, "fingerprint": "abc"}, "abc")
-    with pytest.raises(DataError, match="not a whole number of batches of 7"):
-        Sampler([100], seed=1, global_batch_size=7).step_of(state, "abc")
+    with pytest.raises(DataError, match="not a whole number of batches of 8"):
+        sampler.step_of({**state, "cursor": 97}, "abc")
 
 
 def test_bad_plans_and_weights_are_refused() -> None:

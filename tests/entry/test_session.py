@@ -77,7 +77,7 @@ def loop(plan: Plan, folder: str, epochs: int, resume: bool = False) -> tuple[li
 def test_a_loop_is_the_same_on_any_number_of_ranks(ranks, tmp_path, world, zero, shares) -> None:
     alone = ranks.run(1, loop, plan_for(1, 0), str(tmp_path / "alone"), 2)[0]
     together = ranks.run(world, loop, plan_for(world, zero, shares), str(tmp_path / "together"), 2)
-    assert len(alone[0]) == 9  # 50 samples in batches of 12 run on over the end of the first epoch
+    assert len(alone[0]) == 10  # as len(loader) says: 50 samples in batches of 12 run on over the end of a pass
     for losses, validation, _ in together:
         assert losses == pytest.approx(alone[0], rel=1e-12)
         assert validation == pytest.approx(alone[1], rel=1e-12)
@@ -302,7 +302,8 @@ def strays(zero: int, folder: str) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         state = session.prepare(model, optimizer, loader, loss=loss_fn)
         for batch in state.batches(3):
-            (1e4 * state.model(batch[0]).sum()).backward()
+            with contextlib.suppress(RecipeError):  # it is refused
+                (1e4 * state.model(batch[0]).sum()).backward()
             norms.append(state.step(batch).gradient_norm)
     return norms
 

@@ -15,6 +15,7 @@ from weft.comm._device import backend_for as backend_for
 from weft.comm._device import carried_by_gloo as carried_by_gloo
 from weft.comm._device import device_for_rank as device_for_rank
 from weft.comm._device import forget_meshes as forget_meshes
+from weft.comm._device import group_store as group_store
 from weft.comm._device import memory_bytes as memory_bytes
 from weft.comm._device import peak_memory_bytes as peak_memory_bytes
 from weft.comm._device import ranks_share_device as ranks_share_device
@@ -46,5 +47,6 @@ from weft.comm._watch import Watch as Watch
 from weft.comm._watched_group import WatchedGroup as WatchedGroup
 from weft.comm._watched_group import hold as hold
 from weft.comm.shared_memory import SharedMemoryGroup as SharedMemoryGroup
+from weft.comm.shared_memory import meet as meet
 from weft.comm.shared_memory import register_shared_memory_backend as register_shared_memory_backend
 from weft.comm.shared_memory import shared_memory_group as shared_memory_group

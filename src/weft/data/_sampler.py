@@ -135,13 +135,14 @@ class Sampler:
 
     def state(self, step: int, fingerprint: str) -> dict[str, int | str]:
         """Return what a checkpoint keeps of the data before `step` runs: one cursor, and what it counts in."""
-        return {"cursor": step * self.global_batch_size, "seed": self.seed, "fingerprint": fingerprint}
+        size = self.global_batch_size
+        return {"cursor": step * size, "seed": self.seed, "fingerprint": fingerprint, "global_batch_size": size}
 
     def step_of(self, state: Mapping[str, object], fingerprint: str) -> int:
         """Return the step to continue with from a saved state.
 
         Raises:
-            DataError: The state belongs to other data, to another seed, or stands within a batch of this size.
+            DataError: The state belongs to other data, another seed or another global batch, or stands within one.
         """
         if state.get("fingerprint") != fingerprint:
             raise DataError(
@@ -156,6 +157,13 @@ class Sampler:
         cursor = state.get("cursor")
         if not isinstance(cursor, int) or cursor < 0:
             raise DataError(f"The saved position in the data is {cursor!r}, not a number of samples. Start a new run.")
+        size = state.get("global_batch_size", self.global_batch_size)
+        if size != self.global_batch_size:
+            raise DataError(
+                f"The run was saved with batch.global_batch_size = {size}, but the recipe now says"
+                f" {self.global_batch_size}: its steps and its schedule would not be the same. Set"
+                f" batch.global_batch_size = {size}, or start a new run from the exported weights."
+            )
         step, rest = divmod(cursor, self.global_batch_size)
         if rest:
             raise DataError(

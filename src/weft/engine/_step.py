@@ -60,6 +60,8 @@ class _Agreed:
     """Parameters that took no part, counted on every rank that holds them."""
     stop: float
     memory_bytes: int
+    fingerprints: Sequence[float]
+    """By rank; none where none was given."""
 
 
 class Stepper:
@@ -107,8 +109,14 @@ class Stepper:
         step: int,
         learning_rate: float,
         stop_requested: Callable[[], float] = lambda: 0.0,
+        fingerprint: float | None = None,
+        on_difference: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Train on this data rank's microbatches of `step`.  Call on every rank."""
+        """Train on this data rank's microbatches of `step`.  Call on every rank.
+
+        `fingerprint`, a whole number below 2**53, must be equal on all ranks; else `on_difference` is called on all of
+        them, before anything is updated.
+        """
         scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
         seed_step(self._seed, step, self._mesh.index("data"))
         before = [buffer.clone() for buffer in self._buffers]
@@ -119,7 +127,9 @@ class Stepper:
             )
         with self._recorder.span("reduce_wait"):
             self._stores.finish()
-            agreed = self._agree(totals, stop_requested())
+            agreed = self._agree(totals, stop_requested(), fingerprint)
+        if len(set(agreed.fingerprints)) > 1:
+            on_difference()
         factors = [self._nominal_count / ((count or 1.0) * scale) for count in agreed.counts]
         norms = [
             math.sqrt(squares) * factor if squares >= 0 else math.nan
@@ -158,11 +168,12 @@ class Stepper:
             return 1.0
         return min(1.0, self._max_gradient_norm / (norm + 1e-6))
 
-    def _agree(self, totals: LossTotals, stop: float) -> _Agreed:
-        """The step's one world-wide all-reduce.  Memory goes in one slot per rank, so that a sum can give its maximum;
-        what each replica needs for itself in one slot per replica."""
-        replicas = self._rounds.num_replicas if self._rounds is not None else 1
-        mine = torch.zeros(3 * replicas + 2 + self._world.size, dtype=torch.float64, device=self._mesh.device)
+    def _agree(self, totals: LossTotals, stop: float, fingerprint: float | None) -> _Agreed:
+        """The step's one world-wide all-reduce.  Memory goes in one slot per rank, so that a sum can give its maximum,
+        and so do fingerprints; what each replica needs for itself in one slot per replica."""
+        replicas, size = self._rounds.num_replicas if self._rounds is not None else 1, self._world.size
+        slots = 3 * replicas + 2 + size * (1 if fingerprint is None else 2)
+        mine = torch.zeros(slots, dtype=torch.float64, device=self._mesh.device)
         by_replica = mine[: 3 * replicas].view(3, replicas)[:, self._replica]
         if self._mesh.index("tensor") == 0:  # the tensor ranks of the last stage all know the same totals
             by_replica[0] += totals.sum
@@ -171,12 +182,14 @@ class Stepper:
         mine[3 * replicas] = float(len(self._stores.unused()))
         mine[3 * replicas + 1] = stop
         mine[3 * replicas + 2 + self._world.index] = float(peak_memory_bytes(self._mesh.device))
+        if fingerprint is not None:
+            mine[3 * replicas + 2 + size + self._world.index] = fingerprint
         if self._world.group is not None:
             dist.all_reduce(mine, group=self._world.group)
         found = mine.tolist()
-        unused, stop, *memory = found[3 * replicas :]
+        unused, stop, *by_rank = found[3 * replicas :]
         loss_sums, counts, squares = (found[kind * replicas : (kind + 1) * replicas] for kind in range(3))
-        return _Agreed(loss_sums, counts, squares, unused, stop, int(max(memory)))
+        return _Agreed(loss_sums, counts, squares, unused, stop, int(max(by_rank[:size])), by_rank[size:])
 
     def _update(self, learning_rate: float, gradient_scale: float, some_unused: bool) -> None:
         skipped = self._unused_everywhere() if some_unused else frozenset[str]()

@@ -23,7 +23,7 @@ from weft.engine._setup import TrainingState
 from weft.engine._signals import StopRequest
 from weft.engine._step import StepResult
 from weft.engine._throughput import ThroughputMeter, measure_peak_flops
-from weft.errors import CheckpointError, WeftError
+from weft.errors import CheckpointError, RecipeError, WeftError
 from weft.models import Batch
 from weft.recipe import Recipe
 from weft.record import MetricsWriter, Recorder, advise_bucket
@@ -105,6 +105,7 @@ class Trainer:
 
         Raises:
             CheckpointError: there is none, it is damaged, or it does not fit this recipe.
+            RecipeError: it has done more steps than the recipe wants.
         """
         assert self._checkpointer is not None
         saved_after: list[int] = []
@@ -123,6 +124,12 @@ class Trainer:
                 f"the run was saved after {saved_after[0]} steps and {saved.get('cursor')} samples, which are"
                 f" {self._first_step} steps of batch.global_batch_size = {self._recipe.batch.global_batch_size}."
                 " Go on with the batch size that saved it, or start a new run."
+            )
+        if self._first_step > self._recipe.run.steps:
+            raise RecipeError(
+                f"the checkpoint has done {self._first_step} steps, and run.steps = {self._recipe.run.steps}: there is"
+                f" nothing left to train, and its schedule would have ended before. Set run.steps above"
+                f" {self._first_step}, or resume from an earlier checkpoint."
             )
         self._skipped = cast(int, state["skipped_steps"])
         self._saved_step = self._first_step

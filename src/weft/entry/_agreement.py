@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.distributed as dist
 
-from weft.errors import LaunchError
+from weft.errors import DataError, LaunchError, RecipeError, WeftError
 from weft.plan import Plan
 from weft.recipe import Recipe
 
@@ -29,3 +32,46 @@ def check_same_on_all_ranks(recipe: Recipe, plan: Plan) -> None:
             f" {plan.digest}). Give all hosts the same files; where `auto` sees different machines, write one plan with"
             " `weft plan --output plan.toml` and give that."
         )
+
+
+def check_same_facts(facts: Mapping[str, str], device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Compare what ranks say of their data (names that begin with `data`) and of all else.  Call on every rank.
+
+    Raises:
+        DataError, RecipeError: on every rank, when they differ; the first difference is named with its ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    told = [json.loads(text) for text in gather_texts(json.dumps(dict(facts)), device, group)]
+    for name in dict.fromkeys(name for one in told for name in one):
+        values: dict[str, list[int]] = {}
+        for rank, one in enumerate(told):
+            values.setdefault(one.get(name, "nothing"), []).append(rank)
+        if len(values) > 1:
+            raise _different(name, values)
+
+
+def _different(name: str, values: Mapping[str, Sequence[int]]) -> WeftError:
+    whole = ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
+    if name.startswith("data"):
+        return DataError(
+            f"{name.removeprefix('data: ')} differs between the ranks: {whole}. Give every rank the same whole data;"
+            " Weft gives each its share."
+        )
+    return RecipeError(
+        f"{name} differs between the ranks: {whole}. Give every rank the same settings, and change them (a scheduler's"
+        " step() too) on all ranks alike, outside `if session.rank == 0:`."
+    )
+
+
+def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Return every rank's text, in their order.  Call on every rank."""
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: mine.numel()] = mine
+    found = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    return [bytes(one[: int(size)].tolist()).decode() for one, size in zip(found, sizes, strict=True)]

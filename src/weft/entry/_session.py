@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from weft.comm import Mesh
-from weft.entry._agreement import check_same_on_all_ranks
+from weft.comm import Mesh, group_store
+from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
 from weft.entry._auto import machine_for, profile_of_user_model
+from weft.entry._calls import Calls
 from weft.entry._facts import facts_of_blueprint
+from weft.entry._guards import refuse_parameter_hooks
 from weft.entry._state import LossOfUser, TrainState
 from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
-from weft.entry._user_optimizer import group_indices
+from weft.entry._user_optimizer import group_indices, settings_of
 from weft.errors import DataError, PlanError, RecipeError
 from weft.launch import Distributed, Lost, Place, initialise_distributed, place_from_environment
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
@@ -93,8 +97,11 @@ def session(
             folder=Path(folder) if folder is not None else Path("runs") / "session",
             quiet=quiet,
         )
-        yield session
-        session.close()  # not after an error, when others may be gone whose messages it would wait for
+        stack.callback(register_optimizer_step_pre_hook(session.refuse_foreign_optimizer).remove)
+        with session.watched():
+            yield session
+            session.close()  # not after an error, when others may be gone whose messages it would wait for
+            session.wait_for_all()
 
 
 class Session:
@@ -125,6 +132,8 @@ class Session:
         self._quiet = quiet
         self._meshes: dict[MeshPlan, Mesh] = {}
         self._prepared = 0
+        self._calls = Calls(_store_of_session(self.rank, self.world_size), self.rank, self.world_size, self.device)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._owned: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self._states: weakref.WeakSet[TrainState] = weakref.WeakSet()
 
@@ -138,6 +147,37 @@ class Session:
         """End what prepared models run in the background; they take no more steps.  Leaving the session does it."""
         for state in self._states:
             state.close()
+
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Leave with what the ranks know of one another; what ends the session on this one is said to the others."""
+        try:
+            yield
+        except BaseException as error:
+            for state in self._states:
+                state.let_go()
+            self._calls.close(error)
+            raise
+        else:
+            self._calls.close()
+
+    def wait_for_all(self) -> None:
+        """Return when every rank has come to the end of its session."""
+        with self._calls.call("the end of the session", meets=True):
+            pass
+
+    def refuse_foreign_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Of every optimizer that is about to step: refuse one that holds parameters of a prepared model."""
+        if optimizer in self._optimizers:
+            return  # refuses by itself, outside a step
+        held = {id(parameter) for state in self._states for parameter in state.model.parameters()}
+        held.update(self._owned.keys())
+        if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):
+            raise RecipeError(
+                f"this {type(optimizer).__name__} holds parameters of a model that session.prepare was given with"
+                " another optimizer: its update would be lost with the next step. Give prepare one optimizer with a"
+                " parameter group for each setting."
+            )
 
     def prepare(
         self,
@@ -174,14 +214,46 @@ class Session:
         Raises:
             WeftError: of the class of what does not fit: model, optimizer, batches or plan.
         """
-        batch = batch_size if batch_size is not None else Stream(loader, self._seed, lambda fields: None).batch_size
+        with self._calls.call("session.prepare()", meets=True):
+            return self._prepare(
+                model,
+                optimizer,
+                loader,
+                loss=loss,
+                inputs=inputs,
+                split=split,
+                cut=cut,
+                vocabulary_head=vocabulary_head,
+                max_grad_norm=max_grad_norm,
+                batch_size=batch_size,
+            )
+
+    def _prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Iterable[UserBatch],
+        *,
+        loss: UserLoss,
+        inputs: Mapping[str, str] | None,
+        split: Sequence[SplitRule] | Mapping[str, Any],
+        cut: CutTable | None,
+        vocabulary_head: str | None,
+        max_grad_norm: float | None,
+        batch_size: int | None,
+    ) -> TrainState:
+        stream = Stream(loader, self._seed, lambda fields: None, batch_size)
+        batch = stream.batch_size
+        self._refuse_taken(model)
+        refuse_parameter_hooks(model)
+        check_same_facts(_facts(model, optimizer, stream, batch, max_grad_norm), self.device)
         recipe = self._recipe(model, batch, max_grad_norm)
         example = self._example(loader)
         fields = fields_of(example)
         blueprint = self._blueprint(model, inputs or infer_inputs(model, fields), split, cut, vocabulary_head, fields)
         plan = self._choose(recipe, blueprint, loss, example)
         groups = group_indices(optimizer, model)
-        self._claim(model)
+        self._own(model)
         mesh = self._mesh(plan)
         self._prepared += 1
         state = TrainState(
@@ -195,12 +267,15 @@ class Session:
             loss=loss,
             like=type(example),
             folder=self._folder / (f"model-{self._prepared}" if self._prepared > 1 else "model"),
+            calls=self._calls,
+            number=self._prepared,
         )
+        self._optimizers.add(optimizer)
         self._own(state.model)
         self._states.add(state)
         return state
 
-    def _claim(self, model: nn.Module) -> None:
+    def _refuse_taken(self, model: nn.Module) -> None:
         """A parameter has one owner: prepared twice, the first would go on training storage that the model has left."""
         taken = [name for name, parameter in model.named_parameters() if id(parameter) in self._owned]
         if taken:
@@ -208,7 +283,6 @@ class Session:
                 f"{len(taken)} parameters of the {type(model).__name__} ({', '.join(taken[:3])}) are in a model that"
                 " this session has prepared already. Prepare a model once, or construct it anew."
             )
-        self._own(model)
 
     def _own(self, model: nn.Module) -> None:
         self._owned.update({id(parameter): parameter for parameter in model.parameters()})
@@ -315,6 +389,32 @@ class Session:
             lines = describe_plan(plan, reasons, facts, machine.cluster)
             print("\n".join([*lines, f"note      {note}"] if note else lines), flush=True)
         return plan
+
+
+def _store_of_session(rank: int, num_ranks: int) -> dist.Store | None:
+    """A store for one session's ranks alone: each counts there how many it has had."""
+    if num_ranks == 1 or not dist.is_initialized():
+        return None
+    store = group_store()
+    return dist.PrefixStore(f"weft/session/{store.add(f'weft/sessions/{rank}', 1)}", store)
+
+
+def _facts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stream: Stream, batch: int, max_grad_norm: float | None
+) -> dict[str, str]:
+    """What must be equal on all ranks when they prepare a model."""
+    kind = type(model).__name__
+    facts = {
+        "data: the number of samples in the loader": str(stream.num_samples),
+        "data: the global batch": str(batch),
+        "the class of the model": kind,
+        "the class of the optimizer": type(optimizer).__name__,
+        "max_grad_norm": str(max_grad_norm),
+    }
+    facts |= {
+        f"{kind}.{name}": f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for name, p in model.named_parameters()
+    }
+    return facts | settings_of(optimizer)
 
 
 def _with_timeout(plan: Plan, seconds: float | None) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,16 +13,20 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 
-from weft.checkpoint import Checkpointer, Json, Peers
+from weft.checkpoint import Checkpointer, Json, Peers, export_checkpoint
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.document import JsonObject
 from weft.engine import LossScale, create_stepper, model_pieces
+from weft.entry._agreement import check_same_facts
+from weft.entry._calls import Calls
+from weft.entry._guards import Guard, retire
 from weft.entry._loop_draws import Yielded
 from weft.entry._user_batches import Stream, UserBatch, fields_of, restored
-from weft.entry._user_optimizer import UserOptimizer, cuts_of
+from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import CheckpointError, DataError, PlanError
 from weft.models import Batch, Blueprint
 from weft.parallel import ParallelModel, Piece, parallelize
@@ -59,20 +64,27 @@ class TrainState:
         stream: Iterable[UserBatch],
         loss: Callable[[Any, Any], Any],
         folder: Path,
+        calls: Calls,
+        number: int = 1,
         like: type[Any] = dict,
     ) -> None:
         self.plan = plan
+        self._calls = calls
+        self._name = "state" if number == 1 else f"(model {number}) state"
+        self._guard = Guard()
         self.optimizer = optimizer
         self._mesh = mesh
         self._recipe = recipe
         self._batch_size = recipe.batch.global_batch_size
         self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.index("data"))
-        self._stream = Stream(stream, recipe.run.seed, self._check_equal)
+        self._stream = Stream(stream, recipe.run.seed, self._check_equal, self._batch_size)
         self._loss = LossOfUser(loss)
         self._loss.like = like
         self._yielded: Yielded | None = None
         blueprint = replace(blueprint, loss=self._loss)
         _take_weights_of_rank_0(blueprint.module, mesh)
+        self._blueprint = blueprint
+        before = dict(blueprint.module.named_parameters())
         cuts = cuts_of(optimizer)
         self._parallel: ParallelModel = parallelize(
             blueprint,
@@ -82,7 +94,9 @@ class TrainState:
             group_parameters=lambda shapes: {name: groups[name] for name in shapes},
             cuts="anywhere" if cuts == "anywhere" else "parameter",
         )
-        self._optimizer = UserOptimizer(optimizer, self._parallel.stores.shards, whole=cuts != "anywhere")
+        self._optimizer = UserOptimizer(
+            optimizer, self._parallel.stores.shards, whole=cuts != "anywhere", guard=self._guard
+        )
         self._stepper, self._loss_scale = create_stepper(
             self._parallel,
             self._optimizer,
@@ -96,6 +110,11 @@ class TrainState:
         self._in_pass = 0
         """Batches taken of the present pass through a loader that only iterates."""
         self._checkpointer = Checkpointer(folder, Peers.of_group(mesh["world"]))
+        retire(before, *(part.module for part in self._parallel.parts))
+        gathers = plan.data_parallel.zero == 3 and mesh.size("shard") > 1
+        trained = [p for part in self._parallel.parts for p in part.module.parameters() if p.requires_grad]
+        self._guard.watch_gradients(() if gathers else trained, [self.model] if gathers else ())
+        self._guard.watch_state(self.model, plan)
 
     @property
     def model(self) -> nn.Module:
@@ -135,11 +154,19 @@ class TrainState:
 
         Raises:
             DataError: the share has another number of samples than the plan gives this rank.
+            RecipeError: the ranks' optimizers have other settings, or their states have done other numbers of steps.
         """
-        if self._yielded is not None:
-            self._yielded.check(fields_of(batch))
-        microbatches = self._microbatches(batch)
-        result = self._stepper(microbatches, step=self._steps, learning_rate=0.0)
+        with self._calls.call(f"{self._name}.step()"), self._guard.inside():
+            if self._yielded is not None:
+                self._yielded.check(fields_of(batch))
+            microbatches = self._microbatches(batch)
+            result = self._stepper(
+                microbatches,
+                step=self._steps,
+                learning_rate=0.0,
+                fingerprint=float(xxhash.xxh64_intdigest(repr(self._settings()).encode()) >> 12),
+                on_difference=self._name_difference,
+            )
         self._steps += 1
         return StepInfo(
             number=self._steps, loss=result.loss, gradient_norm=result.gradient_norm, skipped=result.skipped
@@ -150,17 +177,21 @@ class TrainState:
 
         Every rank takes its share of each batch, also of a short last one.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        for batch in loader:
-            fields = fields_of(batch)
-            size = next(iter(fields.values())).shape[0]
-            for at in range(0, size, self._batch_size):
-                totals += self._evaluate_once(
-                    {name: value[at : at + self._batch_size] for name, value in fields.items()}, type(batch)
-                )
-        world = self._mesh["world"]
-        if world.group is not None:
-            dist.all_reduce(totals, group=world.group)
+        totals, seen = torch.zeros(2, dtype=torch.float64, device=self._mesh.device), 0
+        with self._calls.call(f"{self._name}.evaluate()", meets=True), self._guard.inside():
+            for batch in loader:
+                fields = fields_of(batch)
+                size = next(iter(fields.values())).shape[0]
+                seen += size
+                for at in range(0, size, self._batch_size):
+                    totals += self._evaluate_once(
+                        {name: value[at : at + self._batch_size] for name, value in fields.items()}, type(batch)
+                    )
+            world = self._mesh["world"]
+            facts = {"data: the number of samples that evaluate() was given": str(seen)}
+            check_same_facts(facts, self._mesh.device, world.group)
+            if world.group is not None:
+                dist.all_reduce(totals, group=world.group)
         return float(totals[0] / totals[1]) if totals[1] else math.nan
 
     def save(self) -> Path:
@@ -170,12 +201,39 @@ class TrainState:
         """
         state: dict[str, Json] = {
             "steps": self._steps,
+            "batch_size": self._batch_size,
+            "num_samples": self._stream.num_samples,
+            "seed": self._recipe.run.seed,
             "in_pass": self._in_pass,
             "optimizer": cast(Json, self._optimizer.settings()),
             "loss_scale": None if self._loss_scale is None else dict[str, Json](self._loss_scale.state()),
         }
-        self._optimizer.create_states()
-        return self._checkpointer.save(self._steps, self._pieces(), state)
+        with self._calls.call(f"{self._name}.save()", meets=True), self._guard.inside():
+            self._optimizer.create_states()
+            return self._checkpointer.save(self._steps, self._pieces(), state)
+
+    def export(self, folder: str | Path) -> Path:
+        """Write the whole model as `transformers` loads it (safetensors, and `config.json` where it has one), under any
+        plan.  Call on every rank; all must see the folder.
+
+        Raises:
+            CheckpointError: on every rank; the folder is not empty or cannot be written.
+        """
+        folder = Path(folder)
+        partial = folder.with_name(f".{folder.name}.exporting")
+        with self._calls.call(f"{self._name}.export()", meets=True), self._guard.inside():
+            peers, problem = self._checkpointer.peers, None
+            stored = Checkpointer(partial, peers).save(self._steps, model_pieces(self._parallel))
+            if peers.rank == 0:
+                try:
+                    export_checkpoint(stored, with_config_of(self._blueprint), folder)
+                except CheckpointError as error:
+                    problem = str(error)
+                shutil.rmtree(partial, ignore_errors=True)
+            problem = peers.first_problem(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
+        return folder
 
     def load(self, path: str | Path | None = None) -> int:
         """Load the newest save of this session's folder, or the one given, and return its number of steps.
@@ -183,11 +241,13 @@ class TrainState:
         Raises:
             CheckpointError: there is none, it is damaged, or it is another model's.
         """
-        self._optimizer.create_states()
         which = "latest" if path is None else Path(path)
-        state = self._checkpointer.load(which, self._pieces(), check=self._check_state)
-        self._parallel.stores.publish()
+        with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
+            self._optimizer.create_states()
+            state = self._checkpointer.load(which, self._pieces(), check=self._check_state)
+            self._parallel.stores.publish()
         steps = cast(int, state["steps"])
+        self._refuse_other_data(state)
         self._optimizer.load_settings(cast(Any, state["optimizer"]))
         scale = state.get("loss_scale")
         if self._loss_scale is not None and isinstance(scale, Mapping):
@@ -205,6 +265,22 @@ class TrainState:
         self._optimizer.check_settings(state)
         if state.values.get("loss_scale") is not None:
             LossScale().check_state(state.object("loss_scale"))
+
+    def _refuse_other_data(self, state: Mapping[str, Json]) -> None:
+        """Steps, samples and schedules count in the saved run's batches: with others they would mean something else."""
+        now = {
+            "batch_size": (self._batch_size, "a global batch of {}", "Give the loader batch_size={}"),
+            "num_samples": (self._stream.num_samples, "{} samples in the loader", "Give it the same data"),
+            "seed": (self._recipe.run.seed, "the seed {}", "Write weft.session(seed={})"),
+        }
+        for name, (mine, what, fix) in now.items():
+            saved = state.get(name, mine)
+            if saved != mine:
+                raise CheckpointError(
+                    f"the run was saved with {what.format(saved)}, and this session has {what.format(mine)}: samples"
+                    f" would be repeated and skipped. {fix.format(saved)}, or begin a new run from the weights alone"
+                    " (state.export, and load them before prepare)."
+                )
 
     @contextmanager
     def frozen(self) -> Generator[nn.Module]:
@@ -231,7 +307,12 @@ class TrainState:
 
     def close(self) -> None:
         """End what runs in the background; no steps follow.  Leaving the session does it."""
+        self.let_go()
         self._parallel.stores.close()
+
+    def let_go(self) -> None:
+        """Refuse no backward of the model any more: it may be prepared again, in another session.  Not collective."""
+        self._guard.let_go()
 
     # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -240,6 +321,17 @@ class TrainState:
         if self.plan.mesh.data > 1:
             self._yielded = Yielded(fields_of(batch), self._mesh.device)
         return batch
+
+    def _settings(self) -> dict[str, str]:
+        """What must be equal on all ranks in a step."""
+        return {
+            "the number of finished steps": str(self._steps),
+            "the model": self._name,
+            **settings_of(self.optimizer),
+        }
+
+    def _name_difference(self) -> None:
+        check_same_facts(self._settings(), self._mesh.device, self._mesh["world"].group)
 
     def _microbatches(self, batch: UserBatch) -> list[Batch]:
         fields = fields_of(batch)
@@ -294,8 +386,9 @@ class TrainState:
             digests += [values.sum(), values.square().sum(), (values * places).sum()]
         digest = torch.stack(digests)
         low, high = digest.clone(), digest.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=world.group)
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=world.group)
+        with self._calls.call(f"{self._name}.batches()", meets=True):
+            dist.all_reduce(low, dist.ReduceOp.MIN, group=world.group)
+            dist.all_reduce(high, dist.ReduceOp.MAX, group=world.group)
         if not torch.equal(low, high):
             raise DataError(
                 "the loader yields other batches on other ranks, so the global batch is not what it says. Seed its"
@@ -341,3 +434,11 @@ def _take_weights_of_rank_0(module: nn.Module, mesh: Mesh) -> None:
             moved = tensor.detach().to(mesh.device).contiguous()
             dist.broadcast(moved, src=0, group=world.group)
             tensor.copy_(moved)
+
+
+def with_config_of(blueprint: Blueprint) -> Blueprint:
+    """The blueprint of a model that has a config (of Hugging Face), with that as the one to export."""
+    config = getattr(blueprint.module, "config", None)
+    if blueprint.export_config is not None or not hasattr(config, "to_dict"):
+        return blueprint
+    return replace(blueprint, export_config=cast(Any, config).to_dict())

@@ -12,7 +12,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from weft.data import Permutation
 from weft.errors import DataError, RecipeError
@@ -82,46 +89,117 @@ class Stream:
     """The loader's samples as one endless stream of global batches, the same on every rank; each rank reads its share.
 
     A map-style dataset is read sample by sample: shuffled loaders by a permutation of (seed, epoch), others in order.
-    Batches run on over the end of an epoch, so that none is short and no sample is lost or seen twice.  Any other
-    loader is iterated whole on every rank and must yield the same batches everywhere, which `check` compares.
+    An epoch has as many steps as the loader has batches.  Its last batch runs on into the samples of the next pass, so
+    that none is short and no sample is lost or seen twice; under `drop_last` the loader's remainder is left out of each
+    pass.  Any other loader is iterated whole on every rank and must yield the same batches everywhere, which `check`
+    compares.
     """
 
-    def __init__(self, loader: Iterable[UserBatch], seed: int, check: Callable[[Mapping[str, Tensor]], None]) -> None:
+    def __init__(
+        self,
+        loader: Iterable[UserBatch],
+        seed: int,
+        check: Callable[[Mapping[str, Tensor]], None],
+        batch_size: int | None = None,
+    ) -> None:
         self._loader = loader
         self._seed = seed
         self._check = check
         self._dataset = _map_style(loader)
-        self.batch_size = _batch_size(loader)
+        self.batch_size = batch_size if batch_size is not None else _batch_size(loader)
+        self._collates_whole: bool | None = None
+        """Whether the collate function looks at the whole batch, so that shares are cut out of what it returns."""
+        self._refuse_what_is_not_read()
 
     @property
     def num_samples(self) -> int | None:
-        """Samples per epoch; None for a loader that only iterates."""
-        return len(self._dataset) if self._dataset is not None else None
+        """Samples per pass; None for a loader that only iterates."""
+        if self._dataset is None:
+            return None
+        found = len(_sampler(cast(DataLoader[Any], self._loader)).data_source)
+        return found - found % self.batch_size if self._drops_last else found
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """What `len(loader)` says; None for a loader that only iterates."""
+        return -(-self.num_samples // self.batch_size) if self.num_samples else None
+
+    @property
+    def _drops_last(self) -> bool:
+        return bool(getattr(self._loader, "drop_last", False))
 
     def epoch_of(self, step: int) -> int | None:
-        """The epoch in which a step's first sample lies."""
-        return step * self.batch_size // self.num_samples if self.num_samples else None
+        """The epoch in which a step lies."""
+        return step // self.steps_per_epoch if self.steps_per_epoch else None
 
     def read(self, step: int, start: int, stop: int) -> UserBatch:
         """Samples [start, stop) of a step's global batch, collated by the loader's own function."""
         assert self._dataset is not None, "an iterated loader is not read by index"
         first = step * self.batch_size
-        positions = range(first + start, first + stop)
+        is_all = stop - start == self.batch_size
+        if self._collates_whole is None and not is_all:
+            self._collates_whole = self._looks_at_the_whole(first, start, stop)
+        if is_all or not self._collates_whole:
+            return self._collated(range(first + start, first + stop), first)
+        whole = self._collated(range(first, first + self.batch_size), first)
+        return restored({name: value[start:stop] for name, value in fields_of(whole).items()}, type(whole))
+
+    def _collated(self, positions: range, key: int) -> Any:
+        samples: list[Any] = []
         loader = cast(DataLoader[Any], self._loader)
         shuffled = isinstance(_sampler(loader), RandomSampler)
-        samples: list[Any] = []
         for position in positions:
             with _seeded(self._seed, position):
-                samples.append(self._dataset[self._index(position, shuffled)])
-        return loader.collate_fn(samples)
+                samples.append(cast(Any, self._dataset)[self._index(position, shuffled)])
+        with _seeded(self._seed, key):
+            return loader.collate_fn(samples)
+
+    def _looks_at_the_whole(self, first: int, start: int, stop: int) -> bool:
+        """Try the collate function on a batch and on this rank's share of it; lengths that it pads to may differ.  Its
+        draws are seeded by something else in the two: what is random is drawn for the whole batch, too."""
+        whole = fields_of(self._collated(range(first, first + self.batch_size), first))
+        share = fields_of(self._collated(range(first + start, first + stop), first + self.batch_size))
+        if whole.keys() != share.keys():
+            return True
+        for name, value in share.items():
+            other = whole[name][start:stop]
+            common = tuple(slice(min(sizes)) for sizes in zip(value.shape, other.shape, strict=False))
+            if value.ndim != other.ndim or len(value) != len(other) or not torch.equal(value[common], other[common]):
+                return True
+        return False
 
     def _index(self, position: int, shuffled: bool) -> int:
         assert self.num_samples is not None
         epoch, index = divmod(position, self.num_samples)
         if not shuffled:
             return index
-        order = Permutation(self.num_samples, self._seed, epoch)
+        size = len(_sampler(cast(DataLoader[Any], self._loader)).data_source)
+        order = Permutation(size, self._seed, epoch)
         return int(order(np.array([index], dtype=np.int64))[0])
+
+    def _refuse_what_is_not_read(self) -> None:
+        """Settings of a loader that would be ignored, or would undo what Weft does."""
+        loader = self._loader
+        if not isinstance(loader, DataLoader):
+            return
+        sampler = getattr(loader.batch_sampler, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            raise DataError(
+                "the loader has a DistributedSampler, which gives this rank a share, and Weft would share that out"
+                " again. Leave it out: DataLoader(dataset, batch_size=…, shuffle=True) with the global batch."
+            )
+        generator = loader.generator if loader.generator is not None else getattr(sampler, "generator", None)
+        if generator is not None:
+            raise DataError(
+                "the loader's generator would not be read: the order of samples is made of the session's seed and the"
+                " epoch, so that a resumed run goes on with it. Leave generator= out and write"
+                f" weft.session(seed={generator.initial_seed()})."
+            )
+        if self._dataset is not None and self._drops_last and not self.num_samples:
+            raise DataError(
+                f"drop_last=True leaves none of the loader's {len(cast(Any, loader.dataset))} samples, which are fewer"
+                f" than a batch of {self.batch_size}. Use drop_last=False, or a smaller batch size."
+            )
 
     def iterate(self, start: int, stop: int) -> Iterator[UserBatch]:
         """This rank's share of every batch of a loader that only iterates."""
@@ -167,7 +245,7 @@ def _map_style(loader: Iterable[Any]) -> Any | None:
         return None
     sampler = _sampler(loader)
     if type(sampler) is RandomSampler:
-        plain = not sampler.replacement and sampler.num_samples == len(cast(Any, loader.dataset))
+        plain = not sampler.replacement and sampler.num_samples == len(cast(Any, sampler.data_source))
         return loader.dataset if plain else None
     return loader.dataset if type(sampler) is SequentialSampler else None
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from weft.document import JsonObject
 from weft.engine.optimizers import ShardOptimizer
+from weft.entry._guards import Guard
 from weft.errors import PlanError, RecipeError
 from weft.parallel import Piece, Segment, Shard
 
@@ -63,6 +64,17 @@ def group_indices(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[s
     return found
 
 
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return every setting of the parameter groups by its name: what must be equal on all ranks before each step."""
+    kind = type(optimizer).__name__
+    return {
+        f"{kind}'s {name} (group {index})": str(float(value) if isinstance(value, Tensor) else value)
+        for index, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params" and not callable(value)
+    }
+
+
 class UserOptimizer(ShardOptimizer):
     """Steps a torch optimizer over views of the shards, one view per parameter and rank.
 
@@ -72,7 +84,7 @@ class UserOptimizer(ShardOptimizer):
 
     counts_steps = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], *, whole: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], *, whole: bool, guard: Guard) -> None:
         """`whole`: hand every parameter over in its own shape (for optimizers that are not elementwise)."""
         super().__init__(shards, [])
         for name in (shard.segments[0].layout.name for shard in shards if shard.sparse):
@@ -82,6 +94,7 @@ class UserOptimizer(ShardOptimizer):
                 " recipe, where optimizer.sparse_rule updates such tables."
             )
         self._optimizer = optimizer
+        self._guard = guard
         self._runs: list[tuple[Shard, Segment, Tensor]] = []
         groups: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         for shard in shards:
@@ -94,11 +107,14 @@ class UserOptimizer(ShardOptimizer):
                 groups[shard.group].append(view)
         for group, views in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = views
+        self._sizes = [len(views) for views in groups]
+        guard.watch_optimizer(optimizer)
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0, skipped: Collection[str] = ()) -> None:
         """See `ShardOptimizer.step`; `learning_rate` is not looked at, the optimizer has its own."""
         del learning_rate
+        self._refuse_new_parameters()
         for shard, segment, view in self._runs:
             assert shard.gradient is not None
             if segment.layout.name in skipped:
@@ -106,7 +122,8 @@ class UserOptimizer(ShardOptimizer):
                 continue
             gradient = shard.gradient[segment.offset : segment.offset + segment.length].view(view.shape)
             view.grad = gradient.to(view.dtype).mul_(gradient_scale)
-        self._optimizer.step()
+        with self._guard.inside():
+            self._optimizer.step()
         for _, _, view in self._runs:
             view.grad = None
 
@@ -121,7 +138,8 @@ class UserOptimizer(ShardOptimizer):
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for view in missing:
             view.grad = torch.zeros_like(view)
-        self._optimizer.step()
+        with self._guard.inside():
+            self._optimizer.step()
         for view, kept in zip(missing, before, strict=True):
             view.grad = None
             view.copy_(kept)
@@ -130,6 +148,13 @@ class UserOptimizer(ShardOptimizer):
                     value.fill_(1.0 if name == "mu_product" else 0.0)  # NAdam's running product starts at one
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+    def _refuse_new_parameters(self) -> None:
+        if [len(group["params"]) for group in self._optimizer.param_groups] != self._sizes:
+            raise RecipeError(
+                f"the {type(self._optimizer).__name__} was given further parameters after session.prepare, which would"
+                " not be reduced between ranks. Add them before prepare, with requires_grad as it is to be."
+            )
 
     def settings(self) -> list[dict[str, Any]]:
         """JSON values of the parameter groups (rates that schedulers have changed), for a checkpoint."""

@@ -10,13 +10,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from weft.errors import CollectiveError, LaunchError
+from weft.launch._meeting_place import meeting_place
 from weft.launch._place import Place, place_from_environment
 from weft.launch._report import is_echo
 from weft.launch._word import Listener, Lost, listening
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
 
     from weft.comm import BackendKind, DeviceKind
 
@@ -129,11 +129,8 @@ def _join(place: Place, device: torch.device, timeout: timedelta, wanted: Backen
     backend = backend_for(device, shared=ranks_share_device(device, place.local_world_size), wanted=wanted)
     # Ranks start further apart than they run.
     patience = max(timeout, timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
-    store = _store(place)
-    if store is None:
-        dist.init_process_group(backend, init_method="env://", timeout=patience)
-    else:
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=patience)
+    store = meeting_place(place, patience)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=patience)
     if place.world_size > 1:
         dist.barrier()  # a rank that fails at once must not do so while others still connect to it
     if timeout != patience:
@@ -172,12 +169,3 @@ def _check_backends(device: torch.device, wanted: BackendKind = "auto") -> None:
             f'plan.compute.backend = "{wanted}", but the default process group exists already and carries tensors of'
             f' the CPU by {carried["cpu"]}. Use backend = "auto", or leave the group to Weft.'
         )
-
-
-def _store(place: Place) -> Store | None:
-    """The store at which the ranks meet; None: the one that the environment names."""
-    import torch.distributed as dist
-
-    if place.store is not None:
-        return dist.FileStore(place.store, place.world_size)
-    return dist.HashStore() if place.world_size == 1 and place_from_environment() is None else None

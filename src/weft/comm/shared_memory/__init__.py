@@ -1,6 +1,7 @@
 """The backend `weft`: collectives between the ranks of one host through memory that they share."""
 
 from weft.comm.shared_memory._backend import BACKEND as BACKEND
+from weft.comm.shared_memory._backend import meet as meet
 from weft.comm.shared_memory._backend import open_transport as open_transport
 from weft.comm.shared_memory._backend import register_shared_memory_backend as register_shared_memory_backend
 from weft.comm.shared_memory._backend import shared_memory_group as shared_memory_group

@@ -14,7 +14,7 @@ from weft.comm.shared_memory._call import Transport
 from weft.comm.shared_memory._group import SharedMemoryGroup
 from weft.comm.shared_memory._meeting import Meeting
 from weft.comm.shared_memory._process import Process
-from weft.comm.shared_memory._roll import RollCall
+from weft.comm.shared_memory._roll import RollCall, processes_that_came
 
 BACKEND = "weft"
 
@@ -74,6 +74,19 @@ def open_transport(
         speaks=speaks,
         use_engine=use_engine,
     ).settle()
+
+
+def meet(store: dist.Store, *, rank: int, num_ranks: int, seconds: float, earlier: dist.Store | None = None) -> None:
+    """Wait at `store`, which nobody has used before, until all ranks have come.  Call on each of them.
+
+    `earlier` is the store of these ranks' meeting before, if there was one: who has ended since is then seen at once.
+
+    Raises:
+        CollectiveError: a rank did not come in time, or is dead; it is named.
+    """
+    ranks = range(num_ranks)
+    processes = processes_that_came(earlier, ranks) if earlier is not None else {}
+    RollCall(store, rank=rank, ranks=ranks, seconds=seconds, processes=processes).begin()
 
 
 def _create(options: Any, _: object, *, use_engine: bool, speaks_of_hosts: bool) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -25,6 +25,13 @@ _LOOK_SECONDS = 0.1
 _DYING_SECONDS = 0.3
 _FIRST_NAP, _LONGEST_NAP = 0.5e-3, 10e-3
 _GIVEN_UP = "given-up"
+_HERE = "here"
+
+
+def processes_that_came(store: dist.Store, positions: Iterable[int]) -> dict[int, Process]:
+    """Return who has come to a roll call at `store` so far, by position.  Waits for nobody."""
+    came = [position for position in positions if store.check([f"{_HERE}/{position}"])]
+    return {position: Process.read(store.get(f"{_HERE}/{position}").decode()) for position in came}
 
 
 class RollCall:
@@ -54,7 +61,7 @@ class RollCall:
 
     def begin(self) -> None:
         """Say that this rank has come, and wait for the others."""
-        for position, told in enumerate(self.gather("here", Process.own().describe())):
+        for position, told in enumerate(self.gather(_HERE, Process.own().describe())):
             if position != self._rank:
                 self.processes[position] = Process.read(told)
 

@@ -1,0 +1,226 @@
+"""What every rank of a session is doing, so that ranks that do different things are named and do not wait for ever.
+
+A call only writes down its number, its name and the user's line.  A thread looks: when a call has lasted a second, or
+has failed, its rank says through the store what it did, and reads what the others say.  All ranks must have made the
+same calls in the same order; the first that differ are the error of all of them.  So a step costs nothing more.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.comm import release_groups
+from weft.entry._agreement import gather_texts
+from weft.errors import CheckpointError, CollectiveError, WeftError
+
+_LOOK_SECONDS = 0.25
+_STUCK_SECONDS = 1.0
+_HEAR_SECONDS = 3.0
+"""How long a rank that has failed waits for what the others say."""
+_LAST_CALLS = 16
+_NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    number: int
+    name: str
+    """Of the method: what must be equal on all ranks."""
+    place: str
+    """File and line of the user."""
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.place}" if self.place else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a rank has said last."""
+
+    calls: tuple[_Call, ...]
+    end: str
+    """Why it has left the session; empty while it has not."""
+
+    @classmethod
+    def read(cls, text: str) -> _Said:
+        calls, end = json.loads(text)
+        return cls(tuple(_Call(int(number), str(name), str(place)) for number, name, place in calls), str(end))
+
+
+class Calls:
+    """This rank's calls.  `store` is for this session alone; without one, nobody else is there."""
+
+    def __init__(self, store: dist.Store | None, rank: int, num_ranks: int, device: torch.device) -> None:
+        self._store = store
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._device = device
+        self._calls: deque[_Call] = deque(maxlen=_LAST_CALLS)
+        self._depth = 0
+        self._since = 0.0
+        self._verdict = ""
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        if store is not None and num_ranks > 1:
+            self._thread = threading.Thread(target=self._watch, name="weft-calls", daemon=True)
+            self._thread.start()
+
+    @contextmanager
+    def call(self, name: str, *, meets: bool = False) -> Generator[None]:
+        """All ranks make this call now.  A call inside another is a part of it.  One that `meets` is compared before it
+        begins, at the price of two small collectives: those of two such calls might fit one another by chance.
+
+        Raises:
+            CollectiveError: they do not; its text says who does what, and where.
+        """
+        if self._thread is None or self._depth:
+            yield
+            return
+        number = self._calls[-1].number + 1 if self._calls else 1
+        self._calls.append(_Call(number, name, _line_of_user()))
+        self._depth, self._since = 1, time.monotonic()
+        try:
+            if meets:
+                self._meet()
+            yield
+        except (WeftError, RuntimeError) as error:
+            found = self._explain(error)
+            if found is None:
+                raise
+            raise found from error
+        finally:
+            self._depth, self._since = 0, 0.0
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the watch.  What this rank leaves with is said to the others."""
+        if self._thread is None:
+            return
+        self._is_over.set()
+        self._thread.join(_STUCK_SECONDS)
+        if error is not None:
+            end = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            _within(_STUCK_SECONDS, lambda: self._say(end))
+
+    # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _watch(self) -> None:
+        said = 0
+        while not self._is_over.wait(_LOOK_SECONDS):
+            since, number = self._since, self._calls[-1].number if self._calls else 0
+            if not since or time.monotonic() - since < _STUCK_SECONDS:
+                continue
+            with suppress(RuntimeError):  # the store is gone with the rank that had it: its groups say so
+                if said != number:
+                    self._say()
+                    said = number
+                verdict = self._difference(self._heard())
+                if verdict and self._since == since:
+                    self._verdict = verdict
+                    release_groups(_NOBODY, set())
+
+    def _meet(self) -> None:
+        texts = gather_texts(self._spell(), self._device)
+        verdict = self._difference({rank: _Said.read(text) for rank, text in enumerate(texts)})
+        if verdict:
+            self._verdict = verdict
+            raise CollectiveError(verdict, status=1)
+
+    def _spell(self, end: str = "") -> str:
+        return json.dumps([[[call.number, call.name, call.place] for call in list(self._calls)], end])
+
+    def _say(self, end: str = "") -> None:
+        assert self._store is not None
+        self._store.set(f"calls/{self._rank}", self._spell(end))
+
+    def _heard(self) -> dict[int, _Said]:
+        """What each rank has said so far."""
+        assert self._store is not None
+        keys = {rank: f"calls/{rank}" for rank in range(self._num_ranks)}
+        return {
+            rank: _Said.read(self._store.get(key).decode()) for rank, key in keys.items() if self._store.check([key])
+        }
+
+    def _difference(self, heard: dict[int, _Said]) -> str:
+        """The first calls that differ; empty where none do, as far as is known."""
+        made: dict[int, dict[int, _Call]] = {}
+        for rank, said in heard.items():
+            for call in said.calls:
+                made.setdefault(call.number, {})[rank] = call
+        for _, by_rank in sorted(made.items()):
+            if len({call.name for call in by_rank.values()}) > 1:
+                whole = ", ".join(f"rank {rank} is in {call}" for rank, call in sorted(by_rank.items()))
+                return (
+                    f"the ranks do different things: {whole}. Every rank makes the same calls of its session and states"
+                    " in the same order: take them out of branches that only some ranks go into (`if session.rank =="
+                    " 0:` is for printing and for files of one's own)."
+                )
+        return ""
+
+    def _explain(self, error: BaseException) -> CollectiveError | None:
+        """What the calls say of an error: that they differ, or that a rank has left by an error of its own."""
+        if self._verdict:
+            return CollectiveError(self._verdict, status=1)
+        if not _may_be_of_others(error):
+            return None
+        text = _within(_HEAR_SECONDS + _STUCK_SECONDS, self._hear_why)
+        return CollectiveError(text, status=1) if text else None
+
+    def _hear_why(self) -> str:
+        """Say what this rank did, and listen until the others' words explain its error, or all have spoken."""
+        limit = time.monotonic() + _HEAR_SECONDS
+        self._say()
+        while True:
+            heard = self._heard()
+            if verdict := self._difference(heard):
+                return verdict
+            left = next((rank for rank, said in heard.items() if said.end and rank != self._rank), None)
+            if left is not None:
+                return f"rank {left} has left the group ({heard[left].end}), while this one was in {self._calls[-1]}."
+            told = [said for said in heard.values() if said.calls and said.calls[-1].number >= self._calls[-1].number]
+            if len(told) == self._num_ranks or time.monotonic() >= limit:
+                return ""
+            time.sleep(_LOOK_SECONDS / 5)
+
+
+def _within(seconds: float, ask: Callable[[], str | None]) -> str:
+    """What `ask` finds in the store; nothing where the store is gone, or silent: torch's waits without end for a host
+    that is stopped."""
+    answers: list[str | None] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, name="weft-calls-ask", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return (answers[0] if answers else None) or ""
+
+
+def _may_be_of_others(error: BaseException) -> bool:
+    """Whether an error may come of what other ranks did: a collective's, Weft's or torch's own, or a checkpoint's."""
+    return isinstance(error, CollectiveError | CheckpointError | dist.DistError) or "gloo" in str(error).lower()
+
+
+def _line_of_user() -> str:
+    """File and line that called into Weft."""
+    frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # what `inspect` and `logging` use
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "weft",
+        "contextlib",
+        "torch",
+    ):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,153 @@
+"""What a prepared model, its parameters and its optimizer refuse afterwards, where it would do nothing or do harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from weft.errors import RecipeError
+from weft.plan import Plan
+
+
+class MovedParameter(nn.Parameter):
+    """A parameter that the model has left: whoever still holds it hears so when it is used."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RecipeError(
+            "this is a parameter as it was before session.prepare: under the plan the model holds its share in another"
+            " object. Take parameters (for an average, a norm, another optimizer) from state.model.parameters() after"
+            " prepare."
+        )
+
+    def __repr__(self, **_: Any) -> str:  # a debugger may look
+        return "MovedParameter()"
+
+
+class Guard:
+    """Knows when a model's step is under way, and refuses what only makes sense inside one."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._handles: list[RemovableHandle] = []
+
+    @contextmanager
+    def inside(self) -> Generator[None]:
+        """What Weft does by itself."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    @property
+    def is_inside(self) -> bool:
+        return self._depth > 0
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse the optimizer's own `step`, `state_dict` and `load_state_dict`."""
+        optimizer.register_step_pre_hook(self._refusal(_STEP))
+        optimizer.register_state_dict_pre_hook(self._refusal(_OPTIMIZER_STATE))
+        optimizer.register_load_state_dict_pre_hook(self._refusal(_OPTIMIZER_LOAD))
+
+    def watch_gradients(self, parameters: Iterable[nn.Parameter], roots: Iterable[nn.Module]) -> None:
+        """Refuse a backward outside a step into `parameters`; where these are gathered for each forward, a forward of
+        `roots` that would lead to one."""
+        for parameter in parameters:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._refusal(_BACKWARD)))
+        for root in roots:
+            self._handles.append(root.register_forward_pre_hook(self._refuse_forward, prepend=True))
+
+    def let_go(self) -> None:
+        """Watch gradients no more; the optimizer stays refused, it holds nothing of the model."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def watch_state(self, model: nn.Module, plan: Plan) -> None:
+        """Refuse `state_dict` (and so `save_pretrained`) where a rank holds a part of the model only, and
+        `load_state_dict` where weights are copies of what trains."""
+        mesh = plan.mesh
+        is_cut = mesh.tensor > 1 or mesh.pipeline > 1 or plan.data_parallel.zero == 3
+        for module in model.modules() if is_cut else ():
+            module.register_state_dict_pre_hook(self._refusal(_MODEL_STATE))
+        if is_cut or plan.compute.precision in ("bf16", "fp16"):
+            model.register_load_state_dict_pre_hook(self._refusal(_MODEL_LOAD))
+
+    def _refuse_forward(self, root: nn.Module, *_: Any) -> None:
+        """Before anything is gathered: a backward that is given up half way would leave its gathers behind."""
+        if torch.is_grad_enabled() and not self.is_inside and any(p.requires_grad for p in root.parameters()):
+            raise RecipeError(_FORWARD)
+
+    def _refusal(self, reason: str) -> Callable[..., None]:
+        """A hook that raises for `reason` outside a step."""
+
+        def check(*_: Any) -> None:
+            if not self.is_inside:
+                raise RecipeError(reason)
+
+        return check
+
+
+_WRITE = "Write `state.step(batch)` in place of the forward, loss.backward(), clipping and optimizer.step()"
+_STEP = (
+    "optimizer.step() of an optimizer that session.prepare was given would change no weight: gradients are reduced and"
+    f" applied by the session. {_WRITE}."
+)
+_BACKWARD = (
+    "backward() has reached parameters of a model that session.prepare was given, outside its step: this gradient would"
+    f" be lost. {_WRITE}; where the model is the fixed side of another's loss, write it inside `with state.frozen():`;"
+    " where only its outputs are wanted, inside `with torch.no_grad():`."
+)
+_FORWARD = (
+    "a forward outside a step records gradients, which this plan (ZeRO-3) would lose. Write `state.step(batch)` in"
+    " place of the forward, loss.backward(), clipping and optimizer.step(); where only outputs are wanted, call the"
+    " model inside `with torch.no_grad():`; as the fixed side of another model's loss inside `with state.frozen():`."
+)
+_OPTIMIZER_STATE = (
+    "optimizer.state_dict() would hold this rank's share of the states only. Write `state.save()`, which saves model,"
+    " optimizer and place in the data for any plan."
+)
+_OPTIMIZER_LOAD = (
+    "optimizer.load_state_dict() cannot fill this rank's share of the states. Write `state.load(path)` for what"
+    " state.save() has written."
+)
+_MODEL_STATE = (
+    "this plan cuts the model, so state_dict() and save_pretrained() would hold this rank's share of the weights only."
+    " Write `state.export(folder)` on every rank: it writes the whole model, as transformers loads it."
+)
+_MODEL_LOAD = (
+    "load_state_dict() after session.prepare would be lost with the next step: the weights that train lie elsewhere."
+    " Load before prepare, or write `state.load(path)` for what state.save() has written."
+)
+
+
+def refuse_parameter_hooks(model: nn.Module) -> None:
+    """Refuse hooks on parameters that were set before `prepare`.
+
+    Raises:
+        RecipeError: there are some; the first is named.
+    """
+    kinds = {"_backward_hooks": "register_hook", "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook"}
+    for name, parameter in model.named_parameters():
+        for attribute, method in kinds.items():
+            hooks: Mapping[int, Any] = getattr(parameter, attribute, None) or {}
+            if any(not str(getattr(hook, "__module__", "")).startswith("weft.") for hook in hooks.values()):
+                raise RecipeError(
+                    f"{name} has a hook ({method}). Under a plan it would see this rank's gradient of one microbatch,"
+                    " before it is scaled and summed, or none at all. Remove it before prepare (handle.remove()): clip"
+                    " by prepare(max_grad_norm=…); mask or scale a gradient in the model's forward."
+                )
+
+
+def retire(before: Mapping[str, nn.Parameter], *parts: nn.Module) -> None:
+    """Let parameters that the model has no more say so to whoever still holds them."""
+    kept = {id(parameter) for part in parts for parameter in part.parameters()}
+    for parameter in before.values():
+        if id(parameter) not in kept and type(parameter) is nn.Parameter:
+            parameter.data = torch.empty(0)
+            parameter.__class__ = MovedParameter

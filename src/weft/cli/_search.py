@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weft.plan import Plan
     from weft.profile import ModelSizes, Profile
     from weft.recipe import OptimizerRecipe, PermitRecipe
-    from weft.search import Objective, SearchResult
+    from weft.search import Objective, SearchResult, Space
 
 _FOLLOWING = {"microbatch.per_step": "microbatch.size", "pipeline_parallel.cuts": "mesh.pipeline"}
 """What follows from other settings → one of them."""
@@ -41,7 +41,9 @@ class Asked:
     runnable: bool
     json: bool
     questions: Questions
-    pins: tuple[str, ...]
+    system: str | None = None
+    """Another system, within which to search."""
+    pins: tuple[str, ...] = ()
     """Settings of the plan that `--set` has given."""
 
     @property
@@ -63,7 +65,16 @@ class Subject:
     permit: PermitRecipe | None
     optimizer: OptimizerRecipe | None
     sizes: ModelSizes | None = None
-    """Of a transformer, for other launchers."""
+    """Of a transformer, for other systems."""
+    steps: int | None = None
+    """Of the recipe's run."""
+
+
+def given_plan(path: str, asked: Asked) -> Plan:
+    """Return a user's plan, with the settings that `--set` lays over it."""
+    from weft.plan import load_plan
+
+    return load_plan(path, asked.pins)
 
 
 def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_length: int | None) -> Subject:
@@ -99,6 +110,7 @@ def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject | N
         permit=recipe.permit,
         optimizer=recipe.optimizer,
         sizes=sizes_of(recipe, facts),
+        steps=recipe.run.steps,
     )
 
 
@@ -123,7 +135,7 @@ def run_search(subject: Subject, cluster: Cluster, asked: Asked) -> tuple[Search
             f"({smallest.tried} sizes searched)"
         )
     lines = [*search_lines(result, top=asked.top, seconds=time.perf_counter() - started), *_unpriced(asked)]
-    answers = [] if asked.json else answer_lines(result, asked.questions, subject.sizes)
+    answers = [] if asked.json else answer_lines(result, asked.questions, subject)
     return result, [*lines, *answers, *_totals(result), *said]
 
 
@@ -188,32 +200,44 @@ def _given(asked: Asked) -> Plan:
     return given
 
 
-def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResult]:
-    from weft.price import DATASHEET, FITTED
-    from weft.search import pinned, search, space_of
+def chosen_space(subject: Subject, cluster: Cluster, asked: Asked) -> Space:
+    """Return what search may choose among, within the settings that were given."""
+    from weft.search import pinned, space_of
 
-    objective, given = _objective(asked), _given(asked)
+    space = space_of(
+        subject.profile,
+        cluster,
+        global_batch_size=subject.global_batch_size,
+        permit=subject.permit,
+        runnable_only=asked.runnable,
+    )
+    return pinned(space, _given(asked))
+
+
+def search_space(subject: Subject, cluster: Cluster, asked: Asked, space: Space) -> SearchResult:
+    """Return the best plans of a space."""
+    from weft.price import DATASHEET, FITTED
+    from weft.search import search
+
+    return search(
+        subject.profile,
+        cluster,
+        global_batch_size=subject.global_batch_size,
+        objective=_objective(asked),
+        space=space,
+        optimizer=subject.optimizer,
+        # What was fitted on published runs of accelerators; cores are priced by what was measured of them.
+        calibration=FITTED if cluster.has_accelerators else DATASHEET,
+        top=max(asked.top, 1),
+        given=_given(asked),
+    )
+
+
+def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResult]:
+    _objective(asked)  # complains of what was asked before anything is searched
 
     def searched(cluster: Cluster) -> SearchResult:
-        space = space_of(
-            subject.profile,
-            cluster,
-            global_batch_size=subject.global_batch_size,
-            permit=subject.permit,
-            runnable_only=asked.runnable,
-        )
-        return search(
-            subject.profile,
-            cluster,
-            global_batch_size=subject.global_batch_size,
-            objective=objective,
-            space=pinned(space, given),
-            optimizer=subject.optimizer,
-            # What was fitted on published runs of accelerators; cores are priced by what was measured of them.
-            calibration=FITTED if cluster.has_accelerators else DATASHEET,
-            top=max(asked.top, 1),
-            given=given,
-        )
+        return search_space(subject, cluster, asked, chosen_space(subject, cluster, asked))
 
     return searched
 

@@ -128,6 +128,7 @@ def test_next_changes(result: SearchResult, pricer: Pricer) -> None:
     assert all(ratio > 0.999 for ratio in ratios), "none of these can hurt"
 
 
+@pytest.mark.parametrize("name", PICTURES)
 def test_pictures(tmp_path: Path, pricer: Pricer, cluster: Cluster, name: str) -> None:
     path = tmp_path / f"{name}.svg"
     draw(name, path, pricer.predict(LAYOUT, spans=True), LAYOUT, cluster)

@@ -94,7 +94,9 @@ def _sweep(name: str, model: str, spec: str, batch: int) -> bool:
     try:
         result, pairs = _found(name, sizes, parse_cluster_spec(spec), batch)
     except PlanError as refusal:
-        assert "has no words for" in str(refusal) or "has no plan for" in str(refusal), refusal
+        reason = str(refusal)
+        if "has no words for" not in reason and "has no plan for" not in reason:
+            raise
         return False
     assert result.best
     for job, emission in pairs:
@@ -145,7 +147,8 @@ def test_every_aspect_of_a_model_is_said_or_refused(name: str) -> None:
         try:
             emission = emit(system, other)
         except PlanError as refusal:
-            assert "cannot train" in str(refusal)
+            reason = str(refusal)
+            assert "cannot train" in reason  # noqa: PT017 - most of the changes are refused, some are not
             continue
         told += 1
         assert (emission.command, emission.files) != (plain.command, plain.files), change
@@ -170,7 +173,7 @@ def test_what_a_system_cannot_do_is_refused() -> None:
         ({"offload": "optimizer"}, "offloaded optimizer"),
     ):
         with pytest.raises(PlanError, match=reason):
-            emit(SYSTEMS["megatron"], replace(job, layout=replace(layout, **changes)))  # pyright: ignore
+            emit(SYSTEMS["megatron"], replace(job, layout=replace(layout, **changes)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(PlanError, match="unequal shares"):
         emit(SYSTEMS["megatron"], replace(job, shares=(17, 15)))
     with pytest.raises(PlanError, match=r"Did you mean megatron\?"):

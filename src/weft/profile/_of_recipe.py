@@ -182,7 +182,7 @@ def _rotary_base(config: Mapping[str, Any]) -> float:
     """Transformers 5 writes `rope_parameters`, older releases `rope_theta`."""
     parameters = config.get("rope_parameters")
     table = parameters if isinstance(parameters, Mapping) else config
-    return float(table.get("rope_theta") or config.get("rope_theta") or 10_000.0)  # pyright: ignore
+    return float(table.get("rope_theta") or config.get("rope_theta") or 10_000.0)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
 def _gpt2(config: Mapping[str, Any], length: int) -> ModelSizes:

@@ -152,7 +152,7 @@ def broken_checks(facts: Facts, values: Mapping[str, Value]) -> Iterator[str]:
 
 def _names(triples: Sequence[Sequence[Value]]) -> dict[str, None]:
     words: list[Value] = [side for triple in triples for side in (triple[0], triple[2])]
-    flat = [word for side in words for word in (side if isinstance(side, list) else [side])]  # pyright: ignore
+    flat = [word for side in words for word in (side if isinstance(side, list) else [side])]  # pyright: ignore[reportUnknownVariableType]
     return dict.fromkeys(str(word)[1:] for word in flat if str(word).startswith("$"))
 
 

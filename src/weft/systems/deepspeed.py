@@ -140,7 +140,7 @@ def hugging_face_notes(job: Job) -> Iterator[str]:
         yield "the experts are transformers': no axis splits them, and no loss balances them"
     config = hugging_face_config(job.sizes) or {}
     if config.get("model_type") in ("gemma", "gemma2"):
-        yield "transformers scales the embedding and, in Gemma 2, caps scores and logits, of which Weft's sizes say nothing"
+        yield "transformers scales the embedding and, in Gemma 2, caps scores and logits: Weft's sizes know of neither"
     if config.get("model_type") == "deepseek_v3":
         yield "groups of experts and the factor on scores are 1 here: set n_group, topk_group and routed_scaling_factor"
     if job.optimizer.weight_decay:

@@ -97,7 +97,7 @@ class Megatron:
         if layout.offload != "none":
             yield "an offloaded optimizer, which there is one of other numerics"
         if not _splits(sizes, layout.tensor):
-            yield f"tensor = {layout.tensor}, which must divide its {sizes.kv_heads} groups of queries and its vocabulary"
+            yield f"tensor = {layout.tensor}, which must divide {sizes.kv_heads} groups of queries and the vocabulary"
         if layout.tensor > 1 and sizes.num_experts and not layout.sequence_parallel:
             yield "experts beside a tensor axis without sequence parallelism"
         if (
@@ -120,7 +120,9 @@ class Megatron:
     def check(self, emission: Emission, job: Job) -> Iterator[str]:
         command = emission.command
         values, problems = read_arguments(self.facts, command[command.index(_SCRIPT) + 1 :])
-        yield from problems
+        if problems:
+            yield from problems
+            return
         world = job.nodes * job.per_node
         model = values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
         data = world // (model * values["context_parallel_size"])
@@ -270,8 +272,8 @@ def _training(job: Job) -> Iterator[str]:
 
 def _notes(job: Job) -> Iterator[str]:
     sizes, optimizer = job.sizes, job.optimizer
-    yield "--mock-data and NullTokenizer stand for yours: --data-path, --split and --tokenizer-type with --tokenizer-model"
-    yield "initial weights, the order of samples and dropout are drawn by Megatron-LM: other losses than Weft's, alike"
+    yield "--mock-data and NullTokenizer stand for yours: --data-path, --split, --tokenizer-type, --tokenizer-model"
+    yield "initial weights, the order of samples and dropout are drawn by Megatron-LM: other losses, alike"
     yield "tensor and context axes want CUDA_DEVICE_MAX_CONNECTIONS=1 on devices before Blackwell"
     if optimizer.schedule != "constant" or optimizer.warmup_steps:
         yield f"the learning rate is constant here; yours: {optimizer.schedule}, {optimizer.warmup_steps} warm-up steps"

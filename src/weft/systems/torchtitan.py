@@ -246,7 +246,7 @@ def _notes(job: Job) -> Iterator[str]:
     yield "documents are isolated: attention does not reach over their ends, whatever the recipe says"
     yield "initial weights and the order of samples are torchtitan's: other losses than Weft's, alike"
     if job.sizes.name in _FLAVORS:
-        yield f"the model is the one that torchtitan brings as {'/'.join(_FLAVORS[job.sizes.name])}, its router included"
+        yield f"the model is torchtitan's own {'/'.join(_FLAVORS[job.sizes.name])}, its router included"
     if job.layout.tensor > 1 and not job.layout.sequence_parallel:
         yield "sequence parallelism is off, as in the plan; torchtitan has it on by default"
     if job.optimizer.weight_decay:

@@ -10,6 +10,7 @@ import pytest
 from weft.cluster import Cluster, Node, parse_cluster_spec
 from weft.errors import PlanError
 from weft.explain import (
+    PICTURES,
     draw,
     explain_choice,
     layout_line,

@@ -17,7 +17,8 @@ LAYERED = "a plain decoder of tokens"
 def narrowed(space: Space, **changes: Any) -> Space | None:
     """Return a space with only those values of a tuple that both allow; None where nothing is left of one.
 
-    What all of these systems have in common is set here too: equal shares of the batch, axes in their usual order, gradients summed as they are.
+    What all of these systems have in common is set here too: equal shares of the batch, axes in their usual
+    order, gradients summed as they are.
     """
     usual: dict[str, Any] = {
         "tensor_schemes": ("1d",),

@@ -48,7 +48,7 @@ def search_within(
     if lacks:
         listed = "\n".join(f"- {lack}" for lack in lacks)
         raise PlanError(
-            f"{system.facts.title} has no words for {sizes.name}:\n{listed}\nUse another of the systems, or --eject."
+            f"{system.facts.title} has no words for {sizes.name}:\n{listed}\nUse another system, or --eject."
         )
     for kept in _KEPT if near is not None else ((),):
         found = list(_results(system, sizes, space, search, near, kept))

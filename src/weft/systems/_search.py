@@ -55,8 +55,8 @@ def search_within(
         if any(result.best for result in found):
             return Nearest(result=_joined(found), kept=kept)
     raise PlanError(
-        f"{system.facts.title} has no plan for {sizes.name} on this cluster that fits into memory and keeps the settings"
-        " that were given. Use more devices, another global batch, or fewer --set."
+        f"{system.facts.title} has no plan for {sizes.name} on this cluster that fits into memory and keeps the"
+        " settings that were given. Use more devices, another global batch, or fewer --set."
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +11,7 @@ from weft.cluster import Cluster, Node, parse_cluster_spec
 from weft.errors import PlanError
 from weft.explain import (
     PICTURES,
-    TARGETS,
-    Launch,
     draw,
-    emit,
     explain_choice,
     layout_line,
     memory_line,
@@ -132,41 +127,6 @@ def test_next_changes(result: SearchResult, pricer: Pricer) -> None:
     assert ratios == sorted(ratios, reverse=True)
     assert {"a global batch of 64 samples", "twice the bandwidth of network"} <= {change.what for change in changes}
     assert all(ratio > 0.999 for ratio in ratios), "none of these can hurt"
-
-
-def test_megatron_flags() -> None:
-    launch = Launch(layout=LAYOUT, global_batch_size=16, sequence_length=4096, devices_per_node=8, sizes=SIZES)
-    text = emit("megatron", launch)
-    assert text.startswith("torchrun --nproc-per-node 8 --nnodes 2")
-    for flag in ("--tensor-model-parallel-size 2", "--use-distributed-optimizer", "--num-query-groups 8", "--swiglu"):
-        assert flag in text
-
-
-def test_documents_for_others_can_be_read() -> None:
-    sharded = replace(LAYOUT, pipeline=1, zero=3, replicate=1, shard=2, recompute="full")
-    launch = Launch(layout=sharded, global_batch_size=16, sequence_length=4096, devices_per_node=8, sizes=SIZES)
-    titan = tomllib.loads(emit("torchtitan", launch))
-    assert titan["parallelism"]["data_parallel_shard_degree"] == 2
-    deepspeed = json.loads(emit("deepspeed", launch))
-    batch = deepspeed["train_micro_batch_size_per_gpu"] * deepspeed["gradient_accumulation_steps"] * sharded.data
-    assert batch == deepspeed["train_batch_size"]
-    assert "parallelism_config_dp_shard_size: 2" in emit("accelerate", launch)
-
-
-def test_what_a_launcher_cannot_do_is_refused() -> None:
-    launch = Launch(layout=LAYOUT, global_batch_size=16, sequence_length=4096, devices_per_node=8)
-    for target, reason in (("torchtitan", "ZeRO-1"), ("deepspeed", "a pipeline"), ("accelerate", "pipeline")):
-        with pytest.raises(PlanError, match=reason):
-            emit(target, launch)
-    zbv = replace(launch, layout=replace(LAYOUT, schedule="zbv", chunks=2))
-    with pytest.raises(PlanError, match="schedule zbv"):
-        emit("megatron", zbv)
-    rounds = replace(launch, layout=replace(LAYOUT, local_steps=50))
-    with pytest.raises(PlanError, match="replicas that average every 50 steps"):
-        emit("megatron", rounds)
-    with pytest.raises(PlanError, match=r"Did you mean megatron\?"):
-        emit("megatorn", launch)
-    assert len(TARGETS) == 4
 
 
 @pytest.mark.parametrize("name", PICTURES)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from weft.errors import PlanError
 
 if TYPE_CHECKING:
+    from weft.cli._search import Subject
     from weft.price import Pricer
-    from weft.profile import ModelSizes
     from weft.search import SearchResult
 
 
@@ -29,7 +29,7 @@ class Questions:
         return bool(self.why_not or self.next or self.emit or self.plots)
 
 
-def answer_lines(result: SearchResult, questions: Questions, sizes: ModelSizes | None) -> list[str]:
+def answer_lines(result: SearchResult, questions: Questions, subject: Subject) -> list[str]:
     """Return the lines below the table: time and memory of the best plan, and an answer to every question.
 
     Raises:
@@ -39,10 +39,10 @@ def answer_lines(result: SearchResult, questions: Questions, sizes: ModelSizes |
         if questions.are_asked:
             raise PlanError("no plan fits into memory, so there is none to explain. Use more devices.")
         return []
-    return list(_lines(result, questions, sizes))
+    return list(_lines(result, questions, subject))
 
 
-def _lines(result: SearchResult, questions: Questions, sizes: ModelSizes | None) -> Iterator[str]:
+def _lines(result: SearchResult, questions: Questions, subject: Subject) -> Iterator[str]:
     from weft.explain import explain_choice, memory_line, time_line
     from weft.price import Pricer
     from weft.published import accuracy
@@ -61,7 +61,7 @@ def _lines(result: SearchResult, questions: Questions, sizes: ModelSizes | None)
         yield from _block("why not", explain_choice(result, pricer, questions.why_not))
     if questions.emit:
         yield ""
-        yield _emitted(result, questions.emit, sizes)
+        yield _emitted(result, questions.emit, subject)
     if questions.plots:
         yield from _drawn(result, pricer, questions.plots)
 
@@ -77,20 +77,14 @@ def _block(label: str, lines: list[str]) -> Iterator[str]:
         yield f"{label if index == 0 else '':<10}{line}"
 
 
-def _emitted(result: SearchResult, target: str, sizes: ModelSizes | None) -> str:
-    from weft.explain import Launch, emit
+def _emitted(result: SearchResult, name: str, subject: Subject) -> str:
+    from weft.cli._elsewhere import need_sizes
+    from weft.systems import emission_lines, emit, find_system, job_of
 
-    best = result.best[0]
-    return emit(
-        target,
-        Launch(
-            layout=best.layout,
-            global_batch_size=result.global_batch_size,
-            sequence_length=result.profile.sequence_length,
-            devices_per_node=min(node.devices.count for node in result.cluster.nodes),
-            sizes=sizes,
-        ),
-    )
+    system = find_system(name, "--emit")
+    sizes = need_sizes(subject)
+    job = job_of(result, result.best[0], sizes, optimizer=subject.optimizer, steps=subject.steps)
+    return "\n".join(emission_lines(emit(system, job), system.facts))
 
 
 def _drawn(result: SearchResult, pricer: Pricer, folder: Path) -> Iterator[str]:

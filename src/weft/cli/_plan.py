@@ -42,6 +42,8 @@ def plan(
     why_not: str | None = None,
     next: Annotated[bool, _FLAG] = False,  # noqa: A002 - the option is called --next
     emit: str | None = None,
+    for_: Annotated[str | None, Parameter(name="--for")] = None,
+    write_to: Path | None = None,
     plots: Path | None = None,
     dry_run: Annotated[bool, _FLAG] = False,
     rank: Annotated[tuple[int, ...], _FLAG] = (),
@@ -56,7 +58,7 @@ def plan(
     model
         A well-known model instead of a recipe, such as llama-3.1-405b.
     plan
-        TOML file that says how to split the recipe, to look at or to eject; `auto` chooses one.
+        TOML file that says how to split the recipe or the model, to look at, to emit or to eject; `auto` chooses one.
     cluster
         TOML file, or a spec such as 4x8xh100; by default this machine.
     processes
@@ -92,6 +94,11 @@ def plan(
         Also say what would help most beyond the best plan: a larger batch, faster links, more memory.
     emit
         Print how to start the best plan elsewhere: megatron, torchtitan, deepspeed or accelerate.
+    for_
+        Choose among what megatron, torchtitan, deepspeed or accelerate can do, and print how to start it there. With
+        --plan: that plan, or the nearest one that the system can do.
+    write_to
+        With --for: folder for the files of that system, and run.sh.
     plots
         Folder for pictures of the best plan: time, memory, schedule, map.
     dry_run
@@ -112,6 +119,7 @@ def plan(
         price=price,
         runnable=runnable,
         json=json,
+        system=for_,
         questions=Questions(why_not=why_not, next=next, emit=emit, plots=plots),
         pins=tuple(text for text in set if text.startswith("plan.")),
     )
@@ -123,15 +131,16 @@ def plan(
         "--json and a question about the best plan (--why-not, --next, --emit, --plots)",
         "one of them",
     )
+    _refuse_for(for_, write_to, asked, dry_run, eject)
     if model is not None:
         _refuse(dry_run, "--model and --dry-run, which needs a recipe,", "a recipe in place of --model")
         _refuse(recipe is not None, "a recipe and --model", "one of them")
         _refuse(
-            plan != "auto" or processes is not None or eject is not None,
-            "--model and --plan, --processes or --eject, which need a recipe,",
+            processes is not None or eject is not None,
+            "--model and --processes or --eject, which need a recipe,",
             "a recipe in place of --model",
         )
-        _known(model, cluster, (global_batch_size, sequence_length), asked, output)
+        _known(model, plan, cluster, (global_batch_size, sequence_length), asked, output, write_to)
         return
     if recipe is None:
         example = "weft plan --model llama-3.1-8b --cluster 8xh100"
@@ -141,6 +150,9 @@ def plan(
         "a recipe and --global-batch-size or --sequence-length, which belong to --model,",
         "--set recipe.batch.global_batch_size=…",
     )
+    if for_ is not None:
+        _recipe_for(recipe, plan, set, cluster, asked, output, write_to)
+        return
     _recipe(recipe, plan, set, processes, cluster, asked, output, eject, rank if dry_run else None)
 
 
@@ -157,17 +169,70 @@ def _refuse(wrong: bool, given: str, instead: str) -> None:
         raise PlanError(f"weft plan: {given} cannot go together. Use {instead}.")
 
 
+def _refuse_for(system: str | None, folder: Path | None, asked: Asked, dry_run: bool, eject: Path | None) -> None:
+    _refuse(
+        folder is not None and system is None,
+        "--write-to, which writes the files of another system, and no --for",
+        "both, or neither",
+    )
+    is_other = bool(asked.questions.are_asked or asked.deadline or asked.json or dry_run or eject is not None)
+    _refuse(
+        system is not None and is_other,
+        "--for and --json, --deadline, --dry-run, --eject or a question about Weft's best plan",
+        "one of them",
+    )
+
+
 def _known(
-    model: str, spec: str | None, sizes: tuple[int | None, int | None], asked: Asked, output: Path | None
+    model: str,
+    plan: str,
+    spec: str | None,
+    sizes: tuple[int | None, int | None],
+    asked: Asked,
+    output: Path | None,
+    folder: Path | None,
 ) -> None:
-    from weft.cli._search import known_subject, print_search, run_search, write_best
+    from weft.cli._search import given_plan, known_subject, print_search, run_search, write_best
     from weft.cluster import resolve_cluster
 
     cluster = resolve_cluster(spec)
-    result, lines = run_search(known_subject(model, cluster, *sizes), cluster, asked)
+    subject = known_subject(model, cluster, *sizes)
+    given = None if plan == "auto" else given_plan(plan, asked)
+    if asked.system is not None:
+        from weft.cli._elsewhere import run_for
+
+        result, lines = run_for(asked.system, subject, cluster, asked, given, folder)
+    elif given is not None:
+        from weft.cli._elsewhere import run_given
+
+        result, lines = run_given(subject, cluster, asked, given)
+    else:
+        result, lines = run_search(subject, cluster, asked)
     print_search(result, lines, asked)
     if output is not None:
         write_best(result, output, model)
+
+
+def _recipe_for(
+    recipe: Path,
+    plan: str,
+    overrides: tuple[str, ...],
+    cluster: str | None,
+    asked: Asked,
+    output: Path | None,
+    folder: Path | None,
+) -> None:
+    from weft.cli._elsewhere import run_for
+    from weft.cli._search import given_plan, need_subject, print_search, recipe_subject, write_best
+    from weft.cluster import resolve_cluster
+
+    subject = need_subject(recipe_subject(recipe, tuple(t for t in overrides if not t.startswith("plan."))), recipe)
+    given = None if plan == "auto" else given_plan(plan, asked)
+    assert asked.system is not None
+    result, lines = run_for(asked.system, subject, resolve_cluster(cluster), asked, given, folder)
+    print_search(result, lines, asked)
+    if output is not None:
+        write_best(result, output, str(recipe))
 
 
 def _recipe(

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,9 @@ class Asked:
     runnable: bool
     json: bool
     questions: Questions
-    pins: tuple[str, ...]
+    system: str | None = None
+    """Another system, within which to search."""
+    pins: tuple[str, ...] = ()
     """Settings of the plan that `--set` has given."""
 
     @property
@@ -62,11 +64,20 @@ class Subject:
     permit: PermitRecipe | None
     optimizer: OptimizerRecipe | None
     sizes: ModelSizes | None = None
-    """Of a transformer, for other launchers."""
+    """Of a transformer, for other systems."""
     recipe: Recipe | None = None
     """None for a well-known model."""
     described: Described | None = None
     """The recipe's model."""
+    steps: int | None = None
+    """Of the recipe's run."""
+
+
+def given_plan(path: str, asked: Asked) -> Plan:
+    """Return a user's plan, with the settings that `--set` lays over it."""
+    from weft.plan import load_plan
+
+    return load_plan(path, asked.pins)
 
 
 def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_length: int | None) -> Subject:
@@ -104,6 +115,7 @@ def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject | N
         sizes=sizes_of(recipe, described.facts),
         recipe=recipe,
         described=described,
+        steps=recipe.run.steps,
     )
 
 
@@ -128,7 +140,7 @@ def run_search(subject: Subject, cluster: Cluster, asked: Asked) -> tuple[Search
             f"({smallest.tried} sizes searched)"
         )
     lines = [*search_lines(result, top=asked.top, seconds=time.perf_counter() - started), *_unpriced(asked)]
-    answers = [] if asked.json else answer_lines(result, asked.questions, subject.sizes)
+    answers = [] if asked.json else answer_lines(result, asked.questions, subject)
     return result, [*lines, *answers, *_totals(result), *said]
 
 
@@ -193,38 +205,53 @@ def _given(asked: Asked) -> Plan:
     return given
 
 
-def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResult]:
+def chosen_space(subject: Subject, cluster: Cluster, asked: Asked, *, any_system: bool = False) -> Space:
+    """Return what search may choose among, within the settings that were given: of a recipe's own model only what Weft
+    can cut and split, unless it is to be trained by another system (`any_system`)."""
+    from weft.search import pinned, recipe_space, space_of
+
+    given, profile = _given(asked), subject.profile
+    if any_system:
+        profile = replace(profile, can_be_cut=True)
+    elif subject.recipe is not None and subject.described is not None:
+        facts = subject.described.facts
+        return recipe_space(subject.recipe, subject.profile, facts, cluster, given, runnable_only=asked.runnable)
+    space = space_of(
+        profile,
+        cluster,
+        global_batch_size=subject.global_batch_size,
+        permit=subject.permit,
+        runnable_only=asked.runnable,
+    )
+    return pinned(space, given)
+
+
+def search_space(subject: Subject, cluster: Cluster, asked: Asked, space: Space) -> SearchResult:
+    """Return the best plans of a space."""
     from weft.price import DATASHEET, FITTED
     from weft.search import search
 
-    objective, given = _objective(asked), _given(asked)
+    return search(
+        subject.profile,
+        cluster,
+        global_batch_size=subject.global_batch_size,
+        objective=_objective(asked),
+        space=space,
+        optimizer=subject.optimizer,
+        # What was fitted on published runs of accelerators; cores are priced by what was measured of them.
+        calibration=FITTED if cluster.has_accelerators else DATASHEET,
+        top=max(asked.top, 1),
+        given=_given(asked),
+    )
+
+
+def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResult]:
+    _objective(asked)  # complains of what was asked before anything is searched
 
     def searched(cluster: Cluster) -> SearchResult:
-        return search(
-            subject.profile,
-            cluster,
-            global_batch_size=subject.global_batch_size,
-            objective=objective,
-            space=_space(subject, cluster, given, runnable_only=asked.runnable),
-            optimizer=subject.optimizer,
-            # What was fitted on published runs of accelerators; cores are priced by what was measured of them.
-            calibration=FITTED if cluster.has_accelerators else DATASHEET,
-            top=max(asked.top, 1),
-            given=given,
-        )
+        return search_space(subject, cluster, asked, chosen_space(subject, cluster, asked))
 
     return searched
-
-
-def _space(subject: Subject, cluster: Cluster, given: Plan, *, runnable_only: bool) -> Space:
-    """What may be chosen: of a recipe's own model only what nothing forbids."""
-    from weft.search import pinned, recipe_space, space_of
-
-    if subject.recipe is not None and subject.described is not None:
-        facts = subject.described.facts
-        return recipe_space(subject.recipe, subject.profile, facts, cluster, given, runnable_only=runnable_only)
-    space = space_of(subject.profile, cluster, global_batch_size=subject.global_batch_size, runnable_only=runnable_only)
-    return pinned(space, given)
 
 
 def _objective(asked: Asked) -> Objective:

@@ -1,8 +1,5 @@
 """Explain: why a plan is the best one, what it costs and what another would.  Importable without torch."""
 
-from weft.explain._emit import TARGETS as TARGETS
-from weft.explain._emit import Launch as Launch
-from weft.explain._emit import emit as emit
 from weft.explain._next import Change as Change
 from weft.explain._next import next_changes as next_changes
 from weft.explain._plots import PICTURES as PICTURES

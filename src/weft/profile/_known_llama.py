@@ -53,12 +53,14 @@ def _llama() -> Iterator[_Entry]:
         ("30b", 60, 6656, 52, 17920, 32_528_943_616),
         ("65b", 80, 8192, 64, 22016, 65_285_660_672),
     ):
-        yield published(llama(f"llama-{name}", layers, hidden, heads, heads, ffn, 32000, 2048), parameters, _LLAMA1)
+        first = replace(llama(f"llama-{name}", layers, hidden, heads, heads, ffn, 32000, 2048), norm_epsilon=1e-6)
+        yield published(first, parameters, _LLAMA1)
         if name in ("7b", "13b"):
             second = llama(f"llama-2-{name}", layers, hidden, heads, heads, ffn, 32000, 4096)
             yield published(second, parameters, _LLAMA2)
     yield published(llama("llama-2-70b", 80, 8192, 64, 8, 28672, 32000, 4096), 68_976_648_192, _LLAMA2)
-    yield published(llama("codellama-34b", 48, 8192, 64, 8, 22016, 32000, 16384), 33_743_970_304, _CODE)
+    code = replace(llama("codellama-34b", 48, 8192, 64, 8, 22016, 32000, 16384), rotary_base=1e6)
+    yield published(code, 33_743_970_304, _CODE)
     for name, layers, hidden, heads, ffn, parameters in (
         ("8b", 32, 4096, 32, 14336, 8_030_261_248),
         ("70b", 80, 8192, 64, 28672, 70_553_706_496),
@@ -68,10 +70,10 @@ def _llama() -> Iterator[_Entry]:
             if (generation, name) != ("llama-3", "405b"):
                 # Pre-trained with 8,192 tokens per sample; longer contexts were taught afterwards.
                 sizes = llama(f"{generation}-{name}", layers, hidden, heads, 8, ffn, 128_256, 8192)
-                yield published(sizes, parameters, _LLAMA3)
-    small = replace(llama("llama-3.2-1b", 16, 2048, 32, 8, 8192, 128_256, 8192), tied=True)
+                yield published(replace(sizes, rotary_base=5e5), parameters, _LLAMA3)
+    small = replace(llama("llama-3.2-1b", 16, 2048, 32, 8, 8192, 128_256, 8192), tied=True, rotary_base=5e5)
     yield published(small, 1_235_814_400, _LLAMA3)
-    small = replace(llama("llama-3.2-3b", 28, 3072, 24, 8, 8192, 128_256, 8192), tied=True)
+    small = replace(llama("llama-3.2-3b", 28, 3072, 24, 8, 8192, 128_256, 8192), tied=True, rotary_base=5e5)
     yield published(small, 3_212_749_824, _LLAMA3)
 
 
@@ -91,6 +93,7 @@ def _qwen() -> Iterator[_Entry]:
     ):
         sizes = llama(name, layers, hidden, heads, kv_heads, ffn, vocabulary, 4096)
         source = _QWEN25 if name.startswith("qwen2.5") else _QWEN2
+        sizes = replace(sizes, rotary_base=1e6, norm_epsilon=1e-6)
         yield published(replace(sizes, qkv_bias=True, tied=hidden < 3000), parameters, source)
     for name, layers, hidden, heads, ffn, parameters in (
         ("qwen3-0.6b", 28, 1024, 16, 3072, 596_049_920),
@@ -100,7 +103,7 @@ def _qwen() -> Iterator[_Entry]:
         ("qwen3-14b", 40, 5120, 40, 17408, 14_768_307_200),
         ("qwen3-32b", 64, 5120, 64, 25600, 32_762_123_264),
     ):
-        sizes = llama(name, layers, hidden, heads, 8, ffn, 151_936, 4096)
+        sizes = replace(llama(name, layers, hidden, heads, 8, ffn, 151_936, 4096), rotary_base=1e6, norm_epsilon=1e-6)
         yield published(replace(sizes, head_size=128, qk_norm="head", tied=hidden < 4096), parameters, _QWEN3)
 
 
@@ -110,7 +113,9 @@ def _nemotron() -> Iterator[_Entry]:
         ("nemotron-4-340b", 96, 18432, 96, 73728, 341e9, _NEMOTRON_340B),
     ):
         sizes = llama(name, layers, hidden, heads, 8, ffn, 256_000, 4096)
-        yield published(replace(sizes, activation="squared_relu", norm="layer"), parameters, source)
+        yield published(
+            replace(sizes, activation="squared_relu", norm="layer", rotary_fraction=0.5), parameters, source
+        )
 
 
 def _gemma() -> Iterator[_Entry]:
@@ -119,26 +124,31 @@ def _gemma() -> Iterator[_Entry]:
         ("gemma-7b", 28, 3072, 16, 16, 24576, 8_537_680_896),
     ):
         sizes = llama(name, layers, hidden, heads, kv_heads, ffn, 256_000, 8192)
-        yield published(replace(sizes, head_size=256, activation="geglu", tied=True), parameters, _GEMMA)
+        sizes = replace(sizes, head_size=256, activation="geglu", tied=True, norm_epsilon=1e-6)
+        yield published(sizes, parameters, _GEMMA)
     for name, layers, hidden, heads, kv_heads, head_size, ffn, parameters in (
         ("gemma-2-2b", 26, 2304, 8, 4, 256, 9216, 2_614_341_888),
         ("gemma-2-9b", 42, 3584, 16, 8, 256, 14336, 9_241_705_984),
         ("gemma-2-27b", 46, 4608, 32, 16, 128, 36864, 27_227_128_320),
     ):
         sizes = llama(name, layers, hidden, heads, kv_heads, ffn, 256_000, 8192)
-        sizes = replace(sizes, head_size=head_size, activation="geglu", tied=True, norm_placement="both")
+        sizes = replace(
+            sizes, head_size=head_size, activation="geglu", tied=True, norm_placement="both", norm_epsilon=1e-6
+        )
         yield published(replace(sizes, window=4096, full_attention_every=2), parameters, _GEMMA2)
 
 
 def _others() -> Iterator[_Entry]:
     mistral = llama("mistral-7b", 32, 4096, 32, 8, 14336, 32000, 8192)
     yield published(replace(mistral, window=4096), 7_241_732_096, _MISTRAL)
-    yield published(llama("yi-34b", 60, 7168, 56, 8, 20480, 64000, 4096), 34_388_917_248, f"01-ai/Yi-34B, {_OTHERS}")
+    yi = replace(llama("yi-34b", 60, 7168, 56, 8, 20480, 64000, 4096), rotary_base=5e6)
+    yield published(yi, 34_388_917_248, f"01-ai/Yi-34B, {_OTHERS}")
     phi = llama("phi-3-mini", 32, 3072, 32, 32, 8192, 32064, 4096)
     yield published(phi, 3_821_079_552, f"microsoft/Phi-3-mini-4k-instruct, {_OTHERS}")
-    deepseek = llama("deepseek-67b", 95, 8192, 64, 8, 22016, 102_400, 4096)
+    deepseek = replace(llama("deepseek-67b", 95, 8192, 64, 8, 22016, 102_400, 4096), norm_epsilon=1e-6)
     yield published(deepseek, 67.4e9, "DeepSeek-AI 2024, arXiv 2401.02954, table 2")
-    internlm = replace(llama("internlm-7b", 32, 4096, 32, 32, 11008, 103_168, 2048), qkv_bias=True, output_bias=True)
+    internlm = replace(llama("internlm-7b", 32, 4096, 32, 32, 11008, 103_168, 2048), norm_epsilon=1e-6)
+    internlm = replace(internlm, qkv_bias=True, output_bias=True)
     yield published(internlm, 7_321_948_160, f"internlm/internlm-7b, {_OTHERS}")
-    internlm = llama("internlm2-20b", 48, 6144, 48, 8, 16384, 92_544, 32768)
+    internlm = replace(llama("internlm2-20b", 48, 6144, 48, 8, 16384, 92_544, 32768), rotary_base=1e6)
     yield published(internlm, 19_861_149_696, f"internlm/internlm2-20b, {_OTHERS}")

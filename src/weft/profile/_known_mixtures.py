@@ -42,11 +42,12 @@ def mixture(base: ModelSizes, experts: int, top_k: int, width: int, *, shared: i
 
 
 def _plain() -> Iterator[_Entry]:
-    base = llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, 4096)
+    base = replace(llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, 4096), rotary_base=1e6)
     yield published(mixture(base, 8, 2, 14336), 46_702_792_704, _MIXTRAL)
-    base = llama("mixtral-8x22b", 56, 6144, 48, 8, 16384, 32768, 4096)
+    base = replace(llama("mixtral-8x22b", 56, 6144, 48, 8, 16384, 32768, 4096), rotary_base=1e6)
     yield published(mixture(base, 8, 2, 16384), 140_630_071_296, _MIXTRAL)
     base = replace(llama("dbrx", 40, 6144, 48, 8, 10752, 100_352, 4096), norm="layer", norm_bias=False)
+    base = replace(base, rotary_base=5e5)
     yield published(mixture(base, 16, 4, 10752), 131_596_523_520, _DBRX)
     base = replace(llama("grok-1", 64, 6144, 48, 8, 32768, 131_072, 8192), activation="geglu", norm_placement="both")
     yield published(mixture(replace(base, tied=True), 8, 2, 32768), 314e9, _GROK)
@@ -56,6 +57,7 @@ def _plain() -> Iterator[_Entry]:
 
 def _qwen() -> Iterator[_Entry]:
     base = replace(llama("qwen2-57b-a14b", 28, 3584, 28, 4, 18944, 151_936, 4096), qkv_bias=True)
+    base = replace(base, rotary_base=1e6, norm_epsilon=1e-6)
     sizes = replace(mixture(base, 64, 8, 2560, shared=20480), shared_gate=True)
     yield published(sizes, 57.4e9, _QWEN2)
     for name, layers, hidden, heads, width, parameters in (
@@ -63,6 +65,7 @@ def _qwen() -> Iterator[_Entry]:
         ("qwen3-235b-a22b", 94, 4096, 64, 1536, 235_093_634_560),
     ):
         base = replace(llama(name, layers, hidden, heads, 4, 3 * hidden, 151_936, 4096), head_size=128, qk_norm="head")
+        base = replace(base, rotary_base=1e6, norm_epsilon=1e-6)
         yield published(mixture(base, 128, 8, width), parameters, _QWEN3)
 
 
@@ -74,6 +77,7 @@ def _latent(name: str, layers: int, hidden: int, heads: int, ffn: int, vocabular
         rope_head_size=64,
         head_size=192,
         value_head_size=128,
+        norm_epsilon=1e-6,
     )
 
 
@@ -84,7 +88,7 @@ def _deepseek() -> Iterator[_Entry]:
     yield published(mixture(base, 160, 6, 1536, shared=3072, dense=1), 235_741_434_880, _DEEPSEEK2)
     base = replace(_latent("deepseek-v3", 61, 7168, 128, 18432, 129_280, 1536), router_bias=True)
     yield published(mixture(base, 256, 8, 2048, shared=2048, dense=3), 671_026_419_200, _DEEPSEEK3)
-    base = replace(_latent("kimi-k2", 61, 7168, 64, 18432, 163_840, 1536), router_bias=True)
+    base = replace(_latent("kimi-k2", 61, 7168, 64, 18432, 163_840, 1536), router_bias=True, rotary_base=5e4)
     yield published(mixture(base, 384, 8, 2048, shared=2048, dense=1), 1.03e12, _KIMI)
 
 
@@ -104,13 +108,14 @@ def _gpt_oss() -> Iterator[_Entry]:
             attention_sinks=True,
             window=128,
             full_attention_every=2,
+            rotary_base=150_000.0,
         )
         yield published(mixture(base, experts, 4, 2880), parameters, _GPT_OSS)
 
 
 def _llama4() -> Iterator[_Entry]:
-    base = llama("llama-4-scout", 48, 5120, 40, 8, 16384, 202_048, 8192)
+    base = replace(llama("llama-4-scout", 48, 5120, 40, 8, 16384, 202_048, 8192), rotary_base=5e5)
     yield published(mixture(base, 16, 1, 8192, shared=8192), 107.8e9, _LLAMA4)
-    base = llama("llama-4-maverick", 48, 5120, 40, 8, 16384, 202_048, 8192)
+    base = replace(llama("llama-4-maverick", 48, 5120, 40, 8, 16384, 202_048, 8192), rotary_base=5e5)
     sizes = replace(mixture(base, 128, 1, 8192, shared=8192), expert_every=2)
     yield published(sizes, 400.0e9, _LLAMA4)

@@ -82,6 +82,8 @@ def _decoder(shape: DecoderShape) -> ModelSizes:
         sequence_length=shape.sequence_length,
         dropout=shape.dropout,
         tied=shape.tie_embeddings,
+        rotary_base=shape.rope_theta,
+        norm_epsilon=shape.norm_epsilon,
     )
 
 
@@ -95,6 +97,7 @@ def _encoder(shape: EncoderShape) -> ModelSizes:
         dropout=shape.dropout,
         attention_dropout=shape.dropout,
         tied=shape.tie_embeddings,
+        norm_epsilon=shape.norm_epsilon,
     )
 
 
@@ -170,8 +173,17 @@ def _llama(config: Mapping[str, Any], length: int) -> ModelSizes:
         output_bias=biased and kind != "qwen2",
         ffn_bias=bool(config.get("mlp_bias")),
         attention_dropout=float(config.get("attention_dropout") or 0.0),
+        rotary_base=_rotary_base(config),
+        norm_epsilon=float(config.get("rms_norm_eps") or 1e-6),
         tied=bool(config.get("tie_word_embeddings", False)),
     )
+
+
+def _rotary_base(config: Mapping[str, Any]) -> float:
+    """Transformers 5 writes `rope_parameters`, older releases `rope_theta`."""
+    parameters = config.get("rope_parameters")
+    table = parameters if isinstance(parameters, Mapping) else config
+    return float(table.get("rope_theta") or config.get("rope_theta") or 10_000.0)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
 def _gpt2(config: Mapping[str, Any], length: int) -> ModelSizes:

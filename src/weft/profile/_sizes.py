@@ -48,6 +48,10 @@ class ModelSizes:
     full_attention_every: int = 0
     """With `window`: the last of every so many layers sees everything; 0: none does."""
     rotary: bool = True
+    rotary_base: float = 10_000.0
+    """Of the frequencies of rotary positions.  No price knows it; what is emitted for other systems does."""
+    rotary_fraction: float = 1.0
+    """Share of a head's features that rotary positions turn."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """Norms of queries and keys: one weight per feature of a head, or one per feature of all heads."""
     attention_sinks: bool = False
@@ -76,6 +80,7 @@ class ModelSizes:
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool | None = None
     """None: where `norm` is `layer`."""
+    norm_epsilon: float = 1e-5
     norm_placement: Literal["before", "after", "both", "parallel", "parallel_two"] = "before"
     """Before attention and feed-forward; after their residual sums (BERT); on both their sides (Gemma 2); one norm
     before both side by side (GPT-J, Falcon), or two (GPT-NeoX)."""
@@ -102,6 +107,8 @@ class ModelSizes:
         _RULES.at_least(self, 1, "num_layers", "hidden_size", "num_heads", "sequence_length", "num_kv_heads")
         _RULES.at_least(self, 1, "head_size", "value_head_size", "top_k", "expert_every")
         _RULES.between(self, 0, 1, "dropout", "attention_dropout")
+        _RULES.between(self, 0, 1, "rotary_fraction", below=False)
+        _RULES.above_zero(self, "rotary_base", "norm_epsilon")
         if self.head_size is None and self.hidden_size % self.num_heads:
             raise _RULES.refuse(self, "num_heads", f"does not divide hidden_size = {self.hidden_size}. Give head_size.")
         if self.num_heads % self.kv_heads:

@@ -122,7 +122,7 @@ class Finalists:
 
     def _lesser(self, layout: Layout) -> list[tuple[str, tuple[object, ...]]]:
         space, found = self._space, list[tuple[str, tuple[object, ...]]]()
-        if layout.zero == 3 and space.shards is None:
+        if layout.zero == 3 and space.shards is None and space.replicas:
             room = [n for n in divisors(layout.data) if n > 1 and (n * layout.context) % layout.expert == 0]
             found.append(("shard", tuple(room)))
         orders = space.orders or tuple(distinct_orders(layout, self._tiers))

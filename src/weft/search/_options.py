@@ -155,6 +155,8 @@ def ways_of_sharding(space: Space, options: Options) -> list[Way]:
 def _shards(space: Space, data: Ints) -> list[Ints]:
     """Ranks over which ZeRO-3 shards: those of the space, or all data ranks and two sizes between them and 1, which the
     finalists refine to all divisors."""
+    if not space.replicas:
+        return [data]
     if space.shards is not None:
         return [np.where(data % shard == 0, shard, 0) for shard in space.shards if shard > 1]
     powers = int(data.max(initial=1)).bit_length() - 1

@@ -36,6 +36,12 @@ class Space:
     as give all ranks equal shares."""
     fewer_devices: bool = False
     """Whether the rule may also leave half of the data ranks out, again and again: where devices cost money."""
+    even_shares: bool = False
+    """Whether all data ranks must have equally many microbatches: what most other systems demand."""
+    node_size: int | None = None
+    """Devices of a node, where only whole nodes may be used beyond the first; None: any number of devices."""
+    replicas: bool = True
+    """Whether ZeRO-3 may shard over fewer than all data ranks, and keep replicas."""
     microbatch_sizes: tuple[int, ...]
     single_microbatch: bool = False
     """Whether the data ranks must have one microbatch each: statistics of the whole batch (BatchNorm)."""

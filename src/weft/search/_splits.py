@@ -66,6 +66,7 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
     kept = (data >= 1) & (data <= total[row])
     if space.single_microbatch:
         kept &= data == total[row]
+    kept &= _is_permitted(space, total[row], data, data * (tensor * context * pipeline)[row])
     row, data = row[kept], data[kept]
     splits = Splits(
         pipeline=pipeline[row],
@@ -79,6 +80,16 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
     )
     splits, unborrowed = _with_experts(space, splits)
     return splits, Dropped(devices=int((~fits).sum()), batch=int((~kept).sum()), experts=unborrowed)
+
+
+def _is_permitted(space: Space, total: Ints, data: Ints, world: Ints) -> Bools:
+    """Which rows keep the limits on shares and nodes."""
+    permitted = np.ones(len(data), dtype=np.bool_)
+    if space.even_shares:
+        permitted &= total % np.maximum(data, 1) == 0
+    if space.node_size is not None:
+        permitted &= (world <= space.node_size) | (world % space.node_size == 0)
+    return permitted
 
 
 def _product(*values: tuple[int, ...]) -> list[Ints]:

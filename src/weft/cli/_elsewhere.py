@@ -1,0 +1,142 @@
+"""`weft plan --for SYSTEM`, and plans of the user's own for known models."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.cli._search import Asked, Subject, chosen_space, search_space
+from weft.errors import PlanError, RecipeError
+
+if TYPE_CHECKING:
+    from weft.cluster import Cluster
+    from weft.plan import Plan
+    from weft.profile import ModelSizes
+    from weft.search import SearchResult
+
+
+def run_for(
+    system_name: str, subject: Subject, cluster: Cluster, asked: Asked, plan: Plan | None, folder: Path | None
+) -> tuple[SearchResult, list[str]]:
+    """Search within a system, or take the plan where it can; return what was found, and its lines with the command."""
+    from weft.explain import search_lines
+    from weft.systems import emission_lines, emit, find_system, job_of, node_size, search_within, write_emission
+
+    system, started = find_system(system_name), time.perf_counter()
+    sizes = need_sizes(subject)
+    given = None if plan is None else price_plan(subject, cluster, plan)
+    within, said = given, list[str]()
+    reasons = [] if given is None else list(system.refusals(job_of(given, given.best[0], sizes)))
+    if given is None or reasons:
+        near = None if given is None else given.best[0].layout
+        space = chosen_space(subject, cluster, asked, any_system=True)
+        search = partial(search_space, subject, cluster, asked)
+        nearest = search_within(system, sizes, replace(space, node_size=node_size(cluster)), search, near=near)
+        within = nearest.result
+        beside = given or search(space)
+        said += [f"cannot    {reason}" for reason in dict.fromkeys(reasons)]
+        said += _difference(beside, within, system.facts.title, nearest.kept, is_given=given is not None)
+    assert within is not None
+    lines = search_lines(within, top=asked.top, seconds=time.perf_counter() - started)
+    job = job_of(within, within.best[0], sizes, optimizer=subject.optimizer, steps=subject.steps)
+    emission = emit(system, job)
+    if folder is not None:
+        for path in write_emission(emission, folder):
+            print(f"written to {path}", file=sys.stderr)
+    return within, [*lines, *said, *emission_lines(emission, system.facts)]
+
+
+def run_given(subject: Subject, cluster: Cluster, asked: Asked, plan: Plan) -> tuple[SearchResult, list[str]]:
+    """Price a user's plan for a known model; return it, and its lines with the answers to what was asked of it."""
+    from weft.cli._explain import answer_lines
+    from weft.explain import search_lines
+
+    started = time.perf_counter()
+    result = price_plan(subject, cluster, plan)
+    lines = search_lines(result, top=1, seconds=time.perf_counter() - started)
+    return result, [*lines, *([] if asked.json else answer_lines(result, asked.questions, subject))]
+
+
+def need_sizes(subject: Subject) -> ModelSizes:
+    """Return the sizes of a transformer.
+
+    Raises:
+        RecipeError: the model is none.
+    """
+    if subject.sizes is None:
+        raise RecipeError(
+            f"{subject.profile.name} is no transformer whose sizes Weft knows: no other system can be told of it."
+            " Use --eject."
+        )
+    return subject.sizes
+
+
+def _difference(
+    beside: SearchResult, within: SearchResult, title: str, kept: tuple[str, ...], *, is_given: bool
+) -> list[str]:
+    if not beside.best:
+        return []
+    other, best = beside.best[0], within.best[0]
+    more = best.prediction.step_seconds / other.prediction.step_seconds - 1
+    named = "the given plan" if is_given else "Weft's best plan"
+    nearest = f", nearest with its {', '.join(kept)}" if is_given and kept else ""
+    return [
+        f"beside    {named}: {other.prediction.step_seconds:.3g} s/step; {title}{nearest}:"
+        f" {best.prediction.step_seconds:.3g} s/step ({100 * more:+.1f} %)"
+    ]
+
+
+def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
+    """Return a user's plan with its price, as a search that found nothing else.
+
+    Raises:
+        PlanError: it does not fit the model, the batch, the cluster, or its memory.
+    """
+    from weft.price import DATASHEET, FITTED, WEFT, Layout, Pricer, check_layout, model_flops
+    from weft.search import Candidate, Counts, Objective, SearchResult, space_of
+
+    layout = Layout.of(plan)
+    shares = plan.microbatch.shares(plan.mesh.data)
+    samples = plan.microbatch.size * sum(shares)
+    problems = check_layout(subject.profile, cluster, layout)
+    if samples != subject.global_batch_size:
+        problems.append(
+            f"{sum(shares)} microbatches of {plan.microbatch.size} are {samples} samples, and the global batch has"
+            f" {subject.global_batch_size}. Use --global-batch-size {samples}, or microbatch.per_step."
+        )
+    if problems:
+        raise PlanError("the plan does not fit:\n" + "\n".join(f"- {problem}" for problem in problems))
+    calibration = FITTED if cluster.has_accelerators else DATASHEET
+    pricer = Pricer(subject.profile, cluster, WEFT, calibration)
+    objective = Objective()
+    if layout.pipeline > 1 and layout.cuts is None:
+        cuts = pricer.whole(layout).cuts(layout)
+        plan = replace(plan, pipeline_parallel=replace(plan.pipeline_parallel, cuts=cuts))
+    prediction = pricer.predict(layout, exact=True)
+    step, tokens = prediction.step_seconds, subject.global_batch_size * subject.profile.sequence_length
+    pessimistic = objective.pessimistic_seconds(step, prediction.spread)
+    peak = pricer.device(layout).peak(layout.precision) * layout.world_size
+    candidate = Candidate(
+        layout=layout,
+        prediction=prediction,
+        plan=plan,
+        score=objective.score(pessimistic, layout.world_size),
+        pessimistic_seconds=pessimistic,
+        tokens_per_second=tokens / step,
+        model_flops_utilization=model_flops(subject.profile) * subject.global_batch_size / (peak * step),
+    )
+    return SearchResult(
+        profile=subject.profile,
+        cluster=cluster,
+        global_batch_size=subject.global_batch_size,
+        objective=objective,
+        space=space_of(subject.profile, cluster, global_batch_size=subject.global_batch_size),
+        stack=pricer.stack,
+        calibration=calibration,
+        best=(candidate,),
+        counts=Counts(searched=1, invalid={}, memory_bound=0, time_bound=0, estimated=0, priced=1, out_of_memory=0),
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch._guards import detect_fake_mode  # pyright: ignore[reportPrivateImportUsage]
 
 from weft.errors import PlanError
 from weft.parallel._context import StepContext
@@ -51,7 +52,7 @@ def without_draws(context: StepContext, device: torch.device, what: str) -> Gene
     Raises:
         PlanError: it has, and the plan is not one process with the whole batch at once.
     """
-    if context.is_alone:
+    if context.is_alone or detect_fake_mode() is not None:  # in a dry run nothing has values, and torch draws for itself
         yield
         return
     before = Generators.now(device)

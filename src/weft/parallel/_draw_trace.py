@@ -226,7 +226,8 @@ class _Recorder(TorchDispatchMode):
         drawn = is_draw(func, args, given)
         if drawn:
             given = {**given, "generator": None} if "generator" in given else given
-        result = self._stand_ins.run(func, args, given, name)
+        with _torchs_own_kept(func):
+            result = self._stand_ins.run(func, args, given, name)
         turned = isinstance(result, Tensor) and self._look(func.overloadpacket.__name__ in _VIEWS, args, result)
         if drawn and not ignored:
             op = func.overloadpacket.__name__
@@ -255,6 +256,17 @@ class _Recorder(TorchDispatchMode):
 def _identity(tensor: Tensor) -> tuple[int, torch.Size]:
     storage = tensor.untyped_storage()
     return storage._cdata, tensor.shape  # pyright: ignore[reportPrivateUsage]  # meta storages have no address
+
+
+@contextmanager
+def _torchs_own_kept(func: Any) -> Generator[None]:
+    """Put Python's generator back after a collective: without values torch draws a number for each from it."""
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        yield
+        return
+    state = random.getstate()
+    yield
+    random.setstate(state)
 
 
 def _foreign_states() -> tuple[Any, Any]:

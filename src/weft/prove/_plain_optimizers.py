@@ -46,7 +46,7 @@ class _Written(torch.optim.Optimizer):
         self._settings = settings
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  no closure here
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -52,7 +52,7 @@ def without_draws(context: StepContext, device: torch.device, what: str) -> Gene
     Raises:
         PlanError: it has, and the plan is not one process with the whole batch at once.
     """
-    if context.is_alone or detect_fake_mode() is not None:  # in a dry run nothing has values, and torch draws for itself
+    if context.is_alone or detect_fake_mode() is not None:  # a dry run draws nothing
         yield
         return
     before = Generators.now(device)

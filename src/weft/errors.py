@@ -65,6 +65,12 @@ class LaunchError(WeftError):
 class CollectiveError(WeftError):
     """A collective failed, timed out, or was called differently on different ranks."""
 
+    def __init__(self, message: str = "", *, advice: str = "", setting: Setting | None = None, status: int = 2) -> None:
+        """`advice` is for a program that forms its groups itself; it follows the message."""
+        super().__init__(f"{message} {advice}" if advice else message, setting=setting, status=status)
+        self.fault = message
+        """The message without the advice: for runs whose groups Weft forms, whose user could not follow it."""
+
 
 class CheckpointError(WeftError):
     """A checkpoint is missing, torn, or does not fit the model."""

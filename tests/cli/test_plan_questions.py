@@ -91,3 +91,51 @@ def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
     assert message in complaint(capsys, "plan", *arguments)
+
+
+SMALL = ("plan", "--model", "llama-3.2-1b", "--cluster", "8xa100", "--global-batch-size", "32", "--set",
+         "plan.mesh.context=1")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("system", "words"),
+    [
+        ("megatron", ("pretrain_gpt.py", "--swiglu", "--global-batch-size 32")),
+        ("torchtitan", ("torchtitan", "torchrun")),
+        ("deepspeed", ("deepspeed", "train_micro_batch_size_per_gpu")),
+        ("accelerate", ("accelerate launch",)),
+    ],
+)
+def test_a_plan_within_another_system(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, system: str, words: tuple[str, ...]
+) -> None:
+    text = said(capsys, *SMALL, "--for", system, "--write-to", str(tmp_path / "job"))
+    assert "Weft's best plan" in text, "the difference in time is said"
+    assert "not run yet" not in text, "what Weft cannot run is no matter for another system"
+    for word in words:
+        assert word in text
+    files = [path for path in (tmp_path / "job").rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        if path.suffix == ".py":
+            compile(path.read_text(), str(path), "exec")
+
+
+def test_a_plan_that_a_system_cannot_run_gets_reasons_and_the_nearest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text("[mesh]\nshard = 8\n[data_parallel]\nzero = 3\n[microbatch]\nsize = 2\nper_step = 2\n"
+                    '[compute]\nprecision = "bf16"\n')  # fmt: skip
+    text = said(capsys, *SMALL[:-2], "--plan", str(path), "--for", "megatron")
+    assert "cannot    " in text
+    assert "the given plan" in text
+    assert "pretrain_gpt.py" in text
+    text = said(capsys, *SMALL[:-2], "--plan", str(path))
+    assert "llama-3.2-1b" in text
+    path.write_text(path.read_text().replace("size = 2\nper_step = 2", "size = 4\nper_step = 1"))
+    text = complaint(capsys, "plan", "--model", "llama-3.1-70b", "--cluster", "8xa100", "--global-batch-size", "32",
+                     "--plan", str(path))  # fmt: skip
+    assert "GiB may be filled" in text

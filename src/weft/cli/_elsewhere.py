@@ -41,7 +41,7 @@ def run_for(
         said += [f"cannot    {reason}" for reason in dict.fromkeys(reasons)]
         said += _difference(beside, within, system.facts.title, nearest.kept, is_given=given is not None)
     assert within is not None
-    lines = search_lines(within, top=asked.top, seconds=time.perf_counter() - started)
+    lines = search_lines(within, top=asked.top, seconds=time.perf_counter() - started, marks=False)
     job = job_of(within, within.best[0], sizes, optimizer=subject.optimizer, steps=subject.steps)
     emission = emit(system, job)
     if folder is not None:
@@ -117,6 +117,13 @@ def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
         cuts = pricer.whole(layout).cuts(layout)
         plan = replace(plan, pipeline_parallel=replace(plan.pipeline_parallel, cuts=cuts))
     prediction = pricer.predict(layout, exact=True)
+    if not prediction.fits:
+        need, usable = prediction.fullest.device / 2**30, prediction.usable_bytes / 2**30
+        raise PlanError(
+            f"the plan needs {need:.1f} GiB on its fullest device, and {usable:.1f} of"
+            f" {prediction.device_bytes / 2**30:.1f} GiB may be filled. Search what fits: leave --plan out, or give"
+            " fewer of its settings with --set."
+        )
     step, tokens = prediction.step_seconds, subject.global_batch_size * subject.profile.sequence_length
     pessimistic = objective.pessimistic_seconds(step, prediction.spread)
     peak = pricer.device(layout).peak(layout.precision) * layout.world_size

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from weft.data import PreparedData, data_shape, open_data
 from weft.describe import build_blueprint
 from weft.engine import Outcome, Trainer, create_training
 from weft.entry._facts import facts_of_blueprint
+from weft.errors import CollectiveError
 from weft.launch import Place, initialise_distributed
 from weft.plan import Plan, check_plan, load_plan
 from weft.recipe import Recipe, load_recipe
@@ -31,6 +33,15 @@ def run_rank(place: Place, *, folder: str, prepared: str, resume: str | None, qu
     if place.rank != 0:
         return None
     return {**asdict(outcome), "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint)}
+
+
+@contextmanager
+def _own_groups() -> Generator[None]:
+    """Leave out of errors what a program is told that forms its groups itself: here Weft does."""
+    try:
+        yield
+    except CollectiveError as error:
+        raise CollectiveError(error.fault, status=error.status) from error
 
 
 def train_rank(
@@ -83,6 +94,7 @@ def train_rank(
         )
         if resume is not None:
             trainer.resume(None if resume == "latest" else Path(resume))
-        outcome = trainer.run()
+        with _own_groups():
+            outcome = trainer.run()
         training.close()  # not after an error, when others may be gone whose messages it would wait for
         return outcome

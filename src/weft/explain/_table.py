@@ -18,21 +18,22 @@ _LEFT = ("schedule", "recompute", "why not first")
 _LARGEST_TERMS = 2
 
 
-def search_lines(result: SearchResult, *, top: int, seconds: float) -> list[str]:
+def search_lines(result: SearchResult, *, top: int, seconds: float, marks: bool = True) -> list[str]:
     """Return what a search found, in lines: model and cluster, how many plans there were, and the best of them.
 
     Args:
         seconds: that the search took.
+        marks: whether plans that Weft's own engine cannot run yet are marked; for another system that says nothing.
     """
-    return [*_heading(result, seconds), "", *plan_table(result, top=top)]
+    return [*_heading(result, seconds), "", *plan_table(result, top=top, marks=marks)]
 
 
-def plan_table(result: SearchResult, *, top: int) -> list[str]:
-    """Return the best plans, one a line; they differ in their axes or in the ZeRO stage."""
+def plan_table(result: SearchResult, *, top: int, marks: bool = True) -> list[str]:
+    """Return the best plans, one a line; they differ in their axes or in the ZeRO stage.  See `search_lines`."""
     chosen = result.best[:top]
     if not chosen:
         return ["no plan fits into memory"]
-    rows = [_HEADINGS, *(_row(place, each, chosen[0]) for place, each in enumerate(chosen, start=1))]
+    rows = [_HEADINGS, *(_row(place, each, chosen[0], marks) for place, each in enumerate(chosen, start=1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = [
         "  ".join(
@@ -41,8 +42,8 @@ def plan_table(result: SearchResult, *, top: int) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-    marks = list(dict.fromkeys(reason for each in chosen for reason in each.not_runnable))
-    notes = [f"* {reason}" for reason in marks]
+    reasons = dict.fromkeys(reason for each in chosen for reason in each.not_runnable if marks)
+    notes = [f"* {reason}" for reason in reasons]
     definition = (
         "MFU: the model's FLOPs, forward and backward, nothing computed again, causal attention counted half, over the "
         "devices' dense peak in the plan's precision"
@@ -101,12 +102,12 @@ def _heading(result: SearchResult, seconds: float) -> Iterator[str]:
     )
 
 
-def _row(place: int, candidate: Candidate, first: Candidate) -> tuple[str, ...]:
+def _row(place: int, candidate: Candidate, first: Candidate, marks: bool) -> tuple[str, ...]:
     layout, prediction = candidate.layout, candidate.prediction
     step = f"{_seconds(prediction.step_seconds)} ±{100 * prediction.spread:.0f}%"
     memory = f"{prediction.fullest.device / 2**30:.1f} / {prediction.device_bytes / 2**30:.0f} GiB"
     return (
-        f"{place}{'*' if candidate.not_runnable else ' '}",
+        f"{place}{'*' if marks and candidate.not_runnable else ' '}",
         str(layout.pipeline),
         _data(layout),
         str(layout.context),

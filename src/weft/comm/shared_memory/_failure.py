@@ -21,35 +21,36 @@ def explain(failure: Failure, call: Call | Message | None, ranks: Sequence[int],
     who = _name(failure.culprit, ranks)
     match failure.trouble:
         case Trouble.DIED:
-            text = f"{what} cannot be finished: the process of {who} has died. {_AGAIN}, with another in its place."
+            text = f"{what} cannot be finished: the process of {who} has died."
         case Trouble.LEFT:
             text = (
                 f"{what} cannot be finished: {who} has left the group (destroy_process_group, or the end of its"
-                f" program) without making this call. {_AGAIN}."
+                f" program) without making this call."
             )
         case Trouble.DEADLINE:
             text = (
                 f"{what} timed out: it was not finished in {seconds:g} s: {who} has not come. It may be stopped, busy,"
                 f" or waiting in another group. If it was only slow, give its groups a longer timeout"
-                f" (compute.collective_timeout_seconds in the plan). {_AGAIN}."
+                f" (compute.collective_timeout_seconds in the plan)."
             )
         case Trouble.MISMATCH if isinstance(call, Message):
             detail = f", which {failure.detail}" if failure.detail else ""
             text = (
                 f"{what} does not fit what {who} did{detail}. A message must be received in a tensor of as many bytes"
-                f" as were sent, and messages of one tag in the order in which they are sent. {_AGAIN}."
+                f" as were sent, and messages of one tag in the order in which they are sent."
             )
         case Trouble.MISMATCH:
             detail = f": {failure.detail}" if failure.detail else ""
             text = (
                 f"{what} does not fit what {who} called at the same place in their order{detail}. All ranks of a group"
-                f" must make the same calls, in one order, with equal sizes. {_AGAIN}."
+                f" must make the same calls, in one order, with equal sizes."
             )
         case Trouble.ABORTED:
-            text = f"{what} was given up: {_name(failure.reporter, ranks)} aborted the group. {_AGAIN}."
+            text = f"{what} was given up: {_name(failure.reporter, ranks)} aborted the group."
         case _:
-            text = f"{what} cannot be made: this rank has left the group."
-    return CollectiveError(text, status=1)
+            return CollectiveError(f"{what} cannot be made: this rank has left the group.", status=1)
+    another = ", with another in its place" if failure.trouble is Trouble.DIED else ""
+    return CollectiveError(text, advice=f"{_AGAIN}{another}.", status=1)
 
 
 def explain_forming(failure: Failure, ranks: Sequence[int], here: int, seconds: float) -> CollectiveError:

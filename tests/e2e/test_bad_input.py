@@ -158,7 +158,7 @@ RECIPES = {
     ),
     "factory of a missing module": (factory("no_module:build"), "there is no module no_module. Install its package"),
     "missing factory": (factory("bad_models:lineer"), r"bad_models has no lineer. Did you mean linear\?"),
-    "factory of a number": (factory("bad_models:number"), "returned a int. Return a torch.nn.Module or a weft"),
+    "factory of a number": (factory("bad_models:number"), "returns a int: bad_models.number.. was not called"),
     "factory that raises": (factory("bad_models:broken"), "raised ValueError: no such width. Make bad_models.broken"),
     "factory with other arguments": (
         factory("bad_models:linear", "arguments = { widht = 3 }"),

@@ -108,7 +108,8 @@ def test_only_a_plan_near_its_limit_is_tried() -> None:
     choice = choose_plan(recipe, parse_cluster_spec("1x1xh100"), facts, 1, profile=profile_of(recipe, facts))
     assert not is_tight(choice)
     first = choice.rivals[0]
-    tight = replace(first, prediction=replace(first.prediction, usable_bytes=1.1 * first.prediction.fullest.device))
+    needed = first.prediction.fullest.device
+    tight = replace(first, prediction=replace(first.prediction, usable_bytes=1.1 * needed, margin_bytes=0.0))
     full = replace(choice, rivals=(tight,))
     assert is_tight(full)
     assert not is_tight(replace(full, rivals=()))

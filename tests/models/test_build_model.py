@@ -59,7 +59,7 @@ def test_a_blueprint_is_taken_as_it_is() -> None:
         ("weft.modles:build", "there is no module weft.modles"),
         ("factory_examples:clasifier", "has no clasifier. Did you mean classifier"),
         ("factory_examples:number", "is a int, which cannot be called"),
-        ("factory_examples:text", "returned a str"),
+        ("factory_examples:text", "says that it returns a str"),
         ("factory_examples:broken", "raised OSError: disk on fire"),
         ("factory_examples:on_meta", "on the meta device"),
         ("factory_examples:Strange", r"no batch field fits \(left, right\)"),

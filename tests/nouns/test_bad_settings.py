@@ -183,7 +183,6 @@ def test_a_bad_plan_says_where_and_what_to_change(old: str, new: str, message: s
 )
 def test_files_that_cannot_be_read(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     load: Callable[[Path], object],
     error: type[WeftError],
     noun: str,
@@ -203,13 +202,10 @@ def test_files_that_cannot_be_read(
         load(tmp_path / "recipe.toml" / "recipe.toml")
     with pytest.raises(error, match=rf"is a folder, not a {noun} file. It holds recipe.toml."):
         load(tmp_path)
-
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root, who runs some test machines, may read everything
-    with pytest.raises(error, match="recipe.toml cannot be read: Permission denied."):
-        load(tmp_path / "recipe.toml")
+    # Root, who runs some test machines, may read every file; the first byte of this one not even root.
+    (tmp_path / "broken.toml").symlink_to("/proc/self/mem")
+    with pytest.raises(error, match="broken.toml cannot be read: Input/output error."):
+        load(tmp_path / "broken.toml")
 
 
 @pytest.mark.parametrize(

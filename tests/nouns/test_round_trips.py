@@ -49,7 +49,7 @@ sizes = st.integers(1, 10**12)
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 below_one = st.floats(0, 1, exclude_max=True)
-scalars = st.one_of(texts, st.integers(), st.booleans(), st.floats(allow_nan=False))
+scalars = st.one_of(texts, st.integers(-(2**63) + 1, 2**63 - 1), st.booleans(), st.floats(allow_nan=False))
 
 
 def some(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -124,7 +124,7 @@ recipes = st.builds(
     batch=st.builds(BatchRecipe, global_batch_size=sizes),
     optimizer=optimizers,
     run=st.builds(RunRecipe, steps=sizes, seed=st.integers(0, 2**63 - 1), evaluate_every=some(sizes)),
-    permit=st.builds(PermitRecipe, precision=st.sampled_from([("fp32",), ("bf16", "fp16")]), staleness=st.integers(0)),
+    permit=st.builds(PermitRecipe, precision=st.sampled_from([("fp32",), ("bf16", "fp16")]), staleness=st.integers(0, 2**63 - 1)),
     origins=st.just({}),
 )
 words = st.sampled_from(["none", "selective", "full"])

@@ -16,7 +16,7 @@ from weft.errors import Setting, WeftError, did_you_mean
 HIDDEN: Mapping[str, bool] = {"in_document": False}
 """`field(metadata=HIDDEN)`: a field that is no setting: neither read nor written."""
 
-_LARGEST_WHOLE = 10**18
+_LARGEST_WHOLE = 2**63
 """Nothing that is counted is as many, and sums and products of what is below stay numbers."""
 
 
@@ -79,7 +79,7 @@ def conform_value(hint: Any, value: Any, path: Path) -> Any:
 
 def _conform_plain(hint: Any, value: Any, path: Path) -> Any:
     if isinstance(value, int) and abs(value) >= _LARGEST_WHOLE:
-        raise Mismatch(path, value, f"is not {describe(hint)} below 10^18. Write a smaller one.")
+        raise Mismatch(path, value, f"is not {describe(hint)} of 64 bits, as TOML has. Write a smaller one.")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     is_right = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

@@ -176,6 +176,8 @@ class UserOptimizer(ShardOptimizer):
             for name, value in group.values.items():
                 if name not in mine or isinstance(value, bool) != isinstance(mine[name], bool):
                     raise group.fail(name, "a setting of the optimizer's group")
+                if isinstance(value, bool):
+                    continue
                 if isinstance(value, int | float) and isinstance(mine[name], int | float):
                     group.number(name, least=-1e30, most=1e30)
                 elif type(value) is not type(mine[name]):

@@ -99,8 +99,8 @@ class StoppedProcesses:
         first = self._stopped.get(first.pid, first)
         return (
             f"{first} was stopped by a signal (SIGSTOP), and the others waited for it in vain, so the run has ended."
-            f" Continue a stopped process with kill -CONT {first.pid} within compute.collective_timeout_seconds ="
-            f" {self.patience_seconds:g}. What was saved is kept; the run can be resumed."
+            f" Continue a stopped process with kill -CONT {first.pid} before collectives time out (a plan's"
+            " compute.collective_timeout_seconds). What was saved is kept; the run can be resumed."
         )
 
     def rank_of_cause(self) -> int:

@@ -81,7 +81,7 @@ def _check_makes_models(path: str, function: Callable[..., Any], arguments: Mapp
     else:
         found = getattr(function, "__annotations__", {}).get("return", Any)
         name = "None" if found is None else found if isinstance(found, str) else getattr(found, "__name__", "")
-        problem = "says that it returns something else" if name in _NO_MODELS else None
+        problem = f"says that it returns a {name}" if name in _NO_MODELS else None
     if problem is not None:
         raise RecipeError(
             f'model.factory = "{path}" {problem}: {_spell_call(path, arguments)} was not called.'

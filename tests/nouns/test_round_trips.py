@@ -124,7 +124,9 @@ recipes = st.builds(
     batch=st.builds(BatchRecipe, global_batch_size=sizes),
     optimizer=optimizers,
     run=st.builds(RunRecipe, steps=sizes, seed=st.integers(0, 2**63 - 1), evaluate_every=some(sizes)),
-    permit=st.builds(PermitRecipe, precision=st.sampled_from([("fp32",), ("bf16", "fp16")]), staleness=st.integers(0, 2**63 - 1)),
+    permit=st.builds(
+        PermitRecipe, precision=st.sampled_from([("fp32",), ("bf16", "fp16")]), staleness=st.integers(0, 2**63 - 1)
+    ),
     origins=st.just({}),
 )
 words = st.sampled_from(["none", "selective", "full"])

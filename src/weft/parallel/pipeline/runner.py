@@ -210,9 +210,11 @@ class _Progress:
         self._next = len(part_of) - 1
 
     def before_whole_backward(self, action: Action) -> None:
+        is_last = self._last_backward[action.stage] == action
         self._remaining[action.stage] -= action.kind == "B"
-        self._observer.on_backward(self._part_of[action.stage], self._remaining[action.stage])
-        if self._last_backward[action.stage] == action:
+        # Where a schedule splits some backwards, only the last comes here, and it may be one of either kind.
+        self._observer.on_backward(self._part_of[action.stage], 0 if is_last else self._remaining[action.stage])
+        if is_last:
             self._observer.on_last_forward(self._part_of[action.stage])
 
     def after(self, action: Action) -> None:

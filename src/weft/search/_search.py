@@ -61,7 +61,7 @@ def search(
     stack: Stack = WEFT,
     calibration: Calibration = FITTED,
     top: int = 5,
-    finalists: int = 80,
+    finalists: int = 160,
     pricer: Pricer | None = None,
     given: Plan | None = None,
 ) -> SearchResult:

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
@@ -211,6 +210,8 @@ def _processor() -> str:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # with its e-mail parser a tenth of what plans import
+
     try:
         return version(package)
     except PackageNotFoundError:  # run from a source tree

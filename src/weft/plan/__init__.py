@@ -49,6 +49,7 @@ from weft.plan._reductions import reduction_rounds as reduction_rounds
 from weft.plan._schedules import SPLIT_BACKWARD as SPLIT_BACKWARD
 from weft.plan._schedules import Action as Action
 from weft.plan._schedules import Orders as Orders
+from weft.plan._schedules import PricedSchedule as PricedSchedule
 from weft.plan._schedules import Timeline as Timeline
 from weft.plan._schedules import bubble_seconds as bubble_seconds
 from weft.plan._schedules import check_schedule as check_schedule

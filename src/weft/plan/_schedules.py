@@ -4,8 +4,8 @@ A model is cut into `pipeline × chunks` stages.  Every rank works through its o
 what it needs from other ranks, so a list is an order, not a timetable.
 
 Sources: GPipe, Huang et al. 2019 (arXiv 1811.06965); 1F1B, Narayanan et al. 2019 (PipeDream) and 2021 (with the
-interleaving, arXiv 2104.04473); the split backward, ZB-H1 and ZB-V, Qi et al. 2024 (arXiv 2401.10241, 2405.15362);
-DualPipeV, DeepSeek-V3 (arXiv 2412.19437) cut in half.
+interleaving, arXiv 2104.04473); the split backward, ZB-H1, ZB-H2 and ZB-V, Qi et al. 2024 (arXiv 2401.10241,
+2405.15362); DualPipeV, DeepSeek-V3 (arXiv 2412.19437) cut in half.
 
 Interleaved and V schedules are defined for some numbers of microbatches only.  Other numbers take the order of the next
 one that is, without the surplus microbatches: leaving out whole microbatches never breaks an order.
@@ -22,15 +22,19 @@ from weft.errors import PlanError
 from weft.plan._plan import Schedule
 
 ActionKind = Literal["F", "B", "I", "W"]
+PricedSchedule = Schedule | Literal["zero_bubble_2p"]
+"""With one of other systems, which can be priced but not run here: `zero_bubble_2p` is ZB-H2, which fills the pipeline
+with twice the microbatches and lets every rank begin the next step as soon as it has ended this one."""
 
-SPLIT_BACKWARD: frozenset[Schedule] = frozenset({"interleaved_zero_bubble", "zbv", "dualpipev"})
+SPLIT_BACKWARD: frozenset[PricedSchedule] = frozenset({"interleaved_zero_bubble", "zero_bubble_2p", "zbv", "dualpipev"})
 """Schedules whose backward comes in two passes: gradients of the inputs first, of the weights later."""
 
-_CHUNKS: dict[Schedule, tuple[int, int | None]] = {
+_CHUNKS: dict[PricedSchedule, tuple[int, int | None]] = {
     "gpipe": (1, 1),
     "1f1b": (1, 1),
     "interleaved_1f1b": (2, None),
     "interleaved_zero_bubble": (1, None),
+    "zero_bubble_2p": (1, 1),
     "zbv": (2, 2),
     "dualpipev": (2, 2),
 }
@@ -52,12 +56,12 @@ Orders = tuple[tuple[Action, ...], ...]
 """Actions of each pipeline rank."""
 
 
-def chunk_limits(schedule: Schedule) -> tuple[int, int | None]:
+def chunk_limits(schedule: PricedSchedule) -> tuple[int, int | None]:
     """Return the least and the most chunks per rank of a schedule; None is no limit."""
     return _CHUNKS[schedule]
 
 
-def check_schedule(schedule: Schedule, pipeline: int, chunks: int) -> None:
+def check_schedule(schedule: PricedSchedule, pipeline: int, chunks: int) -> None:
     """Raise unless the schedule exists with so many chunks per rank.
 
     Raises:
@@ -76,7 +80,7 @@ def check_schedule(schedule: Schedule, pipeline: int, chunks: int) -> None:
         )
 
 
-def stage_ranks(schedule: Schedule, pipeline: int, chunks: int) -> tuple[int, ...]:
+def stage_ranks(schedule: PricedSchedule, pipeline: int, chunks: int) -> tuple[int, ...]:
     """Pipeline rank of each stage: round and round, or down and up again for the V-shaped schedules."""
     stages = range(pipeline * chunks)
     if schedule in ("zbv", "dualpipev"):
@@ -84,7 +88,7 @@ def stage_ranks(schedule: Schedule, pipeline: int, chunks: int) -> tuple[int, ..
     return tuple(stage % pipeline for stage in stages)
 
 
-def schedule_orders(schedule: Schedule, pipeline: int, chunks: int, microbatches: int) -> Orders:
+def schedule_orders(schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int) -> Orders:
     """Return every rank's actions for a training step.
 
     Raises:
@@ -98,7 +102,7 @@ def schedule_orders(schedule: Schedule, pipeline: int, chunks: int, microbatches
     )
 
 
-def forward_orders(schedule: Schedule, pipeline: int, chunks: int, microbatches: int) -> Orders:
+def forward_orders(schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int) -> Orders:
     """Return every rank's actions for an evaluation: forwards only, in rounds of as many microbatches as ranks."""
     check_schedule(schedule, pipeline, chunks)
     ranks = stage_ranks(schedule, pipeline, chunks)
@@ -186,6 +190,24 @@ def _interleaved_zero_bubble(pipeline: int, chunks: int, microbatches: int, rank
             yield Action("W", *put_off.popleft())
     for weights in put_off:
         yield Action("W", *weights)
+
+
+def _zero_bubble_2p(pipeline: int, chunks: int, microbatches: int, rank: int) -> Iterator[Action]:
+    """ZB-H2: early ranks go as many forwards ahead as fill the wait for the first gradient, late ones put off as many
+    weight passes: every rank holds 2p - 1 microbatches."""
+    del chunks
+    ahead = min(2 * (pipeline - 1 - rank), microbatches)
+    put_off: deque[int] = deque()
+    yield from (Action("F", rank, microbatch) for microbatch in range(ahead))
+    for microbatch in range(microbatches):
+        steady = microbatch < microbatches - ahead
+        if steady:
+            yield Action("F", rank, ahead + microbatch)
+        yield Action("I", rank, microbatch)
+        put_off.append(microbatch)
+        if len(put_off) > 2 * rank or not steady:
+            yield Action("W", rank, put_off.popleft())
+    yield from (Action("W", rank, microbatch) for microbatch in put_off)
 
 
 class _VOrder:
@@ -296,11 +318,12 @@ def _dualpipev(pipeline: int, chunks: int, microbatches: int, rank: int) -> list
     return order.actions
 
 
-_ORDERS: dict[Schedule, Callable[[int, int, int, int], Iterator[Action] | list[Action]]] = {
+_ORDERS: dict[PricedSchedule, Callable[[int, int, int, int], Iterator[Action] | list[Action]]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
     "interleaved_1f1b": _one_forward_one_backward,
     "interleaved_zero_bubble": _interleaved_zero_bubble,
+    "zero_bubble_2p": _zero_bubble_2p,
     "zbv": _zbv,
     "dualpipev": _dualpipev,
 }
@@ -362,7 +385,7 @@ def simulate(orders: Orders, cost_seconds: Callable[[Action], float], transfer_s
 
 
 def bubble_seconds(
-    schedule: Schedule, pipeline: int, forward_seconds: float, input_seconds: float, weight_seconds: float
+    schedule: PricedSchedule, pipeline: int, forward_seconds: float, input_seconds: float, weight_seconds: float
 ) -> float:
     """The bubble of a step for equal stages whose passes take these times, communication left out.
 
@@ -375,6 +398,8 @@ def bubble_seconds(
     ranks = pipeline - 1
     if schedule == "zbv":
         return ranks * max(forward_seconds, input_seconds, weight_seconds)
+    if schedule == "zero_bubble_2p":
+        return ranks * max(0.0, forward_seconds + input_seconds - 2 * weight_seconds)
     if schedule in ("interleaved_zero_bubble", "dualpipev"):
         return ranks * (forward_seconds + input_seconds - weight_seconds)
     return ranks * (forward_seconds + input_seconds + weight_seconds)

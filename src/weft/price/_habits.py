@@ -19,6 +19,8 @@ class MemoryHabits:
     """Held at once per element of the logits, around the loss.  14: logits and an fp32 copy (2 + 4) or, in backward,
     logits, log-probabilities and two gradients of fp32 (2 + 4 + 4 + 4), as PyTorch's cross-entropy of 16-bit logits
     does."""
+    parallel_logit_bytes: float | None = None
+    """The same where the tensor axis shares out the vocabulary and the loss is computed in parts; None: as many."""
     gathered_logit_bytes: float | None = None
     """Where every rank of the tensor axis computes the loss of the whole vocabulary: held besides per element, for the
     shards that come from other ranks.  None: each rank does so for its own part."""
@@ -103,7 +105,16 @@ HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
             fused_norms=True, fused_activations=False, bucket_copies=0.0, accumulates_whole=True, holds_gathered=True
         ),
         "fsdp": _FSDP,
-        "torchtitan": replace(_FSDP, selective="alternate", keeps_gathered=True),
+        # Its loss in parts (torch.distributed.tensor.parallel.loss) adds gradient and exponentials apart: 4 bytes more.
+        # In a pipeline `reshard_after_forward` is off, and FSDP2 sums whole gradients in fp32 until the last microbatch.
+        "torchtitan": replace(
+            _FSDP,
+            selective="alternate",
+            keeps_gathered=True,
+            parallel_logit_bytes=18.0,
+            accumulates_whole=True,
+            holds_gathered=True,
+        ),
         "fms-fsdp": _FSDP,
         # Its fused loss works on 16-bit logits in place.
         "llm-foundry": replace(_FSDP, logit_bytes=6.0),

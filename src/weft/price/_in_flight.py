@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from weft.plan import Schedule
+from weft.plan import PricedSchedule
 
 
-def in_flight(schedule: Schedule, pipeline: int, chunks: int, microbatches: int, rank: int) -> tuple[int, ...]:
+def in_flight(schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, rank: int) -> tuple[int, ...]:
     """Return, for each of the rank's chunks, the microbatches whose activations wait at the fullest moment.
 
     Their sum is what `weft.plan.peak_activations` finds in the schedule's orders.
@@ -21,6 +21,8 @@ def in_flight(schedule: Schedule, pipeline: int, chunks: int, microbatches: int,
     if schedule == "interleaved_zero_bubble":
         # Weight passes that are put off keep their activations: as many as the rank's number.
         held = ahead + (chunks - 1) * pipeline + 1 + rank
+    elif schedule == "zero_bubble_2p":
+        held = 2 * pipeline - 1
     else:
         held = ahead * (1 if chunks == 1 else 2) + (chunks - 1) * pipeline + 1
     return _in_rounds(held, pipeline, chunks, microbatches)

@@ -14,9 +14,9 @@ from weft.plan import (
     Axis,
     DataParallelPlan,
     Plan,
+    PricedSchedule,
     Recompute,
     ReduceEvery,
-    Schedule,
 )
 
 FIRST_BUCKET_BYTES = DataParallelPlan().first_bucket_bytes
@@ -40,7 +40,7 @@ class Layout:
     sequence_parallel: bool = False
     tensor_scheme: Literal["1d", "2d", "2.5d", "3d"] = "1d"
     context_scheme: Literal["ring", "all_gather", "ulysses"] = "ring"
-    schedule: Schedule = "1f1b"
+    schedule: PricedSchedule = "1f1b"
     chunks: int = 1
     """Stages on each pipeline rank."""
     cuts: tuple[int, ...] | None = None

@@ -238,6 +238,8 @@ class Memories:
         habits, element = self.stack.memory, activation_bytes(layout.precision)
         tokens = layout.microbatch_size * self.profile.sequence_length / layout.context
         whole, each = tokens * self.profile.vocabulary_size, habits.logit_bytes
+        if layout.tensor > 1 and habits.parallel_logit_bytes is not None:
+            each = habits.parallel_logit_bytes
         if habits.gathered_logit_bytes is None:
             whole /= layout.tensor
         else:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
-from weft.plan import SPLIT_BACKWARD, Action, Schedule, bubble_seconds, schedule_orders, stage_ranks
+from weft.plan import SPLIT_BACKWARD, Action, PricedSchedule, bubble_seconds, schedule_orders, stage_ranks
 
 _ROUNDS = 4
 """Rounds of `pipeline` microbatches that are played before the rest is added."""
@@ -51,9 +52,9 @@ class Timelines:
     """Plays schedules; keeps the orders that it has worked out."""
 
     def __init__(self) -> None:
-        self._programs: dict[tuple[Schedule, int, int, int], _Program] = {}
+        self._programs: dict[tuple[PricedSchedule, int, int, int], _Program] = {}
 
-    def play(self, schedule: Schedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+    def play(self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
         """Return the step by playing it; many microbatches by playing few and adding the others' period."""
         if pipeline == 1:
             return _alone(microbatches, times)
@@ -67,7 +68,7 @@ class Timelines:
         return Step(long.seconds + period * (microbatches - rounds), long.slack)
 
     def spans(
-        self, schedule: Schedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
+        self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
     ) -> list[tuple[int, Action, float, float]]:
         """Return (rank, action, start, stop) of every action of a step."""
         if pipeline == 1:
@@ -80,19 +81,25 @@ class Timelines:
             for row, action, end in zip(program.rows, program.actions, done, strict=True)
         ]
 
-    def _played(self, schedule: Schedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+    def _played(
+        self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
+    ) -> Step:
         _, free = _run(self._program(schedule, pipeline, chunks, microbatches), pipeline, times)
+        if schedule == "zero_bubble_2p":
+            # Ranks do not wait for one another at the end of a step: each takes from its own first action to its last.
+            starts = [0.0, *accumulate(time + times.transfer for time in times.forward[:-1])]
+            free = [stop - start for stop, start in zip(free, starts, strict=True)]
         end = max(free)
         return Step(end, [end - stop for stop in free])
 
-    def _program(self, schedule: Schedule, pipeline: int, chunks: int, microbatches: int) -> _Program:
+    def _program(self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int) -> _Program:
         key = (schedule, pipeline, chunks, microbatches)
         if key not in self._programs:
             self._programs[key] = _compile(*key)
         return self._programs[key]
 
 
-def closed_form(schedule: Schedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+def closed_form(schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
     """Return the step without playing it; for at least twice as many microbatches as ranks, else a little too long."""
     if pipeline == 1:
         return _alone(microbatches, times)
@@ -144,7 +151,7 @@ def _slowest_window(work: Sequence[float], hop: float) -> float:
     return best
 
 
-def _busiest(schedule: Schedule, pipeline: int, chunks: int, times: StageTimes) -> float:
+def _busiest(schedule: PricedSchedule, pipeline: int, chunks: int, times: StageTimes) -> float:
     """Seconds that one microbatch takes of the rank that works longest on it."""
     busy = [0.0] * pipeline
     rows = zip(stage_ranks(schedule, pipeline, chunks), times.forward, times.input, times.weight, strict=True)
@@ -200,7 +207,7 @@ def _run(program: _Program, pipeline: int, times: StageTimes) -> tuple[list[floa
     return done, free
 
 
-def _compile(schedule: Schedule, pipeline: int, chunks: int, microbatches: int) -> _Program:
+def _compile(schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int) -> _Program:
     """Bring the orders of all ranks into one list."""
     orders = schedule_orders(schedule, pipeline, chunks, microbatches)
     ranks, stages = stage_ranks(schedule, pipeline, chunks), pipeline * chunks

@@ -65,8 +65,19 @@ def case_of(run: Run, alike: Case | None = None) -> Case:
         cluster=cluster,
         layouts=layouts_of_run(run, profile, cluster),
         framework=framework,
-        stack=stack_of(framework, year_of(run), cluster.kinds[0], has_experts=profile.num_experts > 0),
+        stack=_stack_of_run(run, framework, cluster.kinds[0], has_experts=profile.num_experts > 0),
     )
+
+
+def _stack_of_run(run: Run, framework: Framework, kind: str, *, has_experts: bool) -> Stack:
+    """What its framework did in its year, but for what the row itself says."""
+    stack = stack_of(framework, year_of(run), kind, has_experts=has_experts)
+    if run.attention is None:
+        return stack
+    if run.attention not in ("fused", "unfused"):
+        raise Unpredictable(f'attention = "{run.attention}" is neither fused nor unfused')
+    is_fused = run.attention == "fused"
+    return replace(stack, flash_attention=is_fused, counts_causal_half=is_fused)
 
 
 def stack_of(framework: Framework, year: int, kind: str, *, has_experts: bool) -> Stack:
@@ -128,6 +139,8 @@ def _model_and_cluster(run: Run) -> Run:
         global_batch=None,
         recompute=None,
         precision=None,
+        schedule=None,
+        attention=None,
         devices=world_of(run) if run.devices is None else run.devices,
     )
 
@@ -137,7 +150,7 @@ class Forecaster:
 
     def __init__(self, knowledge: Knowledge) -> None:
         self.knowledge = knowledge
-        self._pricers: dict[tuple[int, int, str], Pricer] = {}
+        self._pricers: dict[tuple[int, int, Stack], Pricer] = {}
         self._kept: list[Case] = []
 
     def forecast(self, case: Case | Forecast) -> Forecast:
@@ -193,13 +206,18 @@ class Forecaster:
         return self._pricer(case).predict(layout)
 
     def _pricer(self, case: Case) -> Pricer:
-        key = (id(case.profile), id(case.cluster), case.stack.name)
+        key = (id(case.profile), id(case.cluster), case.stack)
         if key not in self._pricers:
             scalar = self.knowledge.scalar(case.stack.name)
             stack = replace(case.stack, slowdown=scalar.slowdown, spread=scalar.spread)
             self._pricers[key] = Pricer(case.profile, case.cluster, stack, self.knowledge.calibration)
             self._kept.append(case)  # so that no other object takes over their identities
         return self._pricers[key]
+
+
+def is_fullest(case: Case) -> bool:
+    """Whether the published peak is the fullest rank's; Megatron's tests log their last rank only."""
+    return not (case.framework.reports_first or "golden_values" in case.run.source)
 
 
 def _seconds(case: Case, found: Prediction) -> float:
@@ -210,12 +228,12 @@ def _seconds(case: Case, found: Prediction) -> float:
 
 def _memory(case: Case, found: Prediction) -> float | None:
     """Bytes of the figure that the source publishes, of the fullest rank where it is not known
-    which rank it is; Megatron's tests log their last rank only."""
+    which rank it is."""
     if not found.stages:
         return None
-    stage = found.stages[0] if case.framework.reports_first else found.fullest
-    if "golden_values" in case.run.source:
-        stage = found.stages[-1]
+    stage = found.fullest
+    if not is_fullest(case):
+        stage = found.stages[0] if case.framework.reports_first else found.stages[-1]
     match case.framework.memory:
         case "allocated":
             return stage.kinds.allocated

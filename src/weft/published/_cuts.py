@@ -16,9 +16,10 @@ def cuts_of(profile: Profile, framework: Framework, stages: int) -> tuple[int, .
     if framework.name == "nanotron":
         return _by_thresholds(profile, stages)
     if framework.name == "megatron-deepspeed-fp32":
-        # Its partition counts embedding and head as layers and leaves the rest to the first stage.
-        each = -(-(blocks + 2) // stages)
-        return tuple(blocks + 1 - each * (stages - stage) for stage in range(1, stages))
+        # DeepSpeed's `partition_uniform` over its layers: a cast, the embedding and a transposition stand before
+        # the blocks, the head behind them; what is left over goes to the first stages.
+        each, over = divmod(blocks + 4, stages)
+        return tuple(each * stage + min(stage, over) - 3 for stage in range(1, stages))
     if blocks % stages == 0:
         return tuple(blocks // stages * stage for stage in range(1, stages))
     if (blocks + 2) % stages == 0:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
 from weft.cluster import Cluster
-from weft.plan import Recompute, Schedule
+from weft.plan import PricedSchedule, Recompute, Schedule, chunk_limits
 from weft.price import Layout, PricedPrecision
 from weft.profile import Profile
 from weft.published._cuts import cuts_of
@@ -42,6 +43,19 @@ _RECOMPUTES: dict[str, Recompute] = {
     "every_layer": "full",
     "block": "full",
 }
+_SCHEDULES: dict[str, PricedSchedule] = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "1f1b-i": "interleaved_1f1b",
+    "interleaved 1f1b": "interleaved_1f1b",
+    "zb-1p": "interleaved_zero_bubble",
+    "zb-h1": "interleaved_zero_bubble",
+    "zb-2p": "zero_bubble_2p",
+    "zb-h2": "zero_bubble_2p",
+    "zb-v": "zbv",
+    "dualpipev": "dualpipev",
+}
+"""By their names in papers, besides those of a plan."""
 _RECOMPUTED_SHARES = (0.25, 0.5, 0.75)
 """Of the blocks of a stage, as Megatron's `recompute-num-layers` allows."""
 _MICROBATCHES_TRIED = (1, 2, 4, 8, 16)
@@ -160,12 +174,26 @@ def _with_schedule(layout: Layout, run: Run, framework: Framework, profile: Prof
         chunks = max(1, unsaid) if layers % layout.pipeline == 0 else 1
     # Embedding and head may be stages of their own: 22 layers make 24 stages.
     chunks = min(chunks, max(1, (layers + 2) // layout.pipeline))
-    schedule: Schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    schedule: PricedSchedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
     if chunks == 1 and framework.name == "zero-bubble":
         schedule = "interleaved_zero_bubble"
     if "deepseek" in run.family and layers >= 2 * layout.pipeline:
         schedule, chunks = "dualpipev", 2
+    if run.schedule is not None:
+        schedule = _named_schedule(run.schedule)
+        least, most = chunk_limits(schedule)
+        chunks = max(least, chunks if most is None else min(most, chunks))
     return replace(layout, schedule=schedule, chunks=chunks, cuts=cuts_of(profile, framework, layout.pipeline * chunks))
+
+
+def _named_schedule(name: str) -> PricedSchedule:
+    own: tuple[Schedule, ...] = get_args(Schedule)
+    known: dict[str, PricedSchedule] = {schedule: schedule for schedule in own}
+    known |= _SCHEDULES
+    schedule = known.get(name.lower())
+    if schedule is None:
+        raise Unpredictable(f'schedule = "{name}" is none of {", ".join(known)}')
+    return schedule
 
 
 def _with_states(layout: Layout, framework: Framework) -> Layout:

@@ -34,7 +34,7 @@ def report_of(validation: Validation) -> Report:
         title=_title(validation),
         header=_HEADER,
         table=(*table, _over_families(score)),
-        lines=tuple(_summary(score)),
+        lines=(*_peaks(validation), *_summary(score)),
     )
 
 
@@ -87,6 +87,24 @@ def _over_families(score: Score) -> tuple[str, ...]:
         str(sum(family.memory.count for family in score.families if family.memory)),
         *("", "", "", ""),
     )
+
+
+def _peaks(validation: Validation) -> list[str]:
+    """What is said of measured peaks, row by row, and which of them contradict each other."""
+    whole, sure = validation.memory, validation.consistent_memory
+    if whole is None:
+        return []
+    lines = [
+        f"memory   peaks of {whole.count} rows are {whole.mean:.1%} off in the mean, {whole.median:.1%} in the median"
+    ]
+    if validation.contradictions and sure is not None:
+        lines.append(
+            f"memory   {sure.mean:.1%} in the mean of the {sure.count} that contradict no other, which leaves out"
+        )
+        lines += [
+            f"           rows {pair.larger} and {pair.smaller}: {pair.reason}" for pair in validation.contradictions
+        ]
+    return lines
 
 
 def _summary(score: Score) -> list[str]:

@@ -55,6 +55,10 @@ class Run:
     """Sequences of one step, all ranks."""
     recompute: str | None
     precision: str | None
+    schedule: str | None
+    """Of the pipeline, in the source's words."""
+    attention: str | None
+    """`fused`, or `unfused` where scores are written to memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +101,8 @@ MEASURED_COLUMNS = (
 """Columns that no prediction reads; a file may lack them."""
 PUBLISHED_RUNS = Path(__file__).parent / "data" / "published_runs.csv"
 """The runs that ship with Weft."""
+FURTHER_COLUMNS = ("schedule", "attention")
+"""Columns that a prediction reads where a file has them."""
 _ABSENT_ALLOWED = ("source_family", "source")
 _MAY_BE_ZERO = ("sp", "zero_stage", "n_experts", "top_k")
 
@@ -211,6 +217,8 @@ def _run(cells: _Cells) -> Run:
         global_batch=cells.count("global_batch"),
         recompute=cells.text("recompute") or None,
         precision=cells.text("dtype") or None,
+        schedule=cells.text("schedule") or None,
+        attention=cells.text("attention") or None,
     )
 
 

@@ -170,7 +170,7 @@ def _family_score(family: str, outcomes: Sequence[Outcome]) -> FamilyScore:
             [outcome.floor_seconds or 0.0 for outcome in with_floor],
             [outcome.measured_seconds or 0.0 for outcome in with_floor],
         ),
-        memory=_memory_errors(outcomes),
+        memory=memory_errors(outcomes),
         tau=fmean(taus) if taus else None,
         sweeps=len(taus),
         confusion=_confusion(outcomes),
@@ -178,7 +178,8 @@ def _family_score(family: str, outcomes: Sequence[Outcome]) -> FamilyScore:
     )
 
 
-def _memory_errors(outcomes: Sequence[Outcome]) -> Errors | None:
+def memory_errors(outcomes: Sequence[Outcome]) -> Errors | None:
+    """Return the errors of peaks, each row counted once; None where none was measured and predicted."""
     pairs = [
         (outcome.forecast.peak_gibibytes, outcome.row.measured.peak_gibibytes)
         for outcome in outcomes

@@ -13,11 +13,13 @@ from typing import Literal
 
 from weft.errors import DataError
 from weft.published._cases import Case, Forecast, Forecaster, cases_of
+from weft.published._contradictions import Contradiction, contradictions_of
 from weft.published._fit import Sample, fit, without
 from weft.published._floor import floor_of
 from weft.published._knowledge import Knowledge, datasheet_knowledge, fitted_knowledge
+from weft.published._metrics import Errors
 from weft.published._rows import Row, read_rows
-from weft.published._score import Outcome, Score, outcomes_of, score_of, seconds_of
+from weft.published._score import Outcome, Score, memory_errors, outcomes_of, score_of, seconds_of
 
 Mode = Literal["datasheet", "fitted"]
 
@@ -37,6 +39,19 @@ class Validation:
     few_shot: int
     outcomes: tuple[Outcome, ...]
     score: Score
+    contradictions: tuple[Contradiction, ...]
+    """Pairs of measured peaks that cannot both be right."""
+
+    @property
+    def memory(self) -> Errors | None:
+        """Of all measured peaks, each row counted once."""
+        return memory_errors(self.outcomes)
+
+    @property
+    def consistent_memory(self) -> Errors | None:
+        """The same of rows that contradict no other."""
+        doubtful = {row for pair in self.contradictions for row in (pair.larger, pair.smaller)}
+        return memory_errors([outcome for outcome in self.outcomes if outcome.row.run.index not in doubtful])
 
 
 def validate(path: Path, mode: Mode, *, cross_validate: bool = False, few_shot: int = 0) -> Validation:
@@ -77,6 +92,7 @@ def validate(path: Path, mode: Mode, *, cross_validate: bool = False, few_shot: 
         few_shot=few_shot,
         outcomes=outcomes,
         score=score_of(scored),
+        contradictions=contradictions_of(outcomes),
     )
 
 

@@ -15,6 +15,7 @@ from weft.plan import (
     MicrobatchPlan,
     PipelineParallelPlan,
     Plan,
+    Schedule,
     TensorParallelPlan,
     even_shares,
 )
@@ -57,7 +58,7 @@ def plan_of(layout: Layout, *, global_batch_size: int, shares: Sequence[int] | N
         tensor_parallel=TensorParallelPlan(scheme=layout.tensor_scheme, sequence=layout.sequence_parallel),
         context_parallel=ContextParallelPlan(scheme=layout.context_scheme),
         pipeline_parallel=PipelineParallelPlan(
-            schedule=layout.schedule, chunks_per_rank=layout.chunks, cuts=layout.cuts
+            schedule=_schedule(layout), chunks_per_rank=layout.chunks, cuts=layout.cuts
         ),
         microbatch=_microbatch(layout, global_batch_size, shares),
         memory=MemoryPlan(recompute=layout.recompute, offload=layout.offload, fused_loss=layout.fused_loss),
@@ -82,6 +83,12 @@ def _zero(stage: int) -> Literal[0, 1, 2, 3]:
             return stage
         case _:
             raise PlanError(f"data_parallel.zero = {stage} is no stage. Use 0, 1, 2 or 3.")
+
+
+def _schedule(layout: Layout) -> Schedule:
+    if layout.schedule == "zero_bubble_2p":
+        raise PlanError('schedule = "zero_bubble_2p" is priced, not run. Use schedule = "interleaved_zero_bubble".')
+    return layout.schedule
 
 
 def _precision(layout: Layout) -> Precision:

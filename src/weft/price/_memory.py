@@ -86,7 +86,7 @@ def holds_whole_gradients(layout: Layout, stack: Stack) -> bool:
 
 def holds_weights(layout: Layout, stack: Stack) -> bool:
     """Whether ZeRO-3 holds gathered weights from a step's first forward to its last backward."""
-    gathers = layout.zero == 3 and layout.shard > 1
+    gathers = layout.zero == 3 and layout.shard * layout.context > 1
     return gathers and stack.memory.holds_gathered and (layout.pipeline > 1 or layout.uneven)
 
 

@@ -205,6 +205,8 @@ class Device:
         share = self.calibration.matmul_share(self.kind, precision) * self.shape_share(
             m, n, k, groups, transposed=transposed
         )
+        if groups > 1:
+            share *= self.calibration.grouped_share
         operand = _OPERAND_BYTES.get(precision, ELEMENT_BYTES.get(precision, 2))
         moved = groups * ((m * k + k * n) * operand + m * n * out_bytes)
         busy = max(ideal / share, moved / self.memory_bytes_per_second) + self.launch_seconds
@@ -345,10 +347,9 @@ def _products(device: Device, operator: Operator, share: Share, imbalance: float
     inputs = device.matmul(m, k, n, groups, precision, element)
     # Gradients of weights are added to those of earlier microbatches: read and written.
     has_weight = operator.parameters > 0 or operator.split == "vocab"  # a tied head owns none, and has a gradient
-    padded = operator.split == "expert" and device.stack.pads_expert_tokens
     weights = Work()
     if has_weight:
-        weights = device.matmul(k, n, m, groups, precision, 2.0 * share.gradient_bytes, transposed=padded)
+        weights = device.matmul(k, n, m, groups, precision, 2.0 * share.gradient_bytes, transposed=True)
     if precision in _OPERAND_BYTES:
         cast = groups * m * _CAST_BYTES
         forward = forward.plus(device.moved(cast * k))

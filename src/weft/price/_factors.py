@@ -28,7 +28,7 @@ FACTORS: Mapping[str, float] = {
     "overlap_loss": 0.5,
     "inside_slowdown": 0.2,
     "between_slowdown": 0.3,
-    "expert_imbalance": 0.2,
+    "grouped_share": 0.4,
     "step_seconds": 0.7,
     "straggler": 0.7,
 }
@@ -72,7 +72,7 @@ def with_factors(calibration: Calibration, factors: Mapping[str, float], *, name
             inside * factor["inside_slowdown"],
             *(slowdown * factor["between_slowdown"] for slowdown in between),
         ),
-        expert_imbalance=calibration.expert_imbalance * factor["expert_imbalance"],
+        grouped_share=min(1.0, calibration.grouped_share * factor["grouped_share"]),
         step_seconds=calibration.step_seconds * factor["step_seconds"],
         straggler=calibration.straggler * factor["straggler"],
     )

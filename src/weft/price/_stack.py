@@ -40,9 +40,8 @@ class Stack:
     """Whether tokens travel to experts beside the computation of another microbatch."""
     sends_tokens_once: bool = False
     """Whether a token travels once to each node that has experts of it and is copied there (DeepEP, HybridEP)."""
-    pads_expert_tokens: bool = True
-    """Whether the number of an expert's tokens costs the gradients of its weights no alignment: they are summed over
-    tokens, and lie along other sizes.  Mixtures of other systems are fitted with what they lose there."""
+    balances_experts: bool = False
+    """Whether its runs send every expert as many tokens as any other, as benchmarks do."""
     overlap_pipeline: bool = True
     counts_causal_half: bool = True
     """Whether its attention kernel skips masked scores."""

@@ -96,7 +96,8 @@ class BlockCosts:
     def _price(self, block: Block, key: CostKey) -> BlockCost:
         wide = block is self._profile.stem or block is self._profile.tail
         share = share_of(self._profile, key, wide=wide)
-        imbalance = self._device.calibration.expert_imbalance if key.expert.size > 1 else 1.0
+        is_even = key.expert.size == 1 or self._device.stack.balances_experts
+        imbalance = 1.0 if is_even else self._device.calibration.expert_imbalance
         works = [(operator, operator_work(self._device, operator, share, imbalance)) for operator in block.operators]
         if self._device.speeds:
             fit = self._fit(key.precision)

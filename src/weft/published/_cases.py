@@ -99,7 +99,7 @@ def stack_of(framework: Framework, year: int, kind: str, *, has_experts: bool) -
         sends_tokens_once=year >= framework.sends_tokens_once_since,
         counts_causal_half=has_flash,
         overlap_expert=framework.overlaps_experts,
-        pads_expert_tokens=False,
+        balances_experts=framework.balances_experts,
         eager=year < max(framework.lean_since, framework.lean_mixtures_since if has_experts else 0),
         memory=HABITS.get(framework.name) or HABITS[framework.habits],
     )

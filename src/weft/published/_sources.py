@@ -42,6 +42,8 @@ class Framework:
     interleaves_since: int = 9999
     """First year in which unsaid means as many stages per rank as the layers allow."""
     sequence_parallel_since: int = 2022
+    balances_experts: bool = False
+    """Whether it says that its routing was forced to be even."""
     overlaps_experts: bool = False
     """Whether tokens travel to experts beside another microbatch's computation."""
     vendor_attention: bool = False
@@ -83,10 +85,12 @@ _DEEPSPEED = Framework(
 _FSDP = Framework(name="fsdp", fully_sharded=True, habits="torchtitan")
 _XLA = replace(_FSDP, name="jax", fuses_since=2020, lean_since=2020)
 _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
-    (r"megatron-bridge|mbridge", replace(_NVIDIA, name="megatron-bridge", flops="causal", interleaves_since=2024)),
+    (r"megatron-bridge|mbridge", replace(
+        _NVIDIA, name="megatron-bridge", flops="causal", interleaves_since=2024, balances_experts=True,
+    )),
     (r"automodel", replace(
         _FSDP, name="nemo-automodel", flops="causal", sends_tokens_once_since=2025, vendor_attention=True,
-        fuses_since=2024,
+        fuses_since=2024, balances_experts=True,
     )),
     (r"mlperf", replace(_NVIDIA, name="mlperf", memory="reserved", overlaps_tensor_since=2023, lean_since=2023)),
     (r"dgxc|dgx.?cloud|nemo|launcher", _NEMO),

@@ -80,14 +80,20 @@ def write_report(path: Path) -> None:
         report = report_of(validation)
         _draw(validation, title, _PICTURES / f"planner-{name}.png")
         page += [f"\n## {title}\n", f"![predicted against measured](pictures/planner-{name}.png)\n"]
-        page += [_markdown(report.header, report.table), "", *(f"- {line.strip()}" for line in report.lines[:3])]
+        ends = next(place for place, line in enumerate(report.lines) if line.startswith("refused"))
+        page += [_markdown(report.header, report.table), "", *map(_item, report.lines[: ends + 1])]
         if name == "fitted":
             _ACCURACY.write_text(_toml(accuracy_of(validation)))
         if name == "datasheet":
-            refused = [line for line in report.lines if line.startswith("           ")]
+            refused = [line for line in report.lines[ends:] if line.startswith(" ")]
     page += ["\n## Rows without a prediction\n", *(f"- {line.strip()}" for line in refused)]
     _PAGE.write_text("\n".join(page) + "\n")
     print(f"{_PAGE.relative_to(ROOT)} written")
+
+
+def _item(line: str) -> str:
+    """A line of a list; what is indented belongs to the line above."""
+    return f"  - {line.strip()}" if line.startswith(" ") else f"- {line}"
 
 
 def _toml(found: Accuracy) -> str:

@@ -140,6 +140,19 @@ def test_activations_held_at_once() -> None:
     assert peak_activations(schedule_orders("interleaved_zero_bubble", 4, 1, 12)) == (4, 4, 4, 4)
 
 
+@pytest.mark.parametrize("pipeline", [2, 3, 4, 8])
+def test_a_pipeline_filled_twice_never_waits(pipeline: int) -> None:
+    """ZB-H2: between its first and last action no rank waits when the passes take equally long, at twice the memory."""
+    for microbatches in (1, pipeline, 2 * pipeline - 1, 5 * pipeline):
+        orders = schedule_orders("zero_bubble_2p", pipeline, 1, microbatches)
+        timeline = simulate(orders, seconds)
+        assert peak_activations(orders) == (min(2 * pipeline - 1, microbatches),) * pipeline
+        if microbatches >= 2 * pipeline - 1:
+            for rank, busy in zip(timeline.spans, timeline.busy_seconds, strict=True):
+                assert rank[-1][2] - rank[0][1] == pytest.approx(busy)
+    assert bubble_seconds("zero_bubble_2p", pipeline, 1.0, 1.2, 0.8) == pytest.approx(0.6 * (pipeline - 1))
+
+
 def test_a_schedule_with_the_wrong_number_of_chunks() -> None:
     with pytest.raises(PlanError, match=r"chunks_per_rank = 3 does not fit schedule = \"zbv\": it has 2. Set"):
         schedule_orders("zbv", 4, 3, 8)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
+
 from weft.cluster import parse_cluster_spec
-from weft.price import FITTED, Layout, Pricer
+from weft.price import FITTED, WEFT, Layout, Pricer
+from weft.price._compute import Device, Share, operator_work
 from weft.profile import KNOWN_MODELS, profile_of_sizes
 
 
@@ -25,3 +28,42 @@ def test_expert_parallelism_costs_no_alignment() -> None:
             shared = pricer.time(replace(layout, expert=expert))
             assert shared.matrix_shapes < 1.1 * without.matrix_shapes
             assert shared.total < 1.15 * without.total
+
+
+def test_experts_of_mixtral_are_faster_shared_out() -> None:
+    """Over 64 devices, whole experts on a rank are products of their own, and their gradients travel less."""
+    pricer = Pricer(
+        profile_of_sizes(KNOWN_MODELS["mixtral-8x7b"].sizes, 4096),
+        parse_cluster_spec("8x8xh100"),
+        calibration=FITTED,
+    )
+    for size in (1, 2, 4):
+        for zero in (1, 3):
+            layout = Layout(shard=64, zero=zero, microbatch_size=size, microbatches=4)
+            assert pricer.time(replace(layout, expert=8)).total < pricer.time(layout).total
+
+
+def test_gradients_of_weights_take_any_number_of_tokens() -> None:
+    """Their products sum over tokens, and lie along the other sizes: no number of tokens is slow for itself."""
+    (devices,) = (node.devices for node in parse_cluster_spec("1x8xh100").nodes)
+    draw = random.Random(3)
+    for stack in (WEFT, replace(WEFT, name="other")):
+        device = Device(devices, FITTED, stack)
+        block = profile_of_sizes(KNOWN_MODELS["mixtral-8x7b"].sizes, 4096).blocks[0]
+        expert = next(one for one in block.operators if one.split == "expert" and one.kind == "matmul")
+        for _ in range(10):
+            tokens = 64 * draw.randint(20, 200)
+            odd, even = (
+                operator_work(device, expert, Share(samples=1, sequence=count, expert=8), 1.0).weight.seconds
+                for count in (tokens + draw.randint(1, 63), tokens + 64)
+            )
+            assert odd <= 1.001 * even
+
+
+def test_products_side_by_side_reach_less_than_one() -> None:
+    (devices,) = (node.devices for node in parse_cluster_spec("1x8xh100").nodes)
+    device = Device(devices, FITTED, WEFT)
+    one = device.matmul(8 * 4096, 4096, 4096, 1, "bf16", 2.0).seconds
+    eight = device.matmul(4096, 4096, 4096, 8, "bf16", 2.0).seconds
+    assert one / eight == pytest.approx(FITTED.grouped_share, rel=0.05)
+    assert FITTED.on_cores().grouped_share == 1.0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.plan import FEEDBACK, Schedule, peak_activations, schedule_orders
+from weft.plan import FEEDBACK, PricedSchedule, peak_activations, schedule_orders
 from weft.price import HABITS, WEFT, Layout, Memories, StageMemory, memory_of
 from weft.price._in_flight import in_flight
 from weft.profile import KNOWN_MODELS, ModelSizes, Profile, known_model, profile_of_sizes
@@ -33,11 +33,12 @@ MIXTURE = profile_of_sizes(
         expert_ffn_size=32,
     )  # fmt: skip
 )
-CHUNKS: dict[Schedule, tuple[int, ...]] = {
+CHUNKS: dict[PricedSchedule, tuple[int, ...]] = {
     "gpipe": (1,),
     "1f1b": (1,),
     "interleaved_1f1b": (2, 3),
     "interleaved_zero_bubble": (1, 2, 3),
+    "zero_bubble_2p": (1,),
     "zbv": (2,),
     "dualpipev": (2,),
 }
@@ -45,7 +46,7 @@ CHUNKS: dict[Schedule, tuple[int, ...]] = {
 
 @pytest.mark.parametrize("schedule", CHUNKS)
 @pytest.mark.parametrize("pipeline", [2, 3, 4, 6])
-def test_in_flight_is_what_the_orders_hold(schedule: Schedule, pipeline: int) -> None:
+def test_in_flight_is_what_the_orders_hold(schedule: PricedSchedule, pipeline: int) -> None:
     for chunks in CHUNKS[schedule]:
         for microbatches in (pipeline, 2 * pipeline, 5 * pipeline):
             orders = schedule_orders(schedule, pipeline, chunks, microbatches)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +47,16 @@ def test_the_bubble_of_equal_stages_is_exactly_that_of_the_papers(
             assert seconds == pytest.approx(expected)
             share = 1 - busy / seconds
             assert share == pytest.approx((pipeline - 1) / (chunks * microbatches + pipeline - 1))
+
+
+@given(pipeline=st.integers(2, 8), rounds=st.integers(2, 5), hop=st.floats(0.0, 0.1))
+@settings(max_examples=20, deadline=None)
+def test_a_pipeline_filled_twice_has_no_bubble(pipeline: int, rounds: int, hop: float) -> None:
+    microbatches = rounds * pipeline
+    times = replace(equal(pipeline, 1, 1.0, 1.0, 1.0), transfer=hop)
+    for step in (TIMELINES.play, closed_form):
+        seconds = step("zero_bubble_2p", pipeline, 1, microbatches, times).seconds
+        assert 3.0 * microbatches - 1e-9 <= seconds <= 3.0 * microbatches + 2 * (pipeline - 1) * hop + 1e-9
 
 
 @given(pipeline=st.integers(2, 8), rounds=st.integers(2, 5))

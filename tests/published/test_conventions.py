@@ -8,7 +8,7 @@ import pytest
 from published_examples import LLAMA, shipped, write
 
 from weft.price import model_flops
-from weft.published import PUBLISHED_RUNS, Row, read_rows
+from weft.published import PUBLISHED_RUNS, Row, read_rows, validate
 from weft.published._cases import Case, Forecast, cases_of
 from weft.published._devices import largest_divisor, parse_device_name
 from weft.published._measure import measured_step, step_flops
@@ -171,3 +171,50 @@ def test_printed_times_agree_with_printed_throughput(tmp_path: Path) -> None:
             rate = flops / tokens * measured.tokens_per_second
             agree += abs(rate / (measured.model_teraflops * 1e12) - 1) < 0.05
     assert agree >= 120
+
+
+def test_a_row_may_name_its_schedule_and_its_attention(tmp_path: Path) -> None:
+    words = {"ZB-2p": "zero_bubble_2p", "ZB-1p": "interleaved_zero_bubble", "1F1B": "1f1b", "gpipe": "gpipe"}
+    for word, schedule in words.items():
+        assert case(tmp_path, schedule=word).layouts[0].schedule == schedule
+    assert case(tmp_path, schedule="1F1B-I", vpp="4").layouts[0].chunks == 4
+    assert case(tmp_path, attention="unfused").stack.flash_attention is False
+    assert case(tmp_path, attention="fused", source="a page of 2019").stack.flash_attention is True
+    assert 'schedule = "ZB-9p" is none of gpipe, 1f1b' in refusal(tmp_path, schedule="ZB-9p")
+    assert 'attention = "quick" is neither fused nor unfused' in refusal(tmp_path, attention="quick")
+
+
+def test_what_a_row_names_changes_its_price(tmp_path: Path) -> None:
+    """ZB-2p fills the pipeline with twice the microbatches and leaves no bubble; scores are kept where written."""
+    changes = {"pp": "8", "tp": "1", "dp": "2", "sp": "0", "global_batch": "64", "zero_stage": "0"}
+    words = ({}, {"schedule": "1F1B"}, {"schedule": "ZB-1p"}, {"schedule": "ZB-2p"}, {"attention": "unfused"})
+    rows = [{**LLAMA, **changes, "schedule": "", "attention": "", **word} for word in words]
+    plain, same, once, twice, unfused = (
+        outcome.forecast for outcome in validate(write(tmp_path / "runs.csv", rows), "fitted").outcomes
+    )
+    assert plain.step_seconds == same.step_seconds
+    assert (once.step_seconds or 0) > (twice.step_seconds or 0)
+    assert (twice.peak_gibibytes or 0) > 1.3 * (once.peak_gibibytes or 0)
+    assert (unfused.peak_gibibytes or 0) > 1.3 * (plain.peak_gibibytes or 0)
+    assert (unfused.step_seconds or 0) > 1.05 * (plain.step_seconds or 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "each"),
+    [(24, (12, 14)), (24, (8, 9, 9)), (24, (5, 7, 7, 7)), (32, (16, 18)), (32, (7, 9, 9, 9)),
+     (32, (3, 5, 5, 5, 4, 4, 4, 4))],
+)  # fmt: skip
+def test_deepspeed_shares_its_layers_out_evenly(tmp_path: Path, layers: int, each: tuple[int, ...]) -> None:
+    """Sailor's plans list the layers of each stage, embedding and head among them."""
+    changes = {"source_family": "sailor", "n_layers": str(layers), "pp": str(len(each)), "params_b": ""}
+    found = case(tmp_path, **changes, tp="1", dp="1", n_gpus=str(len(each)), zero_stage="0", vpp="1")
+    cuts = found.layouts[0].cuts or ()
+    starts, ends = (0, *cuts), (*cuts, layers)
+    blocks = [stop - start for start, stop in zip(starts, ends, strict=True)]
+    assert (blocks[0] + 1, *blocks[1:-1], blocks[-1] + 1) == each
+
+
+def test_benchmarks_force_even_routing(tmp_path: Path) -> None:
+    """Megatron-Bridge's page says so of its mixtures; a technical report trains."""
+    assert case(tmp_path, source_family="megatron-bridge").stack.balances_experts
+    assert not case(tmp_path, source_family="deepseek-v3-technical-report").stack.balances_experts

@@ -76,8 +76,8 @@ class Calibration:
     """K₀: a product with inner size K reaches K / (K + K₀), for it fills and empties its pipeline."""
     cpu_inner_size_half: float = 32.0
     grouped_share: float = 0.95
-    """Of what one product reaches, that several side by side reach, as those of a rank's experts: DeepGEMM's tables have
-    1,297 TFLOP/s for four groups where one product has 1,358 (H800, FP8)."""
+    """Of what one product reaches, that several side by side reach, as those of a rank's experts: DeepGEMM's tables
+    have 1,297 TFLOP/s for four groups where one product has 1,358 (H800, FP8)."""
     launch_seconds: float = 2.5e-6
     """Between two kernels of an accelerator."""
     host_seconds: float = 9e-6

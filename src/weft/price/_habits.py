@@ -106,7 +106,7 @@ HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
         ),
         "fsdp": _FSDP,
         # Its loss in parts (torch.distributed.tensor.parallel.loss) adds gradient and exponentials apart: 4 bytes more.
-        # In a pipeline `reshard_after_forward` is off, and FSDP2 sums whole gradients in fp32 until the last microbatch.
+        # In a pipeline `reshard_after_forward` is off, and FSDP2 sums whole fp32 gradients until the last microbatch.
         "torchtitan": replace(
             _FSDP,
             selective="alternate",

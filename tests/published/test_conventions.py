@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from published_examples import LLAMA, shipped, write
 
+from weft.errors import PlanError
 from weft.price import model_flops
 from weft.published import PUBLISHED_RUNS, Row, read_rows, validate
 from weft.published._cases import Case, Forecast, cases_of
 from weft.published._devices import largest_divisor, parse_device_name
 from weft.published._measure import measured_step, step_flops
 from weft.published._sources import framework_of, year_of
+from weft.search import plan_of
 
 
 def read(tmp_path: Path, **changes: str) -> Row:
@@ -218,3 +220,9 @@ def test_benchmarks_force_even_routing(tmp_path: Path) -> None:
     """Megatron-Bridge's page says so of its mixtures; a technical report trains."""
     assert case(tmp_path, source_family="megatron-bridge").stack.balances_experts
     assert not case(tmp_path, source_family="deepseek-v3-technical-report").stack.balances_experts
+
+
+def test_a_schedule_of_another_system_is_priced_and_makes_no_plan(tmp_path: Path) -> None:
+    (layout,) = case(tmp_path, schedule="ZB-2p").layouts
+    with pytest.raises(PlanError, match='is priced, not run. Use schedule = "interleaved_zero_bubble"'):
+        plan_of(layout, global_batch_size=64)

@@ -1,7 +1,7 @@
 """Time and memory of many layouts at once: what pricing says of equal stages, over arrays.
 
-The same costs of blocks and collectives as in `weft.price`, with stages taken for equal (but for whole blocks) and
-reductions at the speed of one usual group of data ranks.
+The same costs of blocks and collectives as in `weft.price`, with stages taken for equal, reductions at the speed of one
+usual group of data ranks and in the best of buckets, and memory at the least that rounding may leave.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import numpy as np
 
 from weft.cluster import Collective
 from weft.plan import SPLIT_BACKWARD, Schedule
-from weft.price import PROCESS_BYTES, Layout, Pricer
+from weft.price import LARGEST_BUCKET, PROCESS_BYTES, SMALLEST_BUCKET, Group, Groups, Layout, Pricer
 from weft.search._bounds import Floats
 from weft.search._group import GroupCosts, Held, Passes
 from weft.search._options import Options
 from weft.search._space import Offload
 from weft.search._splits import Bools, Ints
 
-_LARGE_BYTES = float(1 << 26)
-"""Of the collectives whose speed stands for all of ZeRO-3's."""
+_SIZES = (float(1 << 22), float(1 << 26), float(LARGEST_BUCKET))
+"""Bytes of collectives, of whose speeds the best is taken."""
+_QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Pipeline ranks at which the need of memory is looked at, as shares of the pipeline."""
 
 
 def pipeline_seconds(
@@ -69,8 +71,6 @@ class Rates(NamedTuple):
     gather: float
     reduce_experts: float
     gather_experts: float
-    copies: float = 0.0
-    """ZeRO-3: of adding up the gradients of its copies."""
 
 
 class Estimates:
@@ -97,6 +97,10 @@ class Estimates:
         self._dense = weights.dense / p + np.where(options.joined_ends, weights.stem + weights.tail, weights.stem)
         self._last_dense = weights.dense / p + np.where(options.joined_ends, weights.stem + weights.tail, weights.tail)
         self._experts = weights.experts / p
+        blocks = len(pricer.profile.blocks)
+        self._least_dense = weights.dense / p
+        self._uneven = -(-blocks // p) * p / blocks
+        """Blocks of the largest stage over those of the mean."""
         self._device = pricer.device(costs.base)
         element = {"fp64": 8, "fp32": 4, "tf32": 4}.get(costs.base.precision, 2)
         self._element, self._gradient = float(element), float(costs.base.gradient_bytes)
@@ -119,34 +123,31 @@ class Estimates:
         return step * stack.slowdown + calibration.step_seconds
 
     def _find_rates(self) -> Rates:
-        base, pricer, zero = self._costs.base, self._pricer, self._zero
-        seconds, every = pricer.seconds, self._options.splits.data
-        row = int(np.argsort(every, kind="stable")[len(every) // 2])
-        data, shard = int(every[row]), int(self._shard[row])
-        layout = replace(
-            base,
-            pipeline=1,
-            shard=shard if zero == 3 else data,
-            replicate=max(1, data // shard) if zero == 3 else 1,
-        )
-        groups = pricer.groups(layout)
-        bucket = float(base.bucket_bytes)
-        if zero == 3:
-            gather = seconds("all_gather", _LARGE_BYTES, groups.shard) / _LARGE_BYTES
-            scatter = seconds("reduce_scatter", _LARGE_BYTES, groups.shard) / _LARGE_BYTES
-            if not pricer.cluster.has_accelerators and shard > 1:  # see `Pricer`
+        data = self._options.splits.data
+        row = int(np.argsort(data, kind="stable")[len(data) // 2])
+        shard = int(self._shard[row]) if self._zero == 3 else int(data[row])
+        layout = replace(self._costs.base, pipeline=1, shard=shard, replicate=1, zero=self._zero)
+        return self._rates_of(self._pricer.groups(layout), shard)
+
+    def _rates_of(self, groups: Groups, data: int) -> Rates:
+        def best(kind: Collective, group: Group) -> float:
+            by = self._costs.base.reduced_by if self._zero < 3 else "auto"
+            return min(self._pricer.seconds(kind, size, group, by) / size for size in _SIZES)
+
+        if self._zero == 3:
+            gather, scatter = best("all_gather", groups.shard), best("reduce_scatter", groups.shard)
+            if not self._pricer.cluster.has_accelerators and data > 1:  # see `Pricer`
                 gather += 2.0 / self._device.memory_bytes_per_second
                 scatter += 2.0 / self._device.memory_bytes_per_second
-            experts = seconds("all_reduce", bucket, groups.expert_data) / bucket * self._gradient
-            copies = seconds("all_reduce", bucket, groups.replicate) / bucket * self._gradient / max(1, shard)
-            return Rates(scatter * self._gradient, gather * self._element, experts, 0.0, copies)
-        kind: Collective = "all_reduce" if zero == 0 else "reduce_scatter"
-        sharded, by = self._element if zero else 0.0, base.reduced_by
+            experts = best("all_reduce", groups.expert_data) * self._gradient
+            return Rates(scatter * self._gradient, gather * self._element, experts, 0.0)
+        kind: Collective = "all_reduce" if self._zero == 0 else "reduce_scatter"
+        sharded = self._element if self._zero else 0.0
         return Rates(
-            seconds(kind, bucket, groups.data, by) / bucket * self._gradient,
-            seconds("all_gather", bucket, groups.data, by) / bucket * sharded,
-            seconds(kind, bucket, groups.expert_data, by) / bucket * self._gradient,
-            seconds("all_gather", bucket, groups.expert_data, by) / bucket * sharded,
+            best(kind, groups.data) * self._gradient,
+            best("all_gather", groups.data) * sharded,
+            best(kind, groups.expert_data) * self._gradient,
+            best("all_gather", groups.expert_data) * sharded,
         )
 
     def _gathering(self, passes: Passes) -> tuple[Floats, Floats]:
@@ -154,8 +155,8 @@ class Estimates:
         p, overlap = self._options.splits.pipeline, self._pricer.calibration.overlap_share
         if not (self._pricer.stack.overlap_parameters and self._pricer.cluster.has_accelerators):
             overlap = 0.0
-        sent = self._dense * self.rates.gather
-        back = sent + self._dense * self.rates.reduce
+        sent = self._least_dense * self.rates.gather
+        back = sent + self._least_dense * self.rates.reduce
         ahead = np.maximum(0.0, sent - overlap * passes.forward / p)
         return ahead, np.maximum(0.0, back - overlap * (passes.input + passes.weight) / p)
 
@@ -171,26 +172,33 @@ class Estimates:
     def _reductions(self, passes: Passes) -> Floats:
         """Exposed seconds of reducing gradients, and of gathering renewed weights."""
         p, rates, stack = self._options.splits.pipeline, self.rates, self._pricer.stack
-        overlap = self._pricer.calibration.overlap_share
-        dense_rate = rates.copies if self._zero == 3 else rates.reduce
-        whole = self._dense * dense_rate + self._experts * rates.reduce_experts
+        overlap = self._pricer.calibration.overlap_share * self._uneven
+        whole = self._experts * rates.reduce_experts + (self._least_dense * rates.reduce if self._zero < 3 else 0.0)
         times = self._options.splits.microbatches if self._zero == 2 else 1
-        hidden = overlap * (passes.input + passes.weight) / p if stack.overlap_gradients else 0.0
-        exposed: Floats = (np.maximum(0.0, whole - hidden) * (1.0 * times)).astype(np.float64)
+        window = overlap * (passes.input + passes.weight) / p if stack.overlap_gradients else np.zeros_like(whole)
+        exposed = self._beside(whole / self._uneven, window) * (1.0 * times)
         if self._zero in (1, 2):
-            publish = self._dense * rates.gather + self._experts * rates.gather_experts
-            beside = overlap * passes.forward / p if stack.overlap_parameters else 0.0
-            exposed = exposed + np.maximum(0.05 * publish, publish - beside)
-        return exposed
+            publish = self._least_dense * rates.gather + self._experts * rates.gather_experts
+            beside = overlap * passes.forward / p if stack.overlap_parameters else np.zeros_like(publish)
+            exposed = exposed + self._beside(publish / self._uneven, beside)
+        return exposed.astype(np.float64)
+
+    def _beside(self, whole: Floats, window: Floats) -> Floats:
+        """What no window hides: see `weft.price._update`."""
+        splits, chunks = self._options.splits, self._options.chunks
+        wide = window * (1.0 + (np.minimum(splits.pipeline, splits.microbatches) - 1) * (chunks - 1) / chunks)
+        return np.maximum(0.0, np.maximum(whole - wide, (whole - window) / chunks))
 
     def _optimizer(self, offload: Offload) -> Floats:
         base, device = self._costs.base, self._device
-        mine = self._dense / self._shards + self._experts / self._expert_shards
+        mine = self._least_dense / self._shards + self._experts / self._expert_shards
         if offload == "optimizer":
             calibration = self._pricer.calibration
             moved = (self._gradient + self._element) / calibration.host_link_bytes_per_second
             return mine * (moved + 2.0 * base.master_bytes / calibration.host_optimizer_bytes_per_second)
-        held = mine if self._zero >= 2 else self._dense + self._experts
+        if device.speeds:  # measured: see `weft.price._update`
+            return np.zeros_like(mine)
+        held = mine if self._zero >= 2 else self._least_dense + self._experts
         touched = mine * (2.0 * self._gradient + 2.0 * base.master_bytes + self._element) + held * self._gradient
         return touched / device.memory_bytes_per_second
 
@@ -200,7 +208,7 @@ class Estimates:
         """Return the bytes of the fullest of the first and the last rank."""
         options, base = self._options, self._costs.base
         p = options.splits.pipeline
-        kept = held.kept / p
+        kept = held.kept / p / self._uneven
         first, last = kept * options.flight, kept * options.last_flight
         if offload == "activations":
             first = last = np.minimum(2.0 * kept / options.chunks, first)
@@ -211,9 +219,14 @@ class Estimates:
         inner = self._states(self._last_dense, offload) + last + loss
         return self._outside(np.maximum(outer, inner) + fixed)
 
-    def saved_bytes(self, light: Held, heavy: Held) -> Floats:
-        """Return what the first rank saves when all of its blocks are computed again like `heavy`."""
-        return (light.kept - heavy.kept) / self._options.splits.pipeline * self._options.flight * self._fragmented
+    def least_share(self, light: Held, heavy: Held, need: Floats, usable: float) -> Floats:
+        """Return the share of all blocks that must be computed again like `heavy` so that every rank fits: later ranks
+        hold fewer microbatches."""
+        options, p = self._options, self._options.splits.pipeline
+        saved = (light.kept - heavy.kept) / p * options.flight * self._fragmented
+        fewer = light.kept / p * np.maximum(options.flight - options.last_flight, 0.0) * self._fragmented
+        over = [np.clip((need - usable - fewer * part) / np.maximum(saved, 1.0), 0.0, 1.0) for part in _QUANTILES]
+        return np.where(p > 1, sum(over) / len(over), over[0])
 
     def _states(self, dense: Floats, offload: Offload) -> Floats:
         return dense * self._state_bytes(self._shards, offload) + self._experts * self._state_bytes(
@@ -245,7 +258,8 @@ class Estimates:
             holds = (self._options.splits.pipeline > 1) & habits.holds_gathered
             size = np.where(holds, held * self._element, size + ends)
             return np.where(self._shard > 1, size, 0.0) + workspace
-        return np.where(self._ranks > 1, habits.bucket_copies * base.bucket_bytes, 0.0) + workspace
+        bucket = min(base.bucket_bytes, SMALLEST_BUCKET)
+        return np.where(self._ranks > 1, habits.bucket_copies * bucket, 0.0) + workspace
 
     @property
     def _fragmented(self) -> float:

@@ -48,8 +48,8 @@ class Choices:
         self._space, self._num_blocks = space, num_blocks
         self._schedules: dict[int, tuple[Ints, Ints]] = {}
 
-    def options(self, splits: Splits) -> Options:
-        """Return every split once for every schedule and number of chunks."""
+    def options(self, splits: Splits) -> tuple[Options, Ints]:
+        """Return every split once for every schedule and number of chunks, and which split each is."""
         sizes, inverse = np.unique(splits.pipeline, return_inverse=True)
         choices = [self._of_pipeline(int(size)) for size in sizes]
         counts = np.array([len(schedule) for schedule, _ in choices], dtype=np.int64)
@@ -59,7 +59,7 @@ class Choices:
         place = starts[inverse][row] + np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)
         schedule = np.concatenate([schedule for schedule, _ in choices])[place]
         chunks = np.concatenate([chunks for _, chunks in choices])[place]
-        return self._with_flights(splits.take(row), schedule, chunks)
+        return self._with_flights(splits.take(row), schedule, chunks), row
 
     def _of_pipeline(self, pipeline: int) -> tuple[Ints, Ints]:
         """Schedules (by position) and chunks of a pipeline of so many ranks."""
@@ -108,12 +108,15 @@ def shardings(space: Space, splits: Splits) -> list[tuple[int, Ints]]:
     ranks from those that shard.
     """
     data, context, expert = splits.data, splits.context, splits.expert
-    alone = data == 1
+    alone = data * context == 1
     default = next((zero for zero in space.zeros if zero in (1, 2)), space.zeros[0])
     found: list[tuple[int, Ints]] = []
     for zero in space.zeros:
         if zero == 3:
-            found += [(3, np.where(alone, 1 if default == 3 else 0, shard)) for shard in _shards(space, data)]
+            found += [
+                (3, np.where(alone, 1 if default == 3 else 0, np.where(shard > 1, shard, 0)))
+                for shard in _shards(space, data)
+            ]
         else:
             shard = np.where((expert > 1) & (zero > 0), data, 1)
             found.append((zero, np.where(alone & (zero != default), 0, shard)))
@@ -121,10 +124,7 @@ def shardings(space: Space, splits: Splits) -> list[tuple[int, Ints]]:
 
 
 def _shards(space: Space, data: Ints) -> list[Ints]:
-    """Ranks over which ZeRO-3 shards: those of the space, or all data ranks and two sizes between them and 1, which the
-    finalists refine to all divisors."""
+    """Ranks over which ZeRO-3 shards: those of the space, or all data ranks, of which finalists try all divisors."""
     if space.shards is not None:
         return [np.where(data % shard == 0, shard, 0) for shard in space.shards if shard > 1]
-    powers = int(data.max(initial=1)).bit_length() - 1
-    divisors = dict.fromkeys((1, 1 << powers // 3, 1 << 2 * powers // 3))
-    return [np.where((data % divisor == 0) & (data > divisor), data // divisor, 0) for divisor in divisors]
+    return [data]

@@ -10,7 +10,7 @@ import numpy as np
 from weft.plan import Recompute, Schedule
 from weft.price import Layout
 from weft.search._bounds import Floats
-from weft.search._space import Offload, Space
+from weft.search._space import Space
 from weft.search._splits import Bools, Ints, Splits
 
 
@@ -45,12 +45,8 @@ class Rows:
     chunks: Ints
     zero: Ints
     shard: Ints
-    level: Ints
-    """Position in `levels_of(space)`."""
-    offload: Ints
-    """Position in `Space.offloads`."""
     seconds: Floats
-    """Of a step, as the screen sees it."""
+    """That no step of the row is quicker than, as the screen sees it."""
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -59,13 +55,17 @@ class Rows:
         taken = {field.name: getattr(self, field.name) for field in fields(self)}
         return Rows(**{name: value.take(rows) if name == "splits" else value[rows] for name, value in taken.items()})
 
-    def layout(self, row: int, base: Layout, space: Space) -> tuple[Layout, Level]:
-        """Return one row as a layout, with its level of recomputation; `base` has what all rows of a search share."""
+    def settings(self) -> tuple[Ints, ...]:
+        """Return one column for every setting."""
+        splits = self.splits
+        ends = (self.schedule, self.chunks, self.zero)
+        return (splits.pipeline, splits.tensor, splits.context, splits.expert, splits.size, *ends)
+
+    def layout(self, row: int, base: Layout, space: Space) -> Layout:
+        """Return one row as a layout with nothing computed again; `base` has what all rows of a search share."""
         splits, shard = self.splits, int(self.shard[row])
-        level = levels_of(space)[self.level[row]]
         schedule: Schedule = space.schedules[self.schedule[row]]
-        offload: Offload = space.offloads[self.offload[row]]
-        layout = replace(
+        return replace(
             base,
             pipeline=int(splits.pipeline[row]),
             replicate=int(splits.data[row]) // shard,
@@ -79,10 +79,9 @@ class Rows:
             chunks=int(self.chunks[row]),
             microbatch_size=int(splits.size[row]),
             microbatches=int(splits.microbatches[row]),
-            recompute=level.light,
-            offload=offload,
+            recompute=space.recomputes[0],
+            offload=space.offloads[0],
         )
-        return layout, level
 
 
 def join(tables: list[Rows]) -> Rows:

@@ -14,9 +14,6 @@ from weft.search._rows import Level, Rows, levels_of
 from weft.search._space import Space
 from weft.search._splits import Bools, Ints, Splits
 
-_MIXED_SHARE = 0.6
-"""Of what the first stage must compute again, the mean over the stages: later ones hold fewer microbatches."""
-
 
 class Screen:
     """Screens groups of splits of one model on one cluster."""
@@ -27,123 +24,83 @@ class Screen:
         self._usable = float(pricer.cluster.device_memory_bytes)
         self._choices = Choices(space, len(pricer.profile.blocks))
 
-    def rows(self, group: int, costs: GroupCosts, splits: Splits, limit: float) -> tuple[list[Rows], int, int]:
-        """Return the layouts of a group that may fit and take less than `limit` seconds; how many there are in all; and
-        how many of those cannot fit.
-
-        More recomputation or offloading than fits makes no step shorter, so only the least that fits is returned.
-        """
-        options = self._choices.options(splits)
+    def rows(self, group: int, costs: GroupCosts, splits: Splits, limit: Floats) -> tuple[list[Rows], int]:
+        """Return the layouts of a group that may fit and take less than `limit` seconds (of each split), with the least
+        that each may take; and how many there are in all."""
+        splits, limit = splits.take(limit > 0), limit[limit > 0]
+        options, row = self._choices.options(splits)
+        limit = limit[row]
         whole = len(options) * len(self._levels) * len(self._space.offloads)
         schedules, blocks = self._space.schedules, len(self._pricer.profile.blocks)
         fastest = pipeline_seconds(schedules, blocks, costs.hop, options, costs.passes[self._levels[0].light], 0.0)
-        options = options.take(fastest < limit)
+        near = fastest < limit
+        options, limit = options.take(near), limit[near]
         choices = shardings(self._space, options.splits)
         found: list[Rows] = []
-        unfit = 0
         for zero, shard in choices:
             valid = shard > 0
             if valid.any():
-                rows, too_large = self._sharded(group, costs, options.take(valid), zero, shard[valid], limit)
-                found += rows
-                unfit += too_large
-        return found, whole * len(choices), unfit
+                found += self._sharded(group, costs, options.take(valid), zero, shard[valid], limit[valid])
+        return found, whole * len(choices)
 
     def _sharded(
-        self, group: int, costs: GroupCosts, options: Options, zero: int, shard: Ints, limit: float
-    ) -> tuple[list[Rows], int]:
-        """Rows under one way of sharding, and how many do not fit whatever is computed again or offloaded."""
+        self, group: int, costs: GroupCosts, options: Options, zero: int, shard: Ints, limit: Floats
+    ) -> list[Rows]:
+        """Rows under one way of sharding."""
         first = self._levels[0].light
         estimates = Estimates(self._pricer, self._space.schedules, costs, options, zero, shard)
         # More recomputation and offloading make a step longer, so what is too slow without stays so.
-        seconds = estimates.seconds(costs.passes[first], costs.held[first], "none")
-        near = seconds < limit
+        near = estimates.seconds(costs.passes[first], costs.held[first], "none") < limit
         if not near.any():
-            return [], 0
-        options, shard = options.take(near), shard[near]
+            return []
+        options, shard, limit = options.take(near), shard[near], limit[near]
         estimates = Estimates(self._pricer, self._space.schedules, costs, options, zero, shard, estimates.rates)
-        found: list[Rows] = []
-        fitting = np.zeros(len(options), dtype=bool)
+        least = self._least(estimates, costs, len(options))
+        return self._table(group, options, least < limit, zero, shard, least)
+
+    def _least(self, estimates: Estimates, costs: GroupCosts, count: int) -> Floats:
+        """The least seconds with what must be computed again or offloaded to fit; infinite where nothing fits."""
+        least = np.full(count, np.inf)
         needs: dict[Recompute, Floats] = {}
-        for place, level in enumerate(self._levels):
+        for level in self._levels:
+            light, heavy = level
             if level.is_mixed:
-                if level.light in needs and level.heavy in needs:
-                    seconds, fits = self._mixed(estimates, costs, needs, level)
-                    found += self._table(group, options, fits & (seconds < limit), zero, shard, (place, 0), seconds)
-            elif not fitting.all():
-                found += self._plain(group, costs, estimates, (options, zero, shard), place, fitting, needs, limit)
-        return found, int((~fitting).sum())
+                if light in needs and heavy in needs:
+                    least = np.minimum(least, self._mixed(estimates, costs, needs, level))
+                continue
+            if np.isfinite(least).all():
+                break  # a heavier level takes longer
+            for offload in self._space.offloads:
+                need = estimates.device_bytes(costs.held[light], offload)
+                if offload == "none":
+                    needs[light] = need
+                seconds = estimates.seconds(costs.passes[light], costs.held[light], offload)
+                least = np.minimum(least, np.where(need <= self._usable, seconds, np.inf))
+        return least
 
-    def _plain(
-        self,
-        group: int,
-        costs: GroupCosts,
-        estimates: Estimates,
-        ways: tuple[Options, int, Ints],
-        place: int,
-        fitting: Bools,
-        needs: dict[Recompute, Floats],
-        limit: float,
-    ) -> list[Rows]:
-        """Rows with all blocks alike; marks in `fitting` those that fit without offloading, and notes their needs."""
-        options, zero, shard = ways
-        word = self._levels[place].light
-        found: list[Rows] = []
-        done = fitting.copy()
-        for offload, name in enumerate(self._space.offloads):
-            if done.all():
-                break
-            need = estimates.device_bytes(costs.held[word], name)
-            fits = (need <= self._usable) & ~done
-            if name == "none":
-                needs[word] = need
-                fitting |= fits
-                done = fitting.copy()
-            if fits.any():
-                seconds = estimates.seconds(costs.passes[word], costs.held[word], name)
-                found += self._table(group, options, fits & (seconds < limit), zero, shard, (place, offload), seconds)
-        return found
-
-    def _mixed(
-        self, estimates: Estimates, costs: GroupCosts, needs: dict[Recompute, Floats], level: Level
-    ) -> tuple[Floats, Bools]:
-        """Seconds when only as many blocks are computed again as needed, and where that is of use."""
+    def _mixed(self, estimates: Estimates, costs: GroupCosts, needs: dict[Recompute, Floats], level: Level) -> Floats:
+        """Seconds when only as many blocks are computed again as needed; infinite where that is of no use."""
         light, heavy = level
-        saved = estimates.saved_bytes(costs.held[light], costs.held[heavy])
-        over = needs[light] - self._usable
-        share = np.clip(over / np.maximum(saved, 1.0), 0.0, 1.0) * _MIXED_SHARE
+        share = estimates.least_share(costs.held[light], costs.held[heavy], needs[light], self._usable)
         seconds = estimates.seconds(costs.passes[light], costs.held[light], "none")
         most = estimates.seconds(costs.passes[heavy], costs.held[heavy], "none")
-        seconds = seconds + share * (most - seconds)
-        return seconds, (needs[light] > self._usable) & (needs[heavy] <= self._usable)
+        useful = (needs[light] > self._usable) & (needs[heavy] <= self._usable)
+        return np.where(useful, seconds + share * (most - seconds), np.inf)
 
     def _table(
-        self,
-        group: int,
-        options: Options,
-        chosen: Bools,
-        zero: int,
-        shard: Ints,
-        place: tuple[int, int],
-        seconds: Floats,
+        self, group: int, options: Options, chosen: Bools, zero: int, shard: Ints, seconds: Floats
     ) -> list[Rows]:
         if not chosen.any():
             return []
         taken, count = options.take(chosen), int(chosen.sum())
-
-        def same(value: int) -> Ints:
-            return np.full(count, value, dtype=np.int64)
-
         return [
             Rows(
                 splits=taken.splits,
-                group=same(group),
+                group=np.full(count, group, dtype=np.int64),
                 schedule=taken.schedule,
                 chunks=taken.chunks,
-                zero=same(zero),
+                zero=np.full(count, zero, dtype=np.int64),
                 shard=shard[chosen],
-                level=same(place[0]),
-                offload=same(place[1]),
                 seconds=seconds[chosen],
             )
         ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,8 @@ from weft.search._bounds import Floats, figures_of, memory_bounds, time_bounds
 from weft.search._buckets import USUAL_BUCKET_BYTES
 from weft.search._convert import plan_of
 from weft.search._finalists import Finalists, Priced
-from weft.search._group import GroupCosts, blocks_seconds, group_costs
+from weft.search._group import blocks_seconds, group_costs
+from weft.search._neighbours import neighbours
 from weft.search._objective import Objective
 from weft.search._pins import with_given
 from weft.search._result import Candidate, Counts, SearchResult
@@ -40,13 +41,16 @@ from weft.search._splits import Ints, Splits, enumerate_splits
 from weft.search._unequal import Balancer, kinds_of, speed_of
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
-_PER_FAMILY = 5
-"""Plans with the same axes and ZeRO stage of which the best estimates are priced, where not all are."""
-_PLAYED_PER_FAMILY = 3
-_PLAYED_ACTIONS = 250_000
-"""Actions of schedules that are played at least, before the rest of the finalists keep their closed forms."""
-_CLOSE = 1.03
-"""Estimates this much above the last one that is kept are kept too: they may be priced better."""
+_ALTERNATIVES = 1.15
+"""Times the best score so far up to which estimates are kept."""
+_CLOSE = 1.0
+"""Times the best score so far up to which the best estimates of pairs of values are priced."""
+_COMPARED = 1.5
+"""Times the best score up to which other kinds of plans are priced for a comparison."""
+_WORTH = 0.9
+"""Times the best score so far below which the best estimate of a group is priced at once."""
+_CLIMBS = 3
+"""Best plans of different kinds from which the search climbs to neighbours."""
 
 
 def search(
@@ -96,7 +100,7 @@ def search(
     )
     if objective.quantity == "cost":
         space = replace(space, fewer_devices=True)
-    hunt = _Hunt(
+    state = SearchState(
         pricer=pricer or Pricer(profile, cluster, stack, calibration),
         space=space,
         objective=objective,
@@ -104,16 +108,16 @@ def search(
         optimizer=optimizer,
         finalists=finalists,
     )
-    found, counts = hunt.run(top)
-    finish = _Finish(hunt, given)
+    found, counts = state.run(top)
+    finish = _Finish(state, given)
     return SearchResult(
         profile=profile,
         cluster=cluster,
         global_batch_size=global_batch_size,
         objective=objective,
         space=space,
-        stack=hunt.pricer.stack,
-        calibration=hunt.pricer.calibration,
+        stack=state.pricer.stack,
+        calibration=state.pricer.calibration,
         best=tuple(sorted((finish.candidate(each) for each in found), key=lambda each: each.score)),
         counts=counts,
     )
@@ -127,7 +131,7 @@ class _Pool(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Hunt:
+class SearchState:
     pricer: Pricer
     space: Space
     objective: Objective
@@ -143,8 +147,8 @@ class _Hunt:
         splits, dropped = enumerate_splits(
             self.space, devices=self.pricer.cluster.num_devices, global_batch_size=self.global_batch_size
         )
-        pools = [self._pool(splits, self._base(precision)) for precision in self.space.precisions]
         finalists = Finalists(self.pricer, self.space, self.objective)
+        pools = [self._pool(finalists, splits, self._base(precision)) for precision in self.space.precisions]
         found = self._price(finalists, [pool for pool in pools if pool is not None], top)
         counts = Counts(
             searched=self.searched,
@@ -180,8 +184,11 @@ class _Hunt:
 
     # ── bounds and estimates ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _pool(self, splits: Splits, base: Layout) -> _Pool | None:
-        """The rows with the best estimates, twice as many as will be priced."""
+    def _pool(self, finalists: Finalists, splits: Splits, base: Layout) -> _Pool | None:
+        """The rows that may score less than the best price, or little more.
+
+        Of every group the row with the least estimate is priced at once, so that later groups meet a limit.
+        """
         figures = figures_of(self.pricer.profile, self.pricer.cluster, self.space, self.pricer, base)
         least = memory_bounds(
             figures,
@@ -194,34 +201,40 @@ class _Hunt:
         self.memory_bound += int((~fits).sum())
         splits = splits.take(fits)
         bounds = self._weighed(time_bounds(figures, splits), splits.world)
-        screen, limit = Screen(self.pricer, self.space), np.inf
-        kept: list[Rows] = []
-        for group, rows in enumerate(_groups(splits, bounds)):
-            rows = rows[bounds[rows] < limit]
-            if not len(rows):
-                continue
-            here, base_here = splits.take(rows), self._group_base(splits.take(rows), base)
-            # What the group's blocks take is a closer bound than that of their FLOPs.
-            whole = blocks_seconds(self.pricer, base_here)
-            near = self._weighed(whole * here.microbatches / here.pipeline, here.world) < limit
-            self.time_bound += int((~near).sum())
-            if not near.any():
-                continue
-            costs = group_costs(self.pricer, self.space, base_here)
-            found, count = self._screened(screen, group, costs, here.take(near), limit)
-            self.searched += count
+        screen, kept = Screen(self.pricer, self.space), list[Rows]()
+        for group, rows in enumerate(_groups(splits, bounds, self._ranks_of_nodes(splits))):
+            limit = finalists.best * _ALTERNATIVES
+            near = rows[bounds[rows] < limit]
+            self.time_bound += len(rows) - len(near)
+            found = self._group_rows(screen, group, splits.take(near), base, limit) if len(near) else []
+            for table in found:
+                weighed = self._weighed(table.seconds, table.splits.world)
+                row = int(np.argmin(weighed))
+                if weighed[row] < finalists.best * _WORTH:
+                    finalists.seed(table.layout(row, base, self.space))
             kept += found
-            kept, limit = self._best(kept, limit)
-        self.time_bound += int((bounds >= limit).sum())
         return _Pool(join(kept), base) if kept else None
 
-    def _screened(
-        self, screen: Screen, group: int, costs: GroupCosts, splits: Splits, limit: float
-    ) -> tuple[list[Rows], int]:
-        by_devices = self.objective.quantity == "cost"
-        found, count, _ = screen.rows(group, costs, splits, np.inf if by_devices else limit)
+    def _group_rows(self, screen: Screen, group: int, splits: Splits, base: Layout, limit: float) -> list[Rows]:
+        base_here = self._group_base(splits, base)
+        # What the group's blocks take is a closer bound than that of their FLOPs.
+        whole = blocks_seconds(self.pricer, base_here)
+        per_second = self._weighed(np.ones(len(splits)), splits.world)
+        near = whole * splits.microbatches / splits.pipeline * per_second < limit
+        self.time_bound += int((~near).sum())
+        if not near.any():
+            return []
+        splits, per_second = splits.take(near), per_second[near]
+        costs = group_costs(self.pricer, self.space, base_here)
+        found, count = screen.rows(group, costs, splits, limit / per_second)
+        self.searched += count
         self.estimated += sum(len(table) for table in found)
-        return found, count
+        return found
+
+    def _ranks_of_nodes(self, splits: Splits) -> Ints:
+        """Ranks that share a node's cores: what each computes with depends on them."""
+        cluster = self.pricer.cluster
+        return np.ones_like(splits.world) if cluster.has_accelerators else -(-splits.world // cluster.num_nodes)
 
     def _group_base(self, splits: Splits, base: Layout) -> Layout:
         """One layout of a group, for what all of them have in common."""
@@ -239,70 +252,58 @@ class _Hunt:
         )
 
     def _weighed(self, seconds: Floats, world: Ints) -> Floats:
-        """What rows are compared by."""
+        """Scores of steps of so many seconds."""
+        seconds = seconds * self.objective.pessimistic_seconds(1.0, self.pricer.stack.spread)
         return seconds * world if self.objective.quantity == "cost" else seconds
-
-    def _best(self, kept: list[Rows], limit: float) -> tuple[list[Rows], float]:
-        """Keep the best rows, and return what later ones must be below."""
-        wanted = self.finalists
-        if sum(len(table) for table in kept) < 2 * wanted:
-            return kept, limit
-        table = join(kept)
-        weighed = self._weighed(table.seconds, table.splits.world)
-        last = float(np.partition(weighed, wanted - 1)[wanted - 1]) * _CLOSE
-        order = np.flatnonzero(weighed <= last)
-        if len(order) > 8 * wanted:
-            order = order[np.argsort(weighed[order], kind="stable")[: 8 * wanted]]
-        return [table.take(order)], min(limit, last)
 
     # ── prices ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _price(self, finalists: Finalists, pools: Sequence[_Pool], top: int) -> list[Priced]:
-        ordered: list[tuple[float, int, int]] = []
-        for number, pool in enumerate(pools):
-            weighed = self._weighed(pool.rows.seconds, pool.rows.splits.world)
-            ordered += [(float(score), number, row) for row, score in enumerate(weighed)]
-        priced: list[Priced] = []
-        taken: Counter[Family] = Counter()
-        for _, number, row in sorted(ordered):
-            if len(priced) >= self.finalists:
+        """Price the best estimates of every pair of values of two settings, climb from the best prices to their
+        neighbours, and price some plans of other kinds."""
+        seeds = _seeds(pools, self._weighed)
+        for number, row, estimate in seeds:
+            if estimate < finalists.best * _CLOSE:
+                finalists.seed(pools[number].rows.layout(row, pools[number].base, self.space))
+        climbed: set[Layout] = set()
+        while True:
+            leaders = _leaders(list(finalists.found.values()))[:_CLIMBS]
+            fresh = [each.layout for each in leaders if each.layout not in climbed]
+            if not fresh:
                 break
-            layout, level = pools[number].rows.layout(row, pools[number].base, self.space)
-            family = family_of(layout)
-            if taken[family] >= _PER_FAMILY and len(ordered) > self.finalists:
-                continue
-            taken[family] += 1
-            found = finalists.price(layout, level)
-            if found is not None:
-                priced.append(found)
-        refined = [finalists.refine(leader) for leader in _leaders(priced)[:top]]
-        unique = {each.layout: each for each in (*priced, *refined)}
-        return _leaders(self._played(finalists, list(unique.values()), top))[:top]
+            climbed |= set(fresh)
+            for layout in fresh:
+                self._climb(finalists, layout)
+        families = {family_of(layout) for layout in finalists.found}
+        for number, row, _ in seeds:  # other kinds of plans, for a comparison
+            layout = pools[number].rows.layout(row, pools[number].base, self.space)
+            if len(families) < top and family_of(layout) not in families:
+                finalists.seed(layout, limit=finalists.best * _COMPARED)
+                families = {family_of(layout) for layout in finalists.found}
+        return _leaders(list(finalists.found.values()))[:top]
 
-    def _played(self, finalists: Finalists, priced: list[Priced], top: int) -> list[Priced]:
-        """Play all, where that is little work; else the best until `top` families and enough of each are played."""
-        work = sum(actions_of(each.layout) for each in priced)
-        played: list[Priced] = []
-        spent, of_family = 0, Counter[Family]()
-        for each in sorted(priced, key=_rank):
-            family = family_of(each.layout)
-            if work > _PLAYED_ACTIONS:
-                if spent > _PLAYED_ACTIONS and len(of_family) >= top:
-                    break
-                most = 1 if spent > _PLAYED_ACTIONS else _PLAYED_PER_FAMILY
-                if of_family[family] >= most or (len(of_family) >= top and family not in of_family):
-                    continue
-            of_family[family] += 1
-            spent += actions_of(each.layout)
-            played.append(finalists.played(each))
-        return played
+    def _climb(self, finalists: Finalists, start: Layout) -> None:
+        """Price all neighbours of a layout: one setting changed, or ranks moved from one axis to another."""
+        for layout in neighbours(start, self.space, self.pricer, self.global_batch_size):
+            has_same_axes = family_of(layout) == family_of(start) and layout.microbatch_size == start.microbatch_size
+            finalists.seed(layout, quick=not has_same_axes)
+        finalists.explore(start, finalists.best)
 
 
-def actions_of(layout: Layout) -> int:
-    """How many actions of a pipeline are played to price a layout exactly: at most three rounds of its ranks."""
-    if layout.pipeline == 1:
-        return 1
-    return 3 * layout.num_stages * min(layout.microbatches, 4 * layout.pipeline)
+def _seeds(pools: Sequence[_Pool], weighed: Callable[[Floats, Ints], Floats]) -> list[tuple[int, int, float]]:
+    """Return (pool, row, estimate) of the best estimate of every pair of values of two settings, the best first."""
+    found: list[tuple[float, int, int]] = []
+    for number, pool in enumerate(pools):
+        estimates = weighed(pool.rows.seconds, pool.rows.splits.world)
+        order = np.argsort(estimates, kind="stable")
+        columns = [np.unique(column[order], return_inverse=True)[1] for column in pool.rows.settings()]
+        firsts = [
+            np.unique(one * (int(other.max()) + 1) + other, return_index=True)[1]
+            for one, other in combinations(columns, 2)
+        ]
+        rows = order[np.unique(np.concatenate(firsts))]
+        found += [(float(estimates[row]), number, int(row)) for row in rows]
+    return [(number, row, estimate) for estimate, number, row in sorted(found)]
 
 
 Family = tuple[int, ...]
@@ -328,12 +329,12 @@ def _rank(priced: Priced) -> tuple[object, ...]:
     return (priced.score, *axes, layout.microbatch_size, layout.schedule, str(layout.recompute), layout.order)
 
 
-def _groups(splits: Splits, bounds: Floats) -> list[Ints]:
-    """Rows that share microbatch and tensor, context and expert axes; the group with the lowest bound first."""
+def _groups(splits: Splits, bounds: Floats, ranks: Ints) -> list[Ints]:
+    """Rows that share microbatch, tensor, context, expert axes and `ranks`; the group with the lowest bound first."""
     if not len(splits):
         return []
     key = splits.tensor
-    for column in (splits.context, splits.expert, splits.size):
+    for column in (splits.context, splits.expert, splits.size, ranks):
         key = key * (int(column.max()) + 1) + column
     _, inverse = np.unique(key, return_inverse=True)
     order = np.argsort(inverse, kind="stable")
@@ -345,22 +346,22 @@ def _groups(splits: Splits, bounds: Floats) -> list[Ints]:
 class _Finish:
     """Turns priced layouts into candidates."""
 
-    def __init__(self, hunt: _Hunt, given: Plan | None) -> None:
-        self._hunt, self._given = hunt, given or Plan()
-        self._sample_flops = model_flops(hunt.pricer.profile)
-        cluster = hunt.pricer.cluster
-        self._balancer = Balancer(hunt.pricer) if len(kinds_of(cluster)) > 1 else None
+    def __init__(self, state: SearchState, given: Plan | None) -> None:
+        self._state, self._given = state, given or Plan()
+        self._sample_flops = model_flops(state.pricer.profile)
+        cluster = state.pricer.cluster
+        self._balancer = Balancer(state.pricer) if len(kinds_of(cluster)) > 1 else None
 
     def candidate(self, priced: Priced) -> Candidate:
         """Return a layout with its plan and all that is said of it; its data ranks balanced over unequal devices."""
-        hunt, layout, shares = self._hunt, priced.layout, None
-        balanced = self._balancer.balance(layout, hunt.global_batch_size) if self._balancer is not None else None
+        state, layout, shares = self._state, priced.layout, None
+        balanced = self._balancer.balance(layout, state.global_batch_size) if self._balancer is not None else None
         if balanced is None:
-            prediction = hunt.pricer.predict(layout, exact=True)
+            prediction = state.pricer.predict(layout, exact=True)
         else:
             layout, shares, prediction = balanced.layout, balanced.shares, balanced.prediction
-        objective, step = hunt.objective, prediction.step_seconds
-        tokens = hunt.global_batch_size * hunt.pricer.profile.sequence_length
+        objective, step = state.objective, prediction.step_seconds
+        tokens = state.global_batch_size * state.pricer.profile.sequence_length
         pessimistic = objective.pessimistic_seconds(step, prediction.spread)
         has_price = objective.price_per_device_hour is not None
         cost = objective.cost_per_million_tokens(step, layout.world_size, tokens) if has_price else None
@@ -378,16 +379,16 @@ class _Finish:
 
     def _utilization(self, layout: Layout, step_seconds: float) -> float:
         """Of the used devices; where devices are unequal, of as many mean ones."""
-        cluster, pricer = self._hunt.pricer.cluster, self._hunt.pricer
+        cluster, pricer = self._state.pricer.cluster, self._state.pricer
         speed = pricer.device(layout).peak(layout.precision)
         if self._balancer is not None:
             speeds = [(node.count * node.devices.count, speed_of(node.devices)) for node in cluster.nodes]
             speed *= sum(count * each for count, each in speeds) / cluster.num_devices / min(each for _, each in speeds)
-        flops = self._sample_flops * self._hunt.global_batch_size
+        flops = self._sample_flops * self._state.global_batch_size
         return flops / (layout.world_size * speed * step_seconds)
 
     def _plan(self, layout: Layout, shares: tuple[int, ...] | None) -> Plan | None:
-        batch, pricer = self._hunt.global_batch_size, self._hunt.pricer
+        batch, pricer = self._state.global_batch_size, self._state.pricer
         if layout.pipeline > 1:
             layout = replace(layout, cuts=pricer.whole(layout).cuts(layout))  # the ones that were priced
         try:

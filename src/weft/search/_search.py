@@ -66,15 +66,14 @@ def search(
     stack: Stack = WEFT,
     calibration: Calibration = FITTED,
     top: int = 5,
-    finalists: int = 80,
     pricer: Pricer | None = None,
     given: Plan | None = None,
 ) -> SearchResult:
     """Return the best plans for a model on a cluster.  Deterministic; needs no torch and no devices.
 
     Every combination in `space` is looked at: dropped by a bound that no pricing goes below, or estimated; the best
-    `finalists` estimates are priced, and the best `top` of those refined in their lesser settings and played action by
-    action, as well as up to as many that are then as good.
+    estimate of every pair of values is priced, played action by action where it may be best, and from the best prices
+    the search climbs to their neighbours.
 
     Args:
         global_batch_size: samples per step; kept exactly.
@@ -84,7 +83,6 @@ def search(
         runnable_only: only what the engine can run today.
         optimizer: sets the bytes of optimizer state; by default AdamW.
         top: how many plans to return.
-        finalists: how many estimates are priced.
         pricer: one to share parts of prices with other searches of the same model, cluster, stack and calibration.
         given: settings that search does not choose (`beyond_search`: threads, the rank of a codec, local steps), as its
             `origins` name them; they stand in the plans, and prices know nothing of them.
@@ -106,7 +104,6 @@ def search(
         objective=objective,
         global_batch_size=global_batch_size,
         optimizer=optimizer,
-        finalists=finalists,
     )
     found, counts = state.run(top)
     finish = _Finish(state, given)
@@ -137,7 +134,6 @@ class SearchState:
     objective: Objective
     global_batch_size: int
     optimizer: OptimizerRecipe | None
-    finalists: int
     searched: int = 0
     estimated: int = 0
     time_bound: int = 0

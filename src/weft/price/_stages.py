@@ -62,6 +62,13 @@ class BlockCost(NamedTuple):
         return self.forward if recompute == "full" else self.selective if recompute == "selective" else PassCost()
 
 
+class _BlockWork(NamedTuple):
+    """A block on one rank with nothing sent."""
+
+    works: list[tuple[Operator, OperatorWork]]
+    alone: BlockCost
+
+
 class CostKey(NamedTuple):
     """All that the cost of a block depends on, beside the block."""
 
@@ -84,6 +91,7 @@ class BlockCosts:
     def __init__(self, profile: Profile, device: Device, seconds: Seconds) -> None:
         self._profile, self._device, self._seconds = profile, device, seconds
         self._costs: dict[tuple[int, CostKey], BlockCost] = {}
+        self._works: dict[tuple[int, Share], _BlockWork] = {}
         self._fits: dict[str, BlockFit] = {}
 
     def cost(self, block: Block, key: CostKey) -> BlockCost:
@@ -94,29 +102,36 @@ class BlockCosts:
         return found
 
     def _price(self, block: Block, key: CostKey) -> BlockCost:
-        wide = block is self._profile.stem or block is self._profile.tail
-        share = share_of(self._profile, key, wide=wide)
-        imbalance = self._device.calibration.expert_imbalance if key.expert.size > 1 else 1.0
+        share = share_of(self._profile, key, wide=block is self._profile.stem or block is self._profile.tail)
+        work = self._works.get((id(block), share))
+        if work is None:
+            work = self._works[id(block), share] = self._work(block, share)
+        forward, backward = _Sent(block, share, key, self._seconds, self._device).costs(work.works)
+        return work.alone._replace(
+            forward=_together(work.alone.forward, forward), input=_together(work.alone.input, backward)
+        )
+
+    def _work(self, block: Block, share: Share) -> _BlockWork:
+        """What a rank computes in a block, wherever its groups lie."""
+        imbalance = self._device.calibration.expert_imbalance if share.expert > 1 else 1.0
         works = [(operator, operator_work(self._device, operator, share, imbalance)) for operator in block.operators]
         if self._device.speeds:
-            fit = self._fit(key.precision)
+            fit = self._fit(share.precision)
             works = [
-                (operator, self._accumulated(operator, fit.of(operator, work, inside=not wide), share))
+                (operator, self._accumulated(operator, fit.of(operator, work, inside=not share.wide), share))
                 for operator, work in works
             ]
-        selective = [(operator, work) for operator, work in works if operator.selective]
-        sent = _Sent(block, share, key, self._seconds, self._device)
-        forward, backward = sent.costs([(operator, work) for operator, work in works])
         dense, expert = _parameters(block, share)
-        return BlockCost(
-            forward=self._pass([work.forward for _, work in works], forward),
-            input=self._pass([work.input for _, work in works], backward),
-            weight=self._pass([work.weight for _, work in works], PassCost()),
-            selective=self._pass([work.forward for _, work in selective], PassCost()),
+        alone = BlockCost(
+            forward=self._pass([work.forward for _, work in works]),
+            input=self._pass([work.input for _, work in works]),
+            weight=self._pass([work.weight for _, work in works]),
+            selective=self._pass([work.forward for operator, work in works if operator.selective]),
             dense_parameters=dense,
             expert_parameters=expert,
             kept_bytes=_kept_bytes(block, share),
         )
+        return _BlockWork(works, alone)
 
     def _accumulated(self, operator: Operator, work: OperatorWork, share: Share) -> OperatorWork:
         """Gradients of weights are added to those of earlier microbatches; a table's are cleared first, all of them."""
@@ -134,11 +149,15 @@ class BlockCosts:
             self._fits[precision] = block_fit(self._device, precision)
         return self._fits[precision]
 
-    def _pass(self, works: list[Work], sent: PassCost) -> PassCost:
+    def _pass(self, works: list[Work]) -> PassCost:
         """Add up kernels; where the host issues them more slowly than they run, the difference is lost to shapes."""
         ideal, shapes, memory, kernels = (sum(column) for column in zip(*works, strict=True)) if works else (0.0,) * 4
         waiting = max(0.0, kernels * self._device.host_seconds - (ideal + shapes + memory))
-        return sent._replace(ideal=ideal, shapes=shapes + waiting, memory=memory)
+        return PassCost(ideal=ideal, shapes=shapes + waiting, memory=memory)
+
+
+def _together(computed: PassCost, sent: PassCost) -> PassCost:
+    return sent._replace(ideal=computed.ideal, shapes=computed.shapes, memory=computed.memory)
 
 
 def share_of(profile: Profile, key: CostKey, *, wide: bool = False) -> Share:

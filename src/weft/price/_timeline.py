@@ -52,11 +52,19 @@ class Timelines:
 
     def __init__(self) -> None:
         self._programs: dict[tuple[Schedule, int, int, int], _Program] = {}
+        self._steps: dict[tuple[object, ...], Step] = {}
 
     def play(self, schedule: Schedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
         """Return the step by playing it; many microbatches by playing few and adding the others' period."""
         if pipeline == 1:
             return _alone(microbatches, times)
+        passes = (tuple(times.forward), tuple(times.input), tuple(times.weight), times.transfer)
+        key = (schedule, pipeline, chunks, microbatches, passes)
+        if key not in self._steps:  # what is not sent between stages changes no schedule: ZeRO, buckets, most orders
+            self._steps[key] = self._long(schedule, pipeline, chunks, microbatches, times)
+        return self._steps[key]
+
+    def _long(self, schedule: Schedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
         rounds = _ROUNDS * pipeline + microbatches % pipeline
         if microbatches <= rounds:
             return self._played(schedule, pipeline, chunks, microbatches, times)

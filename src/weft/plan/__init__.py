@@ -51,6 +51,7 @@ from weft.plan._schedules import Action as Action
 from weft.plan._schedules import Orders as Orders
 from weft.plan._schedules import Timeline as Timeline
 from weft.plan._schedules import bubble_seconds as bubble_seconds
+from weft.plan._schedules import last_round_seconds as last_round_seconds
 from weft.plan._schedules import check_schedule as check_schedule
 from weft.plan._schedules import chunk_limits as chunk_limits
 from weft.plan._schedules import forward_orders as forward_orders

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.plan import SPLIT_BACKWARD, Action, Schedule, bubble_seconds, schedule_orders, stage_ranks
+from weft.plan import SPLIT_BACKWARD, Action, Schedule, bubble_seconds, last_round_seconds, schedule_orders, stage_ranks
 
 _ROUNDS = 4
 """Rounds of `pipeline` microbatches that are played before the rest is added."""
@@ -125,7 +125,8 @@ def closed_form(schedule: Schedule, pipeline: int, chunks: int, microbatches: in
     passing = sum(work) + (microbatches - 1) * max(work)
     if schedule in SPLIT_BACKWARD and microbatches < pipeline:
         passing += weight[0]
-    return Step(max(microbatches * _busiest(schedule, pipeline, chunks, times) + wait, passing) + hops, slack)
+    last = last_round_seconds(schedule, pipeline, chunks, microbatches, *means)
+    return Step(max(microbatches * _busiest(schedule, pipeline, chunks, times) + wait, passing, last) + hops, slack)
 
 
 def _slowest_window(work: Sequence[float], hop: float) -> float:

@@ -46,7 +46,8 @@ def pipeline_seconds(
     late = np.where(options.splits_backward, passes.weight, 0.0)
     # The first microbatch passes all stages, and the others follow it through one.
     passing = (whole - late) * (1.0 + (m - 1) / (p * v)) + np.where(m < p, late / (p * v), 0.0)
-    chunked = np.maximum(m * slowest + _waits(schedules, options, passes), passing) + hops
+    chunked = np.maximum(m * slowest + _waits(schedules, options, passes), passing)
+    chunked = np.maximum(chunked, _last_rounds(schedules, options, passes)) + hops
     return np.where(options.is_plain, plain, chunked) * np.where(p == 1, 1.0, _CLOSED_FORM_EXCESS)
 
 
@@ -65,6 +66,24 @@ def _waits(schedules: tuple[Schedule, ...], options: Options, passes: Passes) ->
             continue
         waits = np.where(options.schedule == index, split, waits)
     return waits
+
+
+def _last_rounds(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:
+    """`weft.plan.last_round_seconds`, over arrays."""
+    p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
+    last = (m - 1) % p + 1
+    before = (m - last) * v + last - 1
+    forward, inputs, weight = (part / (p * v) for part in (passes.forward, passes.input, passes.weight))
+    seconds = (p - 1 + m * v) * forward + before * (inputs + weight)
+    found = np.zeros_like(seconds)
+    for index, name in enumerate(schedules):
+        here = options.schedule == index
+        if name == "interleaved_1f1b":
+            found = np.where(here, seconds + p * v * (inputs + weight), found)
+        elif name == "interleaved_zero_bubble":
+            owed = np.minimum(p - 1, before) * weight
+            found = np.where(here, seconds - owed + p * v * inputs + weight, found)
+    return found
 
 
 class Rates(NamedTuple):
@@ -92,7 +111,7 @@ class RateTable:
         least = way.least if way.zero == 3 else data
         if self._pricer.cluster.has_accelerators and costs.bases[0].expert == 1:
             # More ranks take no less per byte, so that powers of two stand for the others.
-            data, least = _power_below(data), _power_below(least)
+            data, least = power_below(data), power_below(least)
         wide = int(max(data.max(initial=0), least.max(initial=0))) + 1
         keys, rows = np.unique((costs.case * wide + data) * wide + least, return_inverse=True)
         found = [
@@ -139,8 +158,8 @@ class RateTable:
         return min(self._pricer.seconds(kind, size, group, by) / size for size in _SIZES for by in algorithms)
 
 
-def _power_below(numbers: Ints) -> Ints:
-    """The largest power of two up to each number."""
+def power_below(numbers: Ints) -> Ints:
+    """Return the largest power of two up to each number."""
     return (1 << np.log2(np.maximum(numbers, 1)).astype(np.int64)).astype(np.int64)
 
 

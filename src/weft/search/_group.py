@@ -14,6 +14,7 @@ from weft.profile import Block, Profile
 from weft.search._bounds import Floats
 from weft.search._space import Space
 from weft.search._splits import Bools, Ints
+from weft.search._variants import Arrangement
 
 
 class Passes(NamedTuple):
@@ -61,6 +62,8 @@ class GroupCosts:
 
     bases: tuple[Layout, ...]
     """A layout of each case."""
+    inside: Ints
+    """`Arrangement.inside`, by row."""
     case: Ints
     """Of each row, its case; the figures below are by row."""
     passes: dict[Recompute, Passes]
@@ -76,6 +79,7 @@ class GroupCosts:
         return replace(
             self,
             case=self.case[rows],
+            inside=self.inside[rows],
             passes={word: Passes(*(part[rows] for part in passes)) for word, passes in self.passes.items()},
             held={word: Held(*(part[rows] for part in held)) for word, held in self.held.items()},
             hop=self.hop[rows],
@@ -99,9 +103,9 @@ def blocks_seconds(pricer: Pricer, counted: Counted, base: Layout) -> tuple[floa
     return whole, alone
 
 
-def group_costs(pricer: Pricer, space: Space, counted: Counted, bases: Sequence[Layout]) -> GroupCosts:
-    """Return the costs of a group of splits in each of the cases that `bases` are."""
-    profile = pricer.profile
+def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[Arrangement]) -> GroupCosts:
+    """Return the costs of a group of splits in each of its cases."""
+    profile, bases = pricer.profile, [case.layout for case in cases]
     passes: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
     held: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
     for base in bases:
@@ -113,6 +117,7 @@ def group_costs(pricer: Pricer, space: Space, counted: Counted, bases: Sequence[
     costs = [(pricer.block_cost(block, bases[0]), count) for block, count in counted]
     return GroupCosts(
         bases=tuple(bases),
+        inside=np.array([case.inside for case in cases]),
         case=np.arange(len(bases)),
         passes={word: Passes(*map(np.array, zip(*found, strict=True))) for word, found in passes.items()},
         held={word: Held(*map(np.array, zip(*found, strict=True))) for word, found in held.items()},

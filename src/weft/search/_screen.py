@@ -7,7 +7,7 @@ import numpy as np
 from weft.plan import Recompute
 from weft.price import Pricer
 from weft.search._bounds import Floats
-from weft.search._estimate import Estimates, RateTable, pipeline_seconds
+from weft.search._estimate import Estimates, RateTable, pipeline_seconds, power_below
 from weft.search._group import GroupCosts
 from weft.search._options import Choices, Options, Way, ways_of_sharding
 from weft.search._rows import REDUCE_EVERY, Rows, levels_of
@@ -32,12 +32,15 @@ class Screen:
         options, row = self._choices.options(splits)
         limit = limit[row]
         whole = len(options) * len(self._levels) * len(self._space.offloads)
+        farthest = int(costs.inside.max(initial=1))
         case, near = self._near(costs, options, limit)
         costs, options, limit = costs.take(case), options.take(near), limit[near]
         ways = ways_of_sharding(self._space, options, self._islands)
         found: list[Rows] = []
         for way in ways:
-            valid = way.shard > 0
+            data = way.least if way.zero == 3 else options.splits.data
+            alike = np.minimum(power_below(data), farthest)
+            valid = (way.shard > 0) & ((costs.inside == 0) | (costs.inside == alike))
             if valid.any():
                 found += self._sharded(costs.take(valid), options.take(valid), way.take(valid), limit[valid])
         return found, whole * len(ways)

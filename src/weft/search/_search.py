@@ -39,7 +39,7 @@ from weft.search._screen import Screen
 from weft.search._space import Space, space_of, without_offload
 from weft.search._splits import Ints, Splits, enumerate_splits
 from weft.search._unequal import Balancer, kinds_of, speed_of
-from weft.search._variants import arrangements, variants
+from weft.search._variants import Arrangement, arrangements, variants
 
 _WINDOW = 1.25
 """Times its bound up to which rows of a group are looked at together."""
@@ -129,9 +129,9 @@ class _Group(NamedTuple):
         return float(self.each.min())
 
     @property
-    def several(self) -> bool:
-        """Whether some split has several data ranks."""
-        return bool((self.splits.data > 1).any())
+    def most_data(self) -> int:
+        """The most data ranks of a split."""
+        return int(self.splits.data.max())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,8 +221,8 @@ class SearchState:
         for each in found:
             key = (each.sequence_parallel, each.tensor_scheme)
             if key not in alone:
-                one = next(arrangements(self.pricer, self.space, each, several_data_ranks=group.several))
-                alone[key] = blocks_seconds(self.pricer, self._counted, one)[1]
+                one = next(arrangements(self.pricer, self.space, each, most_data=group.most_data))
+                alone[key] = blocks_seconds(self.pricer, self._counted, one.layout)[1]
         near = [(alone[each.sequence_parallel, each.tensor_scheme], each) for each in found]
         least = min(seconds for seconds, _ in near)
         group.frontier.push(least * group.least, partial(self._arrange, group, near))
@@ -230,16 +230,18 @@ class SearchState:
     def _arrange(self, group: _Group, found: list[tuple[float, Layout]], finalists: Finalists) -> None:
         """Bound a group by what its blocks take with what they send, in the best arrangement of its axes."""
         cases = [
-            (blocks_seconds(self.pricer, self._counted, placed)[0], placed)
+            (blocks_seconds(self.pricer, self._counted, placed.layout)[0], placed)
             for alone, variant in found
             if alone * group.least < finalists.best
-            for placed in arrangements(self.pricer, self.space, variant, several_data_ranks=group.several)
+            for placed in arrangements(self.pricer, self.space, variant, most_data=group.most_data)
         ]
         if cases:
             bound = min(whole for whole, _ in cases) * group.least
             group.frontier.push(bound, partial(self._screen, group, cases, bound))
 
-    def _screen(self, group: _Group, cases: list[tuple[float, Layout]], bound: float, finalists: Finalists) -> None:
+    def _screen(
+        self, group: _Group, cases: list[tuple[float, Arrangement]], bound: float, finalists: Finalists
+    ) -> None:
         """Bound the rows of a group that may score less than the best price and not much more than `bound`; the others'
         turn comes later."""
         above, limit = bound, finalists.best

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations, product
+from typing import NamedTuple
 
 from weft.plan import AXES, Axis
 from weft.price import Layout, Pricer, check_layout
 from weft.search._space import Space
 
-_LEAST = 2
-"""Data ranks that another axis goes round at least, where the data axis lies inside it."""
+_INNER: tuple[Axis, ...] = ("context", "tensor")
 
 
 def variants(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
@@ -27,26 +27,50 @@ def variants(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
             yield found
 
 
-def arrangements(pricer: Pricer, space: Space, layout: Layout, *, several_data_ranks: bool) -> Iterator[Layout]:
-    """Yield one stage of a layout in every order of its tensor, context and data axes, innermost first or last.
+class Arrangement(NamedTuple):
+    """One stage of a layout in one order of its axes."""
+
+    layout: Layout
+    inside: int
+    """Of how many data ranks, rounded down to a power of two, that lie inside another axis; 0: whatever their number."""
+
+
+def arrangements(pricer: Pricer, space: Space, layout: Layout, *, most_data: int) -> Iterator[Arrangement]:
+    """Yield one stage of a layout in every order of its tensor, context and data axes.
 
     Where a stage's ranks lie among those of others changes no figure for the better, so what these layouts cost is the
-    least of all orders.  Inside another axis the data axis counts as two ranks, its least.
+    least of all orders.
+
+    Args:
+        most_data: the most data ranks that a split with these axes has.
     """
     data: tuple[Axis, ...] = ("replicate", "shard")
-    large: list[tuple[Axis, ...]] = [data] if several_data_ranks else []
+    large: list[tuple[Axis, ...]] = [data] if most_data > 1 else []
     large += [(axis,) for axis in ("context", "tensor") if getattr(layout, axis) > 1]
-    one = replace(layout, pipeline=1, replicate=1, shard=_LEAST if several_data_ranks else 1)
-    if layout.expert > one.expert_room:
-        one = replace(one, shard=layout.expert // (layout.context * layout.replicate))
+    island = max((tier.devices for tier in pricer.cluster.links[:-1]), default=1)
+    for chosen in permutations(large) if space.orders is None else (None,):
+        for order in [_completed(chosen)] if chosen is not None else space.orders or ():
+            outside = order[: order.index("shard")]
+            is_inside = most_data > 1 and any(getattr(layout, axis) > 1 for axis in outside if axis in _INNER)
+            for inside in _sizes(most_data, island) if is_inside else (0,):
+                yield Arrangement(_one_stage(pricer, layout, order, inside, most_data), inside)
+
+
+def _sizes(most: int, island: int) -> list[int]:
+    """Powers of two from 2 on; beyond the largest island all are alike."""
+    return [1 << power for power in range(1, max(1, min(most, island).bit_length() - 1) + 1)]
+
+
+def _one_stage(pricer: Pricer, layout: Layout, order: tuple[Axis, ...], inside: int, most_data: int) -> Layout:
     if not pricer.cluster.has_accelerators:  # a group has one split, of which all is known
-        one = layout
-    if space.orders is not None:
-        yield from (replace(one, order=order) for order in space.orders)
-        return
-    for chosen in permutations(large):
-        inner = [axis for axes in chosen for axis in axes]
-        rest = [axis for axis in AXES if axis not in inner and axis != "expert"]
-        order: list[Axis] = [*rest, *inner]
-        order.insert(max(order.index("replicate"), order.index("shard")) + 1, "expert")
-        yield replace(one, order=tuple(order))
+        return replace(layout, order=order)
+    one = replace(layout, pipeline=1, replicate=1, shard=inside or min(2, most_data), order=order)
+    return replace(one, shard=layout.expert // layout.context) if layout.expert > one.expert_room else one
+
+
+def _completed(chosen: Sequence[tuple[Axis, ...]]) -> tuple[Axis, ...]:
+    """All axes, the chosen ones innermost; experts inside the ranks that they borrow."""
+    inner = [axis for axes in chosen for axis in axes]
+    order: list[Axis] = [*(axis for axis in AXES if axis not in inner and axis != "expert"), *inner]
+    order.insert(max(order.index("replicate"), order.index("shard")) + 1, "expert")
+    return tuple(order)

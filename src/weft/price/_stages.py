@@ -62,10 +62,13 @@ class BlockCost(NamedTuple):
         return self.forward if recompute == "full" else self.selective if recompute == "selective" else PassCost()
 
 
+Works = list[tuple[Operator, OperatorWork]]
+
+
 class _BlockWork(NamedTuple):
     """A block on one rank with nothing sent."""
 
-    works: list[tuple[Operator, OperatorWork]]
+    works: Works
     alone: BlockCost
 
 
@@ -92,6 +95,7 @@ class BlockCosts:
         self._profile, self._device, self._seconds = profile, device, seconds
         self._costs: dict[tuple[int, CostKey], BlockCost] = {}
         self._works: dict[tuple[int, Share], _BlockWork] = {}
+        self._parts: dict[tuple[object, ...], tuple[float, float]] = {}
         self._fits: dict[str, BlockFit] = {}
 
     def cost(self, block: Block, key: CostKey) -> BlockCost:
@@ -106,10 +110,25 @@ class BlockCosts:
         work = self._works.get((id(block), share))
         if work is None:
             work = self._works[id(block), share] = self._work(block, share)
-        forward, backward = _Sent(block, share, key, self._seconds, self._device).costs(work.works)
+        forward, backward = self._sent(block, share, key, work.works)
         return work.alone._replace(
             forward=_together(work.alone.forward, forward), input=_together(work.alone.input, backward)
         )
+
+    def _sent(self, block: Block, share: Share, key: CostKey, works: Works) -> tuple[PassCost, PassCost]:
+        """Exposed seconds of what a block sends, forward and backward; each part is known by its group."""
+        parts: list[tuple[float, float]] = []
+        sent = _Sent(block, share, key, self._seconds, self._device)
+        ways = (key.tensor, (key.context, key.context_scheme), key.expert, key.statistics)
+        for part, (way, find) in enumerate(
+            zip(ways, (sent.tensor, sent.context, sent.expert, sent.statistics), strict=True)
+        ):
+            index = (id(block), share, part, way)
+            if index not in self._parts:
+                self._parts[index] = find(works)
+            parts.append(self._parts[index])
+        forward, backward = zip(*parts, strict=True)
+        return PassCost(0.0, 0.0, 0.0, *forward), PassCost(0.0, 0.0, 0.0, *backward)
 
     def _work(self, block: Block, share: Share) -> _BlockWork:
         """What a rank computes in a block, wherever its groups lie."""
@@ -226,28 +245,19 @@ class _Sent:
         self._block, self._share, self._key = block, share, key
         self._seconds, self._device = seconds, device
 
-    def costs(self, works: list[tuple[Operator, OperatorWork]]) -> tuple[PassCost, PassCost]:
-        tensor = self._tensor(sum(work.weight.seconds for operator, work in works if operator.split != "expert"))
-        context = self._context(works)
-        expert = self._expert(sum(work.forward.seconds for _, work in works))
-        forward, backward = (
-            PassCost(tensor=one, context=two, expert=three, statistics=four)
-            for one, two, three, four in zip(tensor, context, expert, self._statistics(), strict=True)
-        )
-        return forward, backward
-
-    def _statistics(self) -> tuple[float, float]:
+    def statistics(self, works: Works) -> tuple[float, float]:
         """Batch norms over data ranks: mean, squares and count of each rank forward, two sums backward, all in fp32."""
         group = self._key.statistics
         forward = backward = 0.0
-        for operator in self._block.operators:
+        for operator, _ in works:
             if group is not None and operator.batch_statistics:
                 numbers = 2 * operator.batch_statistics
                 forward += self._seconds("all_gather", 4.0 * (numbers + 1) * group.size, group)
                 backward += self._seconds("all_reduce", 4.0 * numbers, group)
         return forward, backward
 
-    def _tensor(self, weight_seconds: float) -> tuple[float, float]:
+    def tensor(self, works: Works) -> tuple[float, float]:
+        """Sums or their halves around the products that the tensor axis splits."""
         share, group = self._share, self._key.tensor
         if group.size == 1:
             return 0.0, 0.0
@@ -272,6 +282,7 @@ class _Sent:
             return forward * exposed, backward * exposed
         if stack.overlap_tensor_backward:
             # Sums hide beside the products for the weights; what sequence parallelism gathers comes before them.
+            weight_seconds = sum(work.weight.seconds for operator, work in works if operator.split != "expert")
             sums = backward * (0.5 if share.sequence_parallel else 1.0)
             backward -= min(sums, calibration.overlap_share * weight_seconds)
         return forward, backward
@@ -319,7 +330,7 @@ class _Sent:
             backward += 2.0 * once
         return forward, backward
 
-    def _context(self, works: list[tuple[Operator, OperatorWork]]) -> tuple[float, float]:
+    def context(self, works: Works) -> tuple[float, float]:
         """Keys and values travel round the ring beside the attention, or are gathered; or heads change places."""
         share, group = self._share, self._key.context
         forward = backward = 0.0
@@ -347,7 +358,7 @@ class _Sent:
                 forward, backward = forward + once, backward + once
         return forward, backward
 
-    def _expert(self, beside_seconds: float) -> tuple[float, float]:
+    def expert(self, works: Works) -> tuple[float, float]:
         """Tokens travel to their experts and back, in both passes."""
         share, group = self._share, self._key.expert
         experts = [operator for operator in self._block.operators if operator.split == "expert" and operator.n]
@@ -357,7 +368,7 @@ class _Sent:
         rows = share.tokens * share.element_bytes / share.tensor
         once = self._travel(rows * first.k, first.rows_per_token) + self._travel(rows * last.n, last.rows_per_token)
         if self._device.stack.overlap_expert:
-            beside = self._device.calibration.overlap_share * beside_seconds
+            beside = self._device.calibration.overlap_share * sum(work.forward.seconds for _, work in works)
             return max(0.1 * once, once - beside), max(0.1 * once, once - 2.0 * beside)
         return once, once
 

@@ -131,11 +131,14 @@ class RateTable:
         return self._found[key]
 
     def _find(self, layout: Layout, block_bytes: float) -> tuple[float, float, float, float]:
+        # Experts borrow of more shards than the least: of their own collectives nothing is known then.
+        borrows = layout.expert_room % layout.expert == 0
+        layout = layout if borrows else replace(layout, expert=1)
         pricer, zero, groups = self._pricer, layout.zero, self._pricer.groups(layout)
         element = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}.get(layout.precision, 2.0)
         gradient = float(layout.gradient_bytes)
         if zero == 3:
-            experts = self._best("all_reduce", groups.expert_data, ("auto",)) * gradient
+            experts = self._best("all_reduce", groups.expert_data, ("auto",)) * gradient * borrows
             if layout.shard * layout.context == 1:
                 return 0.0, 0.0, experts, 0.0
             gather = pricer.seconds("all_gather", block_bytes, groups.shard) / block_bytes

@@ -52,6 +52,7 @@ class Finalists:
         self.found: dict[Layout, Priced] = {}
         self._bounds: dict[tuple[object, ...], float] = {}
         self._explored: set[Layout] = set()
+        self._holds: dict[Layout, bool] = {}
         self._buckets_fill = pricer.memories.stack.memory.bucket_copies > 0 or len(space.bucket_bytes or ()) > 1
         """Whether the size of a bucket may decide what fits, or is one of several."""
         self._fewest_words: dict[tuple[Layout, Level, tuple[int, ...]], tuple[Recompute, ...] | None] = {}
@@ -105,7 +106,7 @@ class Finalists:
         return limit
 
     def _with_bucket(self, layout: Layout, limit: float) -> float:
-        if self._bound(layout) >= limit:
+        if self._bound(layout) >= limit or (not self._buckets_fill and not self._fits(layout)):
             return limit
         for start in self._buckets(layout):
             found = self._priced(start, limit * _BUCKETS_MATTER)
@@ -175,7 +176,6 @@ class Finalists:
             return None
         self.tally.priced += 1
         if not self._fits(layout):
-            self.tally.out_of_memory += 1
             return None
         if self._score(self._pricer.step_seconds(layout) * CLOSED_FORM_EXCESS, layout) >= limit:
             return None
@@ -185,8 +185,14 @@ class Finalists:
         return found
 
     def _fits(self, layout: Layout) -> bool:
-        cuts = self._pricer.whole(layout).cuts(layout)
-        return self._pricer.memories.fullest(layout, cuts) <= self._pricer.cluster.usable_memory_bytes
+        key = replace(layout, order=AXES, algorithm="auto", bucket_bytes=layout.bucket_bytes * self._buckets_fill)
+        if layout.pipeline > 1 and layout.cuts is None:  # cuts are by cost, and so depend on the order
+            key = replace(key, cuts=self._pricer.whole(layout).cuts(layout))
+        if key not in self._holds:
+            need = self._pricer.memories.fullest(layout, key.cuts)
+            self._holds[key] = need <= self._pricer.cluster.usable_memory_bytes
+            self.tally.out_of_memory += not self._holds[key]
+        return self._holds[key]
 
     def _mixtures(self, layout: Layout, level: Level) -> Iterator[tuple[tuple[Recompute, ...], tuple[int, ...]]]:
         """Words per block and cuts: in every stage as few `heavy` blocks as fit, stages cut for the light word, then

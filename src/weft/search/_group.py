@@ -64,6 +64,8 @@ class GroupCosts:
     """A layout of each case."""
     inside: Ints
     """`Arrangement.inside`, by row."""
+    lent: Ints
+    """`Arrangement.lent`, by row."""
     case: Ints
     """Of each row, its case; the figures below are by row."""
     passes: dict[Recompute, Passes]
@@ -80,6 +82,7 @@ class GroupCosts:
             self,
             case=self.case[rows],
             inside=self.inside[rows],
+            lent=self.lent[rows],
             passes={word: Passes(*(part[rows] for part in passes)) for word, passes in self.passes.items()},
             held={word: Held(*(part[rows] for part in held)) for word, held in self.held.items()},
             hop=self.hop[rows],
@@ -118,6 +121,7 @@ def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[
     return GroupCosts(
         bases=tuple(bases),
         inside=np.array([case.inside for case in cases]),
+        lent=np.array([case.lent for case in cases]),
         case=np.arange(len(bases)),
         passes={word: Passes(*map(np.array, zip(*found, strict=True))) for word, found in passes.items()},
         held={word: Held(*map(np.array, zip(*found, strict=True))) for word, found in held.items()},

@@ -172,19 +172,27 @@ def _shardings(space: Space, splits: Splits, islands: Sequence[int]) -> list[tup
             continue
         if default == 3:
             found.append((3, np.where(alone, 1, 0), one))
-        found += [(3, np.where(alone, 0, most), least) for most, least in _shards(space, data, islands)]
+        shards = _shards(space, data, islands if (expert == 1).all() else ())
+        found += [(3, np.where(alone, 0, most), least) for most, least in shards]
     borrows = [np.maximum(shard, 1) * context % expert == 0 for _, shard, _ in found]
     return [(zero, np.where(fits, shard, 0), least) for (zero, shard, least), fits in zip(found, borrows, strict=True)]
 
 
 def _shards(space: Space, data: Ints, islands: Sequence[int]) -> list[tuple[Ints, Ints]]:
     """Ranks over which ZeRO-3 shards, at most and at least: those of the space; or all divisors of the data ranks, in
-    ranges that end where an island of the cluster does."""
+    ranges that end where an island of the cluster does, or one by one where there are no islands."""
     if not space.replicas:
         return [(data, data)]
     if space.shards is not None:
         fixed = [np.where(data % shard == 0, shard, 0) for shard in space.shards if shard > 1]
         return [(shard, shard) for shard in fixed]
+    if not islands:
+        each = [divisors(int(number))[1:] for number in data]
+        most = max(map(len, each), default=0)
+        table = np.array([[*found, *[0] * (most - len(found))] for found in each], dtype=np.int64).reshape(
+            len(data), most
+        )
+        return [(column, column) for column in table.T]
     edges = sorted({1, *(size for island in islands for size in (island, 4 * island))})
     found: list[tuple[Ints, Ints]] = []
     for above, most in zip(edges, [*edges[1:], int(data.max(initial=1))], strict=True):

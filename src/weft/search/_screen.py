@@ -38,12 +38,17 @@ class Screen:
         ways = ways_of_sharding(self._space, options, self._islands)
         found: list[Rows] = []
         for way in ways:
-            data = way.least if way.zero == 3 else options.splits.data
-            alike = np.minimum(power_below(data), farthest)
-            valid = (way.shard > 0) & ((costs.inside == 0) | (costs.inside == alike))
+            valid = (way.shard > 0) & self._is_case(costs, options, way, farthest)
             if valid.any():
                 found += self._sharded(costs.take(valid), options.take(valid), way.take(valid), limit[valid])
         return found, whole * len(ways)
+
+    def _is_case(self, costs: GroupCosts, options: Options, way: Way, farthest: int) -> Bools:
+        """Whether the figures of a row's case hold for it."""
+        data = way.least if way.zero == 3 else options.splits.data
+        alike = np.minimum(power_below(data), farthest)
+        lent = np.gcd(way.shard, options.splits.expert)
+        return ((costs.inside == 0) | (costs.inside == alike)) & ((costs.lent == 0) | (costs.lent == lent))
 
     def _near(self, costs: GroupCosts, options: Options, limit: Floats) -> tuple[Ints, Ints]:
         """Cases and options whose pipelines alone, nothing computed again, are below the limit."""
@@ -73,17 +78,19 @@ class Screen:
         """The least seconds with what must be computed again or offloaded to fit; infinite where nothing fits."""
         least = np.full(count, np.inf)
         needs: dict[Recompute, Floats] = {}
+        fits_all = False
         for light, heavy in self._levels:
             if light != heavy:
                 if light in needs and heavy in needs:
                     least = np.minimum(least, self._mixed(estimates, costs, needs, light, heavy))
                 continue
-            if np.isfinite(least).all():
-                break  # a heavier level takes longer
+            if fits_all:
+                continue  # a heavier level takes longer
             for offload in self._space.offloads:
                 need = estimates.device_bytes(costs.held[light], offload)
                 if offload == "none":
                     needs[light] = need
+                    fits_all = bool((need <= self._usable).all())
                 seconds = estimates.seconds(costs.passes[light], costs.held[light], offload)
                 least = np.minimum(least, np.where(need <= self._usable, seconds, np.inf))
         return least

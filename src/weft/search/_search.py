@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
-from weft.plan import AXES, MOMENTS, Plan
+from weft.plan import AXES, MOMENTS, Axis, Plan
 from weft.price import (
     FIRST_BUCKET_BYTES,
     FITTED,
@@ -44,7 +44,7 @@ from weft.search._variants import Arrangement, arrangements, variants
 _WINDOW = 1.25
 """Times its bound up to which rows of a group are looked at together."""
 _WORTH = 0.9
-"""Times the best score so far below which the first row of a table is priced at once, so that there is a price to beat."""
+"""Times the best score so far below which the first row of a table is priced at once: a price to beat."""
 
 
 def search(
@@ -229,12 +229,18 @@ class SearchState:
 
     def _arrange(self, group: _Group, found: list[tuple[float, Layout]], finalists: Finalists) -> None:
         """Bound a group by what its blocks take with what they send, in the best arrangement of its axes."""
-        cases = [
-            (blocks_seconds(self.pricer, self._counted, placed.layout)[0], placed)
-            for alone, variant in found
-            if alone * group.least < finalists.best
-            for placed in arrangements(self.pricer, self.space, variant, most_data=group.most_data)
-        ]
+        cases: list[tuple[float, Arrangement]] = []
+        for alone, variant in found:
+            slow: set[tuple[Axis, ...]] = set()
+            for placed in arrangements(self.pricer, self.space, variant, most_data=group.most_data):
+                order = placed.layout.order
+                if alone * group.least >= finalists.best or order in slow:
+                    continue
+                whole, _ = blocks_seconds(self.pricer, self._counted, placed.layout)
+                if whole * group.least >= finalists.best:
+                    slow.add(order)  # with more data ranks inside it is no faster
+                else:
+                    cases.append((whole, placed))
         if cases:
             bound = min(whole for whole, _ in cases) * group.least
             group.frontier.push(bound, partial(self._screen, group, cases, bound))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from weft.plan import AXES, Axis
 from weft.price import Layout, Pricer, check_layout
-from weft.search._space import Space
+from weft.search._space import Space, divisors
 
 _INNER: tuple[Axis, ...] = ("context", "tensor")
 
@@ -32,7 +32,9 @@ class Arrangement(NamedTuple):
 
     layout: Layout
     inside: int
-    """Of how many data ranks, rounded down to a power of two, that lie inside another axis; 0: whatever their number."""
+    """Data ranks that lie inside another axis, rounded down to a power of two; 0: whatever their number."""
+    lent: int
+    """Ranks that the expert axis borrows from those that shard; 0: there are no experts."""
 
 
 def arrangements(pricer: Pricer, space: Space, layout: Layout, *, most_data: int) -> Iterator[Arrangement]:
@@ -44,28 +46,41 @@ def arrangements(pricer: Pricer, space: Space, layout: Layout, *, most_data: int
     Args:
         most_data: the most data ranks that a split with these axes has.
     """
+    lents = [n for n in divisors(layout.expert) if layout.context % (layout.expert // n) == 0 and n <= most_data]
+    for order in _orders(space, layout, most_data):
+        outside = order[: order.index("shard")]
+        is_inside = most_data > 1 and any(getattr(layout, axis) > 1 for axis in outside if axis in _INNER)
+        for lent in lents if layout.expert > 1 else (0,):
+            sizes = _sizes(pricer, most_data) if is_inside and lent in (0, layout.expert) else (0,)
+            for inside in sizes:
+                yield Arrangement(_one_stage(pricer, layout, order, inside, lent, most_data), inside, lent)
+
+
+def _orders(space: Space, layout: Layout, most_data: int) -> Iterator[tuple[Axis, ...]]:
     data: tuple[Axis, ...] = ("replicate", "shard")
     large: list[tuple[Axis, ...]] = [data] if most_data > 1 else []
-    large += [(axis,) for axis in ("context", "tensor") if getattr(layout, axis) > 1]
-    island = max((tier.devices for tier in pricer.cluster.links[:-1]), default=1)
-    for chosen in permutations(large) if space.orders is None else (None,):
-        for order in [_completed(chosen)] if chosen is not None else space.orders or ():
-            outside = order[: order.index("shard")]
-            is_inside = most_data > 1 and any(getattr(layout, axis) > 1 for axis in outside if axis in _INNER)
-            for inside in _sizes(most_data, island) if is_inside else (0,):
-                yield Arrangement(_one_stage(pricer, layout, order, inside, most_data), inside)
+    large += [(axis,) for axis in _INNER if getattr(layout, axis) > 1]
+    if space.orders is not None:
+        yield from space.orders
+        return
+    yield from (_completed(chosen) for chosen in permutations(large))
 
 
-def _sizes(most: int, island: int) -> list[int]:
+def _sizes(pricer: Pricer, most: int) -> list[int]:
     """Powers of two from 2 on; beyond the largest island all are alike."""
+    island = max((tier.devices for tier in pricer.cluster.links[:-1]), default=1)
     return [1 << power for power in range(1, max(1, min(most, island).bit_length() - 1) + 1)]
 
 
-def _one_stage(pricer: Pricer, layout: Layout, order: tuple[Axis, ...], inside: int, most_data: int) -> Layout:
+def _one_stage(
+    pricer: Pricer, layout: Layout, order: tuple[Axis, ...], inside: int, lent: int, most_data: int
+) -> Layout:
     if not pricer.cluster.has_accelerators:  # a group has one split, of which all is known
         return replace(layout, order=order)
-    one = replace(layout, pipeline=1, replicate=1, shard=inside or min(2, most_data), order=order)
-    return replace(one, shard=layout.expert // layout.context) if layout.expert > one.expert_room else one
+    shard = inside or min(2, most_data)
+    if lent:
+        shard = lent if lent < layout.expert else -(-shard // lent) * lent
+    return replace(layout, pipeline=1, replicate=1, shard=shard, order=order)
 
 
 def _completed(chosen: Sequence[tuple[Axis, ...]]) -> tuple[Axis, ...]:

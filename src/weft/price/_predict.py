@@ -83,6 +83,10 @@ class Pricer:
         """Return what one microbatch costs in a block on one rank."""
         return self._machine(layout)[1].cost(block, self._key(layout))
 
+    def cost_key(self, layout: Layout) -> tuple[object, ...]:
+        """Return what the costs of blocks under a layout depend on."""
+        return *self._key(layout), self._threads(layout)
+
     def whole(self, layout: Layout) -> Whole:
         """Return the costs of all blocks: a microbatch's sums, and stages for any cuts."""
         costs = self._key(layout)

@@ -94,16 +94,28 @@ Counted = Sequence[tuple[Block, int]]
 """Each kind of block, and how many there are."""
 
 
-def blocks_seconds(pricer: Pricer, counted: Counted, base: Layout) -> tuple[float, float]:
-    """Return the seconds of one microbatch in all blocks with nothing computed again, and what of it is computing,
-    however the axes lie on the hardware."""
-    whole = alone = 0.0
-    for block, count in counted:
-        cost = pricer.block_cost(block, base)
-        for part in (cost.forward, cost.input, cost.weight):
-            whole += count * part.seconds
-            alone += count * part.compute
-    return whole, alone
+class BlockSums:
+    """What one microbatch takes in all blocks with nothing computed again; keeps what arrangements have in common."""
+
+    def __init__(self, pricer: Pricer, counted: Counted) -> None:
+        self._pricer, self._counted = pricer, counted
+        self._found: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def seconds(self, layout: Layout) -> tuple[float, float]:
+        """Return the seconds, and what of it is computing, however the axes lie on the hardware."""
+        key = self._pricer.cost_key(layout)
+        if key not in self._found:
+            self._found[key] = self._sum(layout)
+        return self._found[key]
+
+    def _sum(self, layout: Layout) -> tuple[float, float]:
+        whole = alone = 0.0
+        for block, count in self._counted:
+            cost = self._pricer.block_cost(block, layout)
+            for part in (cost.forward, cost.input, cost.weight):
+                whole += count * part.seconds
+                alone += count * part.compute
+        return whole, alone
 
 
 def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[Arrangement]) -> GroupCosts:

@@ -30,7 +30,7 @@ from weft.search._buckets import USUAL_BUCKET_BYTES
 from weft.search._convert import plan_of
 from weft.search._finalists import Finalists, Priced
 from weft.search._frontier import Frontier
-from weft.search._group import blocks_seconds, count_blocks, group_costs
+from weft.search._group import BlockSums, count_blocks, group_costs
 from weft.search._objective import Objective
 from weft.search._pins import with_given
 from weft.search._result import Candidate, Counts, SearchResult
@@ -144,6 +144,7 @@ class SearchState:
     global_batch_size: int
     optimizer: OptimizerRecipe | None
     _counted: list[tuple[Block, int]] = field(init=False)
+    _sums: BlockSums = field(init=False)
     searched: int = 0
     estimated: int = 0
     time_bound: int = 0
@@ -151,6 +152,7 @@ class SearchState:
 
     def __post_init__(self) -> None:
         self._counted = count_blocks(self.pricer.profile)
+        self._sums = BlockSums(self.pricer, self._counted)
 
     def run(self, top: int) -> tuple[list[Priced], Counts]:
         splits, dropped = enumerate_splits(
@@ -222,7 +224,7 @@ class SearchState:
             key = (each.sequence_parallel, each.tensor_scheme)
             if key not in alone:
                 one = next(arrangements(self.pricer, self.space, each, most_data=group.most_data))
-                alone[key] = blocks_seconds(self.pricer, self._counted, one.layout)[1]
+                alone[key] = self._sums.seconds(one.layout)[1]
         near = [(alone[each.sequence_parallel, each.tensor_scheme], each) for each in found]
         least = min(seconds for seconds, _ in near)
         group.frontier.push(least * group.least, partial(self._arrange, group, near))
@@ -236,7 +238,7 @@ class SearchState:
                 order = placed.layout.order
                 if alone * group.least >= finalists.best or order in slow:
                     continue
-                whole, _ = blocks_seconds(self.pricer, self._counted, placed.layout)
+                whole, _ = self._sums.seconds(placed.layout)
                 if whole * group.least >= finalists.best:
                     slow.add(order)  # with more data ranks inside it is no faster
                 else:

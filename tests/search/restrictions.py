@@ -11,6 +11,7 @@ from time import process_time
 from typing import Any
 
 from weft.cluster import Cluster, parse_cluster_spec
+from weft.plan import AXES
 from weft.price import DATASHEET, FITTED, Pricer
 from weft.profile import Profile, known_model, profile_of_sizes
 from weft.search import Space, runnable_space, search, space_of
@@ -36,7 +37,7 @@ PAIRS: dict[str, tuple[str, str, int, int | None]] = {
         ("gpt-oss-120b", "8x8xh100", 256, None),
     ]
 }  # fmt: skip
-AXES = (
+SETTINGS = (
     "pipelines", "tensors", "contexts", "experts", "microbatch_sizes", "schedules", "zeros", "recomputes", "offloads",
     "sequence_parallels", "fused_losses", "tensor_schemes", "context_schemes", "algorithms",
 )  # fmt: skip
@@ -62,9 +63,9 @@ class Case:
         return result.best[0].score if result.best else float("inf")
 
 
-def restrictions(space: Space) -> Iterator[tuple[str, Space]]:
+def restrictions(space: Space, profile: Profile) -> Iterator[tuple[str, Space]]:
     """Every part of a space that has one value of one setting, and the part that the engine can run."""
-    for axis in AXES:
+    for axis in SETTINGS:
         values: tuple[Any, ...] = getattr(space, axis)
         for value in values if len(values) > 1 else ():
             changes: dict[str, Any] = {axis: (value,)}
@@ -74,7 +75,19 @@ def restrictions(space: Space) -> Iterator[tuple[str, Space]]:
     for chunks in range(1, 9):
         yield f"chunks={chunks}", replace(space, chunks=(chunks,))
     yield "per_block_recompute=False", replace(space, per_block_recompute=False)
-    yield "runnable", runnable_space(space)
+    for shards in (2, 4, 8, 16):
+        yield f"shards={shards}", replace(space, shards=(shards,))
+    for every in ("step", "microbatch"):
+        yield f"reductions={every}", replace(space, reductions=(every,))
+    for data in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128):
+        yield f"datas={data}", replace(space, datas=(data,))
+    for size in (1 << 20, 25 << 20, 300_000_000):
+        yield f"bucket_bytes={size}", replace(space, bucket_bytes=(size,))
+    for order in (AXES, ("tensor", "pipeline", "replicate", "shard", "expert", "context"), tuple(reversed(AXES))):
+        yield f"orders={order}", replace(space, orders=(order,))
+    yield "replicas=False", replace(space, replicas=False)
+    yield "even_shares=True", replace(space, even_shares=True)
+    yield "runnable", runnable_space(space, profile)
 
 
 def drawn(cases: list[tuple[str, Space]], count: int, random: Random) -> list[tuple[str, Space]]:
@@ -88,7 +101,7 @@ def sweep(names: list[str], count: int | None, seed: int = 0) -> int:
         case, start = Case(name), process_time()
         whole = case.best(case.space)
         took = process_time() - start
-        cases = list(restrictions(case.space))
+        cases = list(restrictions(case.space, case.profile))
         cases = cases if count is None else drawn(cases, count, Random(f"{seed} {name}"))
         won = {what: part / whole - 1 for what, space in cases if (part := case.best(space)) < whole * (1 - 1e-9)}
         wrong, total = wrong + len(won), total + len(cases)

@@ -49,6 +49,8 @@ class Finalists:
         self.tally = Tally()
         self.best: float = math.inf
         """The least score so far."""
+        self.compared = 1.0
+        """Times the least score up to which plans are priced: more than 1 for a comparison."""
         self.found: dict[Layout, Priced] = {}
         self._bounds: dict[tuple[object, ...], float] = {}
         self._explored: set[Layout] = set()
@@ -68,7 +70,7 @@ class Finalists:
         if key in self._explored:
             return
         self._explored.add(key)
-        limit = self.best
+        limit = self.best * self.compared
         for placed in self._placed(row, least_shard):
             for algorithm in self._algorithms(placed):
                 limit = self._recomputed(replace(placed, algorithm=algorithm), limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from weft.search._bounds import Floats
 from weft.search._finalists import Finalists
@@ -38,3 +38,10 @@ class Frontier:
         """Look at everything whose bound is below the best price."""
         while self._heap and self._heap[0][0] < finalists.best:
             heapq.heappop(self._heap)[2](finalists)
+
+    def look(self, finalists: Finalists, *, most: int) -> Iterator[None]:
+        """Look at up to `most` further things of the least bounds, one at a time."""
+        for _ in range(most):
+            if not self._heap or self._heap[0][0] >= finalists.best * finalists.compared:
+                return
+            yield heapq.heappop(self._heap)[2](finalists)

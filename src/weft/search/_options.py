@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,10 +143,13 @@ def ways_of_sharding(space: Space, options: Options, islands: Sequence[int]) -> 
     splits = options.splits
     can = (splits.pipeline == 1) | (~options.splits_backward & ((options.chunks == 1) | ~splits.uneven))
     found: list[Way] = []
+    rows: list[tuple[ReduceEvery, Bools]]
     for zero, shard, least in _shardings(space, splits, islands):
         if space.reductions is not None:
             possible = np.zeros_like(can) if zero < 2 else (splits.pipeline == 1) if zero == 2 else can
-            rows = [(every, possible | (every != "microbatch")) for every in space.reductions]
+            rows: list[tuple[ReduceEvery, Bools]] = [
+                (every, possible | (every != "microbatch")) for every in space.reductions
+            ]
         elif zero < 3:
             rows = [("auto", np.ones_like(can))]
         else:
@@ -187,18 +190,21 @@ def _shards(space: Space, data: Ints, islands: Sequence[int]) -> list[tuple[Ints
         fixed = [np.where(data % shard == 0, shard, 0) for shard in space.shards if shard > 1]
         return [(shard, shard) for shard in fixed]
     if not islands:
-        each = [divisors(int(number))[1:] for number in data]
-        most = max(map(len, each), default=0)
-        table = np.array([[*found, *[0] * (most - len(found))] for found in each], dtype=np.int64).reshape(
-            len(data), most
-        )
-        return [(column, column) for column in table.T]
+        return [(column, column) for column in _each_divisor(data)]
     edges = sorted({1, *(size for island in islands for size in (island, 4 * island))})
     found: list[tuple[Ints, Ints]] = []
     for above, most in zip(edges, [*edges[1:], int(data.max(initial=1))], strict=True):
         largest, least = _divisors_between(data, above, most)
         found.append((largest, least))
     return found
+
+
+def _each_divisor(data: Ints) -> Iterator[Ints]:
+    """The divisors of each number above 1, the first of all, then the second …; 0 where a number has no more."""
+    numbers, rows = np.unique(data, return_inverse=True)
+    each = [divisors(int(number))[1:] for number in numbers]
+    for place in range(max(map(len, each), default=0)):
+        yield np.array([found[place] if place < len(found) else 0 for found in each], dtype=np.int64)[rows]
 
 
 def _divisors_between(data: Ints, above: int, most: int) -> tuple[Ints, Ints]:

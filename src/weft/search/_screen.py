@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from weft.plan import Recompute
@@ -13,6 +15,9 @@ from weft.search._options import Choices, Options, Way, ways_of_sharding
 from weft.search._rows import REDUCE_EVERY, Rows, levels_of
 from weft.search._space import Space
 from weft.search._splits import Bools, Ints, Splits
+
+_ROWS_AT_ONCE = 100_000
+"""Options and cases that are computed together: few enough that their columns stay small."""
 
 
 class Screen:
@@ -33,15 +38,14 @@ class Screen:
         limit = limit[row]
         whole = len(options) * len(self._levels) * len(self._space.offloads)
         farthest = int(costs.inside.max(initial=1))
-        case, near = self._near(costs, options, limit)
-        costs, options, limit = costs.take(case), options.take(near), limit[near]
-        ways = ways_of_sharding(self._space, options, self._islands)
         found: list[Rows] = []
-        for way in ways:
-            valid = (way.shard > 0) & self._is_case(costs, options, way, farthest)
-            if valid.any():
-                found += self._sharded(costs.take(valid), options.take(valid), way.take(valid), limit[valid])
-        return found, whole * len(ways)
+        for cases, near in self._near(costs, options, limit):
+            some, here, below = costs.take(cases), options.take(near), limit[near]
+            for way in ways_of_sharding(self._space, here, self._islands):
+                valid = (way.shard > 0) & self._is_case(some, here, way, farthest)
+                if valid.any():
+                    found += self._sharded(some.take(valid), here.take(valid), way.take(valid), below[valid])
+        return found, whole * max(1, len(self._space.zeros))
 
     def _is_case(self, costs: GroupCosts, options: Options, way: Way, farthest: int) -> Bools:
         """Whether the figures of a row's case hold for it."""
@@ -50,16 +54,20 @@ class Screen:
         lent = np.gcd(way.shard, options.splits.expert)
         return ((costs.inside == 0) | (costs.inside == alike)) & ((costs.lent == 0) | (costs.lent == lent))
 
-    def _near(self, costs: GroupCosts, options: Options, limit: Floats) -> tuple[Ints, Ints]:
-        """Cases and options whose pipelines alone, nothing computed again, are below the limit."""
+    def _near(self, costs: GroupCosts, options: Options, limit: Floats) -> Iterator[tuple[Ints, Ints]]:
+        """Yield cases and options whose pipelines alone, nothing computed again, are below the limit; not too many at
+        once."""
         blocks, schedules = len(self._pricer.profile.blocks), self._space.schedules
-        cases, rows = list[Ints](), list[Ints]()
+        cases, rows, count = list[Ints](), list[Ints](), 0
         for case in range(len(costs.bases)):
             one = costs.take(np.array([case]))
             fastest = pipeline_seconds(schedules, blocks, one.hop, options, one.passes[self._levels[0].light], 0.0)
             rows.append(np.flatnonzero(fastest < limit))
             cases.append(np.full(len(rows[-1]), case, dtype=np.int64))
-        return np.concatenate(cases), np.concatenate(rows)
+            count += len(rows[-1])
+            if count > _ROWS_AT_ONCE or (count and case == len(costs.bases) - 1):
+                yield np.concatenate(cases), np.concatenate(rows)
+                cases, rows, count = [], [], 0
 
     def _sharded(self, costs: GroupCosts, options: Options, way: Way, limit: Floats) -> list[Rows]:
         """Rows under one way of sharding."""

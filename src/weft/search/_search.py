@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -43,6 +43,10 @@ from weft.search._variants import Arrangement, arrangements, variants
 
 _WINDOW = 1.25
 """Times its bound up to which rows of a group are looked at together."""
+_COMPARED = 1.5
+"""Times the best score up to which plans of other kinds are priced for a comparison."""
+_LOOKED_AT = 60
+"""Groups and rows that are looked at for them."""
 _WORTH = 0.9
 """Times the best score so far below which the first row of a table is priced at once: a price to beat."""
 
@@ -163,7 +167,7 @@ class SearchState:
         for precision in self.space.precisions:
             self._begin(frontier, splits, self._base(precision))
         frontier.run(finalists)
-        found = _leaders(list(finalists.found.values()))[:top]
+        found = self._with_others(frontier, finalists, top)
         counts = Counts(
             searched=self.searched,
             invalid={"devices": dropped.devices, "batch": dropped.batch, "experts": dropped.experts},
@@ -174,6 +178,18 @@ class SearchState:
             out_of_memory=finalists.tally.out_of_memory,
         )
         return found, counts
+
+    def _with_others(self, frontier: Frontier, finalists: Finalists, top: int) -> list[Priced]:
+        """The best plan, and plans of other kinds to compare it with: the best that were priced on the way, and where
+        they are few, some more."""
+        leaders = _leaders(finalists.found.values())
+        if leaders and len(leaders) < top:
+            finalists.compared = _COMPARED
+            for _ in frontier.look(finalists, most=_LOOKED_AT):
+                leaders = _leaders(finalists.found.values())
+                if len(leaders) >= top:
+                    break
+        return leaders[:top]
 
     def _base(self, precision: PricedPrecision) -> Layout:
         """What all layouts of a precision share."""
@@ -302,11 +318,11 @@ Family = tuple[int, ...]
 
 
 def family_of(layout: Layout) -> Family:
-    """What makes two plans different kinds of plans: the axes, and the ZeRO stage."""
-    return layout.pipeline, layout.data, layout.context, layout.tensor, layout.expert, layout.zero
+    """What makes two plans different kinds of plans: the axes, and whether weights are sharded."""
+    return layout.pipeline, layout.data, layout.context, layout.tensor, layout.expert, layout.zero == 3
 
 
-def _leaders(priced: Sequence[Priced]) -> list[Priced]:
+def _leaders(priced: Iterable[Priced]) -> list[Priced]:
     """The best of each family, best first."""
     found: dict[Family, Priced] = {}
     for each in sorted(priced, key=_rank):

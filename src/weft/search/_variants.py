@@ -58,8 +58,8 @@ def arrangements(pricer: Pricer, space: Space, layout: Layout, *, most_data: int
 
 def _orders(space: Space, layout: Layout, most_data: int) -> Iterator[tuple[Axis, ...]]:
     data: tuple[Axis, ...] = ("replicate", "shard")
-    large: list[tuple[Axis, ...]] = [data] if most_data > 1 else []
-    large += [(axis,) for axis in _INNER if getattr(layout, axis) > 1]
+    inner: list[tuple[Axis, ...]] = [(axis,) for axis in _INNER if getattr(layout, axis) > 1]
+    large = [data, *inner] if most_data > 1 else inner
     if space.orders is not None:
         yield from space.orders
         return
@@ -86,6 +86,7 @@ def _one_stage(
 def _completed(chosen: Sequence[tuple[Axis, ...]]) -> tuple[Axis, ...]:
     """All axes, the chosen ones innermost; experts inside the ranks that they borrow."""
     inner = [axis for axes in chosen for axis in axes]
-    order: list[Axis] = [*(axis for axis in AXES if axis not in inner and axis != "expert"), *inner]
+    outer: list[Axis] = [axis for axis in AXES if axis not in inner and axis != "expert"]
+    order = [*outer, *inner]
     order.insert(max(order.index("replicate"), order.index("shard")) + 1, "expert")
     return tuple(order)

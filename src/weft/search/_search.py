@@ -242,6 +242,8 @@ class SearchState:
                 one = next(arrangements(self.pricer, self.space, each, most_data=group.most_data))
                 alone[key] = self._sums.seconds(one.layout)[1]
         near = [(alone[each.sequence_parallel, each.tensor_scheme], each) for each in found]
+        if not near:
+            return  # the scheme splits no such axis
         least = min(seconds for seconds, _ in near)
         group.frontier.push(least * group.least, partial(self._arrange, group, near))
 

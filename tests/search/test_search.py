@@ -41,7 +41,7 @@ def test_equals_brute_force(spec: str, batch: int, experts: int, memory: float, 
     space = small_space(spec, batch, experts, **changes)
     pricer = Pricer(profile, cluster)
     best, count = best_by_brute_force(pricer, space, batch, BASE)
-    result = search(profile, cluster, global_batch_size=batch, space=space, pricer=pricer, finalists=10**6, top=8)
+    result = search(profile, cluster, global_batch_size=batch, space=space, pricer=pricer, top=8)
     assert count > 100
     assert result.best[0].prediction.step_seconds == pytest.approx(best, rel=1e-9)
 
@@ -53,7 +53,7 @@ def test_more_links_or_memory_are_no_slower(bandwidth: float, memory: float, bat
 
     def best(bandwidth: float, memory: float) -> float:
         cluster = cluster_of("2x4xh100", bandwidth=bandwidth, memory=memory)
-        return search(tiny(), cluster, global_batch_size=batch, space=space, finalists=200).best[0].score
+        return search(tiny(), cluster, global_batch_size=batch, space=space).best[0].score
 
     before = best(1.0, 0.05)
     assert best(bandwidth, 0.05) <= before * (1 + 1e-9)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from weft.cluster import Cluster, Devices
-from weft.explain._text import layout_line
+from weft.explain._text import layout_line, spell_percent
 from weft.price import Layout, Pricer
 from weft.search import SearchResult, search
 
@@ -28,7 +28,7 @@ class Change:
         gain = self.tokens_ratio - 1
         if gain < _WORTH:
             return f"{self.what} would not help"
-        return f"{self.what}: {gain * 100:.2g} % more tokens per second"
+        return f"{self.what}: {spell_percent(gain * 100)} more tokens per second"
 
 
 def next_changes(result: SearchResult, pricer: Pricer) -> list[Change]:

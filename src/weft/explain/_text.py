@@ -102,7 +102,14 @@ def spell_change(ratio: float) -> str:
     percent = (ratio - 1) * 100
     if abs(percent) < 0.05:
         return "as fast as"
-    return f"{abs(percent):.2g} % {'slower' if percent > 0 else 'faster'} than"
+    return f"{spell_percent(abs(percent))} {'slower' if percent > 0 else 'faster'} than"
+
+
+def spell_percent(percent: float) -> str:
+    """Return `0.42 %`, `4.2 %`, `42 %` or `1,420 %`: two digits, and never an exponent."""
+    if abs(percent) >= 10:
+        return f"{percent:,.0f} %"
+    return f"{percent:.1f} %" if abs(percent) >= 1 else f"{percent:.2g} %"
 
 
 def differences(one: TimeTerms, other: TimeTerms, *, most: int = 4) -> list[tuple[str, float]]:

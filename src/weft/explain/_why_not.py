@@ -21,6 +21,7 @@ from weft.search import Candidate, SearchResult, search
 
 _GIBI = 2**30
 _MOST_FIXES = 3
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,11 @@ def _best_with(case: _Case, best: Candidate, alone: float) -> Iterator[str]:
             yield f"No plan with {case.text} fits, whatever else is changed."
         return
     rival = found.best[0]
+    if rival.score < best.score * (1.0 - _ROUNDING):
+        yield (
+            f"The search without {case.text} missed the best plan, which has it: take the plan below in place of the"
+            f" one above, by giving {case.text} to the search (--set)."
+        )
     if rival.prediction.step_seconds >= alone:
         return
     yield _cost(

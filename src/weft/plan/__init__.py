@@ -55,6 +55,7 @@ from weft.plan._schedules import bubble_seconds as bubble_seconds
 from weft.plan._schedules import check_schedule as check_schedule
 from weft.plan._schedules import chunk_limits as chunk_limits
 from weft.plan._schedules import forward_orders as forward_orders
+from weft.plan._schedules import last_round_seconds as last_round_seconds
 from weft.plan._schedules import peak_activations as peak_activations
 from weft.plan._schedules import schedule_orders as schedule_orders
 from weft.plan._schedules import simulate as simulate

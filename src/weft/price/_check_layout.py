@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from weft.cluster import Cluster
 from weft.plan import AXES, EXPERT_LENDERS, chunk_limits
 from weft.price._layout import Layout
+from weft.price._stages import tesseract
 from weft.profile import Profile
 
 _PADDED = ("vocabulary_size",)
@@ -69,6 +70,11 @@ def _check_tensor(profile: Profile, layout: Layout) -> Iterator[str]:
     power = {"2d": 2, "3d": 3}.get(layout.tensor_scheme)
     if power is not None and side**power != tensor:
         yield f'tensor = {tensor} makes no {layout.tensor_scheme} grid. Use {max(side, 1) ** power}, or scheme "1d".'
+    if layout.tensor_scheme == "2.5d" and tensor > 1 and tesseract(tensor)[1] < 2:
+        yield (
+            f"tensor = {tensor} makes no 2.5d grid: of depth · side² ranks the side must be 2 or more. Use "
+            f'{max(4, tensor // 4 * 4)}, or scheme "1d".'
+        )
 
 
 def _check_pipeline(profile: Profile, layout: Layout) -> Iterator[str]:

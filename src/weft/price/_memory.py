@@ -143,11 +143,16 @@ class Memories:
 
     def fullest(self, layout: Layout, cuts: Sequence[int] | None = None) -> float:
         """Return the device bytes of the fullest pipeline rank, as `of` does, quickly."""
+        return max(self.device_bytes(layout, cuts))
+
+    def device_bytes(self, layout: Layout, cuts: Sequence[int] | None = None) -> list[float]:
+        """Return the device bytes of every pipeline rank, as `of` does, quickly."""
         layout = self._here(layout)
         common = self._common(layout)
-        ranks = enumerate(self._ranks(layout, cuts))
-        allocated = max(sum(self._kinds(layout, common, rank, held)) for rank, held in ranks)
-        return allocated * common.reserved + common.outside
+        return [
+            sum(self._kinds(layout, common, rank, held)) * common.reserved + common.outside
+            for rank, held in enumerate(self._ranks(layout, cuts))
+        ]
 
     def _here(self, layout: Layout) -> Layout:
         """The layout without what has no effect: the host's memory is the cores' own."""

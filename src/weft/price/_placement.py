@@ -45,6 +45,11 @@ class Leg:
     """To one other unit, while one member of each group sends to its next unit."""
 
     @property
+    def place(self) -> tuple[Level, int, int, int]:
+        """What all the rest follows from."""
+        return self.level, self.units, self.members, self.stride
+
+    @property
     def latency(self) -> float:
         """Seconds from a unit to the next that has members."""
         hops = self.stride if self.level.topology in ("ring", "double_ring") else 1
@@ -129,6 +134,7 @@ class Network:
         self._per_copied_byte = COPY_PASSES / min(known) if known and cluster.has_accelerators else 0.0
         self._levels: dict[int, tuple[Level, ...]] = {}
         self._placed: dict[tuple[Lattice, int, int], Group] = {}
+        self._alike: dict[tuple[object, ...], Group] = {}
         self._groups: dict[tuple[object, ...], Groups] = {}
 
     def groups(self, layout: Layout) -> Groups:
@@ -198,9 +204,17 @@ class Network:
                     found = _uneven_span(*lattice[0], world, level.slots)
                 spans.append(found or self._examine(lattice, world, spacing, level.slots))
             spans.append((1, size))  # the last level joins all
-            legs = _legs(levels, spans, lattice, spacing)
-            self._placed[key] = Group(size, legs, max(1, world // size), self._per_copied_byte, self._algorithms)
+            self._placed[key] = self._group_of(size, _legs(levels, spans, lattice, spacing), max(1, world // size))
         return self._placed[key]
+
+    def _group_of(self, size: int, legs: tuple[Leg, ...], siblings: int) -> Group:
+        """One object for all groups that cost the same, so that what is priced for one is known for the others.
+        Siblings count where links were measured with several groups at work."""
+        counts = any(leg.level.measured for leg in legs)
+        key = (size, tuple(leg.place for leg in legs), siblings if counts else 1)
+        if key not in self._alike:
+            self._alike[key] = Group(size, legs, siblings, self._per_copied_byte, self._algorithms)
+        return self._alike[key]
 
     def _slot(self, rank: int, spacing: int) -> int:
         slots = self._slots

@@ -83,6 +83,10 @@ class Pricer:
         """Return what one microbatch costs in a block on one rank."""
         return self._machine(layout)[1].cost(block, self._key(layout))
 
+    def cost_key(self, layout: Layout) -> tuple[object, ...]:
+        """Return what the costs of blocks under a layout depend on."""
+        return *self._key(layout), self._threads(layout)
+
     def whole(self, layout: Layout) -> Whole:
         """Return the costs of all blocks: a microbatch's sums, and stages for any cuts."""
         costs = self._key(layout)
@@ -124,6 +128,15 @@ class Pricer:
         update = self._update(case, step)
         return self._terms(case, step.seconds, without_transfers, update)
 
+    def step_seconds(self, layout: Layout, *, exact: bool = False, update: bool = True) -> float:
+        """Return `time(...).total` without its causes, which is half of the work; without `update`, of the pipeline
+        alone."""
+        case = self._case(layout)
+        step = self._step(case, exact=exact)
+        slower, step_seconds = self._slower(layout)
+        inside = step.seconds + (sum(self._update(case, step)) if update else 0.0)
+        return inside * (1.0 + slower) + step_seconds
+
     def bucket(self, layout: Layout, *, low: int = SMALLEST_BUCKET) -> int | None:
         """Return the bytes of a gradient bucket for which the fullest rank waits least, at least `low`; None where the
         layout has no buckets.  Of the closed form, with a rank's chunks taken for one stage and no slack in the
@@ -151,23 +164,25 @@ class Pricer:
         times = StageTimes(forward=forward, input=inputs, weight=stages.weight, transfer=self._transfer(layout, groups))
         return _Case(layout, groups, device, whole, stages, times, gathering, scatters, unloading)
 
-    def _pipeline(self, case: _Case, *, exact: bool) -> tuple[Step, float]:
-        """Return the pipeline's step, and its seconds if transfers took no time."""
+    def _step(self, case: _Case, *, exact: bool) -> Step:
         layout, times = case.layout, case.times
         play = self._timelines.play if exact else closed_form
-        shape = (layout.schedule, layout.pipeline, layout.chunks, layout.microbatches)
-        free = StageTimes(forward=times.forward, input=times.input, weight=times.weight)
-        if layout.pipeline == 1 or times.transfer == 0.0:
-            step = play(*shape, times)
-            return step, step.seconds
-        if not self.stack.overlap_pipeline:
+        if layout.pipeline > 1 and times.transfer and not self.stack.overlap_pipeline:
             hop = times.transfer
             times = StageTimes(
                 forward=[time + hop for time in times.forward],
                 input=[time + hop for time in times.input],
                 weight=times.weight,
             )
-        return play(*shape, times), play(*shape, free).seconds
+        return play(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches, times)
+
+    def _pipeline(self, case: _Case, *, exact: bool) -> tuple[Step, float]:
+        """Return the pipeline's step, and its seconds if transfers took no time."""
+        layout, times, step = case.layout, case.times, self._step(case, exact=exact)
+        if layout.pipeline == 1 or times.transfer == 0.0:
+            return step, step.seconds
+        free = StageTimes(forward=times.forward, input=times.input, weight=times.weight)
+        return step, self._step(case._replace(times=free), exact=exact).seconds
 
     def _loads(self, case: _Case) -> list[RankLoad]:
         layout, stages, times = case.layout, case.stages, case.times
@@ -200,9 +215,7 @@ class Pricer:
         each = layout.microbatches / layout.pipeline
         busy = each * (passes.seconds + again.seconds + case.gathering + case.unloading)
         inside = pipeline + sum(update)
-        nodes = max(1.0, layout.world_size / max(node.devices.count for node in self.cluster.nodes))
-        slower = self.stack.slowdown * (1.0 + self.calibration.straggler * math.log2(nodes)) - 1.0
-        step_seconds = self.calibration.step_seconds
+        slower, step_seconds = self._slower(layout)
         return TimeTerms(
             ideal=each * passes.ideal,
             matrix_shapes=each * passes.shapes,
@@ -218,6 +231,12 @@ class Pricer:
             offload=update.offload + each * case.unloading,
             other=inside * slower + step_seconds,
         )
+
+    def _slower(self, layout: Layout) -> tuple[float, float]:
+        """By which share a step is longer than its parts, and by how many seconds besides."""
+        nodes = max(1.0, layout.world_size / max(node.devices.count for node in self.cluster.nodes))
+        slower = self.stack.slowdown * (1.0 + self.calibration.straggler * math.log2(nodes)) - 1.0
+        return slower, self.calibration.step_seconds
 
     # ── what the parts need ───────────────────────────────────────────────────────────────────────────────────────
 

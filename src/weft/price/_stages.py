@@ -62,6 +62,16 @@ class BlockCost(NamedTuple):
         return self.forward if recompute == "full" else self.selective if recompute == "selective" else PassCost()
 
 
+Works = list[tuple[Operator, OperatorWork]]
+
+
+class _BlockWork(NamedTuple):
+    """A block on one rank with nothing sent."""
+
+    works: Works
+    alone: BlockCost
+
+
 class CostKey(NamedTuple):
     """All that the cost of a block depends on, beside the block."""
 
@@ -84,6 +94,8 @@ class BlockCosts:
     def __init__(self, profile: Profile, device: Device, seconds: Seconds) -> None:
         self._profile, self._device, self._seconds = profile, device, seconds
         self._costs: dict[tuple[int, CostKey], BlockCost] = {}
+        self._works: dict[tuple[int, Share], _BlockWork] = {}
+        self._parts: dict[tuple[object, ...], tuple[float, float]] = {}
         self._fits: dict[str, BlockFit] = {}
 
     def cost(self, block: Block, key: CostKey) -> BlockCost:
@@ -94,30 +106,52 @@ class BlockCosts:
         return found
 
     def _price(self, block: Block, key: CostKey) -> BlockCost:
-        wide = block is self._profile.stem or block is self._profile.tail
-        share = share_of(self._profile, key, wide=wide)
-        is_even = key.expert.size == 1 or self._device.stack.balances_experts
+        share = share_of(self._profile, key, wide=block is self._profile.stem or block is self._profile.tail)
+        work = self._works.get((id(block), share))
+        if work is None:
+            work = self._works[id(block), share] = self._work(block, share)
+        forward, backward = self._sent(block, share, key, work.works)
+        return work.alone._replace(
+            forward=_together(work.alone.forward, forward), input=_together(work.alone.input, backward)
+        )
+
+    def _sent(self, block: Block, share: Share, key: CostKey, works: Works) -> tuple[PassCost, PassCost]:
+        """Exposed seconds of what a block sends, forward and backward; each part is known by its group."""
+        parts: list[tuple[float, float]] = []
+        sent = _Sent(block, share, key, self._seconds, self._device)
+        ways = (key.tensor, (key.context, key.context_scheme), key.expert, key.statistics)
+        for part, (way, find) in enumerate(
+            zip(ways, (sent.tensor, sent.context, sent.expert, sent.statistics), strict=True)
+        ):
+            index = (id(block), share, part, way)
+            if index not in self._parts:
+                self._parts[index] = find(works)
+            parts.append(self._parts[index])
+        forward, backward = zip(*parts, strict=True)
+        return PassCost(0.0, 0.0, 0.0, *forward), PassCost(0.0, 0.0, 0.0, *backward)
+
+    def _work(self, block: Block, share: Share) -> _BlockWork:
+        """What a rank computes in a block, wherever its groups lie."""
+        is_even = share.expert == 1 or self._device.stack.balances_experts
         imbalance = 1.0 if is_even else self._device.calibration.expert_imbalance
         works = [(operator, operator_work(self._device, operator, share, imbalance)) for operator in block.operators]
         if self._device.speeds:
-            fit = self._fit(key.precision)
+            fit = self._fit(share.precision)
             works = [
-                (operator, self._accumulated(operator, fit.of(operator, work, inside=not wide), share))
+                (operator, self._accumulated(operator, fit.of(operator, work, inside=not share.wide), share))
                 for operator, work in works
             ]
-        selective = [(operator, work) for operator, work in works if operator.selective]
-        sent = _Sent(block, share, key, self._seconds, self._device)
-        forward, backward = sent.costs([(operator, work) for operator, work in works])
         dense, expert = _parameters(block, share)
-        return BlockCost(
-            forward=self._pass([work.forward for _, work in works], forward),
-            input=self._pass([work.input for _, work in works], backward),
-            weight=self._pass([work.weight for _, work in works], PassCost()),
-            selective=self._pass([work.forward for _, work in selective], PassCost()),
+        alone = BlockCost(
+            forward=self._pass([work.forward for _, work in works]),
+            input=self._pass([work.input for _, work in works]),
+            weight=self._pass([work.weight for _, work in works]),
+            selective=self._pass([work.forward for operator, work in works if operator.selective]),
             dense_parameters=dense,
             expert_parameters=expert,
             kept_bytes=_kept_bytes(block, share),
         )
+        return _BlockWork(works, alone)
 
     def _accumulated(self, operator: Operator, work: OperatorWork, share: Share) -> OperatorWork:
         """Gradients of weights are added to those of earlier microbatches; a table's are cleared first, all of them."""
@@ -135,11 +169,15 @@ class BlockCosts:
             self._fits[precision] = block_fit(self._device, precision)
         return self._fits[precision]
 
-    def _pass(self, works: list[Work], sent: PassCost) -> PassCost:
+    def _pass(self, works: list[Work]) -> PassCost:
         """Add up kernels; where the host issues them more slowly than they run, the difference is lost to shapes."""
         ideal, shapes, memory, kernels = (sum(column) for column in zip(*works, strict=True)) if works else (0.0,) * 4
         waiting = max(0.0, kernels * self._device.host_seconds - (ideal + shapes + memory))
-        return sent._replace(ideal=ideal, shapes=shapes + waiting, memory=memory)
+        return PassCost(ideal=ideal, shapes=shapes + waiting, memory=memory)
+
+
+def _together(computed: PassCost, sent: PassCost) -> PassCost:
+    return sent._replace(ideal=computed.ideal, shapes=computed.shapes, memory=computed.memory)
 
 
 def share_of(profile: Profile, key: CostKey, *, wide: bool = False) -> Share:
@@ -208,28 +246,19 @@ class _Sent:
         self._block, self._share, self._key = block, share, key
         self._seconds, self._device = seconds, device
 
-    def costs(self, works: list[tuple[Operator, OperatorWork]]) -> tuple[PassCost, PassCost]:
-        tensor = self._tensor(sum(work.weight.seconds for operator, work in works if operator.split != "expert"))
-        context = self._context(works)
-        expert = self._expert(sum(work.forward.seconds for _, work in works))
-        forward, backward = (
-            PassCost(tensor=one, context=two, expert=three, statistics=four)
-            for one, two, three, four in zip(tensor, context, expert, self._statistics(), strict=True)
-        )
-        return forward, backward
-
-    def _statistics(self) -> tuple[float, float]:
+    def statistics(self, works: Works) -> tuple[float, float]:
         """Batch norms over data ranks: mean, squares and count of each rank forward, two sums backward, all in fp32."""
         group = self._key.statistics
         forward = backward = 0.0
-        for operator in self._block.operators:
+        for operator, _ in works:
             if group is not None and operator.batch_statistics:
                 numbers = 2 * operator.batch_statistics
                 forward += self._seconds("all_gather", 4.0 * (numbers + 1) * group.size, group)
                 backward += self._seconds("all_reduce", 4.0 * numbers, group)
         return forward, backward
 
-    def _tensor(self, weight_seconds: float) -> tuple[float, float]:
+    def tensor(self, works: Works) -> tuple[float, float]:
+        """Sums or their halves around the products that the tensor axis splits."""
         share, group = self._share, self._key.tensor
         if group.size == 1:
             return 0.0, 0.0
@@ -254,6 +283,7 @@ class _Sent:
             return forward * exposed, backward * exposed
         if stack.overlap_tensor_backward:
             # Sums hide beside the products for the weights; what sequence parallelism gathers comes before them.
+            weight_seconds = sum(work.weight.seconds for operator, work in works if operator.split != "expert")
             sums = backward * (0.5 if share.sequence_parallel else 1.0)
             backward -= min(sums, calibration.overlap_share * weight_seconds)
         return forward, backward
@@ -301,7 +331,7 @@ class _Sent:
             backward += 2.0 * once
         return forward, backward
 
-    def _context(self, works: list[tuple[Operator, OperatorWork]]) -> tuple[float, float]:
+    def context(self, works: Works) -> tuple[float, float]:
         """Keys and values travel round the ring beside the attention, or are gathered; or heads change places."""
         share, group = self._share, self._key.context
         forward = backward = 0.0
@@ -329,7 +359,7 @@ class _Sent:
                 forward, backward = forward + once, backward + once
         return forward, backward
 
-    def _expert(self, beside_seconds: float) -> tuple[float, float]:
+    def expert(self, works: Works) -> tuple[float, float]:
         """Tokens travel to their experts and back, in both passes."""
         share, group = self._share, self._key.expert
         experts = [operator for operator in self._block.operators if operator.split == "expert" and operator.n]
@@ -339,7 +369,7 @@ class _Sent:
         rows = share.tokens * share.element_bytes / share.tensor
         once = self._travel(rows * first.k, first.rows_per_token) + self._travel(rows * last.n, last.rows_per_token)
         if self._device.stack.overlap_expert:
-            beside = self._device.calibration.overlap_share * beside_seconds
+            beside = self._device.calibration.overlap_share * sum(work.forward.seconds for _, work in works)
             return max(0.1 * once, once - beside), max(0.1 * once, once - 2.0 * beside)
         return once, once
 

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from weft.plan import SPLIT_BACKWARD, Action, PricedSchedule, bubble_seconds, schedule_orders, stage_ranks
+from weft.plan import (
+    SPLIT_BACKWARD,
+    Action,
+    PricedSchedule,
+    bubble_seconds,
+    last_round_seconds,
+    schedule_orders,
+    stage_ranks,
+)
 
 _ROUNDS = 4
 """Rounds of `pipeline` microbatches that are played before the rest is added."""
@@ -53,11 +61,19 @@ class Timelines:
 
     def __init__(self) -> None:
         self._programs: dict[tuple[PricedSchedule, int, int, int], _Program] = {}
+        self._steps: dict[tuple[object, ...], Step] = {}
 
     def play(self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
         """Return the step by playing it; many microbatches by playing few and adding the others' period."""
         if pipeline == 1:
             return _alone(microbatches, times)
+        passes = (tuple(times.forward), tuple(times.input), tuple(times.weight), times.transfer)
+        key = (schedule, pipeline, chunks, microbatches, passes)
+        if key not in self._steps:  # what is not sent between stages changes no schedule: ZeRO, buckets, most orders
+            self._steps[key] = self._long(schedule, pipeline, chunks, microbatches, times)
+        return self._steps[key]
+
+    def _long(self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
         rounds = _ROUNDS * pipeline + microbatches % pipeline
         if microbatches <= rounds:
             return self._played(schedule, pipeline, chunks, microbatches, times)
@@ -124,7 +140,8 @@ def closed_form(schedule: PricedSchedule, pipeline: int, chunks: int, microbatch
     passing = sum(work) + (microbatches - 1) * max(work)
     if schedule in SPLIT_BACKWARD and microbatches < pipeline:
         passing += weight[0]
-    return Step(max(microbatches * _busiest(schedule, pipeline, chunks, times) + wait, passing) + hops, slack)
+    last = last_round_seconds(schedule, pipeline, chunks, microbatches, *means)
+    return Step(max(microbatches * _busiest(schedule, pipeline, chunks, times) + wait, passing, last) + hops, slack)
 
 
 def _slowest_window(work: Sequence[float], hop: float) -> float:

@@ -249,7 +249,7 @@ def _compared(rival: Candidate, first: Candidate) -> str:
     slower = (rival.prediction.step_seconds / first.prediction.step_seconds - 1) * 100
     if slower < _CLOSE * first.prediction.spread * 100:
         return "is predicted as fast"
-    return f"is {slower:.2g} % slower"
+    return f"is {slower:,.0f} % slower" if slower >= 10 else f"is {slower:.2g} % slower"
 
 
 def _seconds(seconds: float) -> str:

@@ -1,7 +1,7 @@
-"""Time and memory of many layouts at once: what pricing says of equal stages, over arrays.
+"""Least time and memory of many layouts at once: what pricing says of equal stages, over arrays.
 
-The same costs of blocks and collectives as in `weft.price`, with stages taken for equal (but for whole blocks) and
-reductions at the speed of one usual group of data ranks.
+The same costs of blocks and collectives as in `weft.price`, with stages taken for equal (but for whole blocks), buckets
+that cost nothing to fill, and memory at the least that rounding may leave.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ import numpy as np
 
 from weft.cluster import Collective
 from weft.plan import SPLIT_BACKWARD, Schedule
-from weft.price import PROCESS_BYTES, Layout, Pricer
+from weft.price import LARGEST_BUCKET, PROCESS_BYTES, SMALLEST_BUCKET, Group, Layout, Pricer
 from weft.search._bounds import Floats
 from weft.search._group import GroupCosts, Held, Passes
 from weft.search._options import Options, Way
-from weft.search._space import Offload
+from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints
 
-_LARGE_BYTES = float(1 << 26)
-"""Of the collectives whose speed stands for all of ZeRO-3's."""
+_SIZES = (float(1 << 22), float(1 << 26), float(LARGEST_BUCKET))
+"""Bytes of collectives, of whose speeds the best is taken."""
+_QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Pipeline ranks at which the need of memory is looked at, as shares of the pipeline."""
+_CLOSED_FORM_EXCESS = 0.98
+"""Of the closed form of equal stages: no schedule of balanced stages, as played, was found to be shorter."""
 
 
 def pipeline_seconds(
-    schedules: tuple[Schedule, ...], blocks: int, hop: float, options: Options, passes: Passes, waits: Floats | float
+    schedules: tuple[Schedule, ...], blocks: int, hop: Floats, options: Options, passes: Passes, waits: Floats | float
 ) -> Floats:
-    """Return seconds from the first forward to the last backward (`weft.price.closed_form` of equal stages).
+    """Return seconds from the first forward to the last backward, at least: `weft.price.closed_form` of equal stages.
 
     Args:
         hop: seconds from a stage to the next.
@@ -39,10 +43,12 @@ def pipeline_seconds(
     slowest = np.maximum(whole / p, -(-blocks // p) * passes.least_block)
     hops = 2.0 * (p * v - 1) * hop_here
     plain = whole + hops + (m - 1) * np.maximum(slowest, whole / p + 2.0 * hop_here * (p - 1) / p)
-    # Fewer microbatches than ranks leave gaps that the closed form does not know.
-    chunked = np.maximum(m, p) * slowest + _waits(schedules, options, passes) + hops
-    is_plain = np.isin(options.schedule, [i for i, name in enumerate(schedules) if name in ("1f1b", "gpipe")])
-    return np.where(is_plain | (p == 1), plain, chunked)
+    late = np.where(options.splits_backward, passes.weight, 0.0)
+    # The first microbatch passes all stages, and the others follow it through one.
+    passing = (whole - late) * (1.0 + (m - 1) / (p * v)) + np.where(m < p, late / (p * v), 0.0)
+    chunked = np.maximum(m * slowest + _waits(schedules, options, passes), passing)
+    chunked = np.maximum(chunked, _last_rounds(schedules, options, passes)) + hops
+    return np.where(options.is_plain, plain, chunked) * np.where(p == 1, 1.0, _CLOSED_FORM_EXCESS)
 
 
 def _waits(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:
@@ -62,19 +68,106 @@ def _waits(schedules: tuple[Schedule, ...], options: Options, passes: Passes) ->
     return waits
 
 
-class Rates(NamedTuple):
-    """Seconds per element of a rank's weights, of dense ones and of experts."""
+def _last_rounds(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:
+    """`weft.plan.last_round_seconds`, over arrays."""
+    p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
+    last = (m - 1) % p + 1
+    before = (m - last) * v + last - 1
+    forward, inputs, weight = (part / (p * v) for part in (passes.forward, passes.input, passes.weight))
+    seconds = (p - 1 + m * v) * forward + before * (inputs + weight)
+    found = np.zeros_like(seconds)
+    for index, name in enumerate(schedules):
+        here = options.schedule == index
+        if name == "interleaved_1f1b":
+            found = np.where(here, seconds + p * v * (inputs + weight), found)
+        elif name == "interleaved_zero_bubble":
+            owed = np.minimum(p - 1, before) * weight
+            found = np.where(here, seconds - owed + p * v * inputs + weight, found)
+    return found
 
-    reduce: float
-    gather: float
-    reduce_experts: float
-    gather_experts: float
-    copies: float = 0.0
-    """ZeRO-3: of adding up the gradients of its copies."""
+
+class Rates(NamedTuple):
+    """Seconds per element of a rank's weights, of dense ones and of experts, by row."""
+
+    reduce: Floats
+    gather: Floats
+    reduce_experts: Floats
+    gather_experts: Floats
+
+
+class RateTable:
+    """What the collectives over data ranks take at least, by what decides it."""
+
+    def __init__(self, pricer: Pricer, space: Space) -> None:
+        self._pricer, self._space = pricer, space
+        self._found: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
+
+    def rates(self, costs: GroupCosts, way: Way, data: Ints, block_bytes: float) -> Rates:
+        """Return the rates of every row.
+
+        Args:
+            block_bytes: of the weights that ZeRO-3 gathers at once.
+        """
+        least = way.least if way.zero == 3 else data
+        if self._pricer.cluster.has_accelerators and costs.bases[0].expert == 1:
+            # More ranks take no less per byte, so that powers of two stand for the others.
+            data, least = power_below(data), power_below(least)
+        wide = int(max(data.max(initial=0), least.max(initial=0))) + 1
+        keys, rows = np.unique((costs.case * wide + data) * wide + least, return_inverse=True)
+        found = [
+            self._of(costs.bases[int(key) // wide**2], way.zero, int(key) // wide % wide, int(key) % wide, block_bytes)
+            for key in keys
+        ]
+        return Rates(*(np.array(column)[rows] for column in zip(*found, strict=True)))
+
+    def _of(
+        self, base: Layout, zero: int, data: int, shard: int, block_bytes: float
+    ) -> tuple[float, float, float, float]:
+        axes = (base.tensor, base.context, base.expert, base.order)
+        key = (*axes, zero, data, shard, block_bytes if zero == 3 else base.pipeline)
+        if key not in self._found:
+            layout = replace(base, shard=shard, replicate=max(1, data // shard), zero=zero)
+            self._found[key] = self._find(layout, block_bytes)
+        return self._found[key]
+
+    def _find(self, layout: Layout, block_bytes: float) -> tuple[float, float, float, float]:
+        # Experts borrow of more shards than the least: of their own collectives nothing is known then.
+        borrows = layout.expert_room % layout.expert == 0
+        layout = layout if borrows else replace(layout, expert=1)
+        pricer, zero, groups = self._pricer, layout.zero, self._pricer.groups(layout)
+        element = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}.get(layout.precision, 2.0)
+        gradient = float(layout.gradient_bytes)
+        if zero == 3:
+            experts = self._best("all_reduce", groups.expert_data, ("auto",)) * gradient * borrows
+            if layout.shard * layout.context == 1:
+                return 0.0, 0.0, experts, 0.0
+            gather = pricer.seconds("all_gather", block_bytes, groups.shard) / block_bytes
+            scatter = pricer.seconds("reduce_scatter", block_bytes, groups.shard) / block_bytes
+            if not pricer.cluster.has_accelerators:  # see `Pricer`
+                copied = 2.0 / pricer.device(layout).memory_bytes_per_second
+                gather, scatter = gather + copied, scatter + copied
+            return scatter * gradient, gather * element, experts, 0.0
+        kind: Collective = "all_reduce" if zero == 0 else "reduce_scatter"
+        sharded, by = element if zero else 0.0, self._space.algorithms
+        return (
+            self._best(kind, groups.data, by) * gradient,
+            self._best("all_gather", groups.data, by) * sharded if sharded else 0.0,
+            self._best(kind, groups.expert_data, by) * gradient,
+            self._best("all_gather", groups.expert_data, by) * sharded if sharded else 0.0,
+        )
+
+    def _best(self, kind: Collective, group: Group, algorithms: tuple[str, ...]) -> float:
+        """Seconds per byte in the best of sizes."""
+        return min(self._pricer.seconds(kind, size, group, by) / size for size in _SIZES for by in algorithms)
+
+
+def power_below(numbers: Ints) -> Ints:
+    """Return the largest power of two up to each number."""
+    return (1 << np.log2(np.maximum(numbers, 1)).astype(np.int64)).astype(np.int64)
 
 
 class Estimates:
-    """Of options that share a group's costs and a way of sharding."""
+    """Of options of a group, each in one of its cases, that share a way of sharding."""
 
     def __init__(
         self,
@@ -83,30 +176,38 @@ class Estimates:
         costs: GroupCosts,
         options: Options,
         way: Way,
-        rates: Rates | None = None,
+        rates: RateTable,
     ) -> None:
-        """`rates` are those of other estimates of the same group and way of sharding."""
         self._pricer, self._schedules, self._costs, self._options = pricer, schedules, costs, options
         zero, shard = self._zero, self._shard = way.zero, way.shard
         splits = options.splits
         self._ranks = splits.data * splits.context
         self._shards = np.ones_like(shard) if zero == 0 else self._ranks if zero < 3 else shard * splits.context
         self._expert_shards = np.maximum(1, self._shards * (splits.tensor if zero else 1) // splits.expert)
-        weights, p = costs.weights, splits.pipeline
+        weights, p, blocks = costs.weights, splits.pipeline, len(pricer.profile.blocks)
         self._dense = weights.dense / p + np.where(options.joined_ends, weights.stem + weights.tail, weights.stem)
         self._last_dense = weights.dense / p + np.where(options.joined_ends, weights.stem + weights.tail, weights.tail)
+        self._least_dense = weights.dense / p + np.where(p == 1, weights.stem + weights.tail, 0.0)
         self._experts = weights.experts / p
-        self._device = pricer.device(costs.base)
-        element = {"fp64": 8, "fp32": 4, "tf32": 4}.get(costs.base.precision, 2)
-        self._element, self._gradient = float(element), float(costs.base.gradient_bytes)
+        self._uneven = -(-blocks // p) * p / blocks
+        """Blocks of the largest stage over those of the mean."""
+        self._device = pricer.device(costs.bases[0])
+        base = costs.bases[0]
+        element = {"fp64": 8, "fp32": 4, "tf32": 4}.get(base.precision, 2)
+        self._element, self._gradient, self._master = (
+            float(element),
+            float(base.gradient_bytes),
+            float(base.master_bytes),
+        )
         self._once = self._reduces_once(way)
         self._waiting = self._whole_gradients()
-        self.rates = rates or self._find_rates()
+        block_bytes = max(1.0, (weights.dense + weights.stem + weights.tail) / blocks * element)
+        self._rates = rates.rates(costs, way, splits.data, block_bytes)
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def seconds(self, passes: Passes, held: Held, offload: Offload) -> Floats:
-        """Return the seconds of a step."""
+        """Return the seconds of a step, at least."""
         none = np.zeros(len(self._options))
         ahead, back, once = self._gathering(passes) if self._zero == 3 else (none, none, none)
         waits = ahead + back
@@ -115,52 +216,27 @@ class Estimates:
         blocks = len(self._pricer.profile.blocks)
         pipeline = pipeline_seconds(self._schedules, blocks, self._costs.hop, self._options, passes, waits)
         step = pipeline + once + self._reductions(passes) + self._optimizer(offload)
-        calibration, stack = self._pricer.calibration, self._pricer.stack
-        return step * stack.slowdown + calibration.step_seconds
-
-    def _find_rates(self) -> Rates:
-        base, pricer, zero = self._costs.base, self._pricer, self._zero
-        seconds, every = pricer.seconds, self._options.splits.data
-        row = int(np.argsort(every, kind="stable")[len(every) // 2])
-        data, shard = int(every[row]), int(self._shard[row])
-        layout = replace(
-            base,
-            pipeline=1,
-            shard=shard if zero == 3 else data,
-            replicate=max(1, data // shard) if zero == 3 else 1,
-        )
-        groups = pricer.groups(layout)
-        bucket = float(base.bucket_bytes)
-        if zero == 3:
-            gather = seconds("all_gather", _LARGE_BYTES, groups.shard) / _LARGE_BYTES
-            scatter = seconds("reduce_scatter", _LARGE_BYTES, groups.shard) / _LARGE_BYTES
-            if not pricer.cluster.has_accelerators and shard > 1:  # see `Pricer`
-                gather += 2.0 / self._device.memory_bytes_per_second
-                scatter += 2.0 / self._device.memory_bytes_per_second
-            experts = seconds("all_reduce", bucket, groups.expert_data) / bucket * self._gradient
-            copies = seconds("all_reduce", bucket, groups.replicate) / bucket * self._gradient / max(1, shard)
-            return Rates(scatter * self._gradient, gather * self._element, experts, 0.0, copies)
-        kind: Collective = "all_reduce" if zero == 0 else "reduce_scatter"
-        sharded, by = self._element if zero else 0.0, base.reduced_by
-        return Rates(
-            seconds(kind, bucket, groups.data, by) / bucket * self._gradient,
-            seconds("all_gather", bucket, groups.data, by) / bucket * sharded,
-            seconds(kind, bucket, groups.expert_data, by) / bucket * self._gradient,
-            seconds("all_gather", bucket, groups.expert_data, by) / bucket * sharded,
-        )
+        pricer, world = self._pricer, self._options.splits.world
+        nodes = np.maximum(1.0, world / max(node.devices.count for node in pricer.cluster.nodes))
+        slower = pricer.stack.slowdown * (1.0 + pricer.calibration.straggler * np.log2(nodes))
+        return step * slower + pricer.calibration.step_seconds
 
     def _gathering(self, passes: Passes) -> tuple[Floats, Floats, Floats]:
         """Exposed seconds of ZeRO-3's collectives of one microbatch on one rank, forward and backward; and what a
         reduction once per step adds to it."""
-        p, overlap = self._options.splits.pipeline, self._pricer.calibration.overlap_share
-        if not (self._pricer.stack.overlap_parameters and self._pricer.cluster.has_accelerators):
-            overlap = 0.0
-        sent = self._dense * self.rates.gather
-        beside = overlap * (passes.input + passes.weight) / p
-        ahead = np.maximum(0.0, sent - overlap * passes.forward / p)
-        gathers = np.maximum(0.0, sent - beside)
-        reducing = np.maximum(0.0, sent + self._dense * self.rates.reduce - beside)
-        return ahead, np.where(self._once, gathers, reducing), np.where(self._once, reducing - gathers, 0.0)
+        p = self._options.splits.pipeline
+        sent = self._least_dense * self._rates.gather
+        forward, backward = passes.forward / p, (passes.input + passes.weight) / p
+        reducing = self._exposed(sent + self._least_dense * self._rates.reduce, backward)
+        back = np.where(self._once, self._exposed(sent, backward), reducing)
+        return self._exposed(sent, forward), back, np.maximum(0.0, reducing - back)
+
+    def _exposed(self, sent: Floats, beside: Floats) -> Floats:
+        """`Pricer`'s sum of what waits and of what slows the computation down, over arrays."""
+        calibration = self._pricer.calibration
+        overlaps = self._pricer.stack.overlap_parameters and self._pricer.cluster.has_accelerators
+        hidden = np.minimum(sent, calibration.overlap_share * beside) if overlaps else np.zeros_like(sent)
+        return sent - hidden + (calibration.overlap_slowdown - 1.0) * hidden
 
     def _unloading(self, passes: Passes, held: Held, ahead: Floats, back: Floats) -> Floats:
         """Exposed seconds of one microbatch's activations on their way to host memory and back, on one rank; they also
@@ -173,50 +249,63 @@ class Estimates:
 
     def _reductions(self, passes: Passes) -> Floats:
         """Exposed seconds of reducing gradients, and of gathering renewed weights."""
-        p, rates, stack = self._options.splits.pipeline, self.rates, self._pricer.stack
+        p, rates, stack = self._options.splits.pipeline, self._rates, self._pricer.stack
         overlap = self._pricer.calibration.overlap_share
-        dense_rate = rates.copies if self._zero == 3 else rates.reduce
-        whole = self._dense * dense_rate + self._experts * rates.reduce_experts
+        whole = self._experts * rates.reduce_experts + (self._least_dense * rates.reduce if self._zero < 3 else 0.0)
         times = np.where(self._once, 1, self._options.splits.microbatches) if self._zero == 2 else 1
-        hidden = overlap * (passes.input + passes.weight) / p if stack.overlap_gradients else 0.0
-        exposed: Floats = (np.maximum(0.0, whole - hidden) * (1.0 * times)).astype(np.float64)
+        window = overlap * (passes.input + passes.weight) / p * self._uneven * stack.overlap_gradients
+        exposed = self._beside(whole, window) * times
         if self._zero in (1, 2):
-            publish = self._dense * rates.gather + self._experts * rates.gather_experts
-            beside = overlap * passes.forward / p if stack.overlap_parameters else 0.0
-            exposed = exposed + np.maximum(0.05 * publish, publish - beside)
-        return exposed
+            publish = self._least_dense * rates.gather + self._experts * rates.gather_experts
+            exposed = exposed + self._beside(
+                publish, overlap * passes.forward / p * self._uneven * stack.overlap_parameters
+            )
+        return exposed.astype(np.float64)
+
+    def _beside(self, whole: Floats, window: Floats) -> Floats:
+        """What no window hides, and what the rest slows down: see `weft.price._update`."""
+        splits, chunks = self._options.splits, self._options.chunks
+        wide = window * (1.0 + (np.minimum(splits.pipeline, splits.microbatches) - 1) * (chunks - 1) / chunks)
+        exposed = np.maximum(0.0, np.maximum(whole - wide, (whole - window) / chunks))
+        return exposed + (self._pricer.calibration.overlap_slowdown - 1.0) * (whole - exposed)
 
     def _optimizer(self, offload: Offload) -> Floats:
-        base, device = self._costs.base, self._device
-        mine = self._dense / self._shards + self._experts / self._expert_shards
+        device = self._device
+        mine = self._least_dense / self._shards + self._experts / self._expert_shards
         if offload == "optimizer":
             calibration = self._pricer.calibration
             moved = (self._gradient + self._element) / calibration.host_link_bytes_per_second
-            return mine * (moved + 2.0 * base.master_bytes / calibration.host_optimizer_bytes_per_second)
-        held = mine if self._zero >= 2 else self._dense + self._experts
-        touched = mine * (2.0 * self._gradient + 2.0 * base.master_bytes + self._element) + held * self._gradient
+            return mine * (moved + 2.0 * self._master / calibration.host_optimizer_bytes_per_second)
+        if device.speeds:  # measured: see `weft.price._update`
+            return np.zeros_like(mine)
+        held = mine if self._zero >= 2 else self._least_dense + self._experts
+        touched = mine * (2.0 * self._gradient + 2.0 * self._master + self._element) + held * self._gradient
         return touched / device.memory_bytes_per_second
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def device_bytes(self, held: Held, offload: Offload) -> Floats:
-        """Return the bytes of the fullest of the first and the last rank."""
-        options, base = self._options, self._costs.base
-        p = options.splits.pipeline
-        kept = held.kept / p
+        """Return the bytes of the fullest of the first and the last rank, at least."""
+        options = self._options
+        kept = held.kept / options.splits.pipeline / self._uneven
         first, last = kept * options.flight, kept * options.last_flight
         if offload == "activations":
             first = last = np.minimum(2.0 * kept / options.chunks, first)
-        loss = max(held.live, self._costs.logits) + held.tail
-        fixed = self._fixed_bytes(base)
+        loss = np.maximum(held.live, self._costs.logits) + held.tail
+        fixed = self._fixed_bytes()
         outer = self._states(self._dense, offload) + first + held.stem
         outer = outer + np.where(options.joined_ends, loss, held.live)
         inner = self._states(self._last_dense, offload) + last + loss
         return self._outside(np.maximum(outer, inner) + fixed)
 
-    def saved_bytes(self, light: Held, heavy: Held) -> Floats:
-        """Return what the first rank saves when all of its blocks are computed again like `heavy`."""
-        return (light.kept - heavy.kept) / self._options.splits.pipeline * self._options.flight * self._fragmented
+    def least_share(self, light: Held, heavy: Held, need: Floats, usable: float) -> Floats:
+        """Return the share of all blocks that must be computed again like `heavy` so that every rank fits: later ranks
+        hold fewer microbatches."""
+        options, p = self._options, self._options.splits.pipeline
+        saved = (light.kept - heavy.kept) / p * options.flight * self._fragmented
+        fewer = light.kept / p * np.maximum(options.flight - options.last_flight, 0.0) * self._fragmented
+        over = [np.clip((need - usable - fewer * part) / np.maximum(saved, 1.0), 0.0, 1.0) for part in _QUANTILES]
+        return np.where(p > 1, sum(over) / len(over), over[0])
 
     def _states(self, dense: Floats, offload: Offload) -> Floats:
         return dense * self._state_bytes(self._shards, offload) + self._experts * self._state_bytes(
@@ -224,7 +313,7 @@ class Estimates:
         )
 
     def _state_bytes(self, shards: Ints, offload: Offload) -> Floats:
-        zero, master = self._zero, 0.0 if offload == "optimizer" else float(self._costs.base.master_bytes)
+        zero, master = self._zero, 0.0 if offload == "optimizer" else self._master
         parts = 1.0 / shards
         weights = self._element * (parts if zero == 3 else 1.0)
         gradients = np.where(self._waiting, 1.0, parts) if zero >= 2 else 1.0
@@ -243,7 +332,7 @@ class Estimates:
             return np.full(len(pipeline), way.every == "step")
         return (pipeline > 1) & self._pricer.stack.memory.accumulates_whole | (way.zero < 2)
 
-    def _fixed_bytes(self, base: Layout) -> Floats:
+    def _fixed_bytes(self) -> Floats:
         habits = self._pricer.stack.memory
         workspace = habits.workspace_bytes if self._pricer.memories.on_accelerator else 0.0
         if self._zero == 3:
@@ -254,8 +343,8 @@ class Estimates:
             held = np.maximum(self._dense, self._last_dense) + self._experts
             holds = ((self._options.splits.pipeline > 1) | self._options.splits.uneven) & habits.holds_gathered
             size = np.where(holds, held * self._element, size + ends)
-            return np.where(self._shard > 1, size, 0.0) + workspace
-        return np.where(self._ranks > 1, habits.bucket_copies * base.bucket_bytes, 0.0) + workspace
+            return np.where(self._shards > 1, size, 0.0) + workspace
+        return np.where(self._ranks > 1, habits.bucket_copies * SMALLEST_BUCKET, 0.0) + workspace
 
     @property
     def _fragmented(self) -> float:

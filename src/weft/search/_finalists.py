@@ -1,14 +1,14 @@
-"""From a promising row to a priced plan: which blocks are computed again, how the axes lie on the hardware, and the
-settings that only change communication."""
+"""From a row to a priced plan: how the axes lie on the hardware, over which ranks ZeRO-3 shards, which blocks are
+computed again, what is offloaded, and the size of the buckets."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import NamedTuple
 
-from weft.plan import Recompute, stage_ranks
+from weft.plan import AXES, Recompute, stage_ranks
 from weft.price import Layout, Pricer, check_layout
 from weft.search._buckets import USUAL_BUCKET_BYTES, sized, with_best_bucket
 from weft.search._objective import Objective
@@ -16,9 +16,12 @@ from weft.search._orders import distinct_orders
 from weft.search._rows import Level
 from weft.search._space import Space, divisors
 
-_ALL_TOGETHER = 48
-"""Up to so many combinations of a finalist's lesser settings are all priced; of more, one setting is changed at a time
-until none helps."""
+CLOSED_FORM_EXCESS = 0.98
+"""Of a closed form: no schedule as played was shorter."""
+_MIXTURES_DIFFER = 1.02
+"""Times the limit up to which other cuts of a mixture are tried."""
+_BUCKETS_MATTER = 1.02
+"""Prices up to so many times the limit are tried with other buckets."""
 
 
 class Priced(NamedTuple):
@@ -44,101 +47,154 @@ class Finalists:
         self._pricer, self._space, self._objective = pricer, space, objective
         self._tiers = tuple(tier.devices for tier in pricer.cluster.links)
         self.tally = Tally()
-        self._seen: dict[Layout, Priced | None] = {}
+        self.best: float = math.inf
+        """The least score so far."""
+        self.compared = 1.0
+        """Times the least score up to which plans are priced: more than 1 for a comparison."""
+        self.found: dict[Layout, Priced] = {}
+        self._bounds: dict[tuple[object, ...], float] = {}
+        self._explored: set[Layout] = set()
+        self._holds: dict[Layout, bool] = {}
+        self._buckets_fill = pricer.memories.stack.memory.bucket_copies > 0 or len(space.bucket_bytes or ()) > 1
+        """Whether the size of a bucket may decide what fits, or is one of several."""
+        self._fewest_words: dict[tuple[Layout, Level, tuple[int, ...]], tuple[Recompute, ...] | None] = {}
 
-    def price(self, layout: Layout, level: Level) -> Priced | None:
-        """Return a row's price with the least recomputation of its level that fits, or None where nothing fits.
+    def explore(self, row: Layout, least_shard: int) -> None:
+        """Price a row in every order of its axes, with every size of its shards from `least_shard` up, recomputation
+        and offloading that may score less than the best so far; what fits is in `found`.
 
-        Its bucket is what the gradients and the link ask for, but no larger than usual: memory decides what fits.
+        What is left out is too slow by the closed form of its schedule, of which a schedule as played falls short by no
+        more than `CLOSED_FORM_EXCESS`; or computes more again than fits without.
         """
-        layout = sized(self._pricer, self._space, layout, most=USUAL_BUCKET_BYTES)
-        if not level.is_mixed:
-            return self._priced(layout)
+        key = replace(row, order=AXES)
+        if key in self._explored:
+            return
+        self._explored.add(key)
+        limit = self.best * self.compared
+        for placed in self._placed(row, least_shard):
+            for algorithm in self._algorithms(placed):
+                limit = self._recomputed(replace(placed, algorithm=algorithm), limit)
+
+    def _placed(self, row: Layout, least_shard: int) -> Iterator[Layout]:
+        """Orders of the axes on the hardware, and ranks over which ZeRO-3 shards."""
+        shards = [row.shard]
+        if row.zero == 3 and least_shard < row.shard:
+            inside = [n for n in divisors(row.data) if least_shard <= n <= row.shard]
+            shards = [n for n in inside if (n * row.context) % row.expert == 0]
+        for shard in shards:
+            here = replace(row, shard=shard, replicate=row.data // shard)
+            for order in self._space.orders or distinct_orders(here, self._tiers):
+                yield replace(here, order=order)
+
+    def _algorithms(self, layout: Layout) -> tuple[str, ...]:
+        is_obeyed = replace(layout, algorithm="").reduced_by == "" and self._space.compressions == ("none",)
+        return self._space.algorithms if is_obeyed and layout.data * layout.context > 1 else (layout.algorithm,)
+
+    def _recomputed(self, layout: Layout, limit: float) -> float:
+        """Price every recomputation and offloading that is of use: none where less fits, which takes no longer."""
+        words = self._space.recomputes
+        for place, light in enumerate(words):
+            plain = replace(layout, recompute=light)
+            if self._bound(plain) >= limit:
+                break
+            for fused in self._space.fused_losses:
+                for offload in self._space.offloads:
+                    limit = min(limit, self._with_bucket(replace(plain, fused_loss=fused, offload=offload), limit))
+                if self._fits(replace(plain, fused_loss=fused)):
+                    return limit
+                for heavy in words[place + 1 :] if self._space.per_block_recompute else ():
+                    start = replace(plain, fused_loss=fused)
+                    limit = min(limit, self._with_mixture(start, Level(light, heavy), limit))
+        return limit
+
+    def _with_bucket(self, layout: Layout, limit: float) -> float:
+        if self._bound(layout) >= limit or (not self._buckets_fill and not self._fits(layout)):
+            return limit
+        for start in self._buckets(layout):
+            found = self._priced(start, limit * _BUCKETS_MATTER)
+            if found is not None:
+                return self._best_bucket(found, limit)
+        return limit
+
+    def _with_mixture(self, layout: Layout, level: Level, limit: float) -> float:
+        """Price a layout with as few blocks computed again as fit."""
         best: Priced | None = None
-        for words, cuts in self._mixtures(layout, level):
-            best = _better(best, self._priced(replace(layout, recompute=words, cuts=cuts or None)))
-        return best
+        for start in self._buckets(layout) if self._buckets_fill else (layout,):
+            for words, cuts in self._mixtures(start, level):
+                mixed = replace(start, recompute=words, cuts=cuts or None)
+                if self._bound(mixed) >= limit * _MIXTURES_DIFFER:
+                    break
+                found = mixed if self._buckets_fill else next(self._buckets(mixed))
+                best = _better(best, self._priced(found, limit * _BUCKETS_MATTER))
+        return limit if best is None else self._best_bucket(best, limit)
 
-    def refine(self, start: Priced) -> Priced:
-        """Return the best of a finalist's lesser settings: order of the axes, sequence parallelism, schemes, sharding,
-        buckets, compression, algorithm."""
-        best = self._refined(start)
-        return with_best_bucket(self._pricer, self._space, best, self._priced)
+    def _best_bucket(self, found: Priced, limit: float) -> float:
+        if found.score < limit * _BUCKETS_MATTER:
+            found = with_best_bucket(self._pricer, self._space, found, lambda each: self._priced(each, limit))
+        return min(limit, found.score)
 
-    def _refined(self, start: Priced) -> Priced:
-        choices = self._lesser(start.layout)
-        count = 1
-        for _, values in choices:
-            count *= len(values)
-        if count <= _ALL_TOGETHER:
-            return self._best_of(start, choices)
-        best = start
-        while True:
-            before = best
-            for choice in self._lesser(best.layout):
-                best = self._best_of(best, [choice])
-            if best is before:
-                return best
+    def _buckets(self, layout: Layout) -> Iterator[Layout]:
+        """The layout with the bucket of the closed form; where that does not fit, with the usual one too."""
+        if self._space.bucket_bytes is not None:
+            yield from (replace(layout, bucket_bytes=size) for size in self._space.bucket_bytes)
+            return
+        best = sized(self._pricer, self._space, layout)
+        yield best
+        least = max(USUAL_BUCKET_BYTES, *(self._space.first_bucket_bytes or (0,)))
+        if best.bucket_bytes > least and self._buckets_fill and not self._fits(best):
+            yield replace(layout, bucket_bytes=least)
 
-    def played(self, found: Priced) -> Priced:
-        """Return the price with the schedule played action by action, which knows what closed forms leave out."""
-        return self._scored(found.layout, exact=True)
+    # ── prices ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    # ── what they do ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _scored(self, layout: Layout, *, exact: bool = False) -> Priced:
-        seconds = self._pricer.time(layout, exact=exact).total
+    def _score(self, seconds: float, layout: Layout) -> float:
         pessimistic = self._objective.pessimistic_seconds(seconds, self._pricer.stack.spread)
-        return Priced(self._objective.score(pessimistic, layout.world_size), layout)
+        return self._objective.score(pessimistic, layout.world_size)
 
-    def _priced(self, layout: Layout) -> Priced | None:
-        if layout in self._seen:
-            return self._seen[layout]
-        found: Priced | None = None
+    def _bound(self, layout: Layout) -> float:
+        """The score by closed form, less what closed forms may be too long, and without the update."""
+        groups = self._pricer.groups(layout)
+        inner = (
+            groups.tensor,
+            groups.context,
+            groups.expert,
+            groups.pipeline,
+            groups.shard if layout.zero == 3 else None,
+        )
+        alike = replace(layout, order=AXES, bucket_bytes=1, algorithm="auto")
+        if layout.zero < 3:  # what gradients do comes later
+            alike = replace(alike, zero=0, shard=1, replicate=layout.data, reduce_every="auto")
+        key = (alike, inner)
+        if key not in self._bounds:
+            seconds = self._pricer.step_seconds(layout, update=False) * CLOSED_FORM_EXCESS
+            self._bounds[key] = self._score(seconds, layout)
+        return self._bounds[key]
+
+    def _priced(self, layout: Layout, limit: float) -> Priced | None:
+        """The price of a layout as it is played; None where it does not fit, or is above `limit` by its closed form."""
+        if layout in self.found:
+            return self.found[layout]
         if check_layout(self._pricer.profile, self._pricer.cluster, layout):
             self.tally.invalid += 1
-        else:
-            self.tally.priced += 1
-            if self._fits(layout):
-                found = self._scored(layout)
-            else:
-                self.tally.out_of_memory += 1
-        self._seen[layout] = found
+            return None
+        self.tally.priced += 1
+        if not self._fits(layout):
+            return None
+        if self._score(self._pricer.step_seconds(layout) * CLOSED_FORM_EXCESS, layout) >= limit:
+            return None
+        found = Priced(self._score(self._pricer.step_seconds(layout, exact=True), layout), layout)
+        self.found[layout] = found
+        self.best = min(self.best, found.score)
         return found
 
     def _fits(self, layout: Layout) -> bool:
-        cuts = self._pricer.whole(layout).cuts(layout)
-        return self._pricer.memories.fullest(layout, cuts) <= self._pricer.cluster.usable_memory_bytes
-
-    def _best_of(self, start: Priced, choices: list[tuple[str, tuple[object, ...]]]) -> Priced:
-        best = start
-        names = [name for name, _ in choices]
-        for values in product(*(values for _, values in choices)):
-            changes = dict(zip(names, values, strict=True))
-            if "shard" in changes:
-                changes["replicate"] = start.layout.data // int(str(changes["shard"]))
-            best = _better(best, self._priced(replace(start.layout, **changes))) or best  # pyright: ignore[reportArgumentType]
-        return best
-
-    def _lesser(self, layout: Layout) -> list[tuple[str, tuple[object, ...]]]:
-        space, found = self._space, list[tuple[str, tuple[object, ...]]]()
-        if layout.zero == 3 and space.shards is None and space.replicas:
-            room = [n for n in divisors(layout.data) if n > 1 and (n * layout.context) % layout.expert == 0]
-            found.append(("shard", tuple(room)))
-        orders = space.orders or tuple(distinct_orders(layout, self._tiers))
-        found.append(("order", orders))
-        if layout.tensor > 1:
-            found.append(("sequence_parallel", space.sequence_parallels))
-            found.append(("tensor_scheme", space.tensor_schemes))
-        if layout.context > 1:
-            found.append(("context_scheme", space.context_schemes))
-        if layout.data * layout.context > 1:
-            found.append(("bucket_bytes", space.bucket_bytes or (layout.bucket_bytes,)))
-            found.append(("compression", space.compressions))
-            is_obeyed = replace(layout, algorithm="").reduced_by == "" and space.compressions == ("none",)
-            found.append(("algorithm", space.algorithms if is_obeyed else (layout.algorithm,)))
-        found.append(("fused_loss", space.fused_losses))
-        return [(name, values) for name, values in found if len(values) > 1]
+        key = replace(layout, order=AXES, algorithm="auto", bucket_bytes=layout.bucket_bytes * self._buckets_fill)
+        if layout.pipeline > 1 and layout.cuts is None:  # cuts are by cost, and so depend on the order
+            key = replace(key, cuts=self._pricer.whole(layout).cuts(layout))
+        if key not in self._holds:
+            need = self._pricer.memories.fullest(layout, key.cuts)
+            self._holds[key] = need <= self._pricer.cluster.usable_memory_bytes
+            self.tally.out_of_memory += not self._holds[key]
+        return self._holds[key]
 
     def _mixtures(self, layout: Layout, level: Level) -> Iterator[tuple[tuple[Recompute, ...], tuple[int, ...]]]:
         """Words per block and cuts: in every stage as few `heavy` blocks as fit, stages cut for the light word, then
@@ -155,6 +211,12 @@ class Finalists:
 
     def _fewest(self, layout: Layout, level: Level, cuts: tuple[int, ...]) -> tuple[Recompute, ...] | None:
         """The fewest heavy blocks of every pipeline rank, exactly; None where even all of them do not fit."""
+        key = (replace(layout, order=AXES, algorithm="auto"), level, cuts)  # neither moves memory
+        if key not in self._fewest_words:
+            self._fewest_words[key] = self._find_fewest(layout, level, cuts)
+        return self._fewest_words[key]
+
+    def _find_fewest(self, layout: Layout, level: Level, cuts: tuple[int, ...]) -> tuple[Recompute, ...] | None:
         starts, blocks = (0, *cuts), len(self._pricer.profile.blocks)
         ends = (*cuts, blocks)
         ranks = self._blocks_of_ranks(layout, starts, ends)
@@ -186,8 +248,8 @@ class Finalists:
 
     def _fitting(self, layout: Layout, level: Level, ranks: list[list[int]], counts: list[int]) -> list[bool]:
         words = self._words(level, ranks, counts)
-        stages = self._pricer.memories.of(replace(layout, recompute=words))
-        return [stage.device <= self._pricer.cluster.usable_memory_bytes for stage in stages]
+        needs = self._pricer.memories.device_bytes(replace(layout, recompute=words))
+        return [need <= self._pricer.cluster.usable_memory_bytes for need in needs]
 
 
 def _better(one: Priced | None, other: Priced | None) -> Priced | None:

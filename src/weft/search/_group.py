@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from weft.plan import Recompute
+import numpy as np
+
+from weft.plan import Axis, Recompute
 from weft.price import BlockCost, Layout, Pricer, memory_key
 from weft.profile import Block, Profile
+from weft.search._bounds import Floats
 from weft.search._space import Space
+from weft.search._splits import Bools, Ints
+from weft.search._variants import Arrangement
 
 
 class Passes(NamedTuple):
-    """Seconds of one microbatch in all blocks, stem and tail, on one rank that has them all."""
+    """Seconds of one microbatch in all blocks, stem and tail, on one rank that has them all; by case."""
 
-    forward: float
-    input: float
+    forward: Floats
+    input: Floats
     """Gradients of inputs, with what is computed again."""
-    weight: float
-    least_block: float
+    weight: Floats
+    least_block: Floats
     """All three passes of the cheapest block."""
 
     @property
-    def whole(self) -> float:
+    def whole(self) -> Floats:
         return self.forward + self.input + self.weight
 
 
 class Held(NamedTuple):
-    """Bytes of one microbatch that one rank keeps."""
+    """Bytes of one microbatch that one rank keeps, by case."""
 
-    kept: float
+    kept: Floats
     """Of all blocks."""
-    live: float
+    live: Floats
     """Besides, during a block's backward."""
-    stem: float
-    tail: float
+    stem: Floats
+    tail: Floats
 
 
 class Weights(NamedTuple):
@@ -51,46 +57,100 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCosts:
-    """Of one microbatch size on one (tensor, context, expert)."""
+    """Of one microbatch size on one (tensor, context, expert), in several cases: schemes, and arrangements of the axes
+    on the hardware."""
 
-    base: Layout
-    """One of them."""
+    bases: tuple[Layout, ...]
+    """A layout of each case."""
+    inside: Ints
+    """`Arrangement.inside`, by row."""
+    lent: Ints
+    """`Arrangement.lent`, by row."""
+    case: Ints
+    """Of each row, its case; the figures below are by row."""
     passes: dict[Recompute, Passes]
     held: dict[Recompute, Held]
     weights: Weights
-    hop: float
-    """Seconds from a stage to the next."""
-    logits: float
+    """Of all cases."""
+    hop: Floats
+    """Seconds from a stage to the next, on the links that are best for it."""
+    logits: Floats
     """Bytes around the loss."""
 
+    def take(self, rows: Ints | Bools) -> GroupCosts:
+        return replace(
+            self,
+            case=self.case[rows],
+            inside=self.inside[rows],
+            lent=self.lent[rows],
+            passes={word: Passes(*(part[rows] for part in passes)) for word, passes in self.passes.items()},
+            held={word: Held(*(part[rows] for part in held)) for word, held in self.held.items()},
+            hop=self.hop[rows],
+            logits=self.logits[rows],
+        )
 
-def blocks_seconds(pricer: Pricer, base: Layout) -> float:
-    """Return the seconds of one microbatch in all blocks with nothing computed again: what a group takes at least."""
-    costs = ((pricer.block_cost(block, base), count) for block, count in count_blocks(pricer.profile))
-    return sum(count * (cost.forward.seconds + cost.input.seconds + cost.weight.seconds) for cost, count in costs)
+
+Counted = Sequence[tuple[Block, int]]
+"""Each kind of block, and how many there are."""
 
 
-def group_costs(pricer: Pricer, space: Space, base: Layout) -> GroupCosts:
-    """Return the costs of a group of splits; `base` is one of them."""
-    profile = pricer.profile
-    counted = count_blocks(profile)
-    costs = [(pricer.block_cost(block, base), count) for block, count in counted]
-    ends = [pricer.block_cost(end, base) for end in (profile.stem, profile.tail)]
-    widest = max(each.dense_parameters + each.expert_parameters for each, _ in costs)
+class BlockSums:
+    """What one microbatch takes in all blocks with nothing computed again; keeps what arrangements have in common."""
+
+    def __init__(self, pricer: Pricer, counted: Counted) -> None:
+        self._pricer, self._counted = pricer, counted
+        self._found: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def seconds(self, layout: Layout) -> tuple[float, float]:
+        """Return the seconds, and what of it is computing, however the axes lie on the hardware."""
+        key = self._pricer.cost_key(layout)
+        if key not in self._found:
+            self._found[key] = self._sum(layout)
+        return self._found[key]
+
+    def _sum(self, layout: Layout) -> tuple[float, float]:
+        whole = alone = 0.0
+        for block, count in self._counted:
+            cost = self._pricer.block_cost(block, layout)
+            for part in (cost.forward, cost.input, cost.weight):
+                whole += count * part.seconds
+                alone += count * part.compute
+        return whole, alone
+
+
+def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[Arrangement]) -> GroupCosts:
+    """Return the costs of a group of splits in each of its cases."""
+    profile, bases = pricer.profile, [case.layout for case in cases]
+    passes: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
+    held: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
+    for base in bases:
+        costs = [(pricer.block_cost(block, base), count) for block, count in counted]
+        ends = [pricer.block_cost(end, base) for end in (profile.stem, profile.tail)]
+        for word in space.recomputes:
+            passes[word].append(_passes(costs, ends, word))
+            held[word].append(_held(pricer, base, counted, word))
+    costs = [(pricer.block_cost(block, bases[0]), count) for block, count in counted]
     return GroupCosts(
-        base=base,
-        passes={word: _passes(costs, ends, word) for word in space.recomputes},
-        held={word: _held(pricer, base, counted, word) for word in space.recomputes},
+        bases=tuple(bases),
+        inside=np.array([case.inside for case in cases]),
+        lent=np.array([case.lent for case in cases]),
+        case=np.arange(len(bases)),
+        passes={word: Passes(*map(np.array, zip(*found, strict=True))) for word, found in passes.items()},
+        held={word: Held(*map(np.array, zip(*found, strict=True))) for word, found in held.items()},
         weights=Weights(
             dense=sum(each.dense_parameters * count for each, count in costs),
             experts=sum(each.expert_parameters * count for each, count in costs),
-            stem=ends[0].dense_parameters,
-            tail=ends[1].dense_parameters,
-            widest=widest,
+            stem=pricer.block_cost(profile.stem, bases[0]).dense_parameters,
+            tail=pricer.block_cost(profile.tail, bases[0]).dense_parameters,
+            widest=max(each.dense_parameters + each.expert_parameters for each, _ in costs),
         ),
-        hop=_hop(pricer, base),
-        logits=pricer.memories.logits(base),
+        hop=np.array([_hop(pricer, base) for base in bases]),
+        logits=np.array([_logits(pricer, space, base) for base in bases]),
     )
+
+
+def _logits(pricer: Pricer, space: Space, base: Layout) -> float:
+    return min(pricer.memories.logits(replace(base, fused_loss=fused)) for fused in space.fused_losses)
 
 
 def count_blocks(profile: Profile) -> list[tuple[Block, int]]:
@@ -101,31 +161,34 @@ def count_blocks(profile: Profile) -> list[tuple[Block, int]]:
     return list(counts.values())
 
 
-def _passes(costs: list[tuple[BlockCost, int]], ends: list[BlockCost], word: Recompute) -> Passes:
+def _passes(costs: list[tuple[BlockCost, int]], ends: list[BlockCost], word: Recompute) -> tuple[float, ...]:
     forward = sum(cost.forward.seconds * count for cost, count in costs) + sum(end.forward.seconds for end in ends)
     inputs = sum((cost.input.seconds + cost.again(word).seconds) * count for cost, count in costs)
     weight = sum(cost.weight.seconds * count for cost, count in costs) + sum(end.weight.seconds for end in ends)
     least = min(
         cost.forward.seconds + cost.input.seconds + cost.again(word).seconds + cost.weight.seconds for cost, _ in costs
     )
-    return Passes(forward, inputs + sum(end.input.seconds for end in ends), weight, least)
+    return forward, inputs + sum(end.input.seconds for end in ends), weight, least
 
 
-def _held(pricer: Pricer, base: Layout, counted: list[tuple[Block, int]], word: Recompute) -> Held:
+def _held(pricer: Pricer, base: Layout, counted: Counted, word: Recompute) -> tuple[float, ...]:
     key, blocks = memory_key(base), pricer.memories.blocks
     found = [(blocks.memory(block, key, word), count) for block, count in counted]
     stem, tail = (blocks.memory(end, key).kept_bytes for end in (pricer.profile.stem, pricer.profile.tail))
     kept = sum(each.kept_bytes * count for each, count in found)
-    return Held(kept, max(each.live_bytes for each, _ in found), stem, tail)
+    return kept, max(each.live_bytes for each, _ in found), stem, tail
 
 
 def _hop(pricer: Pricer, base: Layout) -> float:
-    """Seconds of sending one microbatch's activation to the next stage, over the outermost links."""
-    if base.pipeline == 1:
+    """Seconds of sending one microbatch's activation to the next stage, over the innermost or the outermost links."""
+    if 2 * base.world_size > pricer.cluster.num_devices:
         return 0.0
     profile = pricer.profile
     tokens = base.microbatch_size * profile.sequence_length / base.context
     element = {"fp64": 8, "fp32": 4, "tf32": 4}.get(base.precision, 2)
     size = tokens * profile.blocks[0].entry_elements_per_token * element
     size /= base.tensor if base.sequence_parallel else 1
-    return pricer.seconds("send", size, pricer.groups(base).pipeline)
+    others: tuple[Axis, ...] = tuple(axis for axis in base.order if axis != "pipeline")
+    orders: tuple[tuple[Axis, ...], ...] = (("pipeline", *others), (*others, "pipeline"))
+    pairs = [pricer.groups(replace(base, pipeline=2, order=order)).pipeline for order in orders]
+    return min(pricer.seconds("send", size, pair) for pair in pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from weft.plan import SPLIT_BACKWARD, ReduceEvery, Schedule, chunk_limits
 from weft.search._bounds import Floats
-from weft.search._space import Space, chunk_choices
+from weft.search._space import Space, chunk_choices, divisors
 from weft.search._splits import Bools, Ints, Splits
 
 
@@ -27,11 +28,15 @@ class Options:
     """The same, on the rank that has the head."""
     joined_ends: Bools
     """Whether one rank has embedding and head."""
+    is_plain: Bools
+    """Whether microbatches pass the ranks once, one after the other: 1F1B and GPipe."""
+    splits_backward: Bools
+    """Whether the schedule puts off the gradients of weights."""
 
     def __len__(self) -> int:
         return len(self.schedule)
 
-    def take(self, rows: Bools) -> Options:
+    def take(self, rows: Ints | Bools) -> Options:
         return Options(
             splits=self.splits.take(rows),
             schedule=self.schedule[rows],
@@ -39,6 +44,8 @@ class Options:
             flight=self.flight[rows],
             last_flight=self.last_flight[rows],
             joined_ends=self.joined_ends[rows],
+            is_plain=self.is_plain[rows],
+            splits_backward=self.splits_backward[rows],
         )
 
 
@@ -49,8 +56,8 @@ class Choices:
         self._space, self._num_blocks = space, num_blocks
         self._schedules: dict[int, tuple[Ints, Ints]] = {}
 
-    def options(self, splits: Splits) -> Options:
-        """Return every split once for every schedule and number of chunks."""
+    def options(self, splits: Splits) -> tuple[Options, Ints]:
+        """Return every split once for every schedule and number of chunks, and which split each is."""
         sizes, inverse = np.unique(splits.pipeline, return_inverse=True)
         choices = [self._of_pipeline(int(size)) for size in sizes]
         counts = np.array([len(schedule) for schedule, _ in choices], dtype=np.int64)
@@ -60,7 +67,7 @@ class Choices:
         place = starts[inverse][row] + np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)
         schedule = np.concatenate([schedule for schedule, _ in choices])[place]
         chunks = np.concatenate([chunks for _, chunks in choices])[place]
-        return self._with_flights(splits.take(row), schedule, chunks)
+        return self._with_flights(splits.take(row), schedule, chunks), row
 
     def _of_pipeline(self, pipeline: int) -> tuple[Ints, Ints]:
         """Schedules (by position) and chunks of a pipeline of so many ranks."""
@@ -82,8 +89,18 @@ class Choices:
                 first, end = _in_flight(name, p[here], chunks[here], m[here])
                 flight[here], last[here] = first, end
                 joined[here] = name in ("zbv", "dualpipev")
+        plain, split = (np.zeros(len(self._space.schedules), dtype=np.bool_) for _ in range(2))
+        for index, name in enumerate(self._space.schedules):
+            plain[index], split[index] = name in ("1f1b", "gpipe"), name in SPLIT_BACKWARD
         return Options(
-            splits=splits, schedule=schedule, chunks=chunks, flight=flight, last_flight=last, joined_ends=joined
+            splits=splits,
+            schedule=schedule,
+            chunks=chunks,
+            flight=flight,
+            last_flight=last,
+            joined_ends=joined,
+            is_plain=plain[schedule] | (p == 1),
+            splits_backward=split[schedule] & (p > 1),
         )
 
 
@@ -102,25 +119,6 @@ def _in_flight(name: Schedule, p: Ints, v: Ints, m: Ints) -> tuple[Floats, Float
     return np.minimum(first / v, m), np.minimum(end / v, m)
 
 
-def shardings(space: Space, splits: Splits) -> list[tuple[int, Ints]]:
-    """Return ZeRO stages with the ranks over which each row is sharded; 0 where a row has no such choice.
-
-    Without data ranks all stages are one, of which the first above 0 is taken (Weft's default).  Experts borrow their
-    ranks from those that shard.
-    """
-    data, context, expert = splits.data, splits.context, splits.expert
-    alone = data == 1
-    default = next((zero for zero in space.zeros if zero in (1, 2)), space.zeros[0])
-    found: list[tuple[int, Ints]] = []
-    for zero in space.zeros:
-        if zero == 3:
-            found += [(3, np.where(alone, 1 if default == 3 else 0, shard)) for shard in _shards(space, data)]
-        else:
-            shard = np.where((expert > 1) & (zero > 0), data, 1)
-            found.append((zero, np.where(alone & (zero != default), 0, shard)))
-    return [(zero, np.where((np.maximum(shard, 1) * context) % expert == 0, shard, 0)) for zero, shard in found]
-
-
 class Way(NamedTuple):
     """A way of sharding."""
 
@@ -128,37 +126,92 @@ class Way(NamedTuple):
     every: ReduceEvery
     """How often gradients are reduced."""
     shard: Ints
-    """Ranks over which each row is sharded; 0 where a row has no such choice."""
+    """Ranks over which each row is sharded, at most; 0 where a row has no such choice."""
+    least: Ints
+    """And at least: of all divisors between them only bounds are known."""
+
+    def take(self, rows: Bools) -> Way:
+        return self._replace(shard=self.shard[rows], least=self.least[rows])
 
 
-def ways_of_sharding(space: Space, options: Options) -> list[Way]:
-    """Return ZeRO stages and shards with how often gradients are reduced, where that is a choice."""
+def ways_of_sharding(space: Space, options: Options, islands: Sequence[int]) -> list[Way]:
+    """Return ZeRO stages and shards with how often gradients are reduced, where that is a choice.
+
+    Args:
+        islands: devices of each tier of links: ZeRO-3's shards inside of them and across are told apart.
+    """
     splits = options.splits
-    splits_backward = np.isin(options.schedule, [i for i, s in enumerate(space.schedules) if s in SPLIT_BACKWARD])
-    can = (splits.pipeline == 1) | (~splits_backward & ((options.chunks == 1) | ~splits.uneven))
+    can = (splits.pipeline == 1) | (~options.splits_backward & ((options.chunks == 1) | ~splits.uneven))
     found: list[Way] = []
-    for zero, shard in shardings(space, splits):
+    rows: list[tuple[ReduceEvery, Bools]]
+    for zero, shard, least in _shardings(space, splits, islands):
         if space.reductions is not None:
             possible = np.zeros_like(can) if zero < 2 else (splits.pipeline == 1) if zero == 2 else can
-            found += [Way(zero, e, np.where(possible | (e != "microbatch"), shard, 0)) for e in space.reductions]
+            rows: list[tuple[ReduceEvery, Bools]] = [
+                (every, possible | (every != "microbatch")) for every in space.reductions
+            ]
         elif zero < 3:
-            found.append(Way(zero, "auto", shard))
+            rows = [("auto", np.ones_like(can))]
         else:
             # With unequal shares gradients wait whole either way, and once per step sends less.
             is_choice = (splits.microbatches > 1) & (shard > 1)
-            found.append(Way(zero, "auto", np.where(is_choice, 0, shard)))
-            found.append(Way(zero, "step", np.where(is_choice, shard, 0)))
-            found.append(Way(zero, "microbatch", np.where(is_choice & can & ~splits.uneven, shard, 0)))
+            rows = [("auto", ~is_choice), ("step", is_choice), ("microbatch", is_choice & can & ~splits.uneven)]
+        found += [Way(zero, every, np.where(here, shard, 0), least) for every, here in rows]
     return found
 
 
-def _shards(space: Space, data: Ints) -> list[Ints]:
-    """Ranks over which ZeRO-3 shards: those of the space, or all data ranks and two sizes between them and 1, which the
-    finalists refine to all divisors."""
+def _shardings(space: Space, splits: Splits, islands: Sequence[int]) -> list[tuple[int, Ints, Ints]]:
+    """ZeRO stages with the ranks over which each row is sharded, at most (0 where a row has no such choice) and at
+    least.  Without data ranks all stages are one, of which the first above 0 is taken (Weft's default).  Experts borrow
+    their ranks from those that shard."""
+    data, context, expert = splits.data, splits.context, splits.expert
+    alone, one = data == 1, np.ones_like(data)
+    default = next((zero for zero in space.zeros if zero in (1, 2)), space.zeros[0])
+    found: list[tuple[int, Ints, Ints]] = []
+    for zero in space.zeros:
+        if zero < 3:
+            shard = np.where((expert > 1) & (zero > 0), data, one)
+            found.append((zero, np.where(alone & (zero != default), 0, shard), shard))
+            continue
+        if default == 3:
+            found.append((3, np.where(alone, 1, 0), one))
+        shards = _shards(space, data, islands if (expert == 1).all() else ())
+        found += [(3, np.where(alone, 0, most), least) for most, least in shards]
+    borrows = [np.maximum(shard, 1) * context % expert == 0 for _, shard, _ in found]
+    return [(zero, np.where(fits, shard, 0), least) for (zero, shard, least), fits in zip(found, borrows, strict=True)]
+
+
+def _shards(space: Space, data: Ints, islands: Sequence[int]) -> list[tuple[Ints, Ints]]:
+    """Ranks over which ZeRO-3 shards, at most and at least: those of the space; or all divisors of the data ranks, in
+    ranges that end where an island of the cluster does, or one by one where there are no islands."""
     if not space.replicas:
-        return [data]
+        return [(data, data)]
     if space.shards is not None:
-        return [np.where(data % shard == 0, shard, 0) for shard in space.shards if shard > 1]
-    powers = int(data.max(initial=1)).bit_length() - 1
-    divisors = dict.fromkeys((1, 1 << powers // 3, 1 << 2 * powers // 3))
-    return [np.where((data % divisor == 0) & (data > divisor), data // divisor, 0) for divisor in divisors]
+        fixed = [np.where(data % shard == 0, shard, 0) for shard in space.shards if shard > 1]
+        return [(shard, shard) for shard in fixed]
+    if not islands:
+        return [(column, column) for column in _each_divisor(data)]
+    edges = sorted({1, *(size for island in islands for size in (island, 4 * island))})
+    found: list[tuple[Ints, Ints]] = []
+    for above, most in zip(edges, [*edges[1:], int(data.max(initial=1))], strict=True):
+        largest, least = _divisors_between(data, above, most)
+        found.append((largest, least))
+    return found
+
+
+def _each_divisor(data: Ints) -> Iterator[Ints]:
+    """The divisors of each number above 1, the first of all, then the second …; 0 where a number has no more."""
+    numbers, rows = np.unique(data, return_inverse=True)
+    each = [divisors(int(number))[1:] for number in numbers]
+    for place in range(max(map(len, each), default=0)):
+        yield np.array([found[place] if place < len(found) else 0 for found in each], dtype=np.int64)[rows]
+
+
+def _divisors_between(data: Ints, above: int, most: int) -> tuple[Ints, Ints]:
+    """The largest and the least divisor of each number above one limit and up to another; 0 where there is none."""
+    largest, least = np.zeros_like(data), np.zeros_like(data)
+    for number in np.unique(data):
+        inside = [n for n in divisors(int(number)) if above < n <= most]
+        if inside:
+            largest[data == number], least[data == number] = inside[-1], inside[0]
+    return largest, least

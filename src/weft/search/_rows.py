@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, get_args
 
-import numpy as np
-
 from weft.plan import Recompute, ReduceEvery, Schedule
 from weft.price import Layout
 from weft.search._bounds import Floats
-from weft.search._space import Offload, Space
+from weft.search._space import Space
 from weft.search._splits import Bools, Ints, Splits
 
 REDUCE_EVERY: tuple[ReduceEvery, ...] = get_args(ReduceEvery)
@@ -48,14 +46,12 @@ class Rows:
     chunks: Ints
     zero: Ints
     shard: Ints
+    least_shard: Ints
+    """Ranks over which ZeRO-3 shards, at most and at least: all divisors of the data ranks between them are one row."""
     every: Ints
     """Position in `REDUCE_EVERY`."""
-    level: Ints
-    """Position in `levels_of(space)`."""
-    offload: Ints
-    """Position in `Space.offloads`."""
     seconds: Floats
-    """Of a step, as the screen sees it."""
+    """Of a step, at least: with the least recomputation and offloading that may fit, and the best of all buckets."""
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -64,42 +60,21 @@ class Rows:
         taken = {field.name: getattr(self, field.name) for field in fields(self)}
         return Rows(**{name: value.take(rows) if name == "splits" else value[rows] for name, value in taken.items()})
 
-    def layout(self, row: int, base: Layout, space: Space) -> tuple[Layout, Level]:
-        """Return one row as a layout, with its level of recomputation; `base` has what all rows of a search share."""
+    def layout(self, row: int, base: Layout, space: Space) -> Layout:
+        """Return one row as a layout with nothing computed again or offloaded; `base` has what its group shares."""
         splits, shard = self.splits, int(self.shard[row])
-        level = levels_of(space)[self.level[row]]
         schedule: Schedule = space.schedules[self.schedule[row]]
-        offload: Offload = space.offloads[self.offload[row]]
-        layout = replace(
+        return replace(
             base,
             pipeline=int(splits.pipeline[row]),
             replicate=int(splits.data[row]) // shard,
             shard=shard,
-            context=int(splits.context[row]),
-            tensor=int(splits.tensor[row]),
-            expert=int(splits.expert[row]),
-            sequence_parallel=base.sequence_parallel and int(splits.tensor[row]) > 1,
             zero=int(self.zero[row]),
             reduce_every=REDUCE_EVERY[self.every[row]],
             uneven=bool(splits.uneven[row]),
             schedule=schedule,
             chunks=int(self.chunks[row]),
-            microbatch_size=int(splits.size[row]),
             microbatches=int(splits.microbatches[row]),
-            recompute=level.light,
-            offload=offload,
+            recompute=levels_of(space)[0].light,
+            offload="none",
         )
-        return layout, level
-
-
-def join(tables: list[Rows]) -> Rows:
-    """Return all rows of several tables."""
-    joined = {
-        field.name: np.concatenate([getattr(table, field.name) for table in tables])
-        for field in fields(Rows)
-        if field.name != "splits"
-    }
-    splits = {
-        field.name: np.concatenate([getattr(table.splits, field.name) for table in tables]) for field in fields(Splits)
-    }
-    return Rows(splits=Splits(**splits), **joined)

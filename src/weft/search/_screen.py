@@ -1,21 +1,23 @@
-"""All layouts of a group of splits, estimated; those that may fit and may be among the best."""
+"""All layouts of a group of splits, with the least that each may take; those that may fit and be among the best."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
 from weft.plan import Recompute
 from weft.price import Pricer
 from weft.search._bounds import Floats
-from weft.search._estimate import Estimates, pipeline_seconds
+from weft.search._estimate import Estimates, RateTable, pipeline_seconds, power_below
 from weft.search._group import GroupCosts
 from weft.search._options import Choices, Options, Way, ways_of_sharding
-from weft.search._rows import REDUCE_EVERY, Level, Rows, levels_of
+from weft.search._rows import REDUCE_EVERY, Rows, levels_of
 from weft.search._space import Space
 from weft.search._splits import Bools, Ints, Splits
 
-_MIXED_SHARE = 0.6
-"""Of what the first stage must compute again, the mean over the stages: later ones hold fewer microbatches."""
+_ROWS_AT_ONCE = 100_000
+"""Options and cases that are computed together: few enough that their columns stay small."""
 
 
 class Screen:
@@ -25,126 +27,111 @@ class Screen:
         self._pricer, self._space = pricer, space
         self._levels = levels_of(space)
         self._usable = pricer.cluster.usable_memory_bytes
+        self._rates = RateTable(pricer, space)
         self._choices = Choices(space, len(pricer.profile.blocks))
+        self._islands = tuple(tier.devices for tier in pricer.cluster.links)
 
-    def rows(self, group: int, costs: GroupCosts, splits: Splits, limit: float) -> tuple[list[Rows], int, int]:
-        """Return the layouts of a group that may fit and take less than `limit` seconds; how many there are in all; and
-        how many of those cannot fit.
-
-        More recomputation or offloading than fits makes no step shorter, so only the least that fits is returned.
-        """
-        options = self._choices.options(splits)
+    def rows(self, costs: GroupCosts, splits: Splits, limit: Floats) -> tuple[list[Rows], int]:
+        """Return the layouts of a group that may fit and take less than `limit` seconds (of each split), with the least
+        that each may take; and how many there are in all.  `Rows.group` is the case that takes least."""
+        options, row = self._choices.options(splits)
+        limit = limit[row]
         whole = len(options) * len(self._levels) * len(self._space.offloads)
-        schedules, blocks = self._space.schedules, len(self._pricer.profile.blocks)
-        fastest = pipeline_seconds(schedules, blocks, costs.hop, options, costs.passes[self._levels[0].light], 0.0)
-        options = options.take(fastest < limit)
-        choices = ways_of_sharding(self._space, options)
+        farthest = int(costs.inside.max(initial=1))
         found: list[Rows] = []
-        unfit = 0
-        for way in choices:
-            valid = way.shard > 0
-            if valid.any():
-                way = way._replace(shard=way.shard[valid])
-                rows, too_large = self._sharded(group, costs, options.take(valid), way, limit)
-                found += rows
-                unfit += too_large
-        return found, whole * len(choices), unfit
+        for cases, near in self._near(costs, options, limit):
+            some, here, below = costs.take(cases), options.take(near), limit[near]
+            for way in ways_of_sharding(self._space, here, self._islands):
+                valid = (way.shard > 0) & self._is_case(some, here, way, farthest)
+                if valid.any():
+                    found += self._sharded(some.take(valid), here.take(valid), way.take(valid), below[valid])
+        return found, whole * max(1, len(self._space.zeros))
 
-    def _sharded(
-        self, group: int, costs: GroupCosts, options: Options, way: Way, limit: float
-    ) -> tuple[list[Rows], int]:
-        """Rows under one way of sharding, and how many do not fit whatever is computed again or offloaded."""
+    def _is_case(self, costs: GroupCosts, options: Options, way: Way, farthest: int) -> Bools:
+        """Whether the figures of a row's case hold for it."""
+        data = way.least if way.zero == 3 else options.splits.data
+        alike = np.minimum(power_below(data), farthest)
+        lent = np.gcd(way.shard, options.splits.expert)
+        return ((costs.inside == 0) | (costs.inside == alike)) & ((costs.lent == 0) | (costs.lent == lent))
+
+    def _near(self, costs: GroupCosts, options: Options, limit: Floats) -> Iterator[tuple[Ints, Ints]]:
+        """Yield cases and options whose pipelines alone, nothing computed again, are below the limit; not too many at
+        once."""
+        blocks, schedules = len(self._pricer.profile.blocks), self._space.schedules
+        cases, rows, count = list[Ints](), list[Ints](), 0
+        for case in range(len(costs.bases)):
+            one = costs.take(np.array([case]))
+            fastest = pipeline_seconds(schedules, blocks, one.hop, options, one.passes[self._levels[0].light], 0.0)
+            rows.append(np.flatnonzero(fastest < limit))
+            cases.append(np.full(len(rows[-1]), case, dtype=np.int64))
+            count += len(rows[-1])
+            if count > _ROWS_AT_ONCE or (count and case == len(costs.bases) - 1):
+                yield np.concatenate(cases), np.concatenate(rows)
+                cases, rows, count = [], [], 0
+
+    def _sharded(self, costs: GroupCosts, options: Options, way: Way, limit: Floats) -> list[Rows]:
+        """Rows under one way of sharding."""
         first = self._levels[0].light
-        estimates = Estimates(self._pricer, self._space.schedules, costs, options, way)
+        estimates = Estimates(self._pricer, self._space.schedules, costs, options, way, self._rates)
         # More recomputation and offloading make a step longer, so what is too slow without stays so.
-        seconds = estimates.seconds(costs.passes[first], costs.held[first], "none")
-        near = seconds < limit
+        near = estimates.seconds(costs.passes[first], costs.held[first], "none") < limit
         if not near.any():
-            return [], 0
-        options, way = options.take(near), way._replace(shard=way.shard[near])
-        estimates = Estimates(self._pricer, self._space.schedules, costs, options, way, estimates.rates)
-        found: list[Rows] = []
-        fitting = np.zeros(len(options), dtype=bool)
-        needs: dict[Recompute, Floats] = {}
-        for place, level in enumerate(self._levels):
-            if level.is_mixed:
-                if level.light in needs and level.heavy in needs:
-                    seconds, fits = self._mixed(estimates, costs, needs, level)
-                    found += self._table(group, options, fits & (seconds < limit), way, (place, 0), seconds)
-            elif not fitting.all():
-                found += self._plain(group, costs, estimates, (options, way), place, fitting, needs, limit)
-        return found, int((~fitting).sum())
+            return []
+        costs, options, way, limit = costs.take(near), options.take(near), way.take(near), limit[near]
+        estimates = Estimates(self._pricer, self._space.schedules, costs, options, way, self._rates)
+        least = self._least(estimates, costs, len(options))
+        return self._table(costs, options, least < limit, way, least)
 
-    def _plain(
-        self,
-        group: int,
-        costs: GroupCosts,
-        estimates: Estimates,
-        rows: tuple[Options, Way],
-        place: int,
-        fitting: Bools,
-        needs: dict[Recompute, Floats],
-        limit: float,
-    ) -> list[Rows]:
-        """Rows with all blocks alike; marks in `fitting` those that fit without offloading, and notes their needs."""
-        options, way = rows
-        word = self._levels[place].light
-        found: list[Rows] = []
-        done = fitting.copy()
-        for offload, name in enumerate(self._space.offloads):
-            if done.all():
-                break
-            need = estimates.device_bytes(costs.held[word], name)
-            fits = (need <= self._usable) & ~done
-            if name == "none":
-                needs[word] = need
-                fitting |= fits
-                done = fitting.copy()
-            if fits.any():
-                seconds = estimates.seconds(costs.passes[word], costs.held[word], name)
-                found += self._table(group, options, fits & (seconds < limit), way, (place, offload), seconds)
-        return found
+    def _least(self, estimates: Estimates, costs: GroupCosts, count: int) -> Floats:
+        """The least seconds with what must be computed again or offloaded to fit; infinite where nothing fits."""
+        least = np.full(count, np.inf)
+        needs: dict[Recompute, Floats] = {}
+        fits_all = False
+        for light, heavy in self._levels:
+            if light != heavy:
+                if light in needs and heavy in needs:
+                    least = np.minimum(least, self._mixed(estimates, costs, needs, light, heavy))
+                continue
+            if fits_all:
+                continue  # a heavier level takes longer
+            for offload in self._space.offloads:
+                need = estimates.device_bytes(costs.held[light], offload)
+                if offload == "none":
+                    needs[light] = need
+                    fits_all = bool((need <= self._usable).all())
+                seconds = estimates.seconds(costs.passes[light], costs.held[light], offload)
+                least = np.minimum(least, np.where(need <= self._usable, seconds, np.inf))
+        return least
 
     def _mixed(
-        self, estimates: Estimates, costs: GroupCosts, needs: dict[Recompute, Floats], level: Level
-    ) -> tuple[Floats, Bools]:
-        """Seconds when only as many blocks are computed again as needed, and where that is of use."""
-        light, heavy = level
-        saved = estimates.saved_bytes(costs.held[light], costs.held[heavy])
-        over = needs[light] - self._usable
-        share = np.clip(over / np.maximum(saved, 1.0), 0.0, 1.0) * _MIXED_SHARE
+        self,
+        estimates: Estimates,
+        costs: GroupCosts,
+        needs: dict[Recompute, Floats],
+        light: Recompute,
+        heavy: Recompute,
+    ) -> Floats:
+        """Seconds when only as many blocks are computed again as needed; infinite where that is of no use."""
+        share = estimates.least_share(costs.held[light], costs.held[heavy], needs[light], self._usable)
         seconds = estimates.seconds(costs.passes[light], costs.held[light], "none")
         most = estimates.seconds(costs.passes[heavy], costs.held[heavy], "none")
-        seconds = seconds + share * (most - seconds)
-        return seconds, (needs[light] > self._usable) & (needs[heavy] <= self._usable)
+        useful = (needs[light] > self._usable) & (needs[heavy] <= self._usable)
+        return np.where(useful, seconds + share * (most - seconds), np.inf)
 
-    def _table(
-        self,
-        group: int,
-        options: Options,
-        chosen: Bools,
-        way: Way,
-        place: tuple[int, int],
-        seconds: Floats,
-    ) -> list[Rows]:
+    def _table(self, costs: GroupCosts, options: Options, chosen: Bools, way: Way, seconds: Floats) -> list[Rows]:
         if not chosen.any():
             return []
-        taken, count = options.take(chosen), int(chosen.sum())
-
-        def same(value: int) -> Ints:
-            return np.full(count, value, dtype=np.int64)
-
+        taken, way, count = options.take(chosen), way.take(chosen), int(chosen.sum())
         return [
             Rows(
                 splits=taken.splits,
-                group=same(group),
+                group=costs.case[chosen],
                 schedule=taken.schedule,
                 chunks=taken.chunks,
-                zero=same(way.zero),
-                shard=way.shard[chosen],
-                every=same(REDUCE_EVERY.index(way.every)),
-                level=same(place[0]),
-                offload=same(place[1]),
+                zero=np.full(count, way.zero, dtype=np.int64),
+                shard=way.shard,
+                least_shard=way.least,
+                every=np.full(count, REDUCE_EVERY.index(way.every), dtype=np.int64),
                 seconds=seconds[chosen],
             )
         ]

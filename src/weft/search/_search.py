@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
-from weft.plan import AXES, MOMENTS, Plan
+from weft.plan import AXES, MOMENTS, Axis, Plan
 from weft.price import (
     FIRST_BUCKET_BYTES,
     FITTED,
@@ -23,29 +23,32 @@ from weft.price import (
     Stack,
     model_flops,
 )
-from weft.profile import Profile
+from weft.profile import Block, Profile
 from weft.recipe import OptimizerRecipe, PermitRecipe
 from weft.search._bounds import Floats, figures_of, memory_bounds, time_bounds
 from weft.search._buckets import USUAL_BUCKET_BYTES
 from weft.search._convert import plan_of
 from weft.search._finalists import Finalists, Priced
-from weft.search._group import GroupCosts, blocks_seconds, group_costs
+from weft.search._frontier import Frontier
+from weft.search._group import BlockSums, count_blocks, group_costs
 from weft.search._objective import Objective
 from weft.search._pins import with_given
 from weft.search._result import Candidate, Counts, SearchResult
-from weft.search._rows import Rows, join
+from weft.search._rows import Rows
 from weft.search._screen import Screen
 from weft.search._space import Space, space_of, without_offload
 from weft.search._splits import Ints, Splits, enumerate_splits
 from weft.search._unequal import Balancer, kinds_of, speed_of
+from weft.search._variants import Arrangement, arrangements, variants
 
-_PER_FAMILY = 5
-"""Plans with the same axes and ZeRO stage of which the best estimates are priced, where not all are."""
-_PLAYED_PER_FAMILY = 3
-_PLAYED_ACTIONS = 250_000
-"""Actions of schedules that are played at least, before the rest of the finalists keep their closed forms."""
-_CLOSE = 1.03
-"""Estimates this much above the last one that is kept are kept too: they may be priced better."""
+_WINDOW = 1.25
+"""Times its bound up to which rows of a group are looked at together."""
+_COMPARED = 1.5
+"""Times the best score up to which plans of other kinds are priced for a comparison."""
+_LOOKED_AT = 60
+"""Groups and rows that are looked at for them."""
+_WORTH = 0.9
+"""Times the best score so far below which the first row of a table is priced at once: a price to beat."""
 
 
 def search(
@@ -61,15 +64,13 @@ def search(
     stack: Stack = WEFT,
     calibration: Calibration = FITTED,
     top: int = 5,
-    finalists: int = 160,
     pricer: Pricer | None = None,
     given: Plan | None = None,
 ) -> SearchResult:
     """Return the best plans for a model on a cluster.  Deterministic; needs no torch and no devices.
 
-    Every combination in `space` is looked at: dropped by a bound that no pricing goes below, or estimated; the best
-    `finalists` estimates are priced, and the best `top` of those refined in their lesser settings and played action by
-    action, as well as up to as many that are then as good.
+    Every combination in `space` is looked at: dropped by a bound that no price goes below, or priced in the order of
+    their bounds until the next bound is above the best price.
 
     Args:
         global_batch_size: samples per step; kept exactly.
@@ -79,7 +80,6 @@ def search(
         runnable_only: only what the engine can run today.
         optimizer: sets the bytes of optimizer state; by default AdamW.
         top: how many plans to return.
-        finalists: how many estimates are priced.
         pricer: one to share parts of prices with other searches of the same model, cluster, stack and calibration.
         given: settings that search does not choose (`beyond_search`: threads, the rank of a codec, local steps), as its
             `origins` name them; they stand in the plans, and prices know nothing of them.
@@ -97,56 +97,77 @@ def search(
         space = without_offload(space)
     if objective.quantity == "cost":
         space = replace(space, fewer_devices=True)
-    hunt = _Hunt(
+    state = SearchState(
         pricer=pricer or Pricer(profile, cluster, stack, calibration),
         space=space,
         objective=objective,
         global_batch_size=global_batch_size,
         optimizer=optimizer,
-        finalists=finalists,
     )
-    found, counts = hunt.run(top)
-    finish = _Finish(hunt, given)
+    found, counts = state.run(top)
+    finish = _Finish(state, given)
     return SearchResult(
         profile=profile,
         cluster=cluster,
         global_batch_size=global_batch_size,
         objective=objective,
         space=space,
-        stack=hunt.pricer.stack,
-        calibration=hunt.pricer.calibration,
+        stack=state.pricer.stack,
+        calibration=state.pricer.calibration,
         best=tuple(sorted((finish.candidate(each) for each in found), key=lambda each: each.score)),
         counts=counts,
     )
 
 
-class _Pool(NamedTuple):
-    """Rows of one precision with the costs that they refer to."""
+class _Group(NamedTuple):
+    """Splits that share microbatch, tensor, context and expert axes."""
 
-    rows: Rows
-    base: Layout
+    frontier: Frontier
+    screen: Screen
+    splits: Splits
+    each: Floats
+    """Score of each split where one microbatch takes a second in all blocks."""
+
+    @property
+    def least(self) -> float:
+        return float(self.each.min())
+
+    @property
+    def most_data(self) -> int:
+        """The most data ranks of a split."""
+        return int(self.splits.data.max())
 
 
 @dataclass(slots=True, kw_only=True)
-class _Hunt:
+class SearchState:
+    """One search: what it is about, and what it has counted."""
+
     pricer: Pricer
     space: Space
     objective: Objective
     global_batch_size: int
     optimizer: OptimizerRecipe | None
-    finalists: int
+    _counted: list[tuple[Block, int]] = field(init=False)
+    _sums: BlockSums = field(init=False)
     searched: int = 0
     estimated: int = 0
     time_bound: int = 0
     memory_bound: int = 0
 
+    def __post_init__(self) -> None:
+        self._counted = count_blocks(self.pricer.profile)
+        self._sums = BlockSums(self.pricer, self._counted)
+
     def run(self, top: int) -> tuple[list[Priced], Counts]:
         splits, dropped = enumerate_splits(
             self.space, devices=self.pricer.cluster.num_devices, global_batch_size=self.global_batch_size
         )
-        pools = [self._pool(splits, self._base(precision)) for precision in self.space.precisions]
         finalists = Finalists(self.pricer, self.space, self.objective)
-        found = self._price(finalists, [pool for pool in pools if pool is not None], top)
+        frontier = Frontier()
+        for precision in self.space.precisions:
+            self._begin(frontier, splits, self._base(precision))
+        frontier.run(finalists)
+        found = self._with_others(frontier, finalists, top)
         counts = Counts(
             searched=self.searched,
             invalid={"devices": dropped.devices, "batch": dropped.batch, "experts": dropped.experts},
@@ -157,6 +178,18 @@ class _Hunt:
             out_of_memory=finalists.tally.out_of_memory,
         )
         return found, counts
+
+    def _with_others(self, frontier: Frontier, finalists: Finalists, top: int) -> list[Priced]:
+        """The best plan, and plans of other kinds to compare it with: the best that were priced on the way, and where
+        they are few, some more."""
+        leaders = _leaders(finalists.found.values())
+        if leaders and len(leaders) < top:
+            finalists.compared = _COMPARED
+            for _ in frontier.look(finalists, most=_LOOKED_AT):
+                leaders = _leaders(finalists.found.values())
+                if len(leaders) >= top:
+                    break
+        return leaders[:top]
 
     def _base(self, precision: PricedPrecision) -> Layout:
         """What all layouts of a precision share."""
@@ -173,16 +206,13 @@ class _Hunt:
             first_bucket_bytes=(self.space.first_bucket_bytes or (FIRST_BUCKET_BYTES,))[0],
             compression=self.space.compressions[0],
             algorithm=self.space.algorithms[0],
-            tensor_scheme=self.space.tensor_schemes[0],
-            context_scheme=self.space.context_schemes[0],
-            sequence_parallel=True in self.space.sequence_parallels,
             order=AXES if self.space.orders is None else self.space.orders[0],
         )
 
-    # ── bounds and estimates ──────────────────────────────────────────────────────────────────────────────────────
+    # ── bounds ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _pool(self, splits: Splits, base: Layout) -> _Pool | None:
-        """The rows with the best estimates, twice as many as will be priced."""
+    def _begin(self, frontier: Frontier, splits: Splits, base: Layout) -> None:
+        """Put all groups of splits of one precision on the frontier."""
         figures = figures_of(self.pricer.profile, self.pricer.cluster, self.space, self.pricer, base)
         least = memory_bounds(
             figures,
@@ -195,126 +225,106 @@ class _Hunt:
         self.memory_bound += int((~fits).sum())
         splits = splits.take(fits)
         bounds = self._weighed(time_bounds(figures, splits), splits.world)
-        screen, limit = Screen(self.pricer, self.space), np.inf
-        kept: list[Rows] = []
-        for group, rows in enumerate(_groups(splits, bounds)):
-            rows = rows[bounds[rows] < limit]
-            if not len(rows):
-                continue
-            here, base_here = splits.take(rows), self._group_base(splits.take(rows), base)
-            # What the group's blocks take is a closer bound than that of their FLOPs.
-            whole = blocks_seconds(self.pricer, base_here)
-            near = self._weighed(whole * here.microbatches / here.pipeline, here.world) < limit
-            self.time_bound += int((~near).sum())
-            if not near.any():
-                continue
-            costs = group_costs(self.pricer, self.space, base_here)
-            found, count = self._screened(screen, group, costs, here.take(near), limit)
-            self.searched += count
-            kept += found
-            kept, limit = self._best(kept, limit)
-        self.time_bound += int((bounds >= limit).sum())
-        return _Pool(join(kept), base) if kept else None
+        screen = Screen(self.pricer, self.space)
+        for rows in _groups(splits, bounds, on_cores=not self.pricer.cluster.has_accelerators):
+            here = splits.take(rows)
+            each = self._weighed(here.microbatches / here.pipeline, here.world)
+            group = _Group(frontier, screen, here, each)
+            frontier.push(float(bounds[rows].min()), partial(self._refine, group, self._group_base(here, base)))
 
-    def _screened(
-        self, screen: Screen, group: int, costs: GroupCosts, splits: Splits, limit: float
-    ) -> tuple[list[Rows], int]:
-        by_devices = self.objective.quantity == "cost"
-        found, count, _ = screen.rows(group, costs, splits, np.inf if by_devices else limit)
+    def _refine(self, group: _Group, base: Layout, finalists: Finalists) -> None:
+        """Bound a group by what its blocks compute, which is closer than their FLOPs."""
+        found = [*variants(self.pricer, self.space, base)]
+        alone: dict[tuple[bool, str], float] = {}
+        for each in found:
+            key = (each.sequence_parallel, each.tensor_scheme)
+            if key not in alone:
+                one = next(arrangements(self.pricer, self.space, each, most_data=group.most_data))
+                alone[key] = self._sums.seconds(one.layout)[1]
+        near = [(alone[each.sequence_parallel, each.tensor_scheme], each) for each in found]
+        if not near:
+            return  # the scheme splits no such axis
+        least = min(seconds for seconds, _ in near)
+        group.frontier.push(least * group.least, partial(self._arrange, group, near))
+
+    def _arrange(self, group: _Group, found: list[tuple[float, Layout]], finalists: Finalists) -> None:
+        """Bound a group by what its blocks take with what they send, in the best arrangement of its axes."""
+        cases: list[tuple[float, Arrangement]] = []
+        for alone, variant in found:
+            slow: set[tuple[Axis, ...]] = set()
+            for placed in arrangements(self.pricer, self.space, variant, most_data=group.most_data):
+                order = placed.layout.order
+                if alone * group.least >= finalists.best or order in slow:
+                    continue
+                whole, _ = self._sums.seconds(placed.layout)
+                if whole * group.least >= finalists.best:
+                    slow.add(order)  # with more data ranks inside it is no faster
+                else:
+                    cases.append((whole, placed))
+        if cases:
+            bound = min(whole for whole, _ in cases) * group.least
+            group.frontier.push(bound, partial(self._screen, group, cases, bound))
+
+    def _screen(
+        self, group: _Group, cases: list[tuple[float, Arrangement]], bound: float, finalists: Finalists
+    ) -> None:
+        """Bound the rows of a group that may score less than the best price and not much more than `bound`; the others'
+        turn comes later."""
+        above, limit = bound, finalists.best
+        if bound * _WINDOW < limit:
+            limit = bound * _WINDOW
+            group.frontier.push(limit, partial(self._screen, group, cases, limit))
+        cases = [case for case in cases if case[0] * group.least < limit]
+        if not cases:
+            return
+        near = min(whole for whole, _ in cases) * group.each < limit
+        splits = group.splits.take(near)
+        costs = group_costs(self.pricer, self.space, self._counted, [placed for _, placed in cases])
+        found, count = group.screen.rows(costs, splits, limit / self._weighed(np.ones(len(splits)), splits.world))
+        self.searched += count
         self.estimated += sum(len(table) for table in found)
-        return found, count
+        for table in found:
+            weighed = self._weighed(table.seconds, table.splits.world)
+            table, weighed = table.take(weighed >= above), weighed[weighed >= above]
+            if not len(table):
+                continue
+            order = np.argsort(weighed, kind="stable")
+            if weighed[order[0]] < finalists.best * _WORTH:
+                self._explore(table, costs.bases, int(order[0]), finalists)
+            group.frontier.push_rows(weighed[order], partial(self._explore, table.take(order), costs.bases))
+
+    def _explore(self, table: Rows, bases: tuple[Layout, ...], row: int, finalists: Finalists) -> None:
+        layout = table.layout(row, bases[int(table.group[row])], self.space)
+        finalists.explore(layout, int(table.least_shard[row]))
 
     def _group_base(self, splits: Splits, base: Layout) -> Layout:
         """One layout of a group, for what all of them have in common."""
         row = int(np.argmax(splits.pipeline > 1))
-        tensor = int(splits.tensor[row])
         return replace(
             base,
             pipeline=int(splits.pipeline[row]),
-            tensor=tensor,
+            tensor=int(splits.tensor[row]),
             context=int(splits.context[row]),
             expert=int(splits.expert[row]),
             shard=int(splits.data[row]),
             microbatch_size=int(splits.size[row]),
-            sequence_parallel=base.sequence_parallel and tensor > 1,
         )
 
     def _weighed(self, seconds: Floats, world: Ints) -> Floats:
-        """What rows are compared by."""
+        """Scores of steps of so many seconds."""
+        seconds = seconds * self.objective.pessimistic_seconds(1.0, self.pricer.stack.spread)
         return seconds * world if self.objective.quantity == "cost" else seconds
-
-    def _best(self, kept: list[Rows], limit: float) -> tuple[list[Rows], float]:
-        """Keep the best rows, and return what later ones must be below."""
-        wanted = self.finalists
-        if sum(len(table) for table in kept) < 2 * wanted:
-            return kept, limit
-        table = join(kept)
-        weighed = self._weighed(table.seconds, table.splits.world)
-        last = float(np.partition(weighed, wanted - 1)[wanted - 1]) * _CLOSE
-        order = np.flatnonzero(weighed <= last)
-        if len(order) > 8 * wanted:
-            order = order[np.argsort(weighed[order], kind="stable")[: 8 * wanted]]
-        return [table.take(order)], min(limit, last)
-
-    # ── prices ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _price(self, finalists: Finalists, pools: Sequence[_Pool], top: int) -> list[Priced]:
-        ordered: list[tuple[float, int, int]] = []
-        for number, pool in enumerate(pools):
-            weighed = self._weighed(pool.rows.seconds, pool.rows.splits.world)
-            ordered += [(float(score), number, row) for row, score in enumerate(weighed)]
-        priced: list[Priced] = []
-        taken: Counter[Family] = Counter()
-        for _, number, row in sorted(ordered):
-            if len(priced) >= self.finalists:
-                break
-            layout, level = pools[number].rows.layout(row, pools[number].base, self.space)
-            family = family_of(layout)
-            if taken[family] >= _PER_FAMILY and len(ordered) > self.finalists:
-                continue
-            taken[family] += 1
-            found = finalists.price(layout, level)
-            if found is not None:
-                priced.append(found)
-        refined = [finalists.refine(leader) for leader in _leaders(priced)[:top]]
-        unique = {each.layout: each for each in (*priced, *refined)}
-        return _leaders(self._played(finalists, list(unique.values()), top))[:top]
-
-    def _played(self, finalists: Finalists, priced: list[Priced], top: int) -> list[Priced]:
-        """Play all, where that is little work; else the best until `top` families and enough of each are played."""
-        work = sum(actions_of(each.layout) for each in priced)
-        played: list[Priced] = []
-        spent, of_family = 0, Counter[Family]()
-        for each in sorted(priced, key=_rank):
-            family = family_of(each.layout)
-            if work > _PLAYED_ACTIONS:
-                if spent > _PLAYED_ACTIONS and len(of_family) >= top:
-                    break
-                most = 1 if spent > _PLAYED_ACTIONS else _PLAYED_PER_FAMILY
-                if of_family[family] >= most or (len(of_family) >= top and family not in of_family):
-                    continue
-            of_family[family] += 1
-            spent += actions_of(each.layout)
-            played.append(finalists.played(each))
-        return played
-
-
-def actions_of(layout: Layout) -> int:
-    """How many actions of a pipeline are played to price a layout exactly: at most three rounds of its ranks."""
-    if layout.pipeline == 1:
-        return 1
-    return 3 * layout.num_stages * min(layout.microbatches, 4 * layout.pipeline)
 
 
 Family = tuple[int, ...]
 
 
 def family_of(layout: Layout) -> Family:
-    """What makes two plans different kinds of plans: the axes, and the ZeRO stage."""
-    return layout.pipeline, layout.data, layout.context, layout.tensor, layout.expert, layout.zero
+    """What makes two plans different kinds of plans: the axes, and whether weights are sharded."""
+    return layout.pipeline, layout.data, layout.context, layout.tensor, layout.expert, layout.zero == 3
 
 
-def _leaders(priced: Sequence[Priced]) -> list[Priced]:
+def _leaders(priced: Iterable[Priced]) -> list[Priced]:
     """The best of each family, best first."""
     found: dict[Family, Priced] = {}
     for each in sorted(priced, key=_rank):
@@ -330,12 +340,16 @@ def _rank(priced: Priced) -> tuple[object, ...]:
     return (priced.score, *axes, layout.microbatch_size, *words, layout.order)
 
 
-def _groups(splits: Splits, bounds: Floats) -> list[Ints]:
-    """Rows that share microbatch and tensor, context and expert axes; the group with the lowest bound first."""
+def _groups(splits: Splits, bounds: Floats, *, on_cores: bool) -> list[Ints]:
+    """Rows that share microbatch, tensor, context and expert axes; the group with the lowest bound first.
+
+    On cores rows share all axes: what a rank computes with depends on how many there are.
+    """
     if not len(splits):
         return []
     key = splits.tensor
-    for column in (splits.context, splits.expert, splits.size):
+    more = (splits.pipeline, splits.data) if on_cores else ()
+    for column in (splits.context, splits.expert, splits.size, *more):
         key = key * (int(column.max()) + 1) + column
     _, inverse = np.unique(key, return_inverse=True)
     order = np.argsort(inverse, kind="stable")
@@ -347,22 +361,22 @@ def _groups(splits: Splits, bounds: Floats) -> list[Ints]:
 class _Finish:
     """Turns priced layouts into candidates."""
 
-    def __init__(self, hunt: _Hunt, given: Plan | None) -> None:
-        self._hunt, self._given = hunt, given or Plan()
-        self._sample_flops = model_flops(hunt.pricer.profile)
-        cluster = hunt.pricer.cluster
-        self._balancer = Balancer(hunt.pricer) if len(kinds_of(cluster)) > 1 else None
+    def __init__(self, state: SearchState, given: Plan | None) -> None:
+        self._state, self._given = state, given or Plan()
+        self._sample_flops = model_flops(state.pricer.profile)
+        cluster = state.pricer.cluster
+        self._balancer = Balancer(state.pricer) if len(kinds_of(cluster)) > 1 else None
 
     def candidate(self, priced: Priced) -> Candidate:
         """Return a layout with its plan and all that is said of it; its data ranks balanced over unequal devices."""
-        hunt, layout, shares = self._hunt, priced.layout, None
-        balanced = self._balancer.balance(layout, hunt.global_batch_size) if self._balancer is not None else None
+        state, layout, shares = self._state, priced.layout, None
+        balanced = self._balancer.balance(layout, state.global_batch_size) if self._balancer is not None else None
         if balanced is None:
-            prediction = hunt.pricer.predict(layout, exact=True)
+            prediction = state.pricer.predict(layout, exact=True)
         else:
             layout, shares, prediction = balanced.layout, balanced.shares, balanced.prediction
-        objective, step = hunt.objective, prediction.step_seconds
-        tokens = hunt.global_batch_size * hunt.pricer.profile.sequence_length
+        objective, step = state.objective, prediction.step_seconds
+        tokens = state.global_batch_size * state.pricer.profile.sequence_length
         pessimistic = objective.pessimistic_seconds(step, prediction.spread)
         has_price = objective.price_per_device_hour is not None
         cost = objective.cost_per_million_tokens(step, layout.world_size, tokens) if has_price else None
@@ -380,16 +394,16 @@ class _Finish:
 
     def _utilization(self, layout: Layout, step_seconds: float) -> float:
         """Of the used devices; where devices are unequal, of as many mean ones."""
-        cluster, pricer = self._hunt.pricer.cluster, self._hunt.pricer
+        cluster, pricer = self._state.pricer.cluster, self._state.pricer
         speed = pricer.device(layout).peak(layout.precision)
         if self._balancer is not None:
             speeds = [(node.count * node.devices.count, speed_of(node.devices)) for node in cluster.nodes]
             speed *= sum(count * each for count, each in speeds) / cluster.num_devices / min(each for _, each in speeds)
-        flops = self._sample_flops * self._hunt.global_batch_size
+        flops = self._sample_flops * self._state.global_batch_size
         return flops / (layout.world_size * speed * step_seconds)
 
     def _plan(self, layout: Layout, shares: tuple[int, ...] | None) -> Plan | None:
-        batch, pricer = self._hunt.global_batch_size, self._hunt.pricer
+        batch, pricer = self._state.global_batch_size, self._state.pricer
         if layout.pipeline > 1:
             layout = replace(layout, cuts=pricer.whole(layout).cuts(layout))  # the ones that were priced
         try:

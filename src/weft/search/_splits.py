@@ -61,6 +61,8 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
     sizes = np.array([size for size in space.microbatch_sizes if global_batch_size % size == 0], dtype=np.int64)
     rows, size = (column.ravel() for column in np.meshgrid(np.arange(len(most)), sizes, indexing="ij"))
     tensor, context, pipeline, most = (column[rows] for column in (tensor, context, pipeline, most))
+    kept = ~_is_dominated(space, context, size)
+    tensor, context, pipeline, most, size = (column[kept] for column in (tensor, context, pipeline, most, size))
     total = global_batch_size // size
     row, data = _data_ranks(space, np.minimum(most, total), total, most)
     kept = (data >= 1) & (data <= total[row])
@@ -80,6 +82,16 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
     )
     splits, unborrowed = _with_experts(space, splits)
     return splits, Dropped(devices=int((~fits).sum()), batch=int((~kept).sum()), experts=unborrowed)
+
+
+def _is_dominated(space: Space, context: Ints, size: Ints) -> Bools:
+    """Which rows share sequences out where they could share samples out instead, more data ranks taking smaller
+    microbatches: that computes, keeps and reduces as much, and nothing travels between parts of a sequence."""
+    if space.datas is not None:
+        return np.zeros(len(size), dtype=np.bool_)
+    common = np.gcd(context, size)
+    is_there = np.isin(context // common, space.contexts) & np.isin(size // common, space.microbatch_sizes)
+    return (common > 1) & is_there
 
 
 def _is_permitted(space: Space, total: Ints, data: Ints, world: Ints) -> Bools:

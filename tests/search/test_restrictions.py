@@ -1,0 +1,22 @@
+"""A search among fewer plans never finds a better one; `restrictions.py` sweeps all pairs and all restrictions."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from restrictions import PAIRS, Case, drawn, restrictions
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("gpt2 on 4xcpu", 8), ("llama-3.2-1b on 4xh100", 6), ("llama-2-7b on 8xa100-40gb", 4)]
+)
+def test_a_restricted_search_is_never_better(name: str, count: int) -> None:
+    case = Case(name)
+    whole = case.best(case.space)
+    for what, space in drawn(list(restrictions(case.space, case.profile)), count, Random(11)):
+        assert case.best(space) >= whole * (1 - 1e-9), what
+
+
+def test_there_are_thirty_pairs() -> None:
+    assert len(PAIRS) >= 30

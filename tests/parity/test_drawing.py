@@ -26,6 +26,7 @@ ALONE = one_process(cells.plan())
 PLANS: tuple[Plan, ...] = (
     cells.plan(replicate=2, micro=3),
     cells.plan(micro=4, recompute="full"),
+    cells.plan(micro=4, recompute="selective"),
     cells.plan(shard=2, zero=3, recompute="full"),
     cells.plan(pipeline=2, micro=4),
     cells.plan(pipeline=2, schedule="zbv", chunks=2, recompute="full"),

@@ -80,11 +80,9 @@ def drifting(folder: str) -> None:
         state = prepared(session, build(), DataLoader(samples(SIZE), batch_size=BATCH, sampler=Own(drifts=True)))
         for batch in state.batches(4):
             state.step(batch)
-        with pytest.raises(
-            DataError, match="the batch of this step differs between the ranks: .* on rank 0, .* rank 1"
-        ):
-            for batch in state.batches():
-                state.step(batch)
+        fifth = list(state.batches())[4]
+        with pytest.raises(DataError, match=r"batch of this step differs between the ranks: .* on rank 0, .* rank 1"):
+            state.step(fifth)
 
 
 def test_any_batch_that_differs_between_ranks_is_noticed(ranks: RankPool, tmp_path: Path) -> None:

@@ -130,6 +130,20 @@ def test_a_resume_goes_on_in_the_order_that_was_saved(tmp_path: Path, number: in
                 state.step(next(state.batches()))
 
 
+def test_a_loader_that_ends_before_the_saved_place_is_refused(tmp_path: Path) -> None:
+    for number, wanted in ((SIZE, 3), (16, 0)):
+        with session_of(tmp_path) as session:
+            state = prepared(session, build(), DataLoader(samples(number), batch_size=BATCH, sampler=range(number)))
+            if wanted:
+                for batch in state.batches(wanted):
+                    state.step(batch)
+                state.save()
+                continue
+            state.load()
+            with pytest.raises(DataError, match="the loader has 2 batches, and the saved run had taken 3"):
+                next(state.batches())
+
+
 def test_what_workers_would_have_done_is_said(tmp_path: Path) -> None:
     with session_of(tmp_path) as session:
         with pytest.raises(DataError, match="worker_init_fn would not be called"):

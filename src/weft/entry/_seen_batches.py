@@ -45,3 +45,15 @@ class SeenBatches:
                 " repeated and left out. Make the loader's order a function of seed and epoch (a generator= of the"
                 " sampler's own, seeded anew in each pass), or save where a pass ends."
             )
+
+    def check_reached(self, number: int, skipped: int) -> None:
+        """Look at a pass that is through after `number` batches, of which `skipped` were to be passed over.
+
+        Raises:
+            DataError: there were fewer.
+        """
+        if number < skipped:
+            raise DataError(
+                f"the loader has {number} batches, and the saved run had taken {skipped} of its pass: none is left."
+                " Give it the data of the saved run, or save where a pass ends."
+            )

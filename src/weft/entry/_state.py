@@ -136,7 +136,7 @@ class TrainState:
         was.
         """
         if self._stream.num_samples is None:
-            skipped = self._in_pass
+            skipped, number = self._in_pass, -1
             for number, batch in enumerate(self._stream.iterate(self._start, self._stop)):
                 if number < skipped:
                     self._seen.check_skipped(self._stream.digest, number, skipped)
@@ -146,6 +146,7 @@ class TrainState:
                 self._in_pass = number + 1
                 self._seen.note(fields_of(batch), self._stream.digest)
                 yield self._handed_out(batch)
+            self._seen.check_reached(number + 1, skipped)
             self._in_pass = 0
             return
         first, epoch = self._steps, self._stream.epoch_of(self._steps)

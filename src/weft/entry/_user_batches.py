@@ -60,7 +60,7 @@ def digest_of(fields: Mapping[str, Tensor]) -> str:
     found = xxhash.xxh3_64()
     for name, value in fields.items():
         found.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
-        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

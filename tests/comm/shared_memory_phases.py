@@ -336,11 +336,20 @@ def _in_the_middle(folder: str, deed: Deed, group: SharedMemoryGroup, call: Call
 
 
 def _while_summing(folder: str, deed: Deed, group: SharedMemoryGroup, call: Callable[[], Any]) -> Told:
-    """In place there is one turn before the sum, and one after it."""
+    """In place there is one turn before the sum, and one after it.
+
+    The sum takes a few milliseconds, in which a busy machine may not let the watching thread run at all: the call is
+    made again until the deed is done, so that it falls into one of them or between two.
+    """
+
+    def again() -> None:
+        while True:
+            call()
+
     if dist.get_rank() != VICTIM:
-        return failing(folder, deed, call)
+        return failing(folder, deed, again)
     with watching(group, 1, deed.slowly()):
-        return failing(folder, deed, call)
+        return failing(folder, deed, again if deed.kind == "killed" else call)
 
 
 def _between_phases(folder: str, deed: Deed, group: SharedMemoryGroup, call: Callable[[], Any]) -> Told:

@@ -327,8 +327,19 @@ def _compiled() -> Tensor:
     return torch.compile(step, backend="aot_eager")(torch.ones(5) * (1 + dist.get_rank()))
 
 
+def _waited_for(x: Tensor) -> Tensor:
+    """Dynamo sees the work of an asynchronous collective, which is a class in Python, and its `wait`."""
+    x = x * 2
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    return x
+
+
 def compiled_rank(place: Place) -> tuple[list[float], bool]:
     with initialise_distributed("cpu", place, backend="weft"):
+        waited = torch.compile(_waited_for, backend="aot_eager")(torch.ones(3))
+        assert waited.tolist() == _waited_for(torch.ones(3)).tolist() == [dist.get_world_size() * 2.0] * 3
         return _compiled().tolist(), _compiled_ddp()
 
 

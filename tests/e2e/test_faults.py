@@ -85,7 +85,8 @@ def judge(done: Done, same: bool, role: str, deed: str) -> None:
     assert not harmless, done.text
     if role == "launcher":
         return  # nobody is left to say anything
-    last = done.text[done.text.rfind("\nstep ") :].splitlines()[1:]
+    begun = max(done.text.rfind("\nstep "), done.text.rfind("\nrun "))  # struck before the first step, it has none
+    last = done.text[begun:].splitlines()[2:]
     assert len(last) <= 15, done.text
     named = {"rank": "SIGSTOP|SIGKILL", "parent": "that started the ranks", "nursery": "that started the ranks"}
     assert re.search(named[role], "\n".join(last)), done.text

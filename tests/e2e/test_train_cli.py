@@ -143,6 +143,10 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on_bit_for_bit(home: Path, tr
     whole, cut = losses(home / "runs" / "whole"), losses(home / "runs" / "cut")
     assert cut == whole, "the same plan, stopped and resumed, gives the curve bit for bit"
     assert (home / "runs" / "cut" / "export" / "model.safetensors").is_file()
+    fewer = watch((WEFT, *shlex.split(found[2]), "--set", "recipe.run.steps=50"), home)
+    assert fewer.status == 2, fewer.text
+    assert re.search(r"has done 60 steps, and run\.steps = 50: .* Set run\.steps above 60", fewer.text), fewer.text
+    assert "Traceback" not in fewer.text
 
 
 def test_sigterm_saves_too(home: Path) -> None:

@@ -41,3 +41,15 @@ def _refused() -> None:
 
 def test_a_group_without_a_backend_for_the_device_is_refused(ranks: RankPool) -> None:
     ranks.run(1, _refused)
+
+
+@pytest.mark.parametrize("port", ["http", "0", "65536", "-1", "29500 ", "2.5"])
+def test_a_port_of_the_environment_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", port)
+    with (
+        pytest.raises(LaunchError, match=r"MASTER_PORT = .* is no port\. Give a number from 1 to 65535"),
+        initialise_distributed("cpu"),
+    ):
+        pass

@@ -88,6 +88,14 @@ def test_drawn_damage_is_an_error_that_names_the_folder(folder: Path, seed: int)
         path.write_bytes(original)
 
 
+@pytest.mark.parametrize("rate", [1e300, -0.5, 1.5])
+def test_a_rate_that_is_none_is_refused(folder: Path, rate: float) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": rate}))
+    with pytest.raises(RecipeError, match="cannot construct .* from its config: dropout probability"):
+        build(folder)
+
+
 @pytest.mark.parametrize("path", ["os:system", "subprocess:run", "builtins:eval", "shutil:rmtree"])
 def test_python_s_own_library_is_not_called(path: str, tmp_path: Path) -> None:
     recipe = ModelRecipe(factory=path, arguments={"command": f"touch {tmp_path}/done"})

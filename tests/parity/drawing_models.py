@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from weft.models import Batch, Blueprint, CutTable
 
@@ -95,14 +96,21 @@ ALL = (*KINDS, *MODULES)
 
 
 class Block(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, checkpointed: str = "") -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.draw = Kind(kind)
+        self.drop = nn.Dropout(0.2 if checkpointed else 0.0)
         self.mix = nn.Linear(WIDTH, WIDTH)
+        self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.mix(torch.tanh(self.draw(self.norm(x))))
+        if self.checkpointed in ("", "never") or not self.training:
+            return self._inside(x)
+        return checkpoint(self._inside, x, use_reentrant=self.checkpointed == "reentrant")  # type: ignore[no-any-return]
+
+    def _inside(self, x: Tensor) -> Tensor:
+        return x + self.mix(self.drop(torch.tanh(self.draw(self.norm(x)))))
 
 
 class Head(nn.Linear):
@@ -113,10 +121,10 @@ class Head(nn.Linear):
 class Drawing(nn.Module):
     """Blocks that each draw in another way."""
 
-    def __init__(self, kinds: tuple[str, ...]) -> None:
+    def __init__(self, kinds: tuple[str, ...], checkpointed: str = "") -> None:
         super().__init__()
         self.stem = nn.Linear(3, WIDTH)
-        self.blocks = nn.ModuleList(Block(kind) for kind in kinds)
+        self.blocks = nn.ModuleList(Block(kind, checkpointed) for kind in kinds)
         self.head = Head(WIDTH, 2)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -136,9 +144,10 @@ def noisy_squares(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return (outputs - noisy).square().sum(), outputs.new_tensor(float(outputs.shape[0]))
 
 
-def build_drawing(kinds: str, noisy_loss: bool = False) -> Blueprint:
+def build_drawing(kinds: str, noisy_loss: bool = False, checkpointed: str = "") -> Blueprint:
+    """`checkpointed`: how each block recomputes itself: `reentrant`, `new`, or `never` (with the same dropout)."""
     return Blueprint(
-        module=Drawing(tuple(kinds.split())),
+        module=Drawing(tuple(kinds.split()), checkpointed),
         inputs={"rows": "rows"},
         loss=noisy_squares if noisy_loss else squares,
         initialise=None,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from drawing_models import ALL
 from parity_run import joined, judge, run_rank
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pool import RankPool
 from weft.errors import PlanError
@@ -26,6 +27,7 @@ ALONE = one_process(cells.plan())
 PLANS: tuple[Plan, ...] = (
     cells.plan(replicate=2, micro=3),
     cells.plan(micro=4, recompute="full"),
+    cells.plan(micro=4, recompute="selective"),
     cells.plan(shard=2, zero=3, recompute="full"),
     cells.plan(pipeline=2, micro=4),
     cells.plan(pipeline=2, schedule="zbv", chunks=2, recompute="full"),
@@ -56,6 +58,19 @@ def test_drawn_models_under_drawn_plans(ranks: RankPool, seed: int):
     drawn = random.Random(seed)
     kinds = " ".join(drawn.sample(ALL, 4))
     assert failures(ranks, recipe_of(kinds, noisy_loss=drawn.random() < 0.5), drawn.choice(PLANS)) == [], kinds
+
+
+@pytest.mark.parametrize("how", ["new", "reentrant"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_that_checkpoints_itself_draws_the_same_twice(ranks: RankPool, how: str, seed: int):
+    """As Transformers' own gradient checkpointing does: the second run is in the backward."""
+    drawn = random.Random(seed)
+    kinds = " ".join(drawn.sample(ALL, 4))
+    plan = PLANS[seed] if seed else PLANS[-2]
+    wanted = joined(ranks.run(1, run_rank, recipe_of(kinds, checkpointed="never"), ALONE, STEPS), ALONE)
+    for found_plan in (ALONE, plan):
+        found = ranks.run(found_plan.mesh.world_size, run_rank, recipe_of(kinds, checkpointed=how), found_plan, STEPS)
+        assert judge(wanted, joined(found, found_plan), None).failures("fp64") == [], kinds
 
 
 def test_steps_and_layers_draw_differently():
@@ -119,7 +134,12 @@ def _length_first(module: Draws, x: Tensor) -> Tensor:
     return turned.view(x.shape[1], x.shape[0], -1).transpose(0, 1)
 
 
+def _checkpointed(module: Draws, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: F.dropout(x, 0.3), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 HOW: dict[str, Any] = {
+    "checkpointed": _checkpointed,
     "late": _late,
     "python": _python,
     "numpy": _numpy,
@@ -160,12 +180,14 @@ def refused_recipe(how: str) -> Recipe:
         ("mixed", "inner draws by randperm"),
         ("length_first", "inner draws by bernoulli_ a tensor of .* in which the samples cannot be told apart"),
         ("binomial", "inner draws by poisson"),
+        ("checkpointed", r"inner draws by bernoulli_ in a function that it gives to torch\.utils\.checkpoint"),
     ],
 )
 def test_what_cannot_be_keyed_is_refused_by_name(how: str, match: str):
     with pytest.raises(PlanError, match=match):
         run_rank(refused_recipe(how), cells.plan(micro=4), 3)
-    run_rank(refused_recipe(how), ALONE, 1)  # one process with the whole batch at once may draw as it likes
+    if how != "checkpointed":  # whose gradient would be wrong anywhere
+        run_rank(refused_recipe(how), ALONE, 1)  # one process with the whole batch at once may draw as it likes
 
 
 def test_draws_do_not_go_with_compiled_blocks():

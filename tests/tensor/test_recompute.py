@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import small
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import parity
 from weft.errors import PlanError
@@ -88,3 +90,47 @@ def test_split_backward_refuses_compiled_blocks():
     )
     with pytest.raises(PlanError, match="does not go with schedule"):
         apply_compile(blueprint.module, blueprint, plan)
+
+
+class Writes(torch.nn.Module):
+    """A block whose matrix products are written to in place, inside and by whoever calls it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = (torch.nn.Linear(6, 6, bias=False, dtype=torch.float64) for _ in range(2))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.first(x)
+        if self.how == "inside":
+            y.tanh_()
+        elif self.how == "a part":
+            y[:, :3].mul_(x[:, :3])
+        elif self.how == "unsafe":
+            halves = y.unsafe_chunk(2, 1)
+            halves[0].add_(x[:, 3:].exp())
+            y = torch.cat(halves, 1)
+        elif self.how == "twice":
+            y.add_(x).relu_()
+            y = self.first(y).sigmoid_()
+        return y, self.second(torch.sin(y * x)).sin()
+
+
+def gradients_of(how: str, contexts: Any) -> list[torch.Tensor]:
+    block = Writes(how)
+    x = torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6).requires_grad_()
+    run = block if contexts is None else partial(checkpoint, block, use_reentrant=False, context_fn=contexts)
+    y, z = run(x)
+    if how == "outside":
+        y = y.add_(1.0) if contexts is not None else y + 1.0
+    (y.sum() + z.square().sum()).backward()
+    return [x.grad, *(parameter.grad for parameter in block.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("how", ["none", "inside", "a part", "unsafe", "twice", "outside"])
+def test_what_is_written_in_place_is_computed_again(how: str):
+    from weft.parallel import recompute  # the modes are its own
+
+    for found, expected in zip(gradients_of(how, recompute._contexts), gradients_of(how, None), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -21,4 +21,5 @@ def untraced(kind: T) -> T:
     for method in vars(kind).values():
         if isinstance(method, FunctionType):
             eval_frame.set_code_exec_strategy(method.__code__, strategy)
+            method.__dict__["_torchdynamo_disable"] = True  # and calls that it traces: `work.wait()` breaks the graph
     return kind

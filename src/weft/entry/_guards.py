@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from weft.errors import RecipeError
@@ -124,6 +125,62 @@ _MODEL_LOAD = (
     "load_state_dict() after session.prepare would be lost with the next step: the weights that train lie elsewhere."
     " Load before prepare, or write `state.load(path)` for what state.save() has written."
 )
+
+
+_WRAPPERS: Mapping[str, tuple[str, str]] = {
+    "DistributedDataParallel": ("model.module", "Weft reduces the gradients"),
+    "DataParallel": ("model.module", "Weft shares the batch out"),
+    "FullyShardedDataParallel": ("the model as it was before", "the plan shards it (data_parallel.zero = 3)"),
+    "OptimizedModule": ("the model as it was before torch.compile", "plan.compute.compile = true compiles its blocks"),
+}
+"""Classes that wrap a model → what to give instead, and why."""
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuse a model that something else has wrapped, sharded or compiled already.
+
+    Raises:
+        RecipeError: it is so wrapped; the line to write is named.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in _WRAPPERS and type(module).__module__.startswith("torch."):
+            instead, why = _WRAPPERS[kind]
+            where = f"{name} is" if name else "the model is"
+            raise RecipeError(
+                f"{where} wrapped in {kind}. Give session.prepare {instead}: {why}. Create the optimizer over its"
+                " parameters, too."
+            )
+    sharded = next((name for name, value in model.named_parameters() if isinstance(value, DTensor)), None)
+    if sharded is not None:
+        raise RecipeError(
+            f"{sharded} is a DTensor: the model is sharded already (fully_shard, parallelize_module). Give"
+            " session.prepare the model as it was before; the plan shards it (data_parallel.zero = 3, mesh.tensor)."
+        )
+
+
+def refuse_untrainable(model: nn.Module, frozen: Iterable[str]) -> None:
+    """Refuse a step that could not train what the loop means to: the parameters named `frozen` were so at `prepare`.
+
+    Raises:
+        RecipeError: gradients are switched off, or one of these wants a gradient now.
+    """
+    if not torch.is_grad_enabled():
+        raise RecipeError(
+            "state.step() was called inside torch.no_grad() or torch.inference_mode(), where nothing can train. Call"
+            " it outside; state.evaluate(loader) is for losses alone."
+        )
+    for name in frozen:
+        try:
+            thawed = model.get_parameter(name).requires_grad
+        except AttributeError:
+            continue  # another stage's
+        if thawed:
+            raise RecipeError(
+                f"{name} was frozen when session.prepare was given the model, and wants a gradient now: it would never"
+                " change. Prepare the model with all that is to be trained at any time, and freeze it by"
+                " requires_grad_(False) after prepare, until its time has come."
+            )
 
 
 def refuse_parameter_hooks(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
 from weft.entry._auto import machine_for, profile_of_user_model
 from weft.entry._calls import Calls
 from weft.entry._facts import facts_of_blueprint
-from weft.entry._guards import refuse_parameter_hooks
+from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
 from weft.entry._state import LossOfUser, TrainState
 from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
 from weft.entry._user_optimizer import group_indices, settings_of
@@ -242,8 +242,10 @@ class Session:
         max_grad_norm: float | None,
         batch_size: int | None,
     ) -> TrainState:
+        refuse_wrapped(model)
         stream = Stream(loader, self._seed, lambda fields: None, batch_size)
         batch = stream.batch_size
+        stream.warn_of_workers()
         self._refuse_taken(model)
         refuse_parameter_hooks(model)
         check_same_facts(_facts(model, optimizer, stream, batch, max_grad_norm), self.device)

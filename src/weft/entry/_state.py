@@ -23,8 +23,9 @@ from weft.document import JsonObject
 from weft.engine import LossScale, create_stepper, model_pieces
 from weft.entry._agreement import check_same_facts
 from weft.entry._calls import Calls
-from weft.entry._guards import Guard, retire
+from weft.entry._guards import Guard, refuse_untrainable, retire
 from weft.entry._loop_draws import Yielded
+from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import Stream, UserBatch, fields_of, restored
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import CheckpointError, DataError, PlanError
@@ -109,6 +110,8 @@ class TrainState:
         self._steps = 0
         self._in_pass = 0
         """Batches taken of the present pass through a loader that only iterates."""
+        self._seen = SeenBatches(shared_by_all=plan.mesh.data == 1 and plan.mesh.world_size > 1)
+        self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
         self._checkpointer = Checkpointer(folder, Peers.of_group(mesh["world"]))
         retire(before, *(part.module for part in self._parallel.parts))
         gathers = plan.data_parallel.zero == 3 and mesh.size("shard") > 1
@@ -133,14 +136,17 @@ class TrainState:
         was.
         """
         if self._stream.num_samples is None:
-            skipped = self._in_pass
+            skipped, number = self._in_pass, -1
             for number, batch in enumerate(self._stream.iterate(self._start, self._stop)):
                 if number < skipped:
+                    self._seen.check_skipped(self._stream.digest, number, skipped)
                     continue
                 if steps is not None and number >= skipped + steps:
                     return
                 self._in_pass = number + 1
+                self._seen.note(fields_of(batch), self._stream.digest)
                 yield self._handed_out(batch)
+            self._seen.check_reached(number + 1, skipped)
             self._in_pass = 0
             return
         first, epoch = self._steps, self._stream.epoch_of(self._steps)
@@ -154,11 +160,15 @@ class TrainState:
 
         Raises:
             DataError: the share has another number of samples than the plan gives this rank.
-            RecipeError: the ranks' optimizers have other settings, or their states have done other numbers of steps.
+            RecipeError: the ranks' optimizers have other settings, or their states have done other numbers of steps;
+                gradients are switched off, or a parameter that prepare found frozen is not any more.
         """
+        refuse_untrainable(self.model, self._frozen)
         with self._calls.call(f"{self._name}.step()"), self._guard.inside():
+            fields = fields_of(batch)
             if self._yielded is not None:
-                self._yielded.check(fields_of(batch))
+                self._yielded.check(fields)
+            self._seen.take(fields)
             microbatches = self._microbatches(batch)
             result = self._stepper(
                 microbatches,
@@ -205,6 +215,7 @@ class TrainState:
             "num_samples": self._stream.num_samples,
             "seed": self._recipe.run.seed,
             "in_pass": self._in_pass,
+            "last_batch": self._stream.digest,
             "optimizer": cast(Json, self._optimizer.settings()),
             "loss_scale": None if self._loss_scale is None else dict[str, Json](self._loss_scale.state()),
         }
@@ -254,6 +265,7 @@ class TrainState:
             self._loss_scale.load_state(cast(Any, scale))
         in_pass = state.get("in_pass")
         self._steps, self._in_pass = steps, in_pass if isinstance(in_pass, int) else 0
+        self._seen.expected = str(state.get("last_batch") or "")
         return steps
 
     def _check_state(self, state: JsonObject, step: int) -> None:
@@ -262,6 +274,8 @@ class TrainState:
             raise CheckpointError(f"{state.path} was not saved by a session. Load it with the recipe that trained it.")
         state.count("steps", least=step, most=step)
         state.count("in_pass")
+        if "last_batch" in state.values:
+            state.text("last_batch", r"[0-9a-f]{0,16}", "a digest")
         self._optimizer.check_settings(state)
         if state.values.get("loss_scale") is not None:
             LossScale().check_state(state.object("loss_scale"))
@@ -327,6 +341,7 @@ class TrainState:
         return {
             "the number of finished steps": str(self._steps),
             "the model": self._name,
+            "data: the batch of this step": self._seen.now,
             **settings_of(self.optimizer),
         }
 
@@ -392,8 +407,8 @@ class TrainState:
         if not torch.equal(low, high):
             raise DataError(
                 "the loader yields other batches on other ranks, so the global batch is not what it says. Seed its"
-                " order equally on all ranks, or use a torch DataLoader over a map-style dataset, which Weft"
-                " shuffles itself."
+                " order equally on all ranks (by a generator= of the sampler's own, since torch's is seeded by rank in"
+                " each step), or use a torch DataLoader over a map-style dataset, which Weft shuffles itself."
             )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import inspect
 import random
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -53,6 +55,15 @@ def fields_of(batch: UserBatch) -> dict[str, Tensor]:
     return cast(dict[str, Tensor], fields)
 
 
+def digest_of(fields: Mapping[str, Tensor]) -> str:
+    """Return what two batches share only if all their values are equal."""
+    found = xxhash.xxh3_64()
+    for name, value in fields.items():
+        found.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
 def restored(fields: Mapping[str, Tensor], like: type[Any]) -> Any:
     """Return the fields in the shape the user knows: a mapping, a sequence or a tensor."""
     own = {name: value for name, value in fields.items() if name != "sample_ids"}
@@ -73,7 +84,7 @@ def infer_inputs(model: nn.Module, example: Mapping[str, Tensor]) -> dict[str, s
     """
     parameters = inspect.signature(model.forward).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if "0" in example:
+    if "0" in example and named:
         return {named[0]: "0"}
     matching = {name: name for name in named if name in example and name != "labels"}
     if not matching:
@@ -109,6 +120,8 @@ class Stream:
         self.batch_size = batch_size if batch_size is not None else _batch_size(loader)
         self._collates_whole: bool | None = None
         """Whether the collate function looks at the whole batch, so that shares are cut out of what it returns."""
+        self.digest = ""
+        """Of the last batch that `iterate` took, before it was cut."""
         self._refuse_what_is_not_read()
 
     @property
@@ -188,6 +201,8 @@ class Stream:
                 "the loader has a DistributedSampler, which gives this rank a share, and Weft would share that out"
                 " again. Leave it out: DataLoader(dataset, batch_size=…, shuffle=True) with the global batch."
             )
+        if self._dataset is None:
+            return  # it is iterated as it is, with all its settings
         generator = loader.generator if loader.generator is not None else getattr(sampler, "generator", None)
         if generator is not None:
             raise DataError(
@@ -195,10 +210,27 @@ class Stream:
                 " epoch, so that a resumed run goes on with it. Leave generator= out and write"
                 f" weft.session(seed={generator.initial_seed()})."
             )
-        if self._dataset is not None and self._drops_last and not self.num_samples:
+        if loader.worker_init_fn is not None:
+            raise DataError(
+                "the loader's worker_init_fn would not be called: every rank reads the samples of its share in its own"
+                " process. Do what it does in the dataset's __getitem__, or leave it out; random draws there are seeded"
+                " by sample already."
+            )
+        if self._drops_last and not self.num_samples:
             raise DataError(
                 f"drop_last=True leaves none of the loader's {len(cast(Any, loader.dataset))} samples, which are fewer"
                 f" than a batch of {self.batch_size}. Use drop_last=False, or a smaller batch size."
+            )
+
+    def warn_of_workers(self) -> None:
+        """Say once that a loader's workers are not started."""
+        workers = getattr(self._loader, "num_workers", 0)
+        if self._dataset is not None and workers:
+            warnings.warn(
+                f"the loader's num_workers = {workers} are not started: every rank reads the samples of its share in"
+                " its own process. Write num_workers=0; where reading is slow, prepare the data, or give an"
+                " IterableDataset, whose workers are the loader's own.",
+                stacklevel=2,
             )
 
     def iterate(self, start: int, stop: int) -> Iterator[UserBatch]:
@@ -214,6 +246,7 @@ class Stream:
                     " shared out as"
                     " they are. Use drop_last=True, or a map-style dataset, whose batches run on over the epoch."
                 )
+            self.digest = digest_of(fields)
             yield restored({name: value[start:stop] for name, value in fields.items()}, type(batch))
 
 

@@ -140,6 +140,7 @@ def _construct(transformers: Any, config: Any, task: str) -> Any:
             model = auto.from_config(
                 config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
             )
+        name_attention_dropouts(model)  # of rates that no module of transformers may have looked at
     except Exception as problem:
         raise RecipeError(
             f"model.hf: transformers cannot construct {config.model_type} from its config:"
@@ -147,7 +148,6 @@ def _construct(transformers: Any, config: Any, task: str) -> Any:
         ) from problem
     model.tie_weights()
     model.train()
-    name_attention_dropouts(model)
     if has_plain_masks(config):
         add_masks(model, causal=task == "causal_lm")
     _widen_norms(model)

@@ -145,14 +145,17 @@ class SequentialRunner:
         """See `Runner`."""
         totals = LossTotals.zero(self._device)
         for index, batch in enumerate(microbatches):
-            loss_sum, count = self._loss(batch, seed, step)
+            moved = move_batch(batch, self._device)
+            state = microbatch_state(moved, seed, step)
+            loss_sum, count = self._loss(moved, state)
             totals.add(loss_sum, count)
             remaining = len(microbatches) - 1 - index
             observer.on_microbatch(remaining)
             observer.on_backward(0, remaining)
             if remaining == 0:
                 observer.on_last_forward(0)
-            (loss_sum * scale).backward()
+            with self._part.context.entered(state):  # a checkpoint in the user's own forward draws again under its keys
+                (loss_sum * scale).backward()
         observer.on_last_backward(0)
         return totals
 
@@ -161,7 +164,8 @@ class SequentialRunner:
         totals = LossTotals.zero(self._device)
         with evaluating([self._part.module]):
             for batch in microbatches:
-                totals.add(*self._loss(batch, seed, step))
+                moved = move_batch(batch, self._device)
+                totals.add(*self._loss(moved, microbatch_state(moved, seed, step)))
         return totals
 
     def forward(self, batch: Batch) -> Any:
@@ -170,9 +174,7 @@ class SequentialRunner:
         with evaluating([self._part.module]):
             return self._outputs(moved, microbatch_state(_with_sample_ids(moved), 0, 0))
 
-    def _loss(self, batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        moved = move_batch(batch, self._device)
-        state = microbatch_state(moved, seed, step)
+    def _loss(self, moved: Batch, state: MicrobatchState) -> tuple[Tensor, Tensor]:
         what = f"the forward of {type(self._part.module).__name__} or its loss"
         with self._part.context.entered(state), without_draws(self._part.context, self._device, what):
             return self._blueprint.loss(self._outputs(moved, state), moved)

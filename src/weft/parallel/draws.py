@@ -16,6 +16,7 @@ What no trace shows is seen by the generators, which no forward and no loss may 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -143,9 +144,17 @@ def keyed(
         if state is None:
             return function(*args, **kwargs)
         with sdpa_kernel(SDPBackend.MATH), _Keyed(name, draws, view, context, state):
-            return function(*args, **kwargs)
+            return _called(function, args, kwargs)
 
     return run
+
+
+def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+_RUN = _called.__code__
+"""Of the frame below which a call under keys lies."""
 
 
 class _Keyed(TorchDispatchMode):
@@ -161,6 +170,8 @@ class _Keyed(TorchDispatchMode):
         if not is_draw(func, args, given):
             return func(*args, **given)
         op = func.overloadpacket.__name__
+        if _in_checkpoint():
+            raise PlanError(_CHECKPOINTED.format(self._name or "the model's forward", op))
         number = self._counts.get(op, 0)
         self._counts[op] = number + 1
         shape = noise_shape(func, args, _shapes_of(func, args, given))
@@ -231,6 +242,23 @@ class _Keyed(TorchDispatchMode):
         )
 
 
+_CHECKPOINTED = (
+    "{} draws by {} in a function that it gives to torch.utils.checkpoint, whose second run would draw other numbers"
+    " than its first. Put the draw into a module of its own (nn.Dropout), or leave the checkpoint out: plan.memory"
+    '.recompute = "full" recomputes whole blocks.'
+)
+
+
+def _in_checkpoint() -> bool:
+    """Whether the keyed call in hand draws inside a checkpoint that began within it: its second run has no keys."""
+    frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # what `inspect` and `logging` use
+    while frame is not None and frame.f_code is not _RUN:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
     """Something of the result's shape, without drawing."""
     operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -262,8 +290,8 @@ def keyed_alone(
     loss = keyed(blueprint.loss, LOSS, draws, view, context) if LOSS in draws.modules else blueprint.loss
 
     def run(inputs: Mapping[str, Tensor], batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        state = MicrobatchState(seed=seed, step=step, sample_ids=batch["sample_ids"], sequence_length=None)
-        with context.entered(state):
-            return loss(module(**inputs), batch)
+        # Stays for the backward, where a checkpoint of the model's own draws again.
+        context.current = MicrobatchState(seed=seed, step=step, sample_ids=batch["sample_ids"], sequence_length=None)
+        return loss(module(**inputs), batch)
 
     return run

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 from weft.errors import PlanError
 from weft.models import Blueprint
 from weft.parallel._context import MicrobatchState, StepContext
+from weft.parallel._selective import selective_contexts
 from weft.parallel._split import is_own
 from weft.plan import Plan
 
@@ -71,7 +72,8 @@ def apply_recompute(part: nn.Module, blueprint: Blueprint, plan: Plan, context: 
     for name, word in zip(blocks, each, strict=True):
         if word != "none" and is_own(part, blueprint, name):
             block = part.get_submodule(name)
-            block.forward = partial(_recomputed, block, block.forward, context, word == "selective")
+            contexts = None if word == "full" else _compiled_contexts if plan.compute.compile else _contexts
+            block.forward = partial(_recomputed, block, block.forward, context, contexts)
 
 
 def _shown(words: Any) -> str:
@@ -79,11 +81,16 @@ def _shown(words: Any) -> str:
 
 
 def _recomputed(
-    block: nn.Module, forward: Callable[..., Any], context: StepContext, selective: bool, *args: Any, **kwargs: Any
+    block: nn.Module,
+    forward: Callable[..., Any],
+    context: StepContext,
+    selective: Callable[[], Any] | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    contexts = {"context_fn": _selective_contexts} if selective else {}
+    contexts = {} if selective is None else {"context_fn": selective}
     within = partial(_within, forward, context, context.current)
     return checkpoint(within, *args, use_reentrant=False, **contexts, **kwargs)
 
@@ -95,7 +102,12 @@ def _within(
         return forward(*args, **kwargs)
 
 
-def _selective_contexts() -> Any:
+def _contexts() -> Any:
+    return selective_contexts(_KEPT.__contains__)
+
+
+def _compiled_contexts() -> Any:
+    """Torch's own: the compiler reads them, and what it compiles writes nothing in place."""
     return create_selective_checkpoint_contexts(_policy)
 
 

@@ -25,6 +25,8 @@ from weft.parallel.pipeline.weight_pass import WeightPass, deferring
 class _InFlight:
     """A microbatch between its forward and its last backward pass."""
 
+    state: MicrobatchState
+    """Its keys of randomness: a checkpoint in the user's own forward draws again in the backward."""
     received: Tensor | None
     """The activation from the previous stage, a leaf that collects its gradient; None on the first stage."""
     root: GradientEdge | None
@@ -79,7 +81,7 @@ class Stage:
         if training:
             root = get_gradient_edge(output) if output.requires_grad else None
             start = torch.ones_like(output) if self.part.is_last else None
-            self._in_flight[microbatch] = _InFlight(received, root, start, queue)
+            self._in_flight[microbatch] = _InFlight(state, received, root, start, queue)
         return None if self.part.is_last else output.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
@@ -89,7 +91,7 @@ class Stage:
         """
         flight = self._in_flight[microbatch]
         if flight.root is not None:
-            with _deferring(flight.queue):
+            with self.part.context.entered(flight.state), _deferring(flight.queue):
                 torch.autograd.backward([flight.root], [gradient if flight.start is None else flight.start])
         received, flight.received, flight.root = flight.received, None, None
         if flight.queue is None:

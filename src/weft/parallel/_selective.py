@@ -1,0 +1,135 @@
+"""Selective recomputation of what torch may also write in place.
+
+Torch's own caches a result and refuses, or misses, that the block writes into its memory afterwards, as recurrent
+layers do on a CPU.  Here such a result is not kept but computed again, so that recomputation never changes a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(slots=True)
+class _Result:
+    """What an operator returned in the forward, until the recomputation takes it."""
+
+    operation: Any
+    value: Any
+    """Detached; None once it was written to or taken."""
+    watched: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])
+    """Tensors of its memory with their versions: a write to any of them changes the value."""
+
+    def take(self) -> Any:
+        """The value as it was returned; None where it is gone or was written to since."""
+        value, watched = self.value, self.watched
+        self.value, self.watched = None, []
+        return None if any(tensor._version != version for tensor, version in watched) else value
+
+
+class _Results:
+    """The kept results of one block's forward, in order, and where they lie."""
+
+    def __init__(self) -> None:
+        self.in_order: list[_Result] = []
+        self._by_storage: dict[int, list[_Result]] = {}
+
+    def keep(self, operation: Any, value: Any) -> None:
+        result = _Result(operation, tree_map(_detached, value))
+        self.in_order.append(result)
+        for leaf in tree_leaves(result.value):
+            if isinstance(leaf, Tensor):
+                self._by_storage.setdefault(_storage(leaf), []).append(result)
+                result.watched.append((leaf, leaf._version))
+
+    def watch(self, value: Any) -> None:
+        """Watch tensors that lie in kept memory but count their own versions, as those of `_unsafe_view`."""
+        for leaf in tree_leaves(value):
+            for result in self._by_storage.get(_storage(leaf), ()) if isinstance(leaf, Tensor) else ():
+                if result.value is not None:
+                    result.watched.append((_detached(leaf), leaf._version))
+
+    def forget(self, written: Tensor) -> None:
+        """Give up what lies where an operator is about to write."""
+        for result in self._by_storage.pop(_storage(written), ()):
+            result.take()
+
+
+class _Keeping(TorchDispatchMode):
+    """Around the forward."""
+
+    def __init__(self, results: _Results, keeps: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self._results, self._keeps = results, keeps
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        for tensor in _written(func, args, given):
+            self._results.forget(tensor)
+        value = func(*args, **given)
+        if self._keeps(func):
+            self._results.keep(func, value)
+        elif "unsafe" in func.__name__:
+            self._results.watch(value)
+        return value
+
+
+class _Taking(TorchDispatchMode):
+    """Around the recomputation, which makes the same calls in the same order."""
+
+    def __init__(self, results: _Results, keeps: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self._results, self._keeps = results, keeps
+        self._next = 0
+
+    def __enter__(self) -> Any:
+        self._next = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._keeps(func):
+            return func(*args, **(kwargs or {}))
+        kept = self._results.in_order
+        number, self._next = self._next, self._next + 1
+        if number >= len(kept) or kept[number].operation is not func:
+            raise RuntimeError(
+                f"a recomputed block calls {func} where its forward did not: what it does depends on something that"
+                " changes between forward and backward. Use plan.memory.recompute = 'none' for this block."
+            )
+        value = kept[number].take()
+        return func(*args, **(kwargs or {})) if value is None else value
+
+
+def selective_contexts(keeps: Callable[[Any], bool]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the modes for a block's forward and its recomputation; `keeps` says which operators are not run again."""
+    results = _Results()
+    return _Keeping(results, keeps), _Taking(results, keeps)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operator writes to."""
+    if not func._schema.is_mutable:
+        return []
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args, strict=False)] + [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
+    found = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def _detached(value: Any) -> Any:
+    """Without its graph, which would hold the result for ever, and with its count of versions."""
+    if not isinstance(value, Tensor):
+        return value
+    counts_versions = torch._C.DispatchKey.ADInplaceOrView  # pyright: ignore[reportPrivateUsage]
+    with torch._C._SetExcludeDispatchKeyGuard(counts_versions, False):  # pyright: ignore[reportPrivateUsage]
+        return value.detach()

@@ -22,7 +22,6 @@ from weft.cluster import Cluster
 from weft.comm import backend_for, device_for_rank
 from weft.data import ConsoleProgress, PreparedData, data_shape, prepare_data, silent
 from weft.describe import build_blueprint
-from weft.engine import format_duration, format_loss
 from weft.engine.optimizers import check_group_globs
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import machine_for, profile_of_blueprint
@@ -31,11 +30,11 @@ from weft.entry._fit import Weigher, fit_microbatch, is_tight, weigh_in_job, wei
 from weft.entry._trials import decide_by_trials
 from weft.entry._worker import train_rank
 from weft.errors import CheckpointError, LaunchError, RecipeError, WeftError
+from weft.events import RunFolder, format_duration, format_loss
 from weft.launch import Nursery, initialise_distributed, launch_function, open_nursery, place_from_environment
 from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.recipe import Recipe, dump_recipe, load_recipe
-from weft.record import RunFolder
 from weft.search import Choice, choose_plan
 
 

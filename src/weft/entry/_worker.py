@@ -18,10 +18,11 @@ from weft.describe import build_blueprint
 from weft.engine import Outcome, Trainer, create_training
 from weft.entry._facts import facts_of_blueprint
 from weft.errors import CollectiveError
+from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, TerminalSink, WarningSink, loggers_to
 from weft.launch import Place, initialise_distributed
 from weft.plan import Plan, check_plan, load_plan
 from weft.recipe import Recipe, load_recipe
-from weft.record import MetricsWriter, Recorder, RunFolder, rank_logging
+from weft.record import Recorder
 
 
 def run_rank(place: Place, *, folder: str, prepared: str, resume: str | None, quiet: bool) -> dict[str, Any] | None:
@@ -44,6 +45,25 @@ def _own_groups() -> Generator[None]:
         raise CollectiveError(error.fault, status=error.status) from error
 
 
+@contextmanager
+def _events_of(folder: RunFolder, recipe: Recipe, rank: int, quiet: bool) -> Generator[Run]:
+    """What this rank says goes into its folder, and on rank 0 to the terminal; the error that it ends with, too."""
+    sinks: list[Sink] = [LogSink(folder.log(rank))]
+    if rank == 0:
+        sinks.append(WarningSink())
+    if rank == 0 and not quiet:
+        constant = recipe.optimizer.schedule == "constant" and recipe.optimizer.warmup_steps == 0
+        sinks.append(TerminalSink(sys.stdout, shows_learning_rate=not constant))
+    with Run(rank, sinks) as events, loggers_to(events, all_of_process=True):
+        if rank == 0:
+            events.attach(MetricsSink(folder.metrics))
+        try:
+            yield events
+        except Exception as error:
+            events.fail(error)
+            raise
+
+
 def train_rank(
     recipe: Recipe,
     plan: Plan,
@@ -62,7 +82,7 @@ def train_rank(
             plan.compute.device, place, backend=plan.compute.backend, timeout_seconds=patience
         )
         distributed = stack.enter_context(joining)
-        stack.enter_context(rank_logging(run.log(distributed.rank), distributed.rank))
+        events = stack.enter_context(_events_of(run, recipe, distributed.rank, quiet))
         mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=patience)
         blueprint = build_blueprint(recipe)
         check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
@@ -77,7 +97,6 @@ def train_rank(
             prepared=prepared,
         )
         stack.callback(data.close)
-        first = distributed.rank == 0
         trainer = Trainer(
             recipe,
             training,
@@ -89,8 +108,7 @@ def train_rank(
                 Peers.of_group(mesh["world"]),
                 provenance={"recipe": recipe.digest, "plan": plan.digest, "run": run.path.name},
             ),
-            metrics=stack.enter_context(MetricsWriter(run.metrics)) if first else None,
-            stream=sys.stdout if first and not quiet else None,
+            run=events,
         )
         if resume is not None:
             trainer.resume(None if resume == "latest" else Path(resume))

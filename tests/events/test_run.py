@@ -73,8 +73,12 @@ def test_all_sinks_hear_all_events_in_one_order_from_many_threads() -> None:
     run.attach(Heard(run))  # speaks in between
     last = Heard()
     run.attach(last)
-    threads = [threading.Thread(target=lambda n=n: [run.emit(MessageEvent(text=f"{n}.{i}")) for i in range(50)])
-               for n in range(4)]  # fmt: skip
+
+    def speak(number: int) -> None:
+        for i in range(50):
+            run.emit(MessageEvent(text=f"{number}.{i}"))
+
+    threads = [threading.Thread(target=speak, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -24,7 +24,8 @@ def step_of(step: int, *, memory_bytes: int = 0, num_skipped: int = 0) -> StepEv
 
 def rate_of(step: int, **known: Any) -> RateEvent:
     unknown = dict.fromkeys(("tokens_per_second", "flops_per_second", "peak_share", "remaining_seconds"))
-    return RateEvent(**{"step": step, "num_steps": 1, "samples_per_second": 1.0, **unknown, **known})
+    values: dict[str, Any] = {"step": step, "num_steps": 1, "samples_per_second": 1.0, **unknown, **known}
+    return RateEvent(**values)
 
 
 def report(run: Run, step: int, **known: Any) -> None:

@@ -9,7 +9,7 @@ import resource
 import stat
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +22,7 @@ DAY = datetime.date(2026, 11, 20)
 
 
 @contextmanager
-def file_size_limit(limit: int) -> Iterator[None]:
+def file_size_limit(limit: int) -> Generator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -98,7 +98,7 @@ def test_metrics_without_a_folder_lose_lines_and_nothing_else(tmp_path: Path) ->
 
 
 @contextmanager
-def running(folder: Path, rank: int) -> Iterator[Run]:
+def running(folder: Path, rank: int) -> Generator[Run]:
     """As a rank of `weft train` runs: its loggers lead into its log, and those of rank 0 to the terminal."""
     sinks: list[Sink] = [LogSink(folder / f"rank-{rank}.log")]
     with Run(rank, [*sinks, WarningSink()] if rank == 0 else sinks) as run, loggers_to(run, all_of_process=True):

@@ -99,7 +99,7 @@ def session(
             patience_seconds=patience,
             seed=seed,
             permit=PermitRecipe(precision=tuple(permit), compression=tuple(compression)),
-            runs=SessionRuns(Path(folder) if folder is not None else None, distributed.rank, record=record),
+            runs=SessionRuns(Path(folder) if folder is not None else None, distributed.place, record=record),
             quiet=quiet,
         )
         stack.callback(session.close_runs)

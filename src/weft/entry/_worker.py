@@ -82,6 +82,8 @@ def train_rank(
             plan.compute.device, place, backend=plan.compute.backend, timeout_seconds=patience
         )
         distributed = stack.enter_context(joining)
+        if distributed.rank == 0:
+            distributed.place.name_run_folder(run.path)
         events = stack.enter_context(_events_of(run, recipe, distributed.rank, quiet))
         mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=patience)
         blueprint = build_blueprint(recipe)

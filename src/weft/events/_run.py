@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from weft.events._events import Event, FailureEvent, WarningEvent
 
@@ -83,7 +83,7 @@ class Run:
             for sink in sinks:
                 self._close(sink)
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

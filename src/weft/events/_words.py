@@ -21,7 +21,7 @@ def words_of(event: Event) -> str | None:
         case MessageEvent(text=text) | WarningEvent(text=text):
             return text
         case FailureEvent(error=error, text=text, rank=rank, host=host):
-            return f"rank {rank} on host {host} stopped: {error}: {text}"
+            return text if text.startswith(f"rank {rank} ") else f"rank {rank} on host {host} stopped: {error}: {text}"
         case EvaluationEvent(step=step, validation_loss=loss):
             return f"step {step:4d}  validation loss {format_loss(loss)}"
         case CheckpointEvent(step=step, path=path, problem=problem):

@@ -141,13 +141,18 @@ class Trainer:
         ):
             raise data.fail("cursor", f"the samples of {step} steps, equally many in each")
 
-    def run(self) -> Outcome:
+    def run(self, until: int | None = None) -> Outcome:
         """Train to the recipe's last step, or until a signal.  Call on every rank.
+
+        Args:
+            until: finished steps after which to save and return, though the recipe has more: the ranks are to go on
+                under another plan.
 
         Raises:
             WeftError: too many steps in a row were not finite; what was saved before stays.
         """
         recipe, started = self._recipe, time.perf_counter()
+        last = recipe.run.steps if until is None else min(until, recipe.run.steps)
         losses: list[float] = []
         validation: float | None = None
         step, stopped = self._first_step, False
@@ -157,7 +162,7 @@ class Trainer:
         self._emit_start()
         reporter = StepReporter(self._run, self._recorder, self._mesh, meter)
         with StopRequest(announce=self._mesh.rank == 0) as stop:
-            while step < recipe.run.steps and not stopped:
+            while step < last and not stopped:
                 result = self._step(step, stop, reporter)
                 losses.append(result.loss)
                 step += 1
@@ -169,11 +174,13 @@ class Trainer:
                     validation = self._evaluate(step)
                 if stopped or self._due(step, recipe.run.save_every):
                     self._save(step)
-            if not stopped and recipe.run.evaluate_every is not None and not self._due(step, recipe.run.evaluate_every):
+            is_done = step == recipe.run.steps and not stopped
+            if is_done and recipe.run.evaluate_every is not None and not self._due(step, recipe.run.evaluate_every):
                 validation = self._evaluate(step)
             if self._saved_step != step:
                 self._save(step)
             number = self._agree_on_signal(stop) if stopped else 0
+            reporter.report(recipe.run.steps - step)
             self._advise()
         self._run.emit(EndEvent(step=step, stopped=stopped))
         return Outcome(

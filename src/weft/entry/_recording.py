@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -12,13 +13,18 @@ import torch
 import torch.distributed as dist
 
 import weft.errors
-from weft.entry._names import run_name
 from weft.errors import LaunchError, WeftError
 from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, loggers_to
 from weft.launch import Place
 from weft.plan import Plan, dump_plan
 
 _PATH_BYTES = 4096
+
+
+def run_name(recipe: Path) -> str:
+    """The name of a run of this recipe: the file's, or its folder's when the file is just called recipe.toml."""
+    stem = recipe.resolve().parent.name if recipe.stem == "recipe" else recipe.stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
 
 
 def create_folder(name: str, folder: str | Path | None) -> RunFolder:

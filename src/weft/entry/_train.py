@@ -25,8 +25,7 @@ from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import machine_for, profile_of_blueprint
 from weft.entry._facts import facts_of_blueprint
 from weft.entry._fit import Weigher, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
-from weft.entry._names import run_name
-from weft.entry._recording import create_folder, folder_of_rank_0
+from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
 from weft.entry._worker import train_rank
 from weft.errors import CheckpointError, LaunchError, RecipeError, WeftError

@@ -19,7 +19,7 @@ from weft.engine import Outcome, Trainer, create_training
 from weft.entry._facts import facts_of_blueprint
 from weft.errors import CollectiveError
 from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, TerminalSink, WarningSink, loggers_to
-from weft.launch import Place, initialise_distributed
+from weft.launch import Distributed, Place, initialise_distributed
 from weft.plan import Plan, check_plan, load_plan
 from weft.recipe import Recipe, load_recipe
 from weft.record import Recorder
@@ -85,36 +85,46 @@ def train_rank(
         if distributed.rank == 0:
             distributed.place.name_run_folder(run.path)
         events = stack.enter_context(_events_of(run, recipe, distributed.rank, quiet))
-        mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=patience)
-        blueprint = build_blueprint(recipe)
-        check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
-        recorder = Recorder()
-        training = create_training(recipe, plan, blueprint, mesh, recorder)
-        data = open_data(
-            recipe,
-            data_shape(blueprint, recipe),
-            microbatch=plan.microbatch,
-            data_ranks=plan.mesh.data,
-            data_index=mesh.index("data"),
-            prepared=prepared,
-        )
-        stack.callback(data.close)
-        trainer = Trainer(
-            recipe,
-            training,
-            data.batches,
-            mesh,
-            recorder,
-            checkpointer=Checkpointer(
-                run.checkpoints,
-                Peers.of_group(mesh["world"]),
-                provenance={"recipe": recipe.digest, "plan": plan.digest, "run": run.path.name},
-            ),
-            run=events,
-        )
-        if resume is not None:
-            trainer.resume(None if resume == "latest" else Path(resume))
-        with _own_groups():
-            outcome = trainer.run()
-        training.close()  # not after an error, when others may be gone whose messages it would wait for
-        return outcome
+        training = training_of(recipe, plan, distributed, run, prepared, events)
+        with training as trainer, _own_groups():
+            if resume is not None:
+                trainer.resume(None if resume == "latest" else Path(resume))
+            return trainer.run()
+
+
+@contextmanager
+def training_of(
+    recipe: Recipe,
+    plan: Plan,
+    distributed: Distributed,
+    folder: RunFolder,
+    prepared: PreparedData,
+    events: Run,
+) -> Generator[Trainer]:
+    """Build this rank's share of a training under a plan; at the end leave its groups and let go of the model.
+
+    Call on every rank alike.  The rank and its default group live on, so that another plan of the same world can
+    follow in the same process, from what this one has saved (`Trainer.resume`).  An error leaves all as it is: others
+    may be gone whose messages closing would wait for.
+    """
+    mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=plan.compute.collective_timeout_seconds)
+    blueprint = build_blueprint(recipe)
+    check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
+    recorder = Recorder()
+    training = create_training(recipe, plan, blueprint, mesh, recorder)
+    data = open_data(
+        recipe,
+        data_shape(blueprint, recipe),
+        microbatch=plan.microbatch,
+        data_ranks=plan.mesh.data,
+        data_index=mesh.index("data"),
+        prepared=prepared,
+    )
+    provenance = {"recipe": recipe.digest, "plan": plan.digest, "run": folder.path.name}
+    checkpointer = Checkpointer(folder.checkpoints, Peers.of_group(mesh["world"]), provenance=provenance)
+    try:
+        yield Trainer(recipe, training, data.batches, mesh, recorder, checkpointer=checkpointer, run=events)
+    finally:
+        data.close()
+    training.close()
+    mesh.leave()

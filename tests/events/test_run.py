@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import threading
 import time
 import timeit
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,50 @@ def test_a_users_loggers_are_left_as_they_are(tmp_path: Path, caplog: pytest.Log
     log = (tmp_path / "rank-1.log").read_text()
     assert log.endswith("rank 1 WARNING weft.parallel: something is slow\n")
     assert not logger.handlers
+
+
+def test_warnings_of_a_session_reach_the_user_and_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script that has not configured logging
+    shown = warnings.showwarning
+    run = Run(1, [LogSink(tmp_path / "rank-1.log")])
+
+    def speak() -> None:
+        with run, loggers_to(run, all_of_process=False):
+            logging.getLogger("weft.parallel").warning("something is slow")
+            warnings.warn("a number", stacklevel=1)
+
+    with pytest.warns(UserWarning, match="a number") as caught:
+        speak()
+    assert warnings.showwarning is shown
+    assert len(caught) == 1
+    assert "something is slow" in capsys.readouterr().err
+    log = (tmp_path / "rank-1.log").read_text()
+    assert "WARNING weft.parallel: something is slow" in log
+    assert "WARNING py.warnings: UserWarning: a number" in log
+    assert not logging.getLogger("weft").handlers
+
+
+def test_a_forked_child_speaks_in_the_log_and_leaves_the_metrics_alone(tmp_path: Path) -> None:
+    """A data worker may warn; it knows where the parent's file ended when it was forked, and not where it ends."""
+    path = tmp_path / "metrics.jsonl"
+    with Run(0, [LogSink(tmp_path / "log"), MetricsSink(path)]) as run:
+        run.emit(WarningEvent(text="before"))
+        with run._lock:  # pyright: ignore[reportPrivateUsage]  # of another thread, at the moment of the fork
+            child = os.fork()
+            if child == 0:
+                speaker = threading.Thread(target=lambda: run.emit(WarningEvent(text="of the child")))
+                speaker.start()
+                speaker.join(5)
+                os._exit(speaker.is_alive())
+        run.emit(WarningEvent(text="of the parent, which is longer"))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == [
+        "before",
+        "of the parent, which is longer",
+    ]
+    assert "of the child" in (tmp_path / "log").read_text()
 
 
 def test_a_step_costs_microseconds(tmp_path: Path) -> None:

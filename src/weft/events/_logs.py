@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from weft.events._events import (
     CheckpointEvent,
@@ -84,26 +86,48 @@ class _ToRun(logging.Handler):
 def loggers_to(run: Run, *, all_of_process: bool) -> Generator[None]:
     """Let Weft's loggers speak through `run`.  They are put back at the end, so that a notebook can train twice.
 
-    With `all_of_process`, in a process that is Weft's own, details and Python's warnings come, too, and nothing goes to
-    other handlers.  In a user's process only warnings of Weft's come, and all goes on to the user's handlers.
+    With `all_of_process`, in a process that is Weft's own, details come, too, and nothing goes to other handlers.  In a
+    user's process warnings come, of Weft's loggers and Python's own, and also go where they would have gone.
     """
-    handler = _ToRun(run)
-    loggers = [logging.getLogger(name) for name in (("weft", "py.warnings") if all_of_process else ("weft",))]
-    before = [(logger.level, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(handler)
-        if all_of_process:
-            logger.setLevel(logging.INFO)
-            logger.propagate = False
     if all_of_process:
-        logging.captureWarnings(True)
+        with _all_loggers_to(_ToRun(run)):
+            yield
+        return
+    logger, show = logging.getLogger("weft"), warnings.showwarning
+    handlers: list[logging.Handler] = [_ToRun(run)]
+    if not logger.hasHandlers() and logging.lastResort is not None:
+        handlers.append(logging.lastResort)  # which logging leaves out where there is any handler
+    for handler in handlers:
+        logger.addHandler(handler)
+
+    def show_and_emit(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+        run.emit(WarningEvent(text=f"{category.__name__}: {message}", source="py.warnings"))
+        show(message, category, *where, **options)
+
+    warnings.showwarning = show_and_emit
     try:
         yield
     finally:
-        if all_of_process:
-            logging.captureWarnings(False)
+        if warnings.showwarning is show_and_emit:  # a context that the session lies in may have ended before
+            warnings.showwarning = show
+        for handler in handlers:
+            logger.removeHandler(handler)
+
+
+@contextmanager
+def _all_loggers_to(handler: logging.Handler) -> Generator[None]:
+    loggers = [logging.getLogger(name) for name in ("weft", "py.warnings")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
         for logger, (level, propagate) in zip(loggers, before, strict=True):
             logger.removeHandler(handler)
-            if all_of_process:
-                logger.setLevel(level)
-                logger.propagate = propagate
+            logger.setLevel(level)
+            logger.propagate = propagate

@@ -90,11 +90,14 @@ class MetricsSink:
 
     def __init__(self, path: Path) -> None:
         self.writer = MetricsWriter(path)
+        self._process = os.getpid()
         self._step: dict[str, Metric] = {}
         self._seconds: dict[str, Metric] = {}
         self._communication: dict[str, Metric] = {}
 
     def take(self, emitted: Emitted) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child knows no more where the file ends
         match emitted.event:
             case StepEvent() as event:
                 self._step = {**fields_of_event(event), "kind": event.kind}

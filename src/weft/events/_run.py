@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -51,6 +52,7 @@ class Run:
         self._lock = threading.RLock()
         self._is_delivering = False
         self._count = 0
+        self._process = os.getpid()
 
     def attach(self, sink: Sink) -> None:
         """Let another sink listen, from now on."""
@@ -59,6 +61,8 @@ class Run:
 
     def emit(self, event: Event) -> None:
         """Say something to all sinks.  Never raises for a sink's sake."""
+        if os.getpid() != self._process:
+            self._begin_in_child()
         with self._lock:
             self._waiting.append(Emitted(event, self.rank, self._count, time.time()))
             self._count += 1
@@ -88,6 +92,11 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _begin_in_child(self) -> None:
+        """After a fork, of a data worker: another thread may have held the lock, and spoken, in the parent."""
+        self._lock, self._is_delivering, self._process = threading.RLock(), False, os.getpid()
+        self._waiting.clear()
 
     def _deliver(self, emitted: Emitted) -> None:
         for sink in tuple(self._sinks):

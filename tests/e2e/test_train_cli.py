@@ -15,6 +15,8 @@ import pytest
 import torch
 from e2e_kit import RECIPE, WEFT, Act, Done, watch, write_corpus
 
+from metrics_lines import STEP_KEYS
+
 TRAIN = (WEFT, "train", "recipe.toml", "--processes", "2")
 LONG = ("--set", "recipe.run.steps=3000", "--set", "recipe.run.evaluate_every=3000")
 THREE_D = "[mesh]\ntensor = 2\npipeline = 2\n[microbatch]\nsize = 2\nper_step = 4\n"
@@ -73,6 +75,7 @@ def test_the_folder_holds_everything(home: Path, trained: Done) -> None:
     }
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"latest", "step-000040", "step-000060"}
     assert list(metrics(run)) == list(range(1, 61))
+    assert set(metrics(run)[1]) == STEP_KEYS
     first = metrics(run)[1]
     assert first["count"] == 256
     units = ("_per_second", "_seconds", "_bytes", "_norm", "_rate", "_share", "_scale")

@@ -10,6 +10,7 @@ from engine_kit import Training, plan_of, recipe_of
 
 from weft.comm import Seen
 from weft.engine import Trainer
+from weft.events import Run, TerminalSink
 from weft.plan import DataParallelPlan
 from weft.record import Recorder
 
@@ -39,7 +40,7 @@ def say() -> str:
     recorder.remember()
     trainer = Trainer(
         training.recipe, training.state, training.data, training.mesh, recorder,
-        checkpointer=None, metrics=None, stream=stream,
+        checkpointer=None, run=Run(training.mesh.rank, [TerminalSink(stream)]),
     )  # fmt: skip
     trainer.run()
     return stream.getvalue()

@@ -265,9 +265,7 @@ def evaluate(plan: Plan) -> list[tuple[float, bool]]:
     """After every step the validation loss, and whether the weights were the same bits afterwards."""
     training = Training(recipe(), plan)
     made = recipe()
-    trainer = Trainer(
-        made, training.state, training.data, training.mesh, Recorder(), checkpointer=None, metrics=None, stream=None
-    )
+    trainer = Trainer(made, training.state, training.data, training.mesh, Recorder(), checkpointer=None)
     found: list[tuple[float, bool]] = []
     for step in range(STEPS):
         training.step(step)
@@ -408,7 +406,7 @@ def run_loop(plan: Plan, folder: Path) -> tuple[Outcome, Outcome, list[Piece], l
         keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))
         trainer = Trainer(
             made, training.state, training.data, training.mesh, Recorder(),
-            checkpointer=keeper, metrics=None, stream=None,
+            checkpointer=keeper,
         )  # fmt: skip
         if resumed:
             trainer.resume(folder / f"step-{STEPS - 1:06d}")

@@ -175,7 +175,7 @@ def run_loop(
     )
     data = Noted(opened.batches, broken)
     keeper = Checkpointer(folder, Peers.of_group(mesh["world"]))
-    trainer = Trainer(recipe, training, data, mesh, recorder, checkpointer=keeper, metrics=None, stream=None)
+    trainer = Trainer(recipe, training, data, mesh, recorder, checkpointer=keeper)
     if keeper.latest() is not None:
         trainer.resume()
     outcome = trainer.run()

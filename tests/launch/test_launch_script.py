@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -41,6 +42,56 @@ with initialise_distributed("cpu") as distributed:
     sys.stdout.write(f"rank {distributed.rank} of {distributed.world_size} sum {int(value)}\\n")
 assert not dist.is_initialized()
 """
+
+
+LOOP = """
+import os, signal, sys, time
+import torch, weft
+from torch import nn
+from weft.plan import MeshPlan, MicrobatchPlan, Plan
+plan = Plan(mesh=MeshPlan(replicate=2), microbatch=MicrobatchPlan(size=2, per_step=2))
+model = nn.Linear(2, 2)
+with weft.session(plan=plan, folder=sys.argv[1], quiet=True) as session:
+    state = session.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(8, 2)], loss=lambda o, b: (o.sum(), len(o)),
+        batch_size=8,
+    )
+    for batch in state.batches(1):
+        state.step(batch)
+    if session.rank == 1 and sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if session.rank == 1 and sys.argv[2] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if session.rank == 0 and sys.argv[2] == "stopped":
+        while "was stopped by a signal" not in (text := open(sys.argv[1] + "/launcher.log").read()
+                                                if os.path.exists(sys.argv[1] + "/launcher.log") else ""):
+            time.sleep(0.1)
+        os.kill(int(text.split("(pid ")[1].split(")")[0]), signal.SIGCONT)
+    if session.rank == 1 and sys.argv[2] == "raises":
+        raise ValueError("bad luck")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [("killed", "SIGKILL", "killed by SIGKILL"), ("raises", "ValueError", "ValueError: bad luck"), ("stopped", "", "")],
+)
+def test_what_the_launcher_learns_is_in_the_folder_of_the_run(tmp_path: Path, how: str, error: str, text: str) -> None:
+    script, folder = tmp_path / "loop.py", tmp_path / "run"
+    script.write_text(LOOP)
+    status = launch_script(str(script), [str(folder), how], 2)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    failures = [line for line in lines if line["kind"] == "failure" and line["rank"] == 1]
+    log = (folder / "launcher.log").read_text()
+    if how == "stopped":
+        assert (status, failures) == (0, [])
+        assert "launcher WARNING weft.launch: rank 1 (pid " in log
+        return
+    assert status != 0
+    assert [line["kind"] for line in lines][-1] == "failure"
+    assert (failures[0]["error"], len(failures)) == (error, 1)
+    assert text in failures[0]["text"]
+    assert f"launcher ERROR weft: rank 1 of 2 on host {failures[0]['host']} stopped: " in log
 
 
 @pytest.fixture

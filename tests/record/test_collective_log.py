@@ -39,16 +39,6 @@ def test_sums_are_of_what_ended_in_the_step() -> None:
     assert [seen.num_bytes for seen in log.latest()] == [100, 50, 7]
 
 
-def test_a_metric_has_units_in_its_names() -> None:
-    log = CollectiveLog()
-    log.add(_waited(_seen("data", 100), 0.01))
-    metric = log.end_step()["data"].as_metric()
-    assert set(metric) == {"count", "bytes", "total_seconds", "exposed_seconds"}
-    exposed = metric["exposed_seconds"]
-    assert isinstance(exposed, float)
-    assert exposed >= 0.01
-
-
 def test_an_end_that_nobody_observed_is_a_bound() -> None:
     seen = _seen("data")
     time.sleep(0.01)

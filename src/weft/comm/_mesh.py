@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm._device import forget_meshes
 from weft.comm._watch import Sink, Watch
 from weft.comm._watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
 from weft.errors import CollectiveError
@@ -75,6 +76,8 @@ class Mesh:
         self.coordinates = axis_coordinates(plan, self.rank)
         self._made: dict[tuple[tuple[int, ...], ...], GroupView] = {}
         """Groups of several axes, by all parts of the partition."""
+        self._own: list[dist.ProcessGroup] = []
+        """Groups that were made for this mesh."""
         self._watched: dict[WatchedGroup, str] = {}
         self._sink: Sink | None = None
         self._views = {name: self._create(name, axes) for name, axes in _PRODUCTS.items()}
@@ -119,6 +122,24 @@ class Mesh:
             self._watched[view.group] = name
             view.group.watch = None if self._sink is None else Watch(name, self._sink)
         return view
+
+    def leave(self) -> None:
+        """Leave all groups that were made for this mesh, so that the ranks can build another one.  Call on every rank
+        alike, once nothing sends through them any more: the training is closed.
+
+        The default group stays.  Sockets, threads and memory of a group end with the last object that holds it: drop
+        the model and its optimizer, too.
+        """
+        if self._own:
+            dist.barrier()  # nobody leaves while another still waits for its last message
+        self.watch(None)
+        self._watched.clear()
+        self._made.clear()
+        self._device_meshes.clear()
+        self._views.clear()
+        while self._own:
+            dist.destroy_process_group(self._own.pop())
+        forget_meshes()
 
     def device_mesh(self, *axes: Axis) -> DeviceMesh:
         """Return a DeviceMesh over `axes`, all larger than 1, with this rank's other coordinates fixed.
@@ -167,6 +188,7 @@ class Mesh:
             if self.rank in ranks:
                 assert not isinstance(group, int), "torch gives a number only to ranks that are no members"
                 mine = self._note(self._view(ranks, group), name)
+                self._own += [] if group is None else [group]
         return mine if mine is not None else GroupView((self.rank,), 0, None)
 
     def _view(self, ranks: Sequence[int], group: dist.ProcessGroup | None) -> GroupView:

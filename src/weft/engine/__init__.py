@@ -4,8 +4,7 @@ from weft.engine._learning_rate import learning_rate as learning_rate
 from weft.engine._learning_rate import peak_learning_rate as peak_learning_rate
 from weft.engine._local_rounds import LocalRounds as LocalRounds
 from weft.engine._loss_scale import LossScale as LossScale
-from weft.engine._progress import format_duration as format_duration
-from weft.engine._progress import format_loss as format_loss
+from weft.engine._report import StepReporter as StepReporter
 from weft.engine._setup import TrainingState as TrainingState
 from weft.engine._setup import create_stepper as create_stepper
 from weft.engine._setup import create_training as create_training
@@ -13,6 +12,7 @@ from weft.engine._setup import model_pieces as model_pieces
 from weft.engine._signals import StopRequest as StopRequest
 from weft.engine._step import Stepper as Stepper
 from weft.engine._step import StepResult as StepResult
+from weft.engine._throughput import ThroughputMeter as ThroughputMeter
 from weft.engine._trainer import Outcome as Outcome
 from weft.engine._trainer import Trainer as Trainer
 from weft.engine._trainer import TrainingData as TrainingData

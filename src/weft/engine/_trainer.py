@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO, cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,17 +16,16 @@ from weft.checkpoint import Checkpointer, Json, SaveError
 from weft.comm import Mesh
 from weft.document import JsonObject
 from weft.engine._learning_rate import learning_rate
-from weft.engine._progress import ProgressPrinter, StepReport, format_loss
+from weft.engine._report import StepReporter
 from weft.engine._setup import TrainingState
 from weft.engine._signals import StopRequest
 from weft.engine._step import StepResult
 from weft.engine._throughput import ThroughputMeter, measure_peak_flops
 from weft.errors import CheckpointError, RecipeError, WeftError
+from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, MessageEvent, Run, StartEvent
 from weft.models import Batch
 from weft.recipe import Recipe
-from weft.record import MetricsWriter, Recorder, advise_bucket
-
-logger = logging.getLogger(__name__)
+from weft.record import Recorder, advise_bucket
 
 
 class TrainingData(Protocol):
@@ -82,18 +79,16 @@ class Trainer:
         recorder: Recorder,
         *,
         checkpointer: Checkpointer | None,
-        metrics: MetricsWriter | None,
-        stream: TextIO | None,
+        run: Run | None = None,
     ) -> None:
-        """Join the parts.  `metrics` and `stream` are given on rank 0 only; without a checkpointer nothing is saved."""
+        """Join the parts.  What happens is said through `run`; without a checkpointer nothing is saved."""
         self._recipe = recipe
         self._training = training
         self._data = data
         self._mesh = mesh
         self._recorder = recorder
         self._checkpointer = checkpointer
-        self._metrics = metrics
-        self._stream = stream
+        self._run = run if run is not None else Run(mesh.rank)
         self._sequence_length = training.model.blueprint.sequence_length
         self._first_step = 0
         self._saved_step: int | None = None
@@ -146,37 +141,48 @@ class Trainer:
         ):
             raise data.fail("cursor", f"the samples of {step} steps, equally many in each")
 
-    def run(self) -> Outcome:
+    def run(self, until: int | None = None) -> Outcome:
         """Train to the recipe's last step, or until a signal.  Call on every rank.
+
+        Args:
+            until: finished steps after which to save and return, though the recipe has more: the ranks are to go on
+                under another plan.
 
         Raises:
             WeftError: too many steps in a row were not finite; what was saved before stays.
         """
         recipe, started = self._recipe, time.perf_counter()
+        last = recipe.run.steps if until is None else min(until, recipe.run.steps)
         losses: list[float] = []
         validation: float | None = None
         step, stopped = self._first_step, False
         meter = ThroughputMeter(
             flops_per_sample=self._training.model.blueprint.flops_per_sample, peak_flops=self._measure_peak()
         )
-        with StopRequest(announce=self._mesh.rank == 0) as stop, self._printer() or contextlib.nullcontext() as printer:
-            while step < recipe.run.steps and not stopped:
-                result = self._step(step, stop, meter)
+        self._emit_start()
+        reporter = StepReporter(self._run, self._recorder, self._mesh, meter)
+        with StopRequest(announce=self._mesh.rank == 0) as stop:
+            while step < last and not stopped:
+                result = self._step(step, stop, reporter)
                 losses.append(result.loss)
                 step += 1
-                self._watch_for_skips(result, printer)
-                self._report(step, result, meter, printer)
+                self._refuse_endless_skips(result)
                 stopped = result.stop
+                if self._reports(step) or stopped:
+                    reporter.report(recipe.run.steps - step)
                 if not stopped and self._due(step, recipe.run.evaluate_every):
-                    validation = self._evaluate(step, printer)
+                    validation = self._evaluate(step)
                 if stopped or self._due(step, recipe.run.save_every):
-                    self._save(step, printer)
-            if not stopped and recipe.run.evaluate_every is not None and not self._due(step, recipe.run.evaluate_every):
-                validation = self._evaluate(step, printer)
+                    self._save(step)
+            is_done = step == recipe.run.steps and not stopped
+            if is_done and recipe.run.evaluate_every is not None and not self._due(step, recipe.run.evaluate_every):
+                validation = self._evaluate(step)
             if self._saved_step != step:
-                self._save(step, printer)
+                self._save(step)
             number = self._agree_on_signal(stop) if stopped else 0
-            self._advise(printer)
+            reporter.report(recipe.run.steps - step)
+            self._advise()
+        self._run.emit(EndEvent(step=step, stopped=stopped))
         return Outcome(
             steps=step,
             first_loss=losses[0] if losses else None,
@@ -191,8 +197,19 @@ class Trainer:
 
     # ── parts of the loop ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _step(self, step: int, stop: StopRequest, meter: ThroughputMeter) -> StepResult:
-        started = time.perf_counter()
+    def _emit_start(self) -> None:
+        plan = self._training.model.plan
+        self._run.emit(
+            StartEvent(
+                step=self._first_step,
+                num_steps=self._recipe.run.steps,
+                world_size=self._mesh["world"].size,
+                plan=plan.digest,
+            )
+        )
+
+    def _step(self, step: int, stop: StopRequest, reporter: StepReporter) -> StepResult:
+        reporter.begin()
         with self._recorder.span("data_wait"):
             microbatches = self._data.microbatches(step)
         result = self._training.stepper(
@@ -201,23 +218,15 @@ class Trainer:
             learning_rate=learning_rate(self._recipe, step),
             stop_requested=lambda: stop.flag,
         )
+        self._skipped += result.skipped
         samples = self._recipe.batch.global_batch_size
         tokens = samples * self._sequence_length if self._sequence_length is not None else None
-        meter.add(seconds=time.perf_counter() - started, samples=samples, tokens=tokens)
+        rate = result.learning_rate
+        reporter.step(result, samples=samples, tokens=tokens, num_skipped=self._skipped, learning_rate=rate)
         return result
 
-    def _watch_for_skips(self, result: StepResult, printer: ProgressPrinter | None) -> None:
-        if not result.skipped:
-            self._skipped_in_a_row = 0
-            return
-        self._skipped += 1
-        self._skipped_in_a_row += 1
-        scale = f", loss scale {result.loss_scale:g}" if result.loss_scale != 1.0 else ""
-        _say(
-            printer,
-            f"step {result.step + 1} skipped on all ranks: loss {result.loss}, gradient norm"
-            f" {result.gradient_norm}{scale}",
-        )
+    def _refuse_endless_skips(self, result: StepResult) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         limit = self._recipe.run.max_skipped_steps
         loss_scale = self._training.loss_scale
         may_still_fall = loss_scale is not None and loss_scale.scale > loss_scale.minimum
@@ -229,63 +238,16 @@ class Trainer:
                 " or look at the data of these steps."
             )
 
-    def _report(
-        self,
-        step: int,
-        result: StepResult,
-        meter: ThroughputMeter,
-        printer: ProgressPrinter | None,
-    ) -> None:
-        last = step == self._recipe.run.steps
-        if not (last or result.stop or step == self._first_step + 1 or step % self._recipe.run.log_every == 0):
-            if printer is not None:
-                printer.advance(step)
-            return
-        rates, spans = meter.read(), self._recorder.end_step()
-        traffic = self._recorder.collectives.end_step()
-        if self._metrics is not None:
-            self._metrics.write(
-                {
-                    "kind": "step",
-                    "step": step,
-                    "loss": result.loss,
-                    "count": result.count,
-                    "gradient_norm": result.gradient_norm,
-                    "learning_rate": result.learning_rate,
-                    "skipped": result.skipped,
-                    "loss_scale": result.loss_scale,
-                    "samples_per_second": rates.samples_per_second,
-                    "tokens_per_second": rates.tokens_per_second,
-                    "flops_per_second": rates.flops_per_second,
-                    "peak_share": rates.peak_share,
-                    "memory_bytes": result.memory_bytes,
-                    "unix_time_seconds": time.time(),
-                    **spans,
-                    "communication": {axis: sums.as_metric() for axis, sums in traffic.items()},
-                }
-            )
-        if printer is not None:
-            constant = self._recipe.optimizer.schedule == "constant" and self._recipe.optimizer.warmup_steps == 0
-            printer.report(
-                StepReport(
-                    step=step,
-                    loss=result.loss,
-                    tokens_per_second=rates.tokens_per_second,
-                    samples_per_second=rates.samples_per_second,
-                    peak_share=rates.peak_share,
-                    memory_bytes=result.memory_bytes,
-                    remaining_seconds=meter.remaining_seconds(self._recipe.run.steps - step),
-                    learning_rate=None if constant else result.learning_rate,
-                    skipped_steps=self._skipped,
-                )
-            )
+    def _reports(self, step: int) -> bool:
+        run = self._recipe.run
+        return step in (run.steps, self._first_step + 1) or step % run.log_every == 0
 
-    def _evaluate(self, step: int, printer: ProgressPrinter | None) -> float:
+    def _evaluate(self, step: int) -> float:
+        started = time.perf_counter()
         with self._recorder.span("evaluation"):
             loss = self.evaluate()
-        if self._metrics is not None:
-            self._metrics.write({"kind": "evaluation", "step": step, "validation_loss": loss})
-        _say(printer, f"step {step:4d}  validation loss {format_loss(loss)}")
+        seconds = time.perf_counter() - started
+        self._run.emit(EvaluationEvent(step=step, validation_loss=loss, seconds=seconds))
         return loss
 
     def evaluate(self) -> float:
@@ -306,7 +268,7 @@ class Trainer:
         loss_sum, count = totals.tolist()
         return loss_sum / count if count else math.nan
 
-    def _save(self, step: int, printer: ProgressPrinter | None) -> None:
+    def _save(self, step: int) -> None:
         if self._checkpointer is None:
             return
         state: dict[str, Json] = {
@@ -314,18 +276,19 @@ class Trainer:
             "data": dict(self._data.state(step)),
             "skipped_steps": self._skipped,
         }
+        started, problem = time.perf_counter(), ""
         with self._recorder.span("checkpoint"):
             try:
                 path = self._checkpointer.save(step, self._training.pieces(), state)
+                self._saved_step = step
             except SaveError as error:
                 if not error.training_can_continue or step == self._recipe.run.steps:
                     raise
-                _say(printer, f"warning: {error} Training goes on.")
-                return
-        self._saved_step = step
-        _say(printer, f"step {step:4d}  saved {path}")
+                path, problem = self._checkpointer.folder, str(error)
+        seconds = time.perf_counter() - started
+        self._run.emit(CheckpointEvent(step=step, path=str(path), seconds=seconds, problem=problem))
 
-    def _advise(self, printer: ProgressPrinter | None) -> None:
+    def _advise(self) -> None:
         """Say on rank 0 whether other gradient buckets would have left less to wait for."""
         if self._mesh.rank != 0:
             return
@@ -334,15 +297,10 @@ class Trainer:
         tail = outermost.numel() * model.dtypes.gradient.itemsize if outermost is not None else 0
         advice = advise_bucket(self._recorder, model.plan, tail_bytes=tail)
         if advice is not None:
-            _say(printer, str(advice))
+            self._run.emit(MessageEvent(text=str(advice), source=__name__))
 
     def _due(self, step: int, every: int | None) -> bool:
         return every is not None and step % every == 0
-
-    def _printer(self) -> ProgressPrinter | None:
-        if self._stream is None:
-            return None
-        return ProgressPrinter(self._recipe.run.steps, first_step=self._first_step, stream=self._stream)
 
     def _agree_on_signal(self, stop: StopRequest) -> int:
         """The signal that some rank got: the others may not have, or not yet."""
@@ -365,9 +323,3 @@ class Trainer:
         if world.group is not None:
             dist.all_reduce(peak, group=world.group)
         return float(peak)
-
-
-def _say(printer: ProgressPrinter | None, text: str) -> None:
-    logger.info("%s", text)
-    if printer is not None:
-        printer.message(text)

@@ -7,6 +7,7 @@ from weft.entry._check_report import CheckReport as CheckReport
 from weft.entry._fit import is_tight as is_tight
 from weft.entry._generate import generate as generate
 from weft.entry._generate import load_module as load_module
+from weft.entry._recording import run_name as run_name
 from weft.entry._session import Session as Session
 from weft.entry._session import session as session
 from weft.entry._state import StepInfo as StepInfo
@@ -15,6 +16,6 @@ from weft.entry._timed import TimedPlan as TimedPlan
 from weft.entry._timed import step_seconds as step_seconds
 from weft.entry._timed import time_plans as time_plans
 from weft.entry._train import RunResult as RunResult
-from weft.entry._train import run_name as run_name
 from weft.entry._train import train as train
 from weft.entry._trials import decide_by_trials as decide_by_trials
+from weft.entry._worker import training_of as training_of

@@ -11,11 +11,11 @@ from torch import nn
 from weft.checkpoint import read_tensors
 from weft.data import load_tokenizer, separator_of
 from weft.errors import LaunchError, RecipeError
+from weft.events import RunFolder
 from weft.models import Blueprint, build_model
 from weft.models import generate as continue_tokens
 from weft.parallel import ModelLayout, ParameterLayout, materialise
 from weft.recipe import load_recipe
-from weft.record import RunFolder
 
 
 def generate(

@@ -21,6 +21,7 @@ from weft.entry._auto import machine_for, profile_of_user_model
 from weft.entry._calls import Calls
 from weft.entry._facts import facts_of_blueprint
 from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
+from weft.entry._recording import SessionRuns
 from weft.entry._state import LossOfUser, TrainState
 from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
 from weft.entry._user_optimizer import group_indices, settings_of
@@ -48,6 +49,7 @@ def session(
     permit: Sequence[Precision] = ("fp32",),
     compression: Sequence[str] = (),
     folder: str | Path | None = None,
+    record: bool = True,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     collective_timeout_seconds: float | None = None,
     quiet: bool = False,
@@ -61,7 +63,10 @@ def session(
         seed: of data order and of dropout.
         permit: precisions that a plan may choose from.
         compression: lossy compressions of gradients that a plan may name.
-        folder: where `save` writes; by default `runs/session`.
+        folder: of the run, as that of `weft train`: plan, metrics, logs, and what `save` writes.  By default
+            `runs/<script>-<date>-<n>`; to go on with an earlier run, give its folder and call `load`.
+        record: keep plan, metrics and logs; False leaves nothing in the folder (then by default `runs/session`) but
+            what `save` writes.
         device: of this job's ranks.
         collective_timeout_seconds: how long ranks wait for one another; by default the plan's own
             (`compute.collective_timeout_seconds`), 600 s under `auto`.
@@ -94,9 +99,10 @@ def session(
             patience_seconds=patience,
             seed=seed,
             permit=PermitRecipe(precision=tuple(permit), compression=tuple(compression)),
-            folder=Path(folder) if folder is not None else Path("runs") / "session",
+            runs=SessionRuns(Path(folder) if folder is not None else None, distributed.place, record=record),
             quiet=quiet,
         )
+        stack.callback(session.close_runs)
         stack.callback(register_optimizer_step_pre_hook(session.refuse_foreign_optimizer).remove)
         with session.watched():
             yield session
@@ -116,7 +122,7 @@ class Session:
         patience_seconds: float,
         seed: int,
         permit: PermitRecipe,
-        folder: Path,
+        runs: SessionRuns,
         quiet: bool,
     ) -> None:
         self.rank = distributed.rank
@@ -128,7 +134,7 @@ class Session:
         self._patience_seconds = patience_seconds
         self._seed = seed
         self._permit = permit
-        self._folder = folder
+        self._runs = runs
         self._quiet = quiet
         self._meshes: dict[MeshPlan, Mesh] = {}
         self._prepared = 0
@@ -148,6 +154,10 @@ class Session:
         for state in self._states:
             state.close()
 
+    def close_runs(self) -> None:
+        """Close the files of the record."""
+        self._runs.close()
+
     @contextmanager
     def watched(self) -> Generator[None]:
         """Leave with what the ranks know of one another; what ends the session on this one is said to the others."""
@@ -156,6 +166,7 @@ class Session:
         except BaseException as error:
             for state in self._states:
                 state.let_go()
+            self._runs.fail(error)
             self._calls.close(error)
             raise
         else:
@@ -268,7 +279,7 @@ class Session:
             stream=loader,
             loss=loss,
             like=type(example),
-            folder=self._folder / (f"model-{self._prepared}" if self._prepared > 1 else "model"),
+            recorded=self._runs.open(self._prepared, plan),
             calls=self._calls,
             number=self._prepared,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,15 +21,17 @@ from weft.checkpoint import Checkpointer, Json, Peers, export_checkpoint
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.document import JsonObject
-from weft.engine import LossScale, create_stepper, model_pieces
+from weft.engine import LossScale, StepReporter, StepResult, ThroughputMeter, create_stepper, model_pieces
 from weft.entry._agreement import check_same_facts
 from weft.entry._calls import Calls
 from weft.entry._guards import Guard, refuse_untrainable, retire
 from weft.entry._loop_draws import Yielded
+from weft.entry._recording import ModelRun
 from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import Stream, UserBatch, fields_of, restored
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import CheckpointError, DataError, PlanError
+from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, Run, StartEvent
 from weft.models import Batch, Blueprint
 from weft.parallel import ParallelModel, Piece, parallelize
 from weft.plan import Plan
@@ -64,7 +67,7 @@ class TrainState:
         groups: Mapping[str, int],
         stream: Iterable[UserBatch],
         loss: Callable[[Any, Any], Any],
-        folder: Path,
+        recorded: ModelRun,
         calls: Calls,
         number: int = 1,
         like: type[Any] = dict,
@@ -98,6 +101,7 @@ class TrainState:
         self._optimizer = UserOptimizer(
             optimizer, self._parallel.stores.shards, whole=cuts != "anywhere", guard=self._guard
         )
+        self._recorder = Recorder()
         self._stepper, self._loss_scale = create_stepper(
             self._parallel,
             self._optimizer,
@@ -105,14 +109,15 @@ class TrainState:
             batch=self._batch_size,
             max_gradient_norm=recipe.optimizer.max_grad_norm,
             average=None,
-            recorder=Recorder(),
+            recorder=self._recorder,
         )
+        self._recording = _Recording(recorded.run, self._recorder, self._parallel)
         self._steps = 0
         self._in_pass = 0
         """Batches taken of the present pass through a loader that only iterates."""
         self._seen = SeenBatches(shared_by_all=plan.mesh.data == 1 and plan.mesh.world_size > 1)
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
-        self._checkpointer = Checkpointer(folder, Peers.of_group(mesh["world"]))
+        self._checkpointer = Checkpointer(recorded.folder.checkpoints, Peers.of_group(mesh["world"]))
         retire(before, *(part.module for part in self._parallel.parts))
         gathers = plan.data_parallel.zero == 3 and mesh.size("shard") > 1
         trained = [p for part in self._parallel.parts for p in part.module.parameters() if p.requires_grad]
@@ -152,7 +157,9 @@ class TrainState:
         first, epoch = self._steps, self._stream.epoch_of(self._steps)
         step = first
         while (steps is None and self._stream.epoch_of(step) == epoch) or (steps is not None and step < first + steps):
-            yield self._handed_out(self._stream.read(step, self._start, self._stop))
+            with self._recorder.span("data_wait"):
+                batch = self._stream.read(step, self._start, self._stop)
+            yield self._handed_out(batch)
             step += 1
 
     def step(self, batch: UserBatch) -> StepInfo:
@@ -178,6 +185,7 @@ class TrainState:
                 on_difference=self._name_difference,
             )
         self._steps += 1
+        self._recording.step(result, self._batch_size, self.optimizer)
         return StepInfo(
             number=self._steps, loss=result.loss, gradient_norm=result.gradient_norm, skipped=result.skipped
         )
@@ -188,7 +196,8 @@ class TrainState:
         Every rank takes its share of each batch, also of a short last one.
         """
         totals, seen = torch.zeros(2, dtype=torch.float64, device=self._mesh.device), 0
-        with self._calls.call(f"{self._name}.evaluate()", meets=True), self._guard.inside():
+        recording = self._recording.phase("evaluation")
+        with self._calls.call(f"{self._name}.evaluate()", meets=True), self._guard.inside(), recording as seconds:
             for batch in loader:
                 fields = fields_of(batch)
                 size = next(iter(fields.values())).shape[0]
@@ -202,7 +211,9 @@ class TrainState:
             check_same_facts(facts, self._mesh.device, world.group)
             if world.group is not None:
                 dist.all_reduce(totals, group=world.group)
-        return float(totals[0] / totals[1]) if totals[1] else math.nan
+        loss = float(totals[0] / totals[1]) if totals[1] else math.nan
+        self._recording.emit(EvaluationEvent(step=self._steps, validation_loss=loss, seconds=seconds()))
+        return loss
 
     def save(self) -> Path:
         """Save model, optimizer and place in the data; any later plan can load it.
@@ -219,9 +230,12 @@ class TrainState:
             "optimizer": cast(Json, self._optimizer.settings()),
             "loss_scale": None if self._loss_scale is None else dict[str, Json](self._loss_scale.state()),
         }
-        with self._calls.call(f"{self._name}.save()", meets=True), self._guard.inside():
+        recording = self._recording.phase("checkpoint")
+        with self._calls.call(f"{self._name}.save()", meets=True), self._guard.inside(), recording as seconds:
             self._optimizer.create_states()
-            return self._checkpointer.save(self._steps, self._pieces(), state)
+            path = self._checkpointer.save(self._steps, self._pieces(), state)
+        self._recording.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds()))
+        return path
 
     def export(self, folder: str | Path) -> Path:
         """Write the whole model as `transformers` loads it (safetensors, and `config.json` where it has one), under any
@@ -266,6 +280,7 @@ class TrainState:
         in_pass = state.get("in_pass")
         self._steps, self._in_pass = steps, in_pass if isinstance(in_pass, int) else 0
         self._seen.expected = str(state.get("last_batch") or "")
+        self._recording.start(self._steps)
         return steps
 
     def _check_state(self, state: JsonObject, step: int) -> None:
@@ -322,6 +337,7 @@ class TrainState:
     def close(self) -> None:
         """End what runs in the background; no steps follow.  Leaving the session does it."""
         self.let_go()
+        self._recording.emit(EndEvent(step=self._steps, stopped=False))
         self._parallel.stores.close()
 
     def let_go(self) -> None:
@@ -410,6 +426,41 @@ class TrainState:
                 " order equally on all ranks (by a generator= of the sampler's own, since torch's is seeded by rank in"
                 " each step), or use a torch DataLoader over a map-style dataset, which Weft shuffles itself."
             )
+
+
+class _Recording:
+    """What one rank says of a model that the user's loop steps: every step with its report."""
+
+    def __init__(self, run: Run, recorder: Recorder, model: ParallelModel) -> None:
+        self._run = run
+        self._recorder = recorder
+        self._model = model
+        self._skipped = 0
+        meter = ThroughputMeter(flops_per_sample=model.blueprint.flops_per_sample, peak_flops=None)
+        self._reporter = StepReporter(run, recorder, model.mesh, meter)
+        self.emit = run.emit
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        """The loop begins, or goes on from a save."""
+        size, plan = self._model.mesh["world"].size, self._model.plan
+        self.emit(StartEvent(step=step, num_steps=None, world_size=size, plan=plan.digest))
+        self._reporter.begin()
+
+    def step(self, result: StepResult, samples: int, optimizer: torch.optim.Optimizer) -> None:
+        """The learning rate is that of the optimizer's first group."""
+        self._skipped += result.skipped
+        rate = float(optimizer.param_groups[0]["lr"])
+        self._reporter.step(result, samples=samples, tokens=None, num_skipped=self._skipped, learning_rate=rate)
+        self._reporter.report()
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[Callable[[], float]]:
+        """Time what is none of a step; yields how many seconds it has taken so far."""
+        started = time.perf_counter()
+        with self._recorder.span(name):
+            yield lambda: time.perf_counter() - started
+        self._reporter.begin()
 
 
 class LossOfUser:

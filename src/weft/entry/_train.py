@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Generator, Mapping
@@ -13,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import weft
@@ -22,20 +20,20 @@ from weft.cluster import Cluster
 from weft.comm import backend_for, device_for_rank
 from weft.data import ConsoleProgress, PreparedData, data_shape, prepare_data, silent
 from weft.describe import build_blueprint
-from weft.engine import format_duration, format_loss
 from weft.engine.optimizers import check_group_globs
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import machine_for, profile_of_blueprint
 from weft.entry._facts import facts_of_blueprint
 from weft.entry._fit import Weigher, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
+from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
 from weft.entry._worker import train_rank
 from weft.errors import CheckpointError, LaunchError, RecipeError, WeftError
+from weft.events import RunFolder, format_duration, format_loss
 from weft.launch import Nursery, initialise_distributed, launch_function, open_nursery, place_from_environment
 from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.recipe import Recipe, dump_recipe, load_recipe
-from weft.record import RunFolder
 from weft.search import Choice, choose_plan
 
 
@@ -172,12 +170,6 @@ def _keep_quiet(line: str) -> None:
     """Nobody wants to know."""
 
 
-def run_name(recipe: Path) -> str:
-    """The name of a run of this recipe: the file's, or its folder's when the file is just called recipe.toml."""
-    stem = recipe.resolve().parent.name if recipe.stem == "recipe" else recipe.stem
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
-
-
 @dataclass(slots=True)
 class _Job:
     """A training that has been checked and may begin."""
@@ -198,7 +190,7 @@ class _Job:
         earlier = _check_folder(folder, resume)
         self._fit_memory(partial(weigh_in_processes, nursery=self.nursery))
         prepared = self._prepare()
-        run = earlier or _create(name, folder)
+        run = earlier or create_folder(name, folder)
         with self._kept_with_run(run, prepared):
             self._announce(run, prepared)
             outcomes = launch_function(
@@ -226,10 +218,9 @@ class _Job:
             check_same_on_all_ranks(self.recipe, self.plan)
             self._fit_memory(weigh_in_job(distributed.place))
             first = distributed.rank == 0
-            earlier = _check_folder(folder, resume) if first else None
             self.quiet = self.quiet or not first
             prepared = self._prepare()
-            run = RunFolder(_broadcast_path((earlier or _create(name, folder)).path if first else None))
+            run = folder_of_rank_0(lambda: _check_folder(folder, resume) or create_folder(name, folder))
             with self._kept_with_run(run, prepared) if first else nullcontext():
                 if first:
                     self._announce(run, prepared)
@@ -377,32 +368,8 @@ def _saves(run: RunFolder) -> set[str]:
     return {path.name for path in run.checkpoints.glob("step-*")}
 
 
-def _create(name: str, folder: str | Path | None) -> RunFolder:
-    if folder is None:
-        return RunFolder.create(Path("runs"), name)
-    path = Path(folder)
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(
-            f"the run folder {path} cannot be made: {error.strerror}. Give a folder that is writable."
-        ) from None
-    return RunFolder(path)
-
-
 def _newest_run(root: Path) -> Path:
     found = [path for path in root.glob("*") if (path / "checkpoints").is_dir()] if root.is_dir() else []
     if not found:
         raise LaunchError(f"no run in {root.resolve()}/ has saved anything yet. Name the run's folder.")
     return max(found, key=lambda path: (path / "checkpoints").stat().st_mtime_ns)
-
-
-def _broadcast_path(path: Path | None) -> Path:
-    """Rank 0's path on every rank, as bytes."""
-    buffer = torch.zeros(4096, dtype=torch.uint8)
-    if path is not None:
-        text = str(path.resolve()).encode()
-        buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(buffer, src=0)
-    return Path(bytes(buffer.tolist()).rstrip(b"\0").decode())

@@ -18,10 +18,11 @@ from weft.describe import build_blueprint
 from weft.engine import Outcome, Trainer, create_training
 from weft.entry._facts import facts_of_blueprint
 from weft.errors import CollectiveError
-from weft.launch import Place, initialise_distributed
+from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, TerminalSink, WarningSink, loggers_to
+from weft.launch import Distributed, Place, initialise_distributed
 from weft.plan import Plan, check_plan, load_plan
 from weft.recipe import Recipe, load_recipe
-from weft.record import MetricsWriter, Recorder, RunFolder, rank_logging
+from weft.record import Recorder
 
 
 def run_rank(place: Place, *, folder: str, prepared: str, resume: str | None, quiet: bool) -> dict[str, Any] | None:
@@ -44,6 +45,25 @@ def _own_groups() -> Generator[None]:
         raise CollectiveError(error.fault, status=error.status) from error
 
 
+@contextmanager
+def _events_of(folder: RunFolder, recipe: Recipe, rank: int, quiet: bool) -> Generator[Run]:
+    """What this rank says goes into its folder, and on rank 0 to the terminal; the error that it ends with, too."""
+    sinks: list[Sink] = [LogSink(folder.log(rank))]
+    if rank == 0:
+        sinks.append(WarningSink())
+    if rank == 0 and not quiet:
+        constant = recipe.optimizer.schedule == "constant" and recipe.optimizer.warmup_steps == 0
+        sinks.append(TerminalSink(sys.stdout, shows_learning_rate=not constant))
+    with Run(rank, sinks) as events, loggers_to(events, all_of_process=True):
+        if rank == 0:
+            events.attach(MetricsSink(folder.metrics))
+        try:
+            yield events
+        except Exception as error:
+            events.fail(error)
+            raise
+
+
 def train_rank(
     recipe: Recipe,
     plan: Plan,
@@ -62,39 +82,49 @@ def train_rank(
             plan.compute.device, place, backend=plan.compute.backend, timeout_seconds=patience
         )
         distributed = stack.enter_context(joining)
-        stack.enter_context(rank_logging(run.log(distributed.rank), distributed.rank))
-        mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=patience)
-        blueprint = build_blueprint(recipe)
-        check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
-        recorder = Recorder()
-        training = create_training(recipe, plan, blueprint, mesh, recorder)
-        data = open_data(
-            recipe,
-            data_shape(blueprint, recipe),
-            microbatch=plan.microbatch,
-            data_ranks=plan.mesh.data,
-            data_index=mesh.index("data"),
-            prepared=prepared,
-        )
-        stack.callback(data.close)
-        first = distributed.rank == 0
-        trainer = Trainer(
-            recipe,
-            training,
-            data.batches,
-            mesh,
-            recorder,
-            checkpointer=Checkpointer(
-                run.checkpoints,
-                Peers.of_group(mesh["world"]),
-                provenance={"recipe": recipe.digest, "plan": plan.digest, "run": run.path.name},
-            ),
-            metrics=stack.enter_context(MetricsWriter(run.metrics)) if first else None,
-            stream=sys.stdout if first and not quiet else None,
-        )
-        if resume is not None:
-            trainer.resume(None if resume == "latest" else Path(resume))
-        with _own_groups():
-            outcome = trainer.run()
-        training.close()  # not after an error, when others may be gone whose messages it would wait for
-        return outcome
+        if distributed.rank == 0:
+            distributed.place.name_run_folder(run.path)
+        events = stack.enter_context(_events_of(run, recipe, distributed.rank, quiet))
+        training = training_of(recipe, plan, distributed, run, prepared, events)
+        with training as trainer, _own_groups():
+            if resume is not None:
+                trainer.resume(None if resume == "latest" else Path(resume))
+            return trainer.run()
+
+
+@contextmanager
+def training_of(
+    recipe: Recipe,
+    plan: Plan,
+    distributed: Distributed,
+    folder: RunFolder,
+    prepared: PreparedData,
+    events: Run,
+) -> Generator[Trainer]:
+    """Build this rank's share of a training under a plan; at the end leave its groups and let go of the model.
+
+    Call on every rank alike.  The rank and its default group live on, so that another plan of the same world can
+    follow in the same process, from what this one has saved (`Trainer.resume`).  An error leaves all as it is: others
+    may be gone whose messages closing would wait for.
+    """
+    mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=plan.compute.collective_timeout_seconds)
+    blueprint = build_blueprint(recipe)
+    check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
+    recorder = Recorder()
+    training = create_training(recipe, plan, blueprint, mesh, recorder)
+    data = open_data(
+        recipe,
+        data_shape(blueprint, recipe),
+        microbatch=plan.microbatch,
+        data_ranks=plan.mesh.data,
+        data_index=mesh.index("data"),
+        prepared=prepared,
+    )
+    provenance = {"recipe": recipe.digest, "plan": plan.digest, "run": folder.path.name}
+    checkpointer = Checkpointer(folder.checkpoints, Peers.of_group(mesh["world"]), provenance=provenance)
+    try:
+        yield Trainer(recipe, training, data.batches, mesh, recorder, checkpointer=checkpointer, run=events)
+    finally:
+        data.close()
+    training.close()
+    mesh.leave()

@@ -19,9 +19,11 @@ from typing import Any, BinaryIO
 
 import weft.errors
 from weft.errors import LaunchError, WeftError
+from weft.events import FailureEvent, LogSink, MetricsSink, Run, RunFolder, Sink, WarningEvent, WarningSink
 from weft.launch._handle import Nursery
 from weft.launch._job import Job, Outcome
 from weft.launch._nursery import END
+from weft.launch._place import run_folder_note
 from weft.launch._report import first_cause, is_late, report
 from weft.launch._stopped import LOOK_SECONDS, StoppedProcesses
 from weft.plan import COLLECTIVE_TIMEOUT_SECONDS
@@ -47,11 +49,11 @@ class _Watch:
 
     commands: BinaryIO
     num_processes: int
+    stopped: StoppedProcesses
     codes: dict[int, int] = field(default_factory=dict[int, int])
     """Rank → exit code; negative: the signal that killed it."""
     ended_at: dict[int, float] = field(default_factory=dict[int, float])
     signals: list[signal.Signals] = field(default_factory=list[signal.Signals])
-    stopped: StoppedProcesses = field(default_factory=lambda: StoppedProcesses(COLLECTIVE_TIMEOUT_SECONDS))
     stopped_cause: str | None = None
     """Of what was stopped when the first rank failed, or for too long."""
     stopped_rank: int = 0
@@ -117,10 +119,13 @@ def launch_function(
         KeyboardInterrupt: Ctrl-C ended the ranks.
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, logs, import_path, preload)
-    with _private_folder() as folder:
-        watch = _run(job, folder, nursery, patience_seconds)
+    with _private_folder() as folder, _LauncherRun(folder, WarningSink()) as run:
+        watch = _run(job, folder, nursery, patience_seconds, run)
         outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
-    _raise_first(watch, outcomes)
+        cause = _cause(watch, outcomes)
+        if cause is not None and not watch.signals:
+            run.fail_with(cause, num_processes, None)
+    _raise_cause(watch, cause, outcomes)
     return [outcome.value for rank in range(num_processes) if (outcome := outcomes[rank]) is not None]
 
 
@@ -146,20 +151,44 @@ def launch_script(
         raise LaunchError(f"there is no script {script} (in {os.getcwd()}). Give the path of a Python file.")
     kind = "module" if module else "script"
     job = _job(kind, script, list(arguments), num_processes, threads_per_rank, logs, None)
-    with _private_folder() as folder:
-        watch = _run(job, folder, None, COLLECTIVE_TIMEOUT_SECONDS)
+    with _private_folder() as folder, _LauncherRun(folder, WarningSink(failures=True)) as run:
+        watch = _run(job, folder, None, COLLECTIVE_TIMEOUT_SECONDS, run)
+        if watch.signals and any(watch.codes.values()):
+            return 128 + watch.signals[0]
         outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
-    if watch.signals and any(watch.codes.values()):
-        return 128 + watch.signals[0]
-    cause = first_cause(watch.codes, watch.ended_at, outcomes)
-    if cause is None and watch.stopped_cause is None:
-        return 0
-    if watch.stopped_cause is not None and (cause is None or is_late(cause)):
-        print(watch.stopped_cause, file=sys.stderr)
-        return 1 if cause is None else cause.status
-    assert cause is not None
-    print(report(cause, num_processes, logs), file=sys.stderr)
-    return cause.status
+        cause = _cause(watch, outcomes)
+        if cause is None:
+            return 0
+        run.fail_with(cause, num_processes, logs)
+        return cause.status
+
+
+class _LauncherRun(Run):
+    """What the launcher says of a job: on the terminal, and in the folder of the run once the ranks have named it."""
+
+    def __init__(self, folder: Path, terminal: Sink) -> None:
+        super().__init__(None, [terminal])
+        self._note = run_folder_note(folder)
+        self._run_folder: RunFolder | None = None
+
+    def warn(self, text: str) -> None:
+        """Say what the user should know, while ranks run."""
+        self._find_folder()
+        self.emit(WarningEvent(text=text, source="weft.launch"))
+
+    def fail_with(self, cause: Outcome, num_processes: int, logs: Path | None) -> None:
+        """Say why the job has ended, after all ranks have: its metrics have no other writer any more."""
+        self._find_folder()
+        if self._run_folder is not None:
+            self.attach(MetricsSink(self._run_folder.metrics))
+        text = cause.message if cause.error == signal.SIGSTOP.name else report(cause, num_processes, logs)
+        self.emit(FailureEvent(error=cause.error or "died", text=text, rank=cause.rank, host=cause.host))
+
+    def _find_folder(self) -> None:
+        if self._run_folder is None and self._note.is_file():
+            self._run_folder = RunFolder(Path(self._note.read_text()))
+            if self._run_folder.path.is_dir():
+                self.attach(LogSink(self._run_folder.launcher_log))
 
 
 def _job(
@@ -201,7 +230,7 @@ def _private_folder() -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(job: Job, folder: Path, nursery: Nursery | None, patience_seconds: float) -> _Watch:
+def _run(job: Job, folder: Path, nursery: Nursery | None, patience_seconds: float, run: _LauncherRun) -> _Watch:
     """Run the job to the end of its last rank."""
     job.write(folder)
     with contextlib.ExitStack() as stack:
@@ -209,7 +238,7 @@ def _run(job: Job, folder: Path, nursery: Nursery | None, patience_seconds: floa
             stack.enter_context(os.fdopen(end, mode, buffering=0))
             for end, mode in zip((*os.pipe(), *os.pipe()), ("rb", "wb", "rb", "wb"), strict=True)
         )
-        watch = _Watch(commands, job.num_processes, stopped=StoppedProcesses(patience_seconds))
+        watch = _Watch(commands, job.num_processes, StoppedProcesses(patience_seconds, run.warn))
         stack.enter_context(_signals_passed_on(watch))
         if nursery is None:
             new = Nursery(threads_per_rank=job.threads_per_rank, import_path=job.import_path)
@@ -272,16 +301,28 @@ def _follow(watch: _Watch, events: int) -> None:
                 deadline = time.monotonic() + (_ECHO_SECONDS if has_failed else 0.0)
 
 
-def _raise_first(watch: _Watch, outcomes: Mapping[int, Outcome | None]) -> None:
+def _cause(watch: _Watch, outcomes: Mapping[int, Outcome | None]) -> Outcome | None:
+    """Why the job has failed: the rank that did first, or what was stopped while the others waited for it."""
+    cause = first_cause(watch.codes, watch.ended_at, outcomes)
+    if watch.stopped_cause is None or watch.signals or not (cause is None or is_late(cause)):
+        return cause
+    return Outcome(
+        rank=watch.stopped_rank,
+        host=socket.gethostname(),
+        when=time.monotonic(),
+        error=signal.SIGSTOP.name,
+        message=watch.stopped_cause,
+        status=1 if cause is None else cause.status,
+    )
+
+
+def _raise_cause(watch: _Watch, cause: Outcome | None, outcomes: Mapping[int, Outcome | None]) -> None:
     if signal.SIGINT in watch.signals and any(watch.codes.values()):
         raise KeyboardInterrupt
-    cause = first_cause(watch.codes, watch.ended_at, outcomes)
-    if watch.stopped_cause is not None and not watch.signals and (cause is None or is_late(cause)):
-        raise RankError(
-            watch.stopped_cause, rank=watch.stopped_rank, host=socket.gethostname(), kind=signal.SIGSTOP.name
-        )
     if cause is None:
         return
+    if cause.error == signal.SIGSTOP.name:
+        raise RankError(cause.message, rank=cause.rank, host=cause.host, kind=cause.error)
     if watch.signals:
         raise RankError(
             f"stopped by {watch.signals[0].name} before a step could be finished and saved.",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from weft.errors import LaunchError
 
@@ -26,6 +28,22 @@ class Place:
     """File at which the ranks of this host meet; None: at MASTER_ADDR and MASTER_PORT, as torchrun arranges it."""
     word: str | None = None
     """FIFO in which the supervisor says which rank has failed; None: nobody would say so."""
+
+    def name_run_folder(self, run: Path) -> None:
+        """Tell the launcher, where there is one, which folder the run's is: what only it learns, such as a rank that
+        was killed, goes there, too.  Call on one rank."""
+        if self.word is None:
+            return
+        note = run_folder_note(Path(self.word).parent)
+        with suppress(OSError):  # the launcher is gone
+            aside = note.with_suffix(".tmp")
+            aside.write_text(str(run.resolve()))
+            os.replace(aside, note)
+
+
+def run_folder_note(folder: Path) -> Path:
+    """Where in a job's private folder ranks say which folder their run's is."""
+    return folder / "run-folder"
 
 
 def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:

@@ -6,18 +6,15 @@ A stopped process says nothing, and whoever waits for it knows only that it is l
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from weft.process import children_of, is_stopped
-
-logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 _TELL_SECONDS = 1.0
@@ -47,6 +44,7 @@ class StoppedProcesses:
     """Which processes of a job are stopped now, and what to do about them."""
 
     patience_seconds: float
+    warn: Callable[[str], object]
     nursery: int = 0
     """Process that forks the parents of ranks.  Nobody has a reason to stop it or them: the launcher continues them."""
     ranks: dict[int, int] = field(default_factory=dict[int, int])
@@ -67,17 +65,15 @@ class StoppedProcesses:
         found = {one.pid: one for one in self._look()}
         for pid, before in self._stopped.items():
             if pid not in found and before.told and os.path.exists(f"/proc/{pid}"):
-                logger.warning("%s goes on after %.1f s.", before, before.seconds)
+                self.warn(f"{before} goes on after {before.seconds:.1f} s.")
         self._stopped = {pid: self._stopped.get(pid, one) for pid, one in found.items()}
         for one in self._stopped.values():
             if not one.told and one.seconds >= (_TELL_OF_CHILDREN_SECONDS if one.is_child else _TELL_SECONDS):
                 one.told = True
-                logger.warning(
-                    "%s was stopped by a signal (SIGSTOP), and the others wait for it. Continue it with: kill -CONT %d."
-                    " Otherwise the run ends in %.0f s (compute.collective_timeout_seconds).",
-                    one,
-                    one.pid,
-                    max(0.0, self.patience_seconds - one.seconds),
+                left = max(0.0, self.patience_seconds - one.seconds)
+                self.warn(
+                    f"{one} was stopped by a signal (SIGSTOP), and the others wait for it. Continue it with: kill -CONT"
+                    f" {one.pid}. Otherwise the run ends in {left:.0f} s (compute.collective_timeout_seconds)."
                 )
 
     def continue_helpers(self, *, say: bool = False) -> None:
@@ -87,8 +83,8 @@ class StoppedProcesses:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
                 if say:
-                    what = "the process that starts the ranks"
-                    logger.warning("%s (pid %d) was stopped by a signal, and has been continued.", what, pid)
+                    what = f"the process that starts the ranks (pid {pid})"
+                    self.warn(f"{what} was stopped by a signal, and has been continued.")
 
     def cause(self) -> str | None:
         """What to say of the run's end if it failed now for want of a process; None where none is stopped."""

@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import dataclass
 
 from weft.comm import Seen
-from weft.record._metrics import Metric
 
 
 @dataclass(slots=True)
@@ -33,15 +32,6 @@ class Traffic:
         self.total_ns += seen.total_ns
         self.exposed_ns += seen.exposed_ns
         self.inexact_count += not seen.is_done_exact
-
-    def as_metric(self) -> dict[str, Metric]:
-        """As `metrics.jsonl` holds it."""
-        return {
-            "count": self.count,
-            "bytes": self.num_bytes,
-            "total_seconds": self.total_ns / 1e9,
-            "exposed_seconds": self.exposed_ns / 1e9,
-        }
 
 
 class CollectiveLog:

@@ -1,4 +1,4 @@
-"""Metrics as lines of JSON.  A full disk costs lines, never the run; the lines lost are counted and told."""
+"""The sink of `metrics.jsonl`.  A full disk costs lines, never the run; the lines lost are counted and told."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+
+from weft.events._events import (
+    CheckpointEvent,
+    CollectiveEvent,
+    EvaluationEvent,
+    FailureEvent,
+    PhaseEvent,
+    RateEvent,
+    StepEvent,
+    WarningEvent,
+    fields_of_event,
+)
+from weft.events._run import Emitted
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +80,61 @@ class MetricsWriter:
 
     def _warn(self, error: OSError) -> None:
         logger.warning("%s is not written (%s); training goes on and lost lines are counted", self.path, error)
+
+
+class MetricsSink:
+    """One line of `metrics.jsonl` for every report of steps, evaluation, checkpoint, warning and failure.
+
+    A report's events become one line: the step's values, rates, seconds by phase, and `communication` by axis.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.writer = MetricsWriter(path)
+        self._process = os.getpid()
+        self._step: dict[str, Metric] = {}
+        self._seconds: dict[str, Metric] = {}
+        self._communication: dict[str, Metric] = {}
+
+    def take(self, emitted: Emitted) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child knows no more where the file ends
+        match emitted.event:
+            case StepEvent() as event:
+                self._step = {**fields_of_event(event), "kind": event.kind}
+                del self._step["num_skipped"]
+            case PhaseEvent() as event:
+                self._seconds = dict(event.seconds)
+            case CollectiveEvent() as event:
+                self._communication[event.axis] = {
+                    "count": event.count,
+                    "bytes": event.num_bytes,
+                    "total_seconds": event.total_seconds,
+                    "exposed_seconds": event.exposed_seconds,
+                }
+            case RateEvent() as event:
+                self._report(event, emitted.unix_time_seconds)
+            case EvaluationEvent() | CheckpointEvent() | WarningEvent() | FailureEvent() as event:
+                when = {"unix_time_seconds": emitted.unix_time_seconds}
+                self.writer.write({"kind": event.kind, **fields_of_event(event), **when})
+            case _:
+                return
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def _report(self, event: RateEvent, unix_time_seconds: float) -> None:
+        rates = fields_of_event(event)
+        del rates["step"], rates["num_steps"], rates["remaining_seconds"]
+        self.writer.write(
+            {
+                **self._step,
+                **rates,
+                "unix_time_seconds": unix_time_seconds,
+                **self._seconds,
+                "communication": self._communication,
+            }
+        )
+        self._seconds, self._communication = {}, {}
 
 
 def _sound(value: Metric | Mapping[str, Metric]) -> Metric:

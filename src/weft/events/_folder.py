@@ -77,5 +77,9 @@ class RunFolder:
     def export(self) -> Path:
         return self.path / "export"
 
+    @property
+    def launcher_log(self) -> Path:
+        return self.path / "launcher.log"
+
     def log(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.log"

@@ -1,0 +1,144 @@
+"""Where a run keeps what it says: a session's folders, and the one path that all ranks agree on."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import weft.errors
+from weft.errors import LaunchError, WeftError
+from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, loggers_to
+from weft.launch import Place
+from weft.plan import Plan, dump_plan
+
+_PATH_BYTES = 4096
+
+
+def run_name(recipe: Path) -> str:
+    """The name of a run of this recipe: the file's, or its folder's when the file is just called recipe.toml."""
+    stem = recipe.resolve().parent.name if recipe.stem == "recipe" else recipe.stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
+
+
+def create_folder(name: str, folder: str | Path | None) -> RunFolder:
+    """Make the folder of a run: the one given, or `runs/<name>-<date>-<n>`.  Call on one rank.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
+    if folder is None:
+        return RunFolder.create(Path("runs"), name)
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"the run folder {path} cannot be made: {error.strerror}. Give a folder that is writable."
+        ) from None
+    return RunFolder(path)
+
+
+def folder_of_rank_0(make: Callable[[], RunFolder]) -> RunFolder:
+    """Return on every rank the folder that rank 0 makes.  Call on every rank.
+
+    Raises:
+        WeftError: on every rank; what `make` raised on rank 0.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    text = ""
+    if dist.get_rank() == 0:
+        try:
+            text = str(make().path.resolve())
+        except WeftError as problem:
+            text = f"{type(problem).__name__}:{problem}"
+    words = torch.zeros(_PATH_BYTES, dtype=torch.uint8)
+    content = text.encode()[:_PATH_BYTES]
+    words[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+    dist.broadcast(words, src=0)
+    text = bytes(words.tolist()).rstrip(b"\0").decode(errors="ignore")
+    if text.startswith("/"):
+        return RunFolder(Path(text))
+    kind, _, problem = text.partition(":")
+    raise getattr(weft.errors, kind, WeftError)(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRun:
+    """Where one prepared model's training is recorded."""
+
+    folder: RunFolder
+    run: Run
+
+
+class SessionRuns:
+    """A session's folder, laid out as that of `weft train`, with one below it for each model after the first.
+
+    It is made when the first model is prepared.  Without `record` nothing is written here.
+    """
+
+    def __init__(self, folder: Path | None, place: Place, *, record: bool) -> None:
+        self._given = folder
+        self._place = place
+        self._rank = place.rank
+        self._record = record
+        self._folder: RunFolder | None = None
+        self._runs: list[Run] = []
+        self._stack = ExitStack()
+
+    def open(self, number: int, plan: Plan) -> ModelRun:
+        """Begin the record of the session's model `number`, from 1.  Call on every rank.
+
+        Raises:
+            LaunchError: on every rank; the folder cannot be made.
+        """
+        own = folder_of_rank_0(lambda: self._create(number, plan))
+        self._folder = self._folder if self._folder is not None else own
+        sinks: list[Sink] = []
+        if self._record:
+            with suppress(OSError):  # of other hosts, where they share no files; the log counts what it loses
+                own.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sinks.append(LogSink(self._folder.log(self._rank)))
+        if self._record and self._rank == 0:
+            sinks.append(MetricsSink(own.metrics))
+            self._place.name_run_folder(self._folder.path)
+        run = self._stack.enter_context(Run(self._rank, sinks))
+        if number == 1:
+            self._stack.enter_context(loggers_to(run, all_of_process=False))
+        self._runs.append(run)
+        return ModelRun(own, run)
+
+    def fail(self, error: BaseException) -> None:
+        """Record the error that this rank leaves with."""
+        for run in self._runs[:1]:
+            run.fail(error)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
+    def _create(self, number: int, plan: Plan) -> RunFolder:
+        """Make the folder of a model, with its plan; only on rank 0."""
+        given = self._given
+        if not self._record:
+            folder = given if given is not None else Path("runs") / "session"
+            return RunFolder(folder / f"model-{number}" if number > 1 else folder)
+        if self._folder is not None:
+            given = self._folder.path / f"model-{number}"
+        script = Path(sys.argv[0])
+        own = create_folder(run_name(script) if script.suffix == ".py" else "session", given)
+        try:
+            own.plan.write_text(dump_plan(plan))
+        except OSError as error:
+            raise LaunchError(
+                f"the session cannot be recorded in {own.path}: {error.strerror}. Give a folder that is writable, or"
+                " write weft.session(record=False)."
+            ) from None
+        return own

@@ -1,0 +1,183 @@
+"""What a run can say: frozen dataclasses that hold values, not texts, with units in their names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartEvent:
+    """The loop begins."""
+
+    kind: ClassVar[str] = "start"
+    step: int
+    """Steps done before, where a run is resumed."""
+    num_steps: int | None
+    """Steps when it will be done; None where the loop is the user's."""
+    world_size: int
+    plan: str
+    """Digest of the plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndEvent:
+    """The loop has ended well, or was stopped by a signal."""
+
+    kind: ClassVar[str] = "end"
+    step: int
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent:
+    """A step has been done.  All ranks say the same."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    """Finished steps, this one included."""
+    loss: float
+    count: float
+    """Tokens with a label, or samples, of the global batch."""
+    gradient_norm: float
+    learning_rate: float | None
+    """None where the optimizer is the user's, with rates of its own."""
+    skipped: bool
+    """Whether the update was left out, because a gradient was not finite."""
+    num_skipped: int
+    """Steps skipped since the start."""
+    loss_scale: float
+    memory_bytes: int
+    """Peak of the rank that holds most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEvent:
+    """Where the time of this rank's last steps went."""
+
+    kind: ClassVar[str] = "phase"
+    step: int
+    num_steps: int
+    """Steps that the sums are over."""
+    seconds: Mapping[str, float]
+    """By `<phase>_seconds`; `step_seconds` is the whole, `other_seconds` the rest of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveEvent:
+    """What this rank sent along one axis of the mesh in its last steps."""
+
+    kind: ClassVar[str] = "collective"
+    step: int
+    num_steps: int
+    axis: str
+    count: int
+    num_bytes: int
+    total_seconds: float
+    """From launch to end."""
+    exposed_seconds: float
+    """Of these, inside waits and blocking calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEvent:
+    """Memory of this rank."""
+
+    kind: ClassVar[str] = "memory"
+    step: int
+    peak_bytes: int
+    """Since the start of the process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateEvent:
+    """How fast the whole job was in its last steps.  The last event of a report."""
+
+    kind: ClassVar[str] = "rate"
+    step: int
+    num_steps: int
+    samples_per_second: float
+    tokens_per_second: float | None
+    """None for samples that have no tokens."""
+    flops_per_second: float | None
+    peak_share: float | None
+    """Of the measured peak, 0 to 1."""
+    remaining_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationEvent:
+    """The validation set has been gone through."""
+
+    kind: ClassVar[str] = "evaluation"
+    step: int
+    validation_loss: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointEvent:
+    """A save has ended."""
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int
+    path: str
+    """Of the checkpoint; of the folder of all where it failed."""
+    seconds: float
+    problem: str = ""
+    """Why it failed; empty where it did not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageEvent:
+    """Something worth a line."""
+
+    kind: ClassVar[str] = "message"
+    text: str
+    source: str = "weft"
+    """Name of the logger or of the package that says it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarningEvent:
+    """Something that the user should know."""
+
+    kind: ClassVar[str] = "warning"
+    text: str
+    source: str = "weft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureEvent:
+    """A rank ends with an error."""
+
+    kind: ClassVar[str] = "failure"
+    error: str
+    """Name of the exception's class, or of the signal that killed the rank."""
+    text: str
+    rank: int
+    host: str
+
+
+Event = (
+    StartEvent
+    | EndEvent
+    | StepEvent
+    | PhaseEvent
+    | CollectiveEvent
+    | MemoryEvent
+    | RateEvent
+    | EvaluationEvent
+    | CheckpointEvent
+    | MessageEvent
+    | WarningEvent
+    | FailureEvent
+)
+"""Everything that a run can say."""
+
+
+def fields_of_event(event: Event) -> dict[str, Any]:
+    """Return an event's fields by name, as they are."""
+    return {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}

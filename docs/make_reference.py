@@ -1,4 +1,4 @@
-"""Write docs/reference/*.md from the dataclasses that recipes, plans and clusters are made of.
+"""Write docs/reference: settings from dataclasses, commands from their parsers, the Python API from its docstrings.
 
     python docs/make_reference.py
 
@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
+
+from command_reference import command_page
+from python_reference import python_pages
 
 from weft.cluster import (
     AttentionSpeed,
@@ -153,13 +156,17 @@ def _text(lines: Any) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-PAGES = {"recipe.md": recipe_page, "plan.md": plan_page, "cluster.md": cluster_page}
+def pages() -> dict[str, str]:
+    """Return the text of every generated page by its path in docs/reference."""
+    settings = {"recipe.md": recipe_page(), "plan.md": plan_page(), "cluster.md": cluster_page()}
+    python = {f"python/{name}": text for name, text in python_pages().items()}
+    return {**settings, "command-line.md": command_page(), **python}
 
 
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
-    for name, make in PAGES.items():
-        (FOLDER / name).write_text(make())
+    (FOLDER / "python").mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,3 +50,14 @@ def commands(fence: Fence) -> list[str]:
     """The lines after a dollar sign, those that end with a backslash joined, without comments."""
     joined = fence.text.replace("\\\n", " ")
     return [re.split(r"\s#\s", line[2:])[0].strip() for line in joined.split("\n") if line.startswith("$ ")]
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that lead to the headings of a page, as GitHub and the site make them: a second `x` is `x-1`."""
+    seen: Counter[str] = Counter()
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M):
+        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+        seen[anchor] += 1
+    return found

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import PAGES, ROOT, Fence, commands, fences
+from pages import PAGES, ROOT, Fence, anchors, commands, fences
 
 from weft.cli._launch import mark_script
 from weft.cli._main import build_app
@@ -134,8 +134,3 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert found.exists(), target
         if anchor:
             assert anchor in anchors(found), target
-
-
-def anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

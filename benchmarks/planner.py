@@ -1,8 +1,8 @@
 """Fit the planner to published runs, and draw its predictions beside the measurements.
 
 python -m benchmarks.planner fit      writes src/weft/price/fitted.toml, in about a minute
-python -m benchmarks.planner report   writes docs/notebook/planner-accuracy.md, docs/pictures/planner-*.png and the figures that
-                                      ship with Weft, in about three minutes
+python -m benchmarks.planner report   writes docs/notebook/planner-accuracy.md, docs/pictures/planner-*.png and the
+                                      figures that ship with Weft, in about three minutes
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _PICTURES = ROOT / "docs/pictures"
 _HEAD = """# How well the planner predicts
 
 Written by `python -m benchmarks.planner report` from the published runs that ship with Weft; do not edit.
-[The planner](../concepts/planner.md) says how predictions are made, what the columns mean, and why some families are off."""
+[The planner](../concepts/planner.md) says how predictions are made, what the columns mean, and why some families are
+off."""
 _LARGE = 10
 """Families with fewer timed rows share one colour."""
 

@@ -57,6 +57,25 @@ def test_the_documentation_has_its_order() -> None:
     assert [name.lower() for name in headings] == ["start", "guides", "concepts", "reference", "notebook"]
 
 
+def test_the_tours_name_every_package_in_its_place() -> None:
+    """The table of CONTRIBUTING.md and the line of arrows in architecture.md follow the contract of imports."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    tour = (ROOT / "CONTRIBUTING.md").read_text().split("| package |")[1].split("\n## ")[0]
+    named = [name for row in re.findall(r"^\| (`.*?) \|", tour, re.M) for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(layers)
+    places = [layers.index(row) for row in re.findall(r"^\| `(\w+)` \|", tour, re.M)]
+    assert places == sorted(places), "the table is not in the order of imports"
+    arrows = (ROOT / "docs" / "architecture.md").read_text().split("## Imports point down")[1].split(".")[0]
+    assert re.findall(r"\w+", arrows) == layers
+
+
+def test_the_extras_are_those_that_pip_knows() -> None:
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    page = (ROOT / "docs" / "start" / "install.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) | {"all"} == extras
+
+
 def test_every_page_is_in_the_index() -> None:
     """Who reads from the index on comes to every page; the site's table of contents is made of it."""
     python = ROOT / "docs" / "reference" / "python" / "index.md"

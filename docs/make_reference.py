@@ -8,6 +8,7 @@ A test compares the pages with what this would write, so they cannot go stale.
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from weft.cluster import (
 )
 from weft.document import spell
 from weft.document._write import describe_fields  # pyright: ignore[reportPrivateUsage]
-from weft.plan import Plan
+from weft.plan import Plan, plan_schema
 from weft.recipe import (
     ConvNetShape,
     DataSource,
@@ -160,7 +161,8 @@ def pages() -> dict[str, str]:
     """Return the text of every generated page by its path in docs/reference."""
     settings = {"recipe.md": recipe_page(), "plan.md": plan_page(), "cluster.md": cluster_page()}
     python = {f"python/{name}": text for name, text in python_pages().items()}
-    return {**settings, "command-line.md": command_page(), **python}
+    schema = json.dumps(plan_schema(), indent=2) + "\n"  # as `weft plan --schema` prints it
+    return {**settings, "plan.schema.json": schema, "command-line.md": command_page(), **python}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pages import fences
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
-GENERATED = sorted(REFERENCE.rglob("*.md"))
+GENERATED = [*sorted(REFERENCE.rglob("*.md")), *REFERENCE.glob("*.json")]
 WRITTEN_BY_HAND = {"compositions.md"}
 
 

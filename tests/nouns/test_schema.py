@@ -24,7 +24,7 @@ PLANS = (
 
 
 def test_the_kept_file_is_current() -> None:
-    """Mend it with: weft plan --schema > docs/reference/plan.schema.json"""
+    """Mend it with: python docs/make_reference.py"""
     assert json.loads(KEPT.read_text()) == json.loads(json.dumps(plan_schema()))
 
 

@@ -26,7 +26,7 @@ help:
 	@echo "make check    ruff, pyright, import-linter and the rules of the house"
 	@echo "make bench    the benchmarks; writes benchmarks/results"
 	@echo "make bench-comm  those of communication alone (half an hour)"
-	@echo "make docs     the documentation's examples, run"
+	@echo "make docs     the documentation: its examples run, its links checked, its site built in build/site"
 	@echo "make gpu      the suite for one CUDA device: parity, speed, memory (9 minutes)"
 
 setup: $(STAMP)
@@ -72,8 +72,19 @@ bench: setup
 bench-comm: setup
 	@$(BIN)/python -m benchmarks communication selector
 
-docs: setup
-	@$(BIN)/python -m pytest -q tests/docs
+# Sphinx is installed when it is first needed: nothing else wants it.
+docs: setup $(VENV)/.docs
+	@$(BIN)/python docs/make_reference.py
+	@$(BIN)/python -m pytest -q tests/docs tests/house/test_documentation.py tests/house/test_quoted_figures.py
+	@$(BIN)/sphinx-build -q -W --keep-going -c docs . build/site
+	@echo "docs      build/site/index.html"
+
+$(VENV)/.docs: pyproject.toml | setup
+	@echo "docs      installing Sphinx"
+	@$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	  print(*extras["docs"], sep="\n")' > $(VENV)/docs-requirements.txt
+	@$(PIP) --requirement $(VENV)/docs-requirements.txt
+	@touch $@
 
 # Installs nothing where $(PYTHON) already has a torch that sees a CUDA device and what Weft imports: such machines
 # often have no network.  The same tests under pytest, cell by cell: `python -m pytest -m gpu tests/gpu`.

@@ -22,7 +22,7 @@ def write_report(folder: Path) -> None:
         else:
             others.append(path.name)
     lines = ["# Results", "", "Written by `make bench`; raw samples lie beside this page. What each benchmark does and"]
-    lines += ["what was learned is in `docs/benchmarks.md`.", ""]
+    lines += ["what was learned is in `docs/notebook/benchmarks.md`.", ""]
     for name, result in found.items():
         lines += _section(name, result)
         plot = _PLOTS.get(name)
@@ -31,7 +31,7 @@ def write_report(folder: Path) -> None:
             lines += [f"![{name}]({name}.png)", ""]
     if others:
         links = ", ".join(f"[{name}]({name})" for name in others)
-        lines += ["## Kept by tools of their own", "", f"{links}: see `docs/benchmarks.md`.", ""]
+        lines += ["## Kept by tools of their own", "", f"{links}: see `docs/notebook/benchmarks.md`.", ""]
     (folder / "README.md").write_text("\n".join(lines))
 
 

@@ -1,8 +1,8 @@
 """Fit the planner to published runs, and draw its predictions beside the measurements.
 
 python -m benchmarks.planner fit      writes src/weft/price/fitted.toml, in about a minute
-python -m benchmarks.planner report   writes docs/planner-accuracy.md, docs/pictures/planner-*.png and the figures that
-                                      ship with Weft, in about three minutes
+python -m benchmarks.planner report   writes docs/notebook/planner-accuracy.md, docs/pictures/planner-*.png and the
+                                      figures that ship with Weft, in about three minutes
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from weft.published import (
 ROOT = Path(__file__).parents[1]
 _FITTED = ROOT / "src/weft/price/fitted.toml"
 _ACCURACY = ROOT / "src/weft/published/data/accuracy.toml"
-_PAGE = ROOT / "docs/planner-accuracy.md"
+_PAGE = ROOT / "docs/notebook/planner-accuracy.md"
 _PICTURES = ROOT / "docs/pictures"
 _HEAD = """# How well the planner predicts
 
 Written by `python -m benchmarks.planner report` from the published runs that ship with Weft; do not edit.
-[The planner](planner.md) says how predictions are made, what the columns mean, and why some families are off."""
+[The planner](../concepts/planner.md) says how predictions are made, what the columns mean, and why some families are
+off."""
 _LARGE = 10
 """Families with fewer timed rows share one colour."""
 
@@ -79,7 +80,7 @@ def write_report(path: Path) -> None:
         validation = validate(path, mode, cross_validate=cross_validate, few_shot=few_shot)
         report = report_of(validation)
         _draw(validation, title, _PICTURES / f"planner-{name}.png")
-        page += [f"\n## {title}\n", f"![predicted against measured](pictures/planner-{name}.png)\n"]
+        page += [f"\n## {title}\n", f"![predicted against measured](../pictures/planner-{name}.png)\n"]
         ends = next(place for place, line in enumerate(report.lines) if line.startswith("refused"))
         page += [_markdown(report.header, report.table), "", *map(_item, report.lines[: ends + 1])]
         if name == "fitted":

@@ -1,4 +1,4 @@
-"""Write docs/reference/*.md from the dataclasses that recipes, plans and clusters are made of.
+"""Write docs/reference: settings from dataclasses, commands from their parsers, the Python API from its docstrings.
 
     python docs/make_reference.py
 
@@ -8,11 +8,15 @@ A test compares the pages with what this would write, so they cannot go stale.
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
+
+from command_reference import command_page
+from python_reference import python_pages
 
 from weft.cluster import (
     AttentionSpeed,
@@ -27,7 +31,7 @@ from weft.cluster import (
 )
 from weft.document import spell
 from weft.document._write import describe_fields  # pyright: ignore[reportPrivateUsage]
-from weft.plan import Plan
+from weft.plan import Plan, plan_schema
 from weft.recipe import (
     ConvNetShape,
     DataSource,
@@ -153,13 +157,18 @@ def _text(lines: Any) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-PAGES = {"recipe.md": recipe_page, "plan.md": plan_page, "cluster.md": cluster_page}
+def pages() -> dict[str, str]:
+    """Return the text of every generated page by its path in docs/reference."""
+    settings = {"recipe.md": recipe_page(), "plan.md": plan_page(), "cluster.md": cluster_page()}
+    python = {f"python/{name}": text for name, text in python_pages().items()}
+    schema = json.dumps(plan_schema(), indent=2) + "\n"  # as `weft plan --schema` prints it
+    return {**settings, "plan.schema.json": schema, "command-line.md": command_page(), **python}
 
 
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
-    for name, make in PAGES.items():
-        (FOLDER / name).write_text(make())
+    (FOLDER / "python").mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/communication.md from the schedules: `python docs/pictures/draw_collectives.py`."""
+"""Draw the pictures of the page on communication from the schedules: `python docs/pictures/draw_collectives.py`."""
 
 from __future__ import annotations
 

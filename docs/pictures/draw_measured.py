@@ -1,4 +1,4 @@
-"""Draw the measured curves of docs/communication.md: `python docs/pictures/draw_measured.py`.
+"""Draw the measured curves of docs/concepts/communication.md: `python docs/pictures/draw_measured.py`.
 
 Seconds of all-reduces by size from benchmarks/results/selector.json, beside what the formulas say with the latency and
 bandwidth that ranks measured there.

@@ -257,6 +257,16 @@ def test_torchrun_stops_and_saves(home: Path, script: Path, trained: Done) -> No
     assert list((home / "runs" / "torchrun" / "checkpoints").glob("step-*"))
 
 
+def test_the_command_is_a_rank_under_torchrun(home: Path, trained: Done) -> None:
+    """Started by torchrun, on one node or on several, `weft train` plans for the job's ranks and speaks once."""
+    job = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python")
+    done = watch((*job, WEFT, "train", "recipe.toml", "--run-folder", "runs/job"), home)
+    assert done.status == 0, done.text
+    assert sum(line.startswith("plan      data 2 = 2 processes") for line in done.lines) == 1, done.text
+    assert sum(line.startswith("next      ") for line in done.lines) == 1, done.text
+    assert losses(home / "runs" / "job") == losses(home / "runs" / "whole")
+
+
 def test_weft_launch_stops_and_saves(home: Path, script: Path, trained: Done) -> None:
     command = (WEFT, "launch", "-n", "2", str(script), "runs/launch")
     done = watch(command, home, until="step    3 ", act=lambda act: act.send(signal.SIGINT))

@@ -108,7 +108,7 @@ def test_the_shipped_figures_are_those_of_the_shipped_page() -> None:
     found = accuracy()
     assert found.rows == 2095
     assert f"median {found.median:.1%}" in found.line
-    page = (Path(__file__).parents[2] / "docs" / "planner-accuracy.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "notebook" / "planner-accuracy.md").read_text()
     medians = [line.split(" | ")[2] for line in page.splitlines() if line.startswith("| median of families")]
     assert f"{found.median:.1%}" in medians
 

@@ -137,7 +137,8 @@ def _print(rows: list[tuple[Estimate, str]], link: Link, elements: int, members:
     advice = "none of them pays here" if not paying else f"would pay here: {', '.join(paying)}"
     print(
         f"\n{advice}.\nNothing is chosen: compression loses precision, so a recipe's permit.compression must name it"
-        " before\na plan's data_parallel.compression can. What each costs in loss stands in docs/compression.md."
+        " before\na plan's data_parallel.compression can. What each costs in loss:"
+        " docs/concepts/compression.md."
     )
 
 

@@ -34,7 +34,7 @@ def train(
     plan
         TOML file that says how to split it, or `auto`.
     processes
-        How many processes; by default as many as the plan needs.
+        How many processes; by default as many as the plan needs, and under torchrun as many as the job has.
     set
         One setting, such as recipe.optimizer.learning_rate=1e-3 or plan.mesh.tensor=2. May be given again.
     run_folder
@@ -45,9 +45,12 @@ def train(
         With `auto`, let a few steps decide between plans that look equally fast, where the run is long enough, and
         whether a step finds memory, where that is in doubt.
     """
-    from weft.launch import open_nursery
+    from weft.launch import open_nursery, place_from_environment
     from weft.plan import check_runnable
 
+    place = place_from_environment()  # of a rank that torchrun has started
+    if place is not None and plan == "auto" and processes is None:
+        processes = place.world_size
     with open_nursery() as nursery:  # which imports torch while the plan is searched, and while this process imports it
         choice = read_choice(recipe, plan, set, processes, trials=trials, nursery=nursery)
         check_runnable(choice.plan)  # before torch is imported
@@ -68,7 +71,8 @@ def train(
         )
     if result.stopped_early:
         return 128 + (result.stop_signal or signal.SIGINT)
-    _show_what_it_learnt(result.folder, recipe)
+    if place is None or place.rank == 0:
+        _show_what_it_learnt(result.folder, recipe)
     return 0
 
 

@@ -142,4 +142,4 @@ HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
     }
 )
 """By name of the system.  Sources: their code, as of the years whose runs were published; figures of bytes per logit
-from the runs themselves (docs/planner.md)."""
+from the runs themselves (docs/concepts/planner.md)."""

@@ -16,12 +16,12 @@ from weft.comm import Mesh
 from weft.data import PreparedData, data_shape, open_data
 from weft.describe import build_blueprint
 from weft.engine import Outcome, Trainer, create_training
-from weft.entry._facts import facts_of_blueprint
 from weft.errors import CollectiveError
 from weft.launch import Place, initialise_distributed
 from weft.plan import Plan, check_plan, load_plan
 from weft.recipe import Recipe, load_recipe
 from weft.record import MetricsWriter, Recorder, RunFolder, rank_logging
+from weft.worker._facts import facts_of_blueprint
 
 
 def run_rank(place: Place, *, folder: str, prepared: str, resume: str | None, quiet: bool) -> dict[str, Any] | None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from pool import RankPool
 from weft.entry._check import Launch
-from weft.entry._check_worker import run_rank
 from weft.launch import Place
+from weft.worker._check import run_rank
 
 
 def on_ranks(ranks: RankPool) -> Launch:

@@ -129,9 +129,7 @@ def test_what_does_not_fit_is_sharded_then_recomputed_then_cut() -> None:
 
 
 def test_what_fits_nowhere_says_how_much_is_missing() -> None:
-    message = (
-        r"No plan fits: a decoder of 6,738,415,616 parameters needs at least .* GiB .*: states .*\nUse about"
-    )
+    message = r"No plan fits: a decoder of 6,738,415,616 parameters needs at least .* GiB .*: states .*\nUse about"
     with pytest.raises(PlanError, match=message):
         auto_plan(llama(), parse_cluster_spec("8xcpu"), facts_of(llama()))
     with pytest.raises(PlanError, match="processes = 0 is too few. Use 1 or more."):

@@ -18,4 +18,4 @@ from weft.entry._timed import time_plans as time_plans
 from weft.entry._train import RunResult as RunResult
 from weft.entry._train import train as train
 from weft.entry._trials import decide_by_trials as decide_by_trials
-from weft.entry._worker import training_of as training_of
+from weft.worker import training_of as training_of

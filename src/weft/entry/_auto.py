@@ -12,13 +12,13 @@ from torch import nn
 
 from weft.cluster import Cluster, KnownMachine, known_machine
 from weft.describe import build_blueprint, describe
-from weft.entry._facts import facts_of_blueprint
 from weft.errors import RecipeError
 from weft.launch import Place
 from weft.models import Blueprint
 from weft.plan import ModelFacts
 from weft.profile import Profile, profile_of
 from weft.recipe import Recipe
+from weft.worker import facts_of_blueprint
 
 
 def profile_of_built(recipe: Recipe) -> tuple[Profile | None, ModelFacts]:

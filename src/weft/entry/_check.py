@@ -19,8 +19,6 @@ from weft.cluster import Cluster, known_machine
 from weft.describe import build_blueprint
 from weft.entry._auto import profile_of_built
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
-from weft.entry._check_worker import awake_model, case_name, outputs_path, trial_path, with_precision
-from weft.entry._facts import facts_of_blueprint
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.launch import Nursery, RankError, launch_function, open_nursery, place_from_environment
 from weft.plan import (
@@ -60,6 +58,8 @@ from weft.prove import (
 )
 from weft.recipe import Precision, Recipe, dump_recipe, load_recipe
 from weft.search import choose_plan
+from weft.worker import facts_of_blueprint
+from weft.worker._check import awake_model, case_name, outputs_path, trial_path, with_precision
 
 _MEMORY_SHARE = 0.5
 """Of this machine's memory, that a model which cannot be shrunk may take."""
@@ -107,7 +107,7 @@ def check(
 
 
 Launch = Callable[[dict[str, Any], int], object]
-"""Calls `weft.entry._check_worker:run_rank` with these arguments on so many ranks, and returns when they have ended."""
+"""Calls `weft.worker._check:run_rank` with these arguments on so many ranks, and returns when they have ended."""
 
 
 def _fresh_processes(nursery: Nursery | None, arguments: dict[str, Any], world_size: int) -> None:
@@ -115,7 +115,7 @@ def _fresh_processes(nursery: Nursery | None, arguments: dict[str, Any], world_s
     # torch's optimizers, which every rank runs, import dynamo.
     known = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
     preload = [*sorted(known), "torch._dynamo"]
-    function = "weft.entry._check_worker:run_rank"
+    function = "weft.worker._check:run_rank"
     launch_function(function, arguments, world_size, threads_per_rank=1, preload=preload, nursery=nursery)
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from weft.comm import device_for_rank
-from weft.describe import build_blueprint
 from weft.errors import PlanError
 from weft.launch import Nursery, Place, RankError, launch_function
-from weft.plan import ModelFacts, Plan, dump_plan, parse_plan
-from weft.recipe import Recipe, dump_recipe, parse_recipe
-from weft.rehearse import weigh
+from weft.plan import ModelFacts, Plan, dump_plan
+from weft.recipe import Recipe, dump_recipe
 from weft.search import Choice
 
 _UNCERTAIN = 0.8
@@ -118,22 +115,13 @@ def _launched(
     }
     threads = plan.compute.threads_per_rank
     try:
-        function = "weft.entry._fit:run_rank"
+        function = "weft.worker._weigh:run_rank"
         found = launch_function(function, arguments, count, threads_per_rank=threads, nursery=nursery)
     except RankError as problem:
         if problem.kind != _KILLED:
             raise
         return Trial(fits=False, peak_bytes=0)
     return Trial(fits=all(rank["fits"] for rank in found), peak_bytes=max(rank["peak_bytes"] for rank in found))
-
-
-def run_rank(place: Place, *, recipe: str, plan: str, rank: int | None, local_rank: int | None) -> dict[str, Any]:
-    """Weigh one rank of a plan; `rank` and `local_rank` where this process stands in for a rank of another job."""
-    what, how = parse_recipe(recipe), parse_plan(plan)
-    torch.set_num_threads(how.compute.threads_per_rank)
-    device = device_for_rank(how.compute.device, place.local_rank if local_rank is None else local_rank)
-    weight = weigh(what, how, lambda: build_blueprint(what), place.rank if rank is None else rank, device)
-    return {"fits": weight.fits, "peak_bytes": weight.peak_bytes}
 
 
 def _told(size_bytes: int) -> str:

@@ -19,7 +19,6 @@ from weft.comm import Mesh, group_store
 from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
 from weft.entry._auto import machine_for, profile_of_user_model
 from weft.entry._calls import Calls
-from weft.entry._facts import facts_of_blueprint
 from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
 from weft.entry._recording import SessionRuns
 from weft.entry._state import LossOfUser, TrainState
@@ -31,6 +30,7 @@ from weft.models import Blueprint, CutTable, SplitRule, tables_of
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Precision, Recipe, RunRecipe
 from weft.search import choose_plan
+from weft.worker import facts_of_blueprint
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any, Literal
+from typing import Any
 
 from weft.launch import Nursery, launch_function
 from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
+from weft.worker import teams_of
 
-Team = tuple[int, Literal["auto", "gloo", "weft"]]
 MOST_IN_TURN = 4
 """Plans that go on after their first steps, unless the caller wants more."""
 
@@ -67,7 +67,7 @@ def time_plans(
             "folder": folder,
         }
         threads = max(plan.compute.threads_per_rank for plan in plans)
-        function = "weft.entry._timed_rank:run_rank"
+        function = "weft.worker._timed:run_rank"
         preload = ("weft.entry", "torch.distributed.tensor")
         with _pipes([Path(folder) / f"turn{rank}" for rank in range(num_ranks)]):
             found = launch_function(
@@ -104,16 +104,6 @@ def _pipes(paths: Sequence[Path]) -> Generator[None]:
     finally:
         for pipe in held:
             os.close(pipe)
-
-
-def teams_of(plans: Sequence[Plan]) -> list[Team]:
-    """The worlds and backends that occur; ranks of the first team come first, then those of the next."""
-    return list(dict.fromkeys(map(team_of, plans)))
-
-
-def team_of(plan: Plan) -> Team:
-    """What plans must have in common to run in the same processes: the size of the world, and what carries it."""
-    return plan.mesh.world_size, plan.compute.backend
 
 
 def _merged(ranks: Sequence[Mapping[str, Any]]) -> TimedPlan | str:

@@ -23,11 +23,9 @@ from weft.describe import build_blueprint
 from weft.engine.optimizers import check_group_globs
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import machine_for, profile_of_blueprint
-from weft.entry._facts import facts_of_blueprint
 from weft.entry._fit import Weigher, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
 from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
-from weft.entry._worker import train_rank
 from weft.errors import CheckpointError, LaunchError, RecipeError, WeftError
 from weft.events import RunFolder, format_duration, format_loss
 from weft.launch import Nursery, initialise_distributed, launch_function, open_nursery, place_from_environment
@@ -35,6 +33,7 @@ from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.recipe import Recipe, dump_recipe, load_recipe
 from weft.search import Choice, choose_plan
+from weft.worker import facts_of_blueprint, train_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +193,7 @@ class _Job:
         with self._kept_with_run(run, prepared):
             self._announce(run, prepared)
             outcomes = launch_function(
-                "weft.entry._worker:run_rank",
+                "weft.worker:run_rank",
                 {
                     "folder": str(run.path),
                     "prepared": prepared.to_json(),

@@ -17,7 +17,7 @@ from weft.launch._place import place_from_environment
 
 _GONE = (BrokenPipeError, ConnectionResetError)
 """What a socket says whose other end has died."""
-_TRAINING = ("weft.prove", "weft.engine", "weft.data")
+_TRAINING = ("weft.worker",)
 """What a command's ranks need: nearly as long to import as torch."""
 _SCRIPT = Path(__file__).with_name("_nursery.py")
 

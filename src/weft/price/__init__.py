@@ -1,13 +1,13 @@
 """Price: the time and the memory of a step under a layout, without torch and without devices."""
 
+from weft.collective import LARGEST_BUCKET as LARGEST_BUCKET
+from weft.collective import SMALLEST_BUCKET as SMALLEST_BUCKET
+from weft.collective import Flow as Flow
+from weft.collective import best_bucket as best_bucket
+from weft.collective import next_bucket as next_bucket
+from weft.collective import rounded_bucket as rounded_bucket
 from weft.price._block_memory import BlockMemory as BlockMemory
 from weft.price._block_memory import memory_key as memory_key
-from weft.price._buckets import LARGEST_BUCKET as LARGEST_BUCKET
-from weft.price._buckets import SMALLEST_BUCKET as SMALLEST_BUCKET
-from weft.price._buckets import Flow as Flow
-from weft.price._buckets import best_bucket as best_bucket
-from weft.price._buckets import next_bucket as next_bucket
-from weft.price._buckets import rounded_bucket as rounded_bucket
 from weft.price._calibration import DATASHEET as DATASHEET
 from weft.price._calibration import Calibration as Calibration
 from weft.price._check_layout import check_layout as check_layout

@@ -6,9 +6,9 @@ import math
 from typing import NamedTuple
 
 from weft.cluster import Cluster, Collective, Devices
+from weft.collective import SMALLEST_BUCKET
 from weft.errors import PlanError
 from weft.plan import stage_ranks
-from weft.price._buckets import SMALLEST_BUCKET
 from weft.price._calibration import DATASHEET, Calibration
 from weft.price._check_layout import check_layout
 from weft.price._collectives import collective_seconds

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from weft.cluster import Collective
-from weft.price._buckets import Flow, Stream, best_bucket, idle_seconds, together
-from weft.price._buckets import Seconds as BucketSeconds
+from weft.collective import BucketSeconds, Flow, Stream, best_bucket, idle_seconds, together
 from weft.price._compute import ELEMENT_BYTES, Device
 from weft.price._layout import Layout
 from weft.price._memory import reduces_once
@@ -221,7 +220,7 @@ class _Rates:
 
 
 def bucket_of(layout: Layout, load: RankLoad, device: Device, groups: Groups, seconds: Seconds, low: int) -> int:
-    """Return the bytes of a bucket for which a rank waits least, at least `low` (`weft.price._buckets`)."""
+    """Return the bytes of a bucket for which a rank waits least, at least `low` (`weft.collective._buckets`)."""
     rates = _Rates(layout, device, groups, seconds)
     return best_bucket(rates.flows(load), first=rates.first, low=low)
 

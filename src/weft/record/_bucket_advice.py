@@ -2,7 +2,7 @@
 
 The start α and the seconds per byte β of a collective follow from how long those of different sizes took, the pace of
 backward from when buckets became full.  What other buckets would expose is then the closed form that plans are priced
-with (`weft.price._buckets`), scaled so that it says for the buckets that were used what was measured.  Nothing is
+with (`weft.collective._buckets`), scaled so that it says for the buckets that were used what was measured.  Nothing is
 changed: a run must be what its plan says.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import NamedTuple
 
+from weft.collective import SMALLEST_BUCKET, Flow, best_bucket
 from weft.comm import Seen
 from weft.plan import DataParallelPlan, Plan
-from weft.price import SMALLEST_BUCKET, Flow, best_bucket
 from weft.record._recorder import Recorder
 
 _AXIS = "data"

@@ -37,14 +37,14 @@ _SAME = 0.02
 _ROUNDS = 3
 """Times that α and β are read off anew where the last bucket lay: no collective is one line at all sizes."""
 
-Seconds = Callable[[float], float]
+BucketSeconds = Callable[[float], float]
 """Of the collective of a bucket, by its bytes of gradients."""
 Choice = tuple[float, float]
 """What a step pays, and the bytes of a bucket."""
 
 
 class Sent(NamedTuple):
-    """Seconds of the collectives of all buckets of one stream."""
+    """BucketSeconds of the collectives of all buckets of one stream."""
 
     whole: float
     first: float
@@ -58,7 +58,7 @@ class Sent(NamedTuple):
 class Stream:
     """Gradients that travel in buckets of one size over one group."""
 
-    def __init__(self, bucket: float, first: float, seconds: Seconds) -> None:
+    def __init__(self, bucket: float, first: float, seconds: BucketSeconds) -> None:
         """`bucket` and `first` are bytes of gradients; `first` counts up to `bucket`."""
         self.seconds = seconds
         self._bucket, self._first = bucket, min(first, bucket)
@@ -109,7 +109,7 @@ class Flow:
     """S: bytes of gradients of all buckets."""
     window: float
     """W: seconds of the pass beside which communication hides."""
-    seconds: Seconds
+    seconds: BucketSeconds
     """T: of one bucket, by its bytes of gradients."""
     tail: float = 0.0
     """Bytes that the pass completes only at its end, however small the buckets: a large embedding."""
@@ -166,7 +166,7 @@ class _Line(NamedTuple):
     per_byte: float
 
     @classmethod
-    def near(cls, seconds: Seconds, size: float) -> _Line:
+    def near(cls, seconds: BucketSeconds, size: float) -> _Line:
         """The line of a collective around a size."""
         low, middle, high = seconds(size / 2), seconds(size), seconds(size * 2)
         slope = max(0.0, (high - low) / (1.5 * size))

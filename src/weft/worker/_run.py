@@ -16,13 +16,13 @@ from weft.comm import Mesh
 from weft.data import PreparedData, data_shape, open_data
 from weft.describe import build_blueprint
 from weft.engine import Outcome, Trainer, create_training
-from weft.entry._facts import facts_of_blueprint
 from weft.errors import CollectiveError
 from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, TerminalSink, WarningSink, loggers_to
 from weft.launch import Distributed, Place, initialise_distributed
 from weft.plan import Plan, check_plan, load_plan
 from weft.recipe import Recipe, load_recipe
 from weft.record import Recorder
+from weft.worker._facts import facts_of_blueprint
 
 
 def run_rank(place: Place, *, folder: str, prepared: str, resume: str | None, quiet: bool) -> dict[str, Any] | None:

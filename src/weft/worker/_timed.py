@@ -21,13 +21,13 @@ import torch.distributed as dist
 from weft.comm import Mesh, peak_memory_bytes, synchronize
 from weft.describe import build_blueprint
 from weft.engine import create_training, learning_rate
-from weft.entry._timed import team_of, teams_of
 from weft.errors import WeftError
 from weft.launch import Place, initialise_distributed
 from weft.plan import Plan, parse_plan
 from weft.prove import TrialData
 from weft.recipe import Recipe, parse_recipe
 from weft.record import Recorder
+from weft.worker._teams import team_of, teams_of
 
 _EARLY_STEPS = 3
 _EARLY_SECONDS = 1.0

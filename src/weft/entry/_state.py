@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,17 +20,18 @@ from weft.checkpoint import Checkpointer, Json, Peers, export_checkpoint
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.document import JsonObject
-from weft.engine import LossScale, StepReporter, StepResult, ThroughputMeter, create_stepper, model_pieces
+from weft.engine import LossScale, create_stepper, model_pieces
 from weft.entry._agreement import check_same_facts
 from weft.entry._calls import Calls
 from weft.entry._guards import Guard, refuse_untrainable, retire
 from weft.entry._loop_draws import Yielded
+from weft.entry._loop_record import LoopRecord
 from weft.entry._recording import ModelRun
 from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import Stream, UserBatch, fields_of, restored
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import CheckpointError, DataError, PlanError
-from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, Run, StartEvent
+from weft.events import CheckpointEvent, EndEvent, EvaluationEvent
 from weft.models import Batch, Blueprint
 from weft.parallel import ParallelModel, Piece, parallelize
 from weft.plan import Plan
@@ -111,7 +111,7 @@ class TrainState:
             average=None,
             recorder=self._recorder,
         )
-        self._recording = _Recording(recorded.run, self._recorder, self._parallel)
+        self._recording = LoopRecord(recorded.run, self._recorder, self._parallel)
         self._steps = 0
         self._in_pass = 0
         """Batches taken of the present pass through a loader that only iterates."""
@@ -426,41 +426,6 @@ class TrainState:
                 " order equally on all ranks (by a generator= of the sampler's own, since torch's is seeded by rank in"
                 " each step), or use a torch DataLoader over a map-style dataset, which Weft shuffles itself."
             )
-
-
-class _Recording:
-    """What one rank says of a model that the user's loop steps: every step with its report."""
-
-    def __init__(self, run: Run, recorder: Recorder, model: ParallelModel) -> None:
-        self._run = run
-        self._recorder = recorder
-        self._model = model
-        self._skipped = 0
-        meter = ThroughputMeter(flops_per_sample=model.blueprint.flops_per_sample, peak_flops=None)
-        self._reporter = StepReporter(run, recorder, model.mesh, meter)
-        self.emit = run.emit
-        self.start(0)
-
-    def start(self, step: int) -> None:
-        """The loop begins, or goes on from a save."""
-        size, plan = self._model.mesh["world"].size, self._model.plan
-        self.emit(StartEvent(step=step, num_steps=None, world_size=size, plan=plan.digest))
-        self._reporter.begin()
-
-    def step(self, result: StepResult, samples: int, optimizer: torch.optim.Optimizer) -> None:
-        """The learning rate is that of the optimizer's first group."""
-        self._skipped += result.skipped
-        rate = float(optimizer.param_groups[0]["lr"])
-        self._reporter.step(result, samples=samples, tokens=None, num_skipped=self._skipped, learning_rate=rate)
-        self._reporter.report()
-
-    @contextmanager
-    def phase(self, name: str) -> Generator[Callable[[], float]]:
-        """Time what is none of a step; yields how many seconds it has taken so far."""
-        started = time.perf_counter()
-        with self._recorder.span(name):
-            yield lambda: time.perf_counter() - started
-        self._reporter.begin()
 
 
 class LossOfUser:

@@ -18,5 +18,13 @@ def test_a_restricted_search_is_never_better(name: str, count: int) -> None:
         assert case.best(space) >= whole * (1 - 1e-9), what
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_no_pair_has_a_restriction_that_is_better(name: str) -> None:
+    case = Case(name)
+    whole = case.best(case.space)
+    for what, space in drawn(list(restrictions(case.space, case.profile)), 5, Random(name)):
+        assert case.best(space) >= whole * (1 - 1e-9), what
+
+
 def test_there_are_thirty_pairs() -> None:
     assert len(PAIRS) >= 30

@@ -13,7 +13,7 @@ import transformers
 from weft.cli._read import describe_recipe
 from weft.cluster import resolve_cluster
 from weft.entry import profile_of_built
-from weft.errors import PlanError
+from weft.errors import PlanError, RecipeError
 from weft.plan import Plan, apply_overrides, check_plan, facts_of
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.search import choose_plan, recipe_space, search
@@ -113,6 +113,52 @@ def test_a_given_setting_is_kept_or_refused_with_its_reason(family: str, setting
         assert candidate.plan is not None
         section, name = key.split(".")
         assert getattr(getattr(candidate.plan, section), name) == getattr(getattr(given, section), name)
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("BloomForCausalLM", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "gptj": ("GPTJForCausalLM", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8}),
+    "falcon": ("FalconForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}),
+    "mamba": ("MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}),
+    "opt": ("OPTForCausalLM", {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+                               "word_embed_proj_dim": 64}),
+}  # fmt: skip
+"""Families without a table, without `max_position_embeddings`, or with attention of their own."""
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_family_without_a_table_gets_plans_that_training_accepts(family: str, tmp_path: Path) -> None:
+    architecture, sizes = OTHERS[family]
+    config = {"model_type": family, "architectures": [architecture], "vocab_size": 96, "bos_token_id": 1} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 2, "pad_token_id": 0}))
+    recipe = Recipe(
+        model=ModelRecipe(hf=str(tmp_path), sequence_length=32),
+        batch=BatchRecipe(global_batch_size=8),
+        run=RunRecipe(steps=2),
+    )
+    described, built = describe_recipe(recipe), profile_of_built(recipe)[1]
+    assert described.profile is not None
+    cluster = resolve_cluster("2x4xa100-40gb")
+    space = recipe_space(recipe, described.profile, described.facts, cluster, Plan(), runnable_only=True)
+    result = search(described.profile, cluster, global_batch_size=8, space=space, top=20)
+    assert result.best
+    for candidate in result.best:
+        assert candidate.plan is not None
+        check_plan(candidate.plan, recipe, built)
+
+
+def test_a_length_that_nothing_says_is_asked_for(tmp_path: Path) -> None:
+    config = {
+        "model_type": "bloom",
+        "architectures": ["BloomForCausalLM"],
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = Recipe(model=ModelRecipe(hf=str(tmp_path)), batch=BatchRecipe(global_batch_size=8), run=RunRecipe(steps=2))
+    with pytest.raises(RecipeError, match="model.sequence_length = 2048"):
+        describe_recipe(recipe)
 
 
 def test_defaults_of_a_family_count_where_its_configuration_is_short(tmp_path: Path) -> None:

@@ -136,10 +136,7 @@ def _construct(transformers: Any, config: Any, task: str) -> Any:
     attention = IMPLEMENTATION if has_plain_masks(config) else MASKED_IMPLEMENTATION
     auto = transformers.AutoModelForMaskedLM if task == "masked_lm" else transformers.AutoModelForCausalLM
     try:
-        with torch.device("meta"):
-            model = auto.from_config(
-                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-            )
+        model = _of_config(auto, config, attention)
         name_attention_dropouts(model)  # of rates that no module of transformers may have looked at
     except Exception as problem:
         raise RecipeError(
@@ -152,6 +149,21 @@ def _construct(transformers: Any, config: Any, task: str) -> Any:
         add_masks(model, causal=task == "causal_lm")
     _widen_norms(model)
     return model
+
+
+def _of_config(auto: Any, config: Any, attention: str) -> Any:
+    """The model on the meta device; with the family's own attention where it takes no other (GPT-J, Falcon)."""
+    refused: Exception | None = None
+    for implementation in (attention, "sdpa", "eager"):
+        try:
+            with torch.device("meta"):
+                return auto.from_config(
+                    config, attn_implementation=implementation, dtype=torch.float32, trust_remote_code=False
+                )
+        except (KeyError, ValueError) as problem:  # what it says of an attention that it does not have
+            refused = refused or problem
+    assert refused is not None
+    raise refused
 
 
 def _drop_bias_alias(model: Any) -> None:
@@ -202,9 +214,15 @@ def _initialiser(model: Any, weights: SafetensorsFolder) -> tuple[Initialiser, l
 
 
 def _sequence_length(recipe: ModelRecipe, config: Any) -> int:
-    limit: int = config.max_position_embeddings
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    limit: int | None = next((found for name in names if (found := getattr(config, name, None))), None)
     length = recipe.sequence_length or limit
-    if length > limit:
+    if length is None:
+        raise RecipeError(
+            f"model.sequence_length is not given, and nothing in the config.json of this {config.model_type} says how"
+            " many tokens a sample has. Give it, such as model.sequence_length = 2048."
+        )
+    if limit is not None and length > limit:
         raise RecipeError(
             f"model.sequence_length = {length} is longer than the model's max_position_embeddings = {limit}."
             f" Use {limit} or less, or raise it in config.json."

@@ -206,13 +206,13 @@ class Estimates:
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def seconds(self, passes: Passes, held: Held, offload: Offload) -> Floats:
+    def seconds(self, passes: Passes, offload: Offload) -> Floats:
         """Return the seconds of a step, at least."""
         none = np.zeros(len(self._options))
         ahead, back, once = self._gathering(passes) if self._zero == 3 else (none, none, none)
         waits = ahead + back
         if offload == "activations":
-            waits = waits + self._unloading(passes, held, ahead, back)
+            waits = waits + self._unloading(passes, ahead, back)
         blocks = len(self._pricer.profile.blocks)
         pipeline = pipeline_seconds(self._schedules, blocks, self._costs.hop, self._options, passes, waits)
         step = pipeline + once + self._reductions(passes) + self._optimizer(offload)
@@ -238,11 +238,11 @@ class Estimates:
         hidden = np.minimum(sent, calibration.overlap_share * beside) if overlaps else np.zeros_like(sent)
         return sent - hidden + (calibration.overlap_slowdown - 1.0) * hidden
 
-    def _unloading(self, passes: Passes, held: Held, ahead: Floats, back: Floats) -> Floats:
+    def _unloading(self, passes: Passes, ahead: Floats, back: Floats) -> Floats:
         """Exposed seconds of one microbatch's activations on their way to host memory and back, on one rank; they also
         hide beside the waits for weights."""
         p = self._options.splits.pipeline
-        moved = held.kept / self._pricer.calibration.host_link_bytes_per_second
+        moved = self._costs.moved / self._pricer.calibration.host_link_bytes_per_second
         return np.maximum(0.0, (moved - passes.forward) / p - ahead) + np.maximum(
             0.0, (moved - passes.input) / p - back
         )

@@ -76,6 +76,8 @@ class GroupCosts:
     """Seconds from a stage to the next, on the links that are best for it."""
     logits: Floats
     """Bytes around the loss."""
+    moved: Floats
+    """Bytes of one microbatch that offloading activations moves, of all blocks, stem and tail."""
 
     def take(self, rows: Ints | Bools) -> GroupCosts:
         return replace(
@@ -87,6 +89,7 @@ class GroupCosts:
             held={word: Held(*(part[rows] for part in held)) for word, held in self.held.items()},
             hop=self.hop[rows],
             logits=self.logits[rows],
+            moved=self.moved[rows],
         )
 
 
@@ -123,9 +126,11 @@ def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[
     profile, bases = pricer.profile, [case.layout for case in cases]
     passes: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
     held: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
+    moved: list[float] = []
     for base in bases:
         costs = [(pricer.block_cost(block, base), count) for block, count in counted]
         ends = [pricer.block_cost(end, base) for end in (profile.stem, profile.tail)]
+        moved.append(sum(each.kept_bytes * count for each, count in costs) + sum(end.kept_bytes for end in ends))
         for word in space.recomputes:
             passes[word].append(_passes(costs, ends, word))
             held[word].append(_held(pricer, base, counted, word))
@@ -145,6 +150,7 @@ def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[
             widest=max(each.dense_parameters + each.expert_parameters for each, _ in costs),
         ),
         hop=np.array([_hop(pricer, base) for base in bases]),
+        moved=np.array(moved),
         logits=np.array([_logits(pricer, space, base) for base in bases]),
     )
 

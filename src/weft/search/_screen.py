@@ -74,7 +74,7 @@ class Screen:
         first = self._levels[0].light
         estimates = Estimates(self._pricer, self._space.schedules, costs, options, way, self._rates)
         # More recomputation and offloading make a step longer, so what is too slow without stays so.
-        near = estimates.seconds(costs.passes[first], costs.held[first], "none") < limit
+        near = estimates.seconds(costs.passes[first], "none") < limit
         if not near.any():
             return []
         costs, options, way, limit = costs.take(near), options.take(near), way.take(near), limit[near]
@@ -99,7 +99,7 @@ class Screen:
                 if offload == "none":
                     needs[light] = need
                     fits_all = bool((need <= self._usable).all())
-                seconds = estimates.seconds(costs.passes[light], costs.held[light], offload)
+                seconds = estimates.seconds(costs.passes[light], offload)
                 least = np.minimum(least, np.where(need <= self._usable, seconds, np.inf))
         return least
 
@@ -113,8 +113,8 @@ class Screen:
     ) -> Floats:
         """Seconds when only as many blocks are computed again as needed; infinite where that is of no use."""
         share = estimates.least_share(costs.held[light], costs.held[heavy], needs[light], self._usable)
-        seconds = estimates.seconds(costs.passes[light], costs.held[light], "none")
-        most = estimates.seconds(costs.passes[heavy], costs.held[heavy], "none")
+        seconds = estimates.seconds(costs.passes[light], "none")
+        most = estimates.seconds(costs.passes[heavy], "none")
         useful = (needs[light] > self._usable) & (needs[heavy] <= self._usable)
         return np.where(useful, seconds + share * (most - seconds), np.inf)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from weft.plan import AXES, Recompute, stage_ranks
@@ -22,6 +23,15 @@ _MIXTURES_DIFFER = 1.02
 """Times the limit up to which other cuts of a mixture are tried."""
 _BUCKETS_MATTER = 1.02
 """Prices up to so many times the limit are tried with other buckets."""
+
+_SHAPE = (
+    "pipeline", "context", "tensor", "expert", "sequence_parallel", "tensor_scheme", "context_scheme", "schedule",
+    "chunks", "microbatch_size", "microbatches", "recompute", "offload", "precision",
+)  # fmt: skip
+_TIMED = attrgetter(*_SHAPE, "cuts")
+"""What the time of a step depends on, the reduction of gradients and where axes lie left out."""
+_HELD = attrgetter(*_SHAPE, "replicate", "shard", "zero", "reduce_every", "uneven", "fused_loss", "compression")
+"""What memory depends on, buckets and cuts left out."""
 
 
 class Priced(NamedTuple):
@@ -54,10 +64,10 @@ class Finalists:
         self.found: dict[Layout, Priced] = {}
         self._bounds: dict[tuple[object, ...], float] = {}
         self._explored: set[Layout] = set()
-        self._holds: dict[Layout, bool] = {}
+        self._holds: dict[tuple[object, ...], bool] = {}
         self._buckets_fill = pricer.memories.stack.memory.bucket_copies > 0 or len(space.bucket_bytes or ()) > 1
         """Whether the size of a bucket may decide what fits, or is one of several."""
-        self._fewest_words: dict[tuple[Layout, Level, tuple[int, ...]], tuple[Recompute, ...] | None] = {}
+        self._fewest_words: dict[tuple[object, ...], tuple[Recompute, ...] | None] = {}
 
     def explore(self, row: Layout, least_shard: int) -> None:
         """Price a row in every order of its axes, with every size of its shards from `least_shard` up, recomputation
@@ -153,17 +163,18 @@ class Finalists:
     def _bound(self, layout: Layout) -> float:
         """The score by closed form, less what closed forms may be too long, and without the update."""
         groups = self._pricer.groups(layout)
-        inner = (
+        sharded = (layout.shard, layout.reduce_every, groups.shard) if layout.zero == 3 else None
+        statistics = groups.data if self._pricer.profile.has_batch_norm else None
+        key = (
+            _TIMED(layout),
+            layout.data,
+            sharded,
+            statistics,
             groups.tensor,
             groups.context,
             groups.expert,
             groups.pipeline,
-            groups.shard if layout.zero == 3 else None,
         )
-        alike = replace(layout, order=AXES, bucket_bytes=1, algorithm="auto")
-        if layout.zero < 3:  # what gradients do comes later
-            alike = replace(alike, zero=0, shard=1, replicate=layout.data, reduce_every="auto")
-        key = (alike, inner)
         if key not in self._bounds:
             seconds = self._pricer.step_seconds(layout, update=False) * CLOSED_FORM_EXCESS
             self._bounds[key] = self._score(seconds, layout)
@@ -187,11 +198,12 @@ class Finalists:
         return found
 
     def _fits(self, layout: Layout) -> bool:
-        key = replace(layout, order=AXES, algorithm="auto", bucket_bytes=layout.bucket_bytes * self._buckets_fill)
-        if layout.pipeline > 1 and layout.cuts is None:  # cuts are by cost, and so depend on the order
-            key = replace(key, cuts=self._pricer.whole(layout).cuts(layout))
+        cuts = layout.cuts
+        if layout.pipeline > 1 and cuts is None:  # they are by cost, and so depend on the order
+            cuts = self._pricer.whole(layout).cuts(layout)
+        key = (_HELD(layout), layout.bucket_bytes * self._buckets_fill, cuts)
         if key not in self._holds:
-            need = self._pricer.memories.fullest(layout, key.cuts)
+            need = self._pricer.memories.fullest(layout, cuts)
             self._holds[key] = need <= self._pricer.cluster.usable_memory_bytes
             self.tally.out_of_memory += not self._holds[key]
         return self._holds[key]
@@ -211,7 +223,7 @@ class Finalists:
 
     def _fewest(self, layout: Layout, level: Level, cuts: tuple[int, ...]) -> tuple[Recompute, ...] | None:
         """The fewest heavy blocks of every pipeline rank, exactly; None where even all of them do not fit."""
-        key = (replace(layout, order=AXES, algorithm="auto"), level, cuts)  # neither moves memory
+        key = (_HELD(layout), layout.bucket_bytes * self._buckets_fill, level, cuts)
         if key not in self._fewest_words:
             self._fewest_words[key] = self._find_fewest(layout, level, cuts)
         return self._fewest_words[key]

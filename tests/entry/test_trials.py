@@ -37,9 +37,9 @@ def chosen(recipe: Recipe) -> tuple[Choice, Cluster]:
     # Two that predictions do not tell apart: the chosen one, and the same with another ZeRO stage.
     first = choice.rivals[0]
     assert first.plan is not None
-    plan = replace(first.plan, data_parallel=replace(first.plan.data_parallel, zero=0))
-    other = replace(first, plan=plan)
-    return replace(choice, rivals=(first, other)), machine
+    settings = first.plan.data_parallel
+    one, other = (replace(first.plan, data_parallel=replace(settings, zero=zero)) for zero in (1, 0))
+    return replace(choice, plan=one, rivals=(replace(first, plan=one), replace(first, plan=other))), machine
 
 
 def lasting(seconds: float, choice: Choice) -> int:

@@ -22,8 +22,8 @@ _PATH_BYTES = 4096
 
 
 def run_name(recipe: Path) -> str:
-    """The name of a run of this recipe or script: the file's, or its folder's where the file is just called recipe.toml,
-    or __main__.py as under `python -m`."""
+    """The name of a run of this recipe or script: the file's, or its folder's where the file is just called
+    recipe.toml, or __main__.py as under `python -m`."""
     stem = recipe.resolve().parent.name if recipe.stem in ("recipe", "__main__") else recipe.stem
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
 

@@ -9,7 +9,7 @@ from weft.cluster import Collective
 from weft.collective import BucketSeconds, Flow, Stream, best_bucket, idle_seconds, together
 from weft.price._compute import ELEMENT_BYTES, Device
 from weft.price._layout import Layout
-from weft.price._memory import reduces_once
+from weft.price._memory import holds_whole_gradients, reduces_once
 from weft.price._placement import Group, Groups
 from weft.price._stack import Stack
 from weft.price._stages import Seconds
@@ -258,7 +258,8 @@ def _optimizer(layout: Layout, load: RankLoad, device: Device) -> tuple[float, f
     shards = 1 if layout.zero == 0 else ranks if layout.zero < 3 else layout.shard * layout.context
     expert_shards = 1 if layout.zero == 0 else max(1, shards * layout.tensor // layout.expert)
     mine = load.dense / shards + load.experts / expert_shards
-    held = mine if layout.zero >= 2 else load.dense + load.experts
+    is_shared = layout.zero >= 2 and not holds_whole_gradients(layout, device.stack)
+    held = mine if is_shared else load.dense + load.experts
     if layout.offload == "optimizer":
         calibration = device.calibration
         moved = mine * (layout.gradient_bytes + element_bytes(layout)) / calibration.host_link_bytes_per_second

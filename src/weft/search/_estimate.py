@@ -278,7 +278,7 @@ class Estimates:
             return mine * (moved + 2.0 * self._master / calibration.host_optimizer_bytes_per_second)
         if device.speeds:  # measured: see `weft.price._update`
             return np.zeros_like(mine)
-        held = mine if self._zero >= 2 else self._least_dense + self._experts
+        held = np.where(self._waiting | (self._zero < 2), self._least_dense + self._experts, mine)
         touched = mine * (2.0 * self._gradient + 2.0 * self._master + self._element) + held * self._gradient
         return touched / device.memory_bytes_per_second
 

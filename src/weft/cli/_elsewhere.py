@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from weft.cli._search import Asked, Subject, chosen_space, search_space
 from weft.errors import PlanError, RecipeError
+from weft.figures import spell_seconds
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster
@@ -85,8 +86,8 @@ def _difference(
     named = "the given plan" if is_given else "Weft's best plan"
     nearest = f", nearest with its {', '.join(kept)}" if is_given and kept else ""
     return [
-        f"beside    {named}: {other.prediction.step_seconds:.3g} s/step; {title}{nearest}:"
-        f" {best.prediction.step_seconds:.3g} s/step ({100 * more:+.1f} %)"
+        f"beside    {named}: {spell_seconds(other.prediction.step_seconds)}/step; {title}{nearest}:"
+        f" {spell_seconds(best.prediction.step_seconds)}/step ({100 * more:+,.1f} %)"
     ]
 
 

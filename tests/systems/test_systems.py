@@ -156,6 +156,14 @@ def test_every_aspect_of_a_model_is_said_or_refused(name: str) -> None:
     assert told >= 4
 
 
+@pytest.mark.parametrize(("name", "words"), [("megatron", "core attention alone"), ("torchtitan", "every second")])
+def test_another_selective_recomputation_is_said(name: str, words: str) -> None:
+    for recompute in ("none", "selective", "full"):
+        job = replace(JOB, layout=replace(JOB.layout, zero=1 if name == "megatron" else 3, recompute=recompute))
+        said = any(words in note for note in emit(SYSTEMS[name], job).notes)
+        assert said == (recompute == "selective")
+
+
 def test_what_a_system_cannot_do_is_refused() -> None:
     layout = replace(JOB.layout, pipeline=4, replicate=2, zero=1, microbatches=16)
     job = replace(JOB, layout=layout, cuts=(8, 16, 24))

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 from weft.cli._explain import Questions, answer_lines
 from weft.cli._numbers import parse_count, parse_duration
-from weft.cli._read import Described, describe_recipe
+from weft.cli._read import describe_recipe
+from weft.cli._subject import Subject
 from weft.errors import PlanError, RecipeError
 from weft.figures import spell_figure, spell_memory, spell_seconds
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster
     from weft.plan import Plan
-    from weft.profile import ModelSizes, Profile
-    from weft.recipe import OptimizerRecipe, PermitRecipe, Recipe
     from weft.search import Objective, SearchResult, Space
 
 _FOLLOWING = {"microbatch.per_step": "microbatch.size", "pipeline_parallel.cuts": "mesh.pipeline"}
@@ -54,24 +53,6 @@ class Asked:
             or self.questions.are_asked
             or self.objective != "throughput"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What to train, as search sees it."""
-
-    profile: Profile
-    global_batch_size: int
-    permit: PermitRecipe | None
-    optimizer: OptimizerRecipe | None
-    sizes: ModelSizes | None = None
-    """Of a transformer, for other systems."""
-    recipe: Recipe | None = None
-    """None for a well-known model."""
-    described: Described | None = None
-    """The recipe's model."""
-    steps: int | None = None
-    """Of the recipe's run."""
 
 
 def given_plan(path: str, asked: Asked) -> Plan:

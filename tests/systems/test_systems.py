@@ -39,7 +39,7 @@ def _found(
     profile = profile_of_sizes(sizes)
     space = replace(space_of(profile, cluster, global_batch_size=batch), node_size=node_size(cluster))
     asked: Callable[[Space], SearchResult] = lambda part: search(  # noqa: E731
-        profile, cluster, global_batch_size=batch, space=part, finalists=8, top=2
+        profile, cluster, global_batch_size=batch, space=part, top=2
     )
     result = search_within(SYSTEMS[name], sizes, space, asked).result
     jobs = [job_of(result, each, sizes) for each in result.best]
@@ -228,7 +228,7 @@ def test_the_recorded_checks_find_what_is_wrong(name: str) -> None:
 def test_the_nearest_plan_keeps_what_it_can() -> None:
     cluster, profile = parse_cluster_spec("2x8xh100"), profile_of_sizes(SIZES)
     space = replace(space_of(profile, cluster, global_batch_size=128), node_size=8)
-    asked = partial(search, profile, cluster, finalists=16, calibration=FITTED)
+    asked = partial(search, profile, cluster, calibration=FITTED)
 
     def found(name: str, near: Layout) -> tuple[tuple[str, ...], Layout]:
         nearest = search_within(

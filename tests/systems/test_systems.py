@@ -227,16 +227,16 @@ def test_the_recorded_checks_find_what_is_wrong(name: str) -> None:
 
 def test_the_nearest_plan_keeps_what_it_can() -> None:
     cluster, profile = parse_cluster_spec("2x8xh100"), profile_of_sizes(SIZES)
-    space = replace(space_of(profile, cluster, global_batch_size=128), node_size=8)
+    space = replace(space_of(profile, cluster, global_batch_size=16), node_size=8)
     asked = partial(search, profile, cluster, calibration=FITTED)
 
     def found(name: str, near: Layout) -> tuple[tuple[str, ...], Layout]:
         nearest = search_within(
-            SYSTEMS[name], SIZES, space, lambda part: asked(space=part, global_batch_size=128), near=near
+            SYSTEMS[name], SIZES, space, lambda part: asked(space=part, global_batch_size=16), near=near
         )
         return nearest.kept, nearest.result.best[0].layout
 
-    near = Layout(pipeline=4, tensor=2, replicate=2, schedule="zbv", chunks=2, zero=1, microbatches=64)
+    near = Layout(pipeline=4, tensor=2, replicate=2, schedule="zbv", chunks=2, zero=1, microbatches=8)
     kept, layout = found("megatron", near)
     assert kept == ("pipeline", "tensor", "context", "expert")
     assert (layout.pipeline, layout.tensor) == (4, 2)

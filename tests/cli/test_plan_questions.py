@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -139,3 +141,14 @@ def test_a_plan_that_a_system_cannot_run_gets_reasons_and_the_nearest(
     text = complaint(capsys, "plan", "--model", "llama-3.1-70b", "--cluster", "8xa100", "--global-batch-size", "32",
                      "--plan", str(path))  # fmt: skip
     assert "GiB may be filled" in text
+
+
+def test_no_figure_has_an_exponent(capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(4)
+    models = draw.sample(("gpt2", "gpt2-xl", "llama-3.2-1b", "llama-2-13b", "megatron-7.5b"), 3)
+    clusters = draw.sample(("2xcpu", "1x8xcpu", "1xv100", "2x8xh100", "8xa100-40gb"), 3)
+    for model, cluster in zip(models, clusters, strict=True):
+        options = ("plan", "--model", model, "--cluster", cluster, "--global-batch-size", "64", "--top", "3", "--next")
+        assert run(list(options)) == 0
+        shown = capsys.readouterr()
+        assert not re.search(r"\de[+-]\d", shown.out + shown.err), f"{model} on {cluster}"

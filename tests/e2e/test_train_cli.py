@@ -20,7 +20,7 @@ from metrics_lines import STEP_KEYS
 TRAIN = (WEFT, "train", "recipe.toml", "--processes", "2")
 LONG = ("--set", "recipe.run.steps=3000", "--set", "recipe.run.evaluate_every=3000")
 THREE_D = "[mesh]\ntensor = 2\npipeline = 2\n[microbatch]\nsize = 2\nper_step = 4\n"
-STEP_LINE = r"step +\d+  loss \d+\.\d{3}  tok/s +[\d,.]+ +\d+ % of peak  \d+\.\d\d GB/rank  ETA +(\d+h)?(\d+m)?(\d+s)?"
+STEP_LINE = r"step +\d+  loss \d+\.\d{3}  tok/s +[\d,.]+ +\d+ % of peak  \d+\.\d\d GiB/rank  ETA +(\d+h)?(\d+m)?(\d+s)?"
 
 
 @pytest.fixture(scope="module")

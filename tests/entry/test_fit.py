@@ -79,7 +79,7 @@ class Limit:
 
     def __call__(self, recipe: Recipe, plan: Plan) -> Trial:
         self.asked.append((plan.microbatch.size, plan.microbatch.per_step))
-        return Trial(fits=plan.microbatch.size <= self.largest, peak_bytes=10**9)
+        return Trial(fits=plan.microbatch.size <= self.largest, peak_bytes=2**30)
 
 
 def test_the_global_batch_is_kept() -> None:
@@ -89,13 +89,13 @@ def test_the_global_batch_is_kept() -> None:
     found, reason = fit_microbatch(recipe, plan, told.append, limit, facts=facts_of(recipe))
     assert limit.asked == [(12, (2, 1)), (6, (4, 2)), (3, (8, 4))]
     assert found.microbatch == MicrobatchPlan(size=3, per_step=(8, 4))
-    assert reason == "tried: a step peaks at 1 GB per process; 6 finds no memory"
+    assert reason == "tried: a step peaks at 1 GiB per process; 6 finds no memory"
     assert told == [f"memory    trying a microbatch of {size}" for size in (12, 6, 3)]
 
 
 def test_what_cannot_be_made_smaller_is_refused() -> None:
     recipe, plan = recipe_of(), Plan(microbatch=MicrobatchPlan(size=8, per_step=1))
-    with pytest.raises(PlanError, match="a microbatch of 1 finds no memory .*1 GB were held"):
+    with pytest.raises(PlanError, match="a microbatch of 1 finds no memory .*1 GiB were held"):
         fit_microbatch(recipe, plan, lambda line: None, Limit(largest=0), facts=facts_of(recipe))
     statistics = replace(facts_of(recipe), has_batch_norm=True)
     with pytest.raises(PlanError, match="a microbatch of 8 finds no memory"):

@@ -44,7 +44,7 @@ def test_a_line_of_tokens() -> None:
         step_of(20, memory_bytes=210_000_000),
         rate_of(20, tokens_per_second=1410, peak_share=0.42, remaining_seconds=190),
     )
-    assert line == "step   20  loss 7.412  tok/s 1,410  42 % of peak  0.21 GB/rank  ETA 3m10s"
+    assert line == "step   20  loss 7.412  tok/s 1,410  42 % of peak  0.20 GiB/rank  ETA 3m10s"
 
 
 def test_a_line_of_samples_with_what_matters_only_sometimes() -> None:

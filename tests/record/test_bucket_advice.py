@@ -117,7 +117,7 @@ def test_the_line_has_figures_and_the_setting() -> None:
     advice = advised(FAST, plan_of())
     assert advice is not None
     assert str(replace(advice, total_seconds=0.531, exposed_seconds=0.212, bucket_bytes=4 * MEBI)).startswith(
-        "data axis: 0.21 s of 0.53 s exposed in a step; buckets of 4 MiB would expose about "
+        "data axis: 212 ms of 531 ms exposed in a step; buckets of 4 MiB would expose about "
     )
     assert str(advice).endswith(f"--set plan.data_parallel.bucket_bytes={advice.bucket_bytes}")
 

@@ -39,7 +39,7 @@ def _found(
     profile = profile_of_sizes(sizes)
     space = replace(space_of(profile, cluster, global_batch_size=batch), node_size=node_size(cluster))
     asked: Callable[[Space], SearchResult] = lambda part: search(  # noqa: E731
-        profile, cluster, global_batch_size=batch, space=part, finalists=8, top=2
+        profile, cluster, global_batch_size=batch, space=part, top=2
     )
     result = search_within(SYSTEMS[name], sizes, space, asked).result
     jobs = [job_of(result, each, sizes) for each in result.best]
@@ -156,6 +156,14 @@ def test_every_aspect_of_a_model_is_said_or_refused(name: str) -> None:
     assert told >= 4
 
 
+@pytest.mark.parametrize(("name", "words"), [("megatron", "core attention alone"), ("torchtitan", "every second")])
+def test_another_selective_recomputation_is_said(name: str, words: str) -> None:
+    for recompute in ("none", "selective", "full"):
+        job = replace(JOB, layout=replace(JOB.layout, zero=1 if name == "megatron" else 3, recompute=recompute))
+        said = any(words in note for note in emit(SYSTEMS[name], job).notes)
+        assert said == (recompute == "selective")
+
+
 def test_what_a_system_cannot_do_is_refused() -> None:
     layout = replace(JOB.layout, pipeline=4, replicate=2, zero=1, microbatches=16)
     job = replace(JOB, layout=layout, cuts=(8, 16, 24))
@@ -219,16 +227,16 @@ def test_the_recorded_checks_find_what_is_wrong(name: str) -> None:
 
 def test_the_nearest_plan_keeps_what_it_can() -> None:
     cluster, profile = parse_cluster_spec("2x8xh100"), profile_of_sizes(SIZES)
-    space = replace(space_of(profile, cluster, global_batch_size=128), node_size=8)
-    asked = partial(search, profile, cluster, finalists=16, calibration=FITTED)
+    space = replace(space_of(profile, cluster, global_batch_size=16), node_size=8)
+    asked = partial(search, profile, cluster, calibration=FITTED)
 
     def found(name: str, near: Layout) -> tuple[tuple[str, ...], Layout]:
         nearest = search_within(
-            SYSTEMS[name], SIZES, space, lambda part: asked(space=part, global_batch_size=128), near=near
+            SYSTEMS[name], SIZES, space, lambda part: asked(space=part, global_batch_size=16), near=near
         )
         return nearest.kept, nearest.result.best[0].layout
 
-    near = Layout(pipeline=4, tensor=2, replicate=2, schedule="zbv", chunks=2, zero=1, microbatches=64)
+    near = Layout(pipeline=4, tensor=2, replicate=2, schedule="zbv", chunks=2, zero=1, microbatches=8)
     kept, layout = found("megatron", near)
     assert kept == ("pipeline", "tensor", "context", "expert")
     assert (layout.pipeline, layout.tensor) == (4, 2)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from weft.figures import spell_figure
+
 if TYPE_CHECKING:
     from weft.describe import Description, Proposal
     from weft.profile import Block, Operator
@@ -127,8 +129,8 @@ def _short(number: float) -> str:
     """`1.23 G`."""
     for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g} "
+            return f"{spell_figure(number / size)} {unit}"
+    return f"{spell_figure(number)} "
 
 
 def _split_lines(proposal: Proposal, *, covered: bool) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from weft.errors import PlanError
+from weft.figures import spell_bytes, spell_memory
 
 if TYPE_CHECKING:
     from weft.plan import Plan
@@ -59,17 +60,8 @@ def _rank_lines(report: RankReport, world: int) -> Iterator[str]:
     place = ", ".join(f"{axis} {at}" for axis, at in report.coordinates.items() if at) or "first on every axis"
     state = report.state
     yield f"rank      {report.rank:,} of {world:,} ({place})"
-    listed = " · ".join(f"{kind} {spell_bytes(getattr(state, kind))}" for kind in _KINDS if getattr(state, kind))
-    yield f"          holds {spell_bytes(state.total)} of state: {listed}"
+    listed = " · ".join(f"{kind} {spell_memory(getattr(state, kind))}" for kind in _KINDS if getattr(state, kind))
+    yield f"          holds {spell_memory(state.total)} of state: {listed}"
     for (axis, op), (count, size) in sorted(report.per_step.items()):
         each = spell_bytes(size / count)
         yield f"          {axis:<9} {op:<15} {count:>9,.0f} × {each:>9} = {spell_bytes(size):>9} per step"
-
-
-def spell_bytes(size: float) -> str:
-    """Return `4.7 MB`, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"

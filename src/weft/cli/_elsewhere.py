@@ -9,13 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.cli._search import Asked, Subject, chosen_space, search_space
-from weft.errors import PlanError, RecipeError
+from weft.cli._explain import answer_lines
+from weft.cli._search import Asked, chosen_space, search_space
+from weft.cli._subject import Subject, need_sizes
+from weft.errors import PlanError
+from weft.figures import spell_seconds
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster
     from weft.plan import Plan
-    from weft.profile import ModelSizes
     from weft.search import SearchResult
 
 
@@ -52,27 +54,12 @@ def run_for(
 
 def run_given(subject: Subject, cluster: Cluster, asked: Asked, plan: Plan) -> tuple[SearchResult, list[str]]:
     """Price a user's plan for a known model; return it, and its lines with the answers to what was asked of it."""
-    from weft.cli._explain import answer_lines
     from weft.explain import search_lines
 
     started = time.perf_counter()
     result = price_plan(subject, cluster, plan)
     lines = search_lines(result, top=1, seconds=time.perf_counter() - started)
     return result, [*lines, *([] if asked.json else answer_lines(result, asked.questions, subject))]
-
-
-def need_sizes(subject: Subject) -> ModelSizes:
-    """Return the sizes of a transformer.
-
-    Raises:
-        RecipeError: the model is none.
-    """
-    if subject.sizes is None:
-        raise RecipeError(
-            f"{subject.profile.name} is no transformer whose sizes Weft knows: no other system can be told of it."
-            " Use --eject."
-        )
-    return subject.sizes
 
 
 def _difference(
@@ -85,8 +72,8 @@ def _difference(
     named = "the given plan" if is_given else "Weft's best plan"
     nearest = f", nearest with its {', '.join(kept)}" if is_given and kept else ""
     return [
-        f"beside    {named}: {other.prediction.step_seconds:.3g} s/step; {title}{nearest}:"
-        f" {best.prediction.step_seconds:.3g} s/step ({100 * more:+.1f} %)"
+        f"beside    {named}: {spell_seconds(other.prediction.step_seconds)}/step; {title}{nearest}:"
+        f" {spell_seconds(best.prediction.step_seconds)}/step ({100 * more:+,.1f} %)"
     ]
 
 

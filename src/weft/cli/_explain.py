@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.cli._subject import Subject, need_sizes
 from weft.errors import PlanError
 
 if TYPE_CHECKING:
-    from weft.cli._search import Subject
     from weft.price import Pricer
     from weft.search import SearchResult
 
@@ -78,7 +78,6 @@ def _block(label: str, lines: list[str]) -> Iterator[str]:
 
 
 def _emitted(result: SearchResult, name: str, subject: Subject) -> str:
-    from weft.cli._elsewhere import need_sizes
     from weft.systems import emission_lines, emit, find_system, job_of
 
     system = find_system(name, "--emit")

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from weft.cli._explain import Questions, answer_lines
 from weft.cli._numbers import parse_count, parse_duration
-from weft.cli._read import Described, describe_recipe
+from weft.cli._read import describe_recipe
+from weft.cli._subject import Subject
 from weft.errors import PlanError, RecipeError
+from weft.figures import spell_figure, spell_memory, spell_seconds
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster
     from weft.plan import Plan
-    from weft.profile import ModelSizes, Profile
-    from weft.recipe import OptimizerRecipe, PermitRecipe, Recipe
     from weft.search import Objective, SearchResult, Space
 
 _FOLLOWING = {"microbatch.per_step": "microbatch.size", "pipeline_parallel.cuts": "mesh.pipeline"}
@@ -53,24 +53,6 @@ class Asked:
             or self.questions.are_asked
             or self.objective != "throughput"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What to train, as search sees it."""
-
-    profile: Profile
-    global_batch_size: int
-    permit: PermitRecipe | None
-    optimizer: OptimizerRecipe | None
-    sizes: ModelSizes | None = None
-    """Of a transformer, for other systems."""
-    recipe: Recipe | None = None
-    """None for a well-known model."""
-    described: Described | None = None
-    """The recipe's model."""
-    steps: int | None = None
-    """Of the recipe's run."""
 
 
 def given_plan(path: str, asked: Asked) -> Plan:
@@ -167,8 +149,9 @@ def write_best(result: SearchResult, output: Path, name: str) -> None:
         raise PlanError(f'no plan can say precision = "{best.layout.precision}". Choose another with --set.')
     prediction = best.prediction
     header = [
-        f"chosen by weft plan for {name} on cluster {result.cluster.digest}: predicted {prediction.step_seconds:.3g} "
-        f"s/step (±{100 * prediction.spread:.0f} %), {prediction.fullest.device / 2**30:.3g} GiB per rank",
+        f"chosen by weft plan for {name} on cluster {result.cluster.digest}: predicted "
+        f"{spell_seconds(prediction.step_seconds)}/step (±{100 * prediction.spread:.0f} %), "
+        f"{spell_memory(prediction.fullest.device)} per rank",
         *best.not_runnable,
     ]
     try:
@@ -279,9 +262,9 @@ def _totals(result: SearchResult) -> list[str]:
     best, lines = result.best[0], list[str]()
     if best.training_seconds is not None:
         days = best.training_seconds / 86400
-        lines.append(f"training  {days:.1f} days at the pessimistic step time of the best plan")
+        lines.append(f"training  {days:,.1f} days at the pessimistic step time of the best plan")
     if best.cost_per_million_tokens is not None:
-        lines.append(f"cost      {best.cost_per_million_tokens:.3g} per million tokens of the best plan")
+        lines.append(f"cost      {spell_figure(best.cost_per_million_tokens)} per million tokens of the best plan")
     return lines
 
 

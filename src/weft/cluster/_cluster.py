@@ -108,7 +108,7 @@ class Cluster:
 
     @property
     def summary(self) -> str:
-        """One line: `1 host, 2 cores, 23 GB, no accelerator`."""
+        """One line: `1 host, 2 cores, 23 GiB, no accelerator`."""
         hosts = f"{self.num_nodes} host" + ("s" if self.num_nodes != 1 else "")
         cores = f"{self.num_cores:,} core" + ("s" if self.num_cores != 1 else "")
         memory = f"{sum(node.count * node.memory_bytes for node in self.nodes) / 2**30:,.0f} GiB"

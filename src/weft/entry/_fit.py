@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import PlanError
+from weft.figures import spell_memory
 from weft.launch import Nursery, Place, RankError, launch_function
 from weft.plan import ModelFacts, Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
@@ -59,12 +60,14 @@ def fit_microbatch(
         tell(f"memory    trying a microbatch of {plan.microbatch.size}")
         trial = weigh_all(recipe, plan)
         if trial.fits:
-            reason = f"tried: a step peaks at {_told(trial.peak_bytes)} per process"
+            reason = f"tried: a step peaks at {spell_memory(trial.peak_bytes)} per process"
             return plan, reason + (f"; {refused[-1]} finds no memory" if refused else "")
         refused.append(plan.microbatch.size)
         smaller = None if facts.has_batch_norm else _smaller(plan)
         if smaller is None:
-            held = f"{_told(trial.peak_bytes)} were held then" if trial.peak_bytes else "the system ended a process"
+            held = (
+                f"{spell_memory(trial.peak_bytes)} were held then" if trial.peak_bytes else "the system ended a process"
+            )
             raise PlanError(
                 f"A step with a microbatch of {plan.microbatch.size} finds no memory ({held}), and it cannot be made"
                 ' smaller. Free memory on the device, or give a plan that needs less: plan.memory.recompute = "full",'
@@ -122,7 +125,3 @@ def _launched(
             raise
         return Trial(fits=False, peak_bytes=0)
     return Trial(fits=all(rank["fits"] for rank in found), peak_bytes=max(rank["peak_bytes"] for rank in found))
-
-
-def _told(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.3g} GB"

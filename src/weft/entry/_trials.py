@@ -15,6 +15,7 @@ import weft
 from weft.cluster import Cluster
 from weft.entry._timed import TimedPlan, step_seconds, time_plans
 from weft.errors import WeftError
+from weft.figures import spell_seconds
 from weft.launch import Nursery, RankError, place_from_environment
 from weft.plan import SPLIT_BACKWARD, Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
@@ -100,7 +101,7 @@ def _compiled(bench: _Bench, choice: Choice, steps: int) -> Choice:
     if not ends:
         return choice
     best = min(ends, key=lambda at: ends[at])
-    told = [f"{_setting(variants[at])}: {_told(each.step_seconds)}" for at, each in enumerate(timed) if each]
+    told = [f"{_setting(variants[at])}: {spell_seconds(each.step_seconds)}" for at, each in enumerate(timed) if each]
     chosen, reason = variants[best], f"measured per step, {', '.join(told)}"
     reasons = {**choice.reasons, "compute.compile": reason}
     if chosen.microbatch != plan.microbatch:
@@ -224,8 +225,8 @@ def _decided(bench: _Bench, choice: Choice, close: Sequence[Candidate], seconds:
     rivals = (best, *(each for each in choice.rivals if each is not best))
     reasons = explain_settings(best.plan, bench.recipe, bench.machine, rivals)
     key = next(key for key in reasons if key.startswith("mesh."))
-    others = [f"{_name(close[at].plan)}: {_told(value)}" for value, at in timed[1:]]
-    reasons[key] = ", ".join([f"measured {_told(timed[0][0])} per step", *others])
+    others = [f"{_name(close[at].plan)}: {spell_seconds(value)}" for value, at in timed[1:]]
+    reasons[key] = ", ".join([f"measured {spell_seconds(timed[0][0])} per step", *others])
     given = {name: why for name, why in reasons.items() if name not in best.plan.origins}
     return replace(choice, plan=best.plan, reasons=given, rivals=rivals)
 
@@ -237,10 +238,6 @@ def _name(plan: Plan | None) -> str:
     name = " × ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "1 process"
     zero = f" ZeRO-{plan.data_parallel.zero}" if mesh.data > 1 else ""
     return f"{name}{zero} {plan.compute.precision}"
-
-
-def _told(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _key(recipe: Recipe, machine: Cluster, plans: Sequence[Plan]) -> str:

@@ -122,7 +122,7 @@ def _columns(step: StepEvent, rate: RateEvent | None, learning_rate: bool) -> It
     if rate is not None and rate.peak_share is not None:
         yield "", f"{100 * rate.peak_share:.0f}", "% of peak"
     if step.memory_bytes:
-        yield "", f"{step.memory_bytes / 1e9:.2f}", "GB/rank"
+        yield "", f"{step.memory_bytes / 2**30:,.2f}", "GiB/rank"
     if step.num_skipped:
         yield "skipped", str(step.num_skipped), ""
     if rate is not None and rate.remaining_seconds is not None:

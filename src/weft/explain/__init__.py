@@ -11,7 +11,6 @@ from weft.explain._table import search_lines as search_lines
 from weft.explain._table import what_it_costs as what_it_costs
 from weft.explain._text import layout_line as layout_line
 from weft.explain._text import memory_line as memory_line
-from weft.explain._text import spell_seconds as spell_seconds
 from weft.explain._text import time_line as time_line
 from weft.explain._text import waterfall as waterfall
 from weft.explain._why_not import explain_choice as explain_choice

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from weft.cluster import Cluster, Devices
-from weft.explain._text import layout_line, spell_percent
+from weft.explain._text import layout_line
+from weft.figures import spell_percent
 from weft.price import Layout, Pricer
 from weft.search import SearchResult, search
 

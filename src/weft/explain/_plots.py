@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
-from weft.explain._text import memory_parts, time_unit, waterfall
+from weft.explain._text import memory_parts, waterfall
+from weft.figures import spell_figure, spell_memory, time_unit
 from weft.plan import Axis, MeshPlan, axis_coordinates
 from weft.price import Layout, Prediction, Span
 
@@ -75,13 +76,13 @@ def _waterfall(axes: Axes, prediction: Prediction) -> None:
     for index, (_, seconds) in enumerate(steps):
         height = seconds * scale
         axes.bar(index, height, bottom=bottom, color=_INK if index == 0 else _COLOURS[1], width=0.7)
-        axes.text(index, bottom + max(height, 0), f"{height:.3g}", ha="center", va="bottom", fontsize=8)
+        axes.text(index, bottom + max(height, 0), spell_figure(height), ha="center", va="bottom", fontsize=8)
         bottom += height
     axes.bar(len(steps), bottom, color=_COLOURS[0], width=0.7)
-    axes.text(len(steps), bottom, f"{bottom:.3g}", ha="center", va="bottom", fontsize=8)
+    axes.text(len(steps), bottom, spell_figure(bottom), ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(steps) + 1), [*(word.replace(" ", "\n") for word, _ in steps), "step"], fontsize=8)
     axes.set_ylabel(f"{unit} per step")
-    axes.set_title(f"From the ideal to {bottom:.3g} {unit} (± {prediction.spread * 100:.0f} %)")
+    axes.set_title(f"From the ideal to {spell_figure(bottom)} {unit} (± {prediction.spread * 100:.0f} %)")
     _tidy(axes)
 
 
@@ -101,7 +102,8 @@ def _memory(axes: Axes, prediction: Prediction) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     usable = prediction.usable_bytes / _GIBI
     axes.axhline(usable, color=_COLOURS[3], linewidth=1.2)
-    axes.text(len(stages) - 0.5, usable, f"{usable:.3g} GiB", ha="right", va="bottom", fontsize=8, color=_COLOURS[3])
+    line = spell_memory(prediction.usable_bytes)
+    axes.text(len(stages) - 0.5, usable, line, ha="right", va="bottom", fontsize=8, color=_COLOURS[3])
     if len(stages) <= _MOST_ROWS:
         axes.set_xticks([stage.rank for stage in stages])
     axes.set(xlabel="pipeline rank", ylabel="GiB at the peak", title="Memory of each stage")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.document import spell
+from weft.figures import spell_figure, spell_memory, spell_percent
 from weft.plan import Plan
 from weft.search import SearchResult
 
@@ -36,12 +37,14 @@ def search_reasons(result: SearchResult) -> dict[str, str]:
         other = next(others, None)
         if other is not None and other.plan is not None:
             more = 100 * (other.score / best.score - 1)
-            reasons[key] = f"the best plan found with {_spelled(_value(other.plan, key))} is {more:.1f} % worse"
+            reasons[key] = (
+                f"the best plan found with {_spelled(_value(other.plan, key))} is {spell_percent(more)} worse"
+            )
     prediction = best.prediction
     reasons["microbatch.per_step"] = f"keeps the global batch of {result.global_batch_size:,}"
     if prediction.fits:
-        fullest = prediction.fullest.device / 2**30
-        reasons.setdefault("memory.recompute", f"{fullest:.3g} of {prediction.device_bytes / 2**30:.3g} GiB per rank")
+        fullest = spell_figure(prediction.fullest.device / 2**30)
+        reasons.setdefault("memory.recompute", f"{fullest} of {spell_memory(prediction.device_bytes)} per rank")
     return reasons
 
 

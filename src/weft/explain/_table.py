@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weft.document import to_table
+from weft.figures import spell_figure
 from weft.price import Layout, TimeTerms
 from weft.search import Candidate, SearchResult
 
@@ -92,7 +93,8 @@ def _document(candidate: Candidate) -> dict[str, Any]:
 
 def _heading(result: SearchResult, seconds: float) -> Iterator[str]:
     counts, objective = result.counts, result.objective
-    yield f"{result.profile.name}, {result.profile.num_parameters / 1e9:,.3g} B parameters  ·  {result.cluster.summary}"
+    parameters = f"{spell_figure(result.profile.num_parameters / 1e9)} B parameters"
+    yield f"{result.profile.name}, {parameters}  ·  {result.cluster.summary}"
     unit = f" of {result.profile.sequence_length:,} tokens" if result.profile.sequence_length > 1 else ""
     yield f"global batch {result.global_batch_size:,} samples{unit}  ·  objective {objective.quantity}"
     yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from weft.figures import spell_figure, spell_percent, time_unit
 from weft.price import Layout, MemoryKinds, Prediction, TimeTerms
 
 _WORDS = {
@@ -42,7 +43,8 @@ def time_line(time: TimeTerms) -> str:
     """Return `ideal 2.31 s │ matrix shapes +0.41 │ …`."""
     (first, ideal), *rest = waterfall(time)
     unit, scale = time_unit(time.total)
-    return " │ ".join([f"{first} {ideal * scale:.3g} {unit}", *(f"{word} {s * scale:+.2g}" for word, s in rest)])
+    head = f"{first} {spell_figure(ideal * scale)} {unit}"
+    return " │ ".join([head, *(f"{word} {spell_figure(s * scale, 2, signed=True)}" for word, s in rest)])
 
 
 def memory_line(prediction: Prediction) -> str:
@@ -54,9 +56,12 @@ def memory_line(prediction: Prediction) -> str:
     parts += [("communicators", fullest.device - fullest.reserved)]
     free = prediction.usable_bytes - fullest.device
     shown = [
-        f"{word} {size / _GIBI:.3g}" for word, size in parts if size >= 0.005 * _GIBI or size > 0.01 * fullest.device
+        f"{word} {spell_figure(size / _GIBI)}"
+        for word, size in parts
+        if size >= 0.005 * _GIBI or size > 0.01 * fullest.device
     ]
-    return " · ".join([*shown, f"free {free / _GIBI:.3g}", f"margin {prediction.margin_bytes / _GIBI:.3g} GiB"])
+    margin = f"margin {spell_figure(prediction.margin_bytes / _GIBI)} GiB"
+    return " · ".join([*shown, f"free {spell_figure(free / _GIBI)}", margin])
 
 
 def memory_parts(kinds: MemoryKinds) -> list[tuple[str, float]]:
@@ -91,25 +96,12 @@ def spell_recompute(layout: Layout) -> str:
     return " and ".join(f"{word} of {count} of {len(words)} blocks" for word, count in counts.items()) or "none"
 
 
-def spell_seconds(seconds: float) -> str:
-    """Return `5.6 s` or `412 ms`."""
-    unit, scale = time_unit(seconds)
-    return f"{seconds * scale:.3g} {unit}"
-
-
 def spell_change(ratio: float) -> str:
     """Return `12 % slower than` for a time that is 1.12 times another, `as fast as` for an equal one."""
     percent = (ratio - 1) * 100
     if abs(percent) < 0.05:
         return "as fast as"
     return f"{spell_percent(abs(percent))} {'slower' if percent > 0 else 'faster'} than"
-
-
-def spell_percent(percent: float) -> str:
-    """Return `0.42 %`, `4.2 %`, `42 %` or `1,420 %`: two digits, and never an exponent."""
-    if abs(percent) >= 10:
-        return f"{percent:,.0f} %"
-    return f"{percent:.1f} %" if abs(percent) >= 1 else f"{percent:.2g} %"
 
 
 def differences(one: TimeTerms, other: TimeTerms, *, most: int = 4) -> list[tuple[str, float]]:
@@ -125,12 +117,7 @@ def differences(one: TimeTerms, other: TimeTerms, *, most: int = 4) -> list[tupl
 def difference_line(pairs: Iterable[tuple[str, float]], total: float) -> str:
     """Return `bubble +0.4, tensor -0.1 s`."""
     unit, scale = time_unit(total)
-    return ", ".join(f"{word} {seconds * scale:+.2g}" for word, seconds in pairs) + f" {unit}"
-
-
-def time_unit(seconds: float) -> tuple[str, float]:
-    """Return the unit that a time is told in, and how many of it make a second."""
-    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("µs", 1e6)
+    return ", ".join(f"{word} {spell_figure(seconds * scale, 2, signed=True)}" for word, seconds in pairs) + f" {unit}"
 
 
 def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:

@@ -14,8 +14,8 @@ from weft.explain._text import (
     layout_line,
     memory_parts,
     spell_change,
-    spell_seconds,
 )
+from weft.figures import spell_seconds
 from weft.price import Layout, Prediction, Pricer, check_layout
 from weft.search import Candidate, SearchResult, search
 

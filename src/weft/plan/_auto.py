@@ -9,6 +9,7 @@ from typing import Literal
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
+from weft.figures import spell_figure, spell_memory
 from weft.plan._check import check_plan, mesh_sizes
 from weft.plan._facts import ModelFacts
 from weft.plan._memory import MemoryNeed, estimate_memory
@@ -140,7 +141,11 @@ class _Search:
         world, batch = plan.mesh.world_size, self.recipe.batch.global_batch_size
         axis = "mesh.shard" if plan.mesh.shard > 1 else "mesh.replicate"
         budget = self.budget_bytes(world) / 2**30
-        fits = "" if need is None else f"; about {need.total_bytes / 2**30:.2g} of {budget:.3g} GiB per process"
+        fits = (
+            ""
+            if need is None
+            else f"; about {spell_figure(need.total_bytes / 2**30, 2)} of {spell_figure(budget)} GiB per process"
+        )
         shares = plan.microbatch.shares(plan.mesh.data)
         listed = f"{shares[0]} × {plan.mesh.data} data rank{'s' if plan.mesh.data > 1 else ''}"
         if len(set(shares)) > 1:
@@ -187,10 +192,10 @@ def _nothing_fits(search: _Search, smallest: tuple[Plan, MemoryNeed] | None, pro
     budget = search.budget_bytes(plan.mesh.world_size)
     devices = math.ceil(plan.mesh.world_size * need.total_bytes / budget)
     parts = (("states", need.states_bytes), ("activations", need.activations_bytes), ("logits", need.logits_bytes))
-    listed = ", ".join(f"{part} {size / 2**30:.3g}" for part, size in parts)
+    listed = ", ".join(f"{part} {spell_figure(size / 2**30)}" for part, size in parts)
     return PlanError(
         f"No plan fits: a {name} of {search.facts.num_parameters or 0:,} parameters needs at least "
-        f"{need.total_bytes / 2**30:.3g} GiB per process ({mesh_sizes(plan)}, ZeRO-{plan.data_parallel.zero}, "
-        f"recompute {plan.memory.recompute}: {listed}), and {budget / 2**30:.3g} GiB can be used.\n"
+        f"{spell_memory(need.total_bytes)} per process ({mesh_sizes(plan)}, ZeRO-{plan.data_parallel.zero}, "
+        f"recompute {plan.memory.recompute}: {listed}), and {spell_memory(budget)} can be used.\n"
         f"Use about {devices} devices of this size, or a smaller model."
     )

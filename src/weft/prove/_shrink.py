@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import RecipeError
+from weft.figures import spell_memory
 from weft.models import build_model
 from weft.plan import ModelFacts, Plan, default_ffn_size
 from weft.prove._fold import fold_plan
@@ -167,8 +168,9 @@ def _check_memory(facts: ModelFacts, plan: Plan, model: ModelRecipe, memory_byte
     if need > memory_bytes:
         raise RecipeError(
             f'model.factory = "{model.factory}" makes {parameters:,} parameters, and Weft cannot shrink a model of'
-            f" your own: {copies} copies in fp64 would take about {need / 1e9:.1f} GB, and {memory_bytes / 1e9:.1f} GB"
-            " may be used here. Give the factory smaller arguments, as in --set recipe.model.arguments.num_layers=4."
+            f" your own: {copies} copies in fp64 would take about {spell_memory(need)}, and"
+            f" {spell_memory(memory_bytes)} may be used here. Give the factory smaller arguments, as in"
+            " --set recipe.model.arguments.num_layers=4."
         )
 
 

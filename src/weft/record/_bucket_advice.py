@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from weft.collective import SMALLEST_BUCKET, Flow, best_bucket
 from weft.comm import Seen
+from weft.figures import spell_memory, spell_seconds
 from weft.plan import DataParallelPlan, Plan
 from weft.record._recorder import Recorder
 
@@ -53,9 +54,10 @@ class BucketAdvice:
     would_expose_seconds: float
 
     def __str__(self) -> str:
-        exposed, total, would = map(_told, (self.exposed_seconds, self.total_seconds, self.would_expose_seconds))
+        times = (self.exposed_seconds, self.total_seconds, self.would_expose_seconds)
+        exposed, total, would = (spell_seconds(seconds, 2) for seconds in times)
         return (
-            f"{self.axis} axis: {exposed} of {total} exposed in a step; buckets of {self.bucket_bytes / 2**20:.3g} MiB"
+            f"{self.axis} axis: {exposed} of {total} exposed in a step; buckets of {spell_memory(self.bucket_bytes)}"
             f" would expose about {would}: --set plan.data_parallel.bucket_bytes={self.bucket_bytes}"
         )
 
@@ -203,7 +205,3 @@ def _weighted(rows: Sequence[tuple[float, float]]) -> Iterator[tuple[float, ...]
     for size, seconds in rows:
         weight = 1.0 / seconds**2
         yield weight, weight * size, weight * seconds, weight * size * size, weight * size * seconds
-
-
-def _told(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{seconds * 1e3:.2g} ms"

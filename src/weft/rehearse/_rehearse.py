@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # pyright: ignore[repo
 
 from weft.comm import Mesh, fake_world
 from weft.engine import TrainingState, create_training
+from weft.figures import spell_bytes
 from weft.models import Batch, Blueprint
 from weft.parallel.pipeline import PipelineRunner
 from weft.plan import Axis, Plan, axis_coordinates, reduction_rounds
@@ -161,8 +162,8 @@ def _run(
 
 def _round_note(size_bytes: int, steps: int) -> str:
     return (
-        f"replicas all-reduce {size_bytes / 1e6:.3g} MB of weights in every {steps}. step, which is not in these"
-        f" numbers: {size_bytes / steps / 1e6:.3g} MB per step in the mean"
+        f"replicas all-reduce {spell_bytes(size_bytes)} of weights in every {steps}. step, which is not in these"
+        f" numbers: {spell_bytes(size_bytes / steps)} per step in the mean"
     )
 
 

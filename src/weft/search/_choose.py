@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.cluster import Cluster, table_links
 from weft.errors import PlanError
+from weft.figures import spell_figure, spell_memory, spell_seconds
 from weft.plan import ComputePlan, DataParallelPlan, ModelFacts, Plan, check_plan
 from weft.price import DATASHEET, Calibration, Pricer
 from weft.profile import Profile
@@ -191,7 +191,8 @@ def explain_settings(plan: Plan, recipe: Recipe, cluster: Cluster, rivals: Seque
     """Return why each setting of the best of `rivals` is as it is, by dotted key."""
     best, world = rivals[0], plan.mesh.world_size
     prediction = best.prediction
-    memory = f"{prediction.fullest.device / 2**30:.2g} of {prediction.device_bytes / 2**30:.3g} GiB"
+    memory = f"{spell_figure(prediction.fullest.device / 2**30, 2)} of {spell_memory(prediction.device_bytes)}"
+    seconds = spell_seconds(prediction.step_seconds)
     count = f"{world} processes" if world > 1 else "1 process"
     axis = next((axis for axis in ("shard", "replicate", "tensor", "pipeline") if getattr(plan.mesh, axis) > 1), None)
     shares = plan.microbatch.shares(plan.mesh.data)
@@ -199,8 +200,7 @@ def explain_settings(plan: Plan, recipe: Recipe, cluster: Cluster, rivals: Seque
     if len(set(shares)) > 1:
         listed = f"({' + '.join(map(str, shares))})"
     reasons = {
-        f"mesh.{axis or 'replicate'}": f"predicted {_seconds(prediction.step_seconds)} per step, {memory} per process"
-        f"{_margin(rivals)}",
+        f"mesh.{axis or 'replicate'}": f"predicted {seconds} per step, {memory} per process{_margin(rivals)}",
         "microbatch.size": f"{plan.microbatch.size} × {listed} = the recipe's {recipe.batch.global_batch_size}",
         "compute.threads_per_rank": f"{cluster.num_cores:,} cores over {count}",
         "compute.precision": "the fastest here that the recipe permits",
@@ -250,7 +250,3 @@ def _compared(rival: Candidate, first: Candidate) -> str:
     if slower < _CLOSE * first.prediction.spread * 100:
         return "is predicted as fast"
     return f"is {slower:,.0f} % slower" if slower >= 10 else f"is {slower:.2g} % slower"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 or not math.isfinite(seconds) else f"{seconds * 1e3:.3g} ms"

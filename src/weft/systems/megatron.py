@@ -275,6 +275,11 @@ def _notes(job: Job) -> Iterator[str]:
     yield "--mock-data and NullTokenizer stand for yours: --data-path, --split, --tokenizer-type, --tokenizer-model"
     yield "initial weights, the order of samples and dropout are drawn by Megatron-LM: other losses, alike"
     yield "tensor and context axes want CUDA_DEVICE_MAX_CONNECTIONS=1 on devices before Blackwell"
+    if job.layout.recompute == "selective":
+        yield (
+            "selective recomputation is of core attention alone (--recompute-modules core_attn); Weft's is of norms and"
+            " activation functions besides, so more memory is held here than the plan says"
+        )
     if optimizer.schedule != "constant" or optimizer.warmup_steps:
         yield f"the learning rate is constant here; yours: {optimizer.schedule}, {optimizer.warmup_steps} warm-up steps"
     if optimizer.weight_decay and not optimizer.decay_one_dimensional:

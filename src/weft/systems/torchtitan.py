@@ -245,6 +245,11 @@ def _notes(job: Job) -> Iterator[str]:
     yield 'dataset "c4" and ./tokenizer stand for yours: HuggingFaceTextDataLoader and hf_assets_path in the file'
     yield "documents are isolated: attention does not reach over their ends, whatever the recipe says"
     yield "initial weights and the order of samples are torchtitan's: other losses than Weft's, alike"
+    if job.layout.recompute == "selective":
+        yield (
+            "selective recomputation computes every second matrix product again as well, which Weft keeps: less memory"
+            " is held here than the plan says, and more is computed"
+        )
     if job.sizes.name in _FLAVORS:
         yield f"the model is torchtitan's own {'/'.join(_FLAVORS[job.sizes.name])}, its router included"
     if job.layout.tensor > 1 and not job.layout.sequence_parallel:

@@ -1,0 +1,45 @@
+"""What to train, as the search of `weft plan` and the answers about it see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weft.errors import RecipeError
+
+if TYPE_CHECKING:
+    from weft.cli._read import Described
+    from weft.profile import ModelSizes, Profile
+    from weft.recipe import OptimizerRecipe, PermitRecipe, Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What to train, as search sees it."""
+
+    profile: Profile
+    global_batch_size: int
+    permit: PermitRecipe | None
+    optimizer: OptimizerRecipe | None
+    sizes: ModelSizes | None = None
+    """Of a transformer, for other systems."""
+    recipe: Recipe | None = None
+    """None for a well-known model."""
+    described: Described | None = None
+    """The recipe's model."""
+    steps: int | None = None
+    """Of the recipe's run."""
+
+
+def need_sizes(subject: Subject) -> ModelSizes:
+    """Return the sizes of a transformer.
+
+    Raises:
+        RecipeError: the model is none.
+    """
+    if subject.sizes is None:
+        raise RecipeError(
+            f"{subject.profile.name} is no transformer whose sizes Weft knows: no other system can be told of it."
+            " Use --eject."
+        )
+    return subject.sizes

@@ -40,6 +40,7 @@ _NO_TENSOR = (
 )
 _SUPPORT: Mapping[str, str] = {
     "Llama 3 405B, 8,192 devices": _ZERO_BUBBLE,
+    "Llama 3 405B, 16,384 devices": _ZERO_BUBBLE,
     "Llama 3 405B, 16,384 devices, 128k": _ZERO_BUBBLE,
     "Megatron-LM GPT 7.1B": _NO_TENSOR,
     "Megatron-LM GPT 32B": _LESS_TENSOR,

@@ -159,10 +159,18 @@ def test_nothing_fits() -> None:
     assert result.counts.memory_bound > 0
 
 
+def test_it_ends_where_nothing_of_a_schedule_fits() -> None:
+    """Everything fits the bounds of memory, and nothing its price."""
+    profile, cluster = profile_of_sizes(known_model("llama-2-7b").sizes), parse_cluster_spec("8xa100-40gb")
+    space = space_of(profile, cluster, global_batch_size=256)
+    space = replace(space, pipelines=(1,), tensors=(1,), contexts=(1,), offloads=("none",), reductions=("step",))
+    assert search(profile, cluster, global_batch_size=256, space=space).best == ()
+
+
 def test_some_blocks_are_computed_again_when_all_need_not() -> None:
     profile = tiny(layers=8, length=8192)
     loose = search(profile, cluster_of("2xh100"), global_batch_size=8).best[0]
-    for share in (0.9, 0.8, 0.7, 0.6, 0.5):
+    for share in (each / 50 for each in range(48, 20, -1)):
         memory = share * loose.prediction.fullest.device / 80e9
         result = search(profile, cluster_of("2xh100", memory=memory), global_batch_size=8, top=20)
         mixed = [each for each in result.best if not isinstance(each.layout.recompute, str)]
@@ -264,7 +272,7 @@ def test_published_layouts_have_little_regret() -> None:
     """`python -m benchmarks.regret` wrote the file."""
     found = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "regret.json").read_text())
     by_name = {case["name"]: case for case in found}
-    assert by_name["Llama 3 405B, 16,384 devices"]["regret"] <= 0.1
+    assert by_name["Llama 3 405B, 16,384 devices"]["regret_within_the_system"] <= 0.1
     assert all(any(source in name for name in by_name) for source in ("Llama 3", "Megatron-LM", "torchtitan"))
     for name, case in by_name.items():
         assert case["regret"] <= 0.1 or case["supported_by"], name

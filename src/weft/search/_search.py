@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,8 +42,8 @@ from weft.search._splits import Ints, Splits, enumerate_splits
 from weft.search._unequal import Balancer, kinds_of, speed_of
 from weft.search._variants import Arrangement, arrangements, variants
 
-_WINDOW = 1.25
-"""Times its bound up to which rows of a group are looked at together."""
+_WINDOWS = (1.25, 2.0, math.inf)
+"""Times its bound up to which rows of a group are looked at together, the first time and later."""
 _COMPARED = 1.5
 """Times the best score up to which plans of other kinds are priced for a comparison."""
 _LOOKED_AT = 60
@@ -263,17 +264,22 @@ class SearchState:
                     cases.append((whole, placed))
         if cases:
             bound = min(whole for whole, _ in cases) * group.least
-            group.frontier.push(bound, partial(self._screen, group, cases, bound))
+            group.frontier.push(bound, partial(self._screen, group, cases, bound, _WINDOWS))
 
     def _screen(
-        self, group: _Group, cases: list[tuple[float, Arrangement]], bound: float, finalists: Finalists
+        self,
+        group: _Group,
+        cases: list[tuple[float, Arrangement]],
+        bound: float,
+        windows: tuple[float, ...],
+        finalists: Finalists,
     ) -> None:
-        """Bound the rows of a group that may score less than the best price and not much more than `bound`; the others'
-        turn comes later."""
+        """Bound the rows of a group that may score less than the best price and not much more than `bound`: the first
+        of `windows` says by how much.  The others' turn comes later."""
         above, limit = bound, finalists.best
-        if bound * _WINDOW < limit:
-            limit = bound * _WINDOW
-            group.frontier.push(limit, partial(self._screen, group, cases, limit))
+        if bound * windows[0] < limit:
+            limit = bound * windows[0]
+            group.frontier.push(limit, partial(self._screen, group, cases, limit, windows[1:]))
         cases = [case for case in cases if case[0] * group.least < limit]
         if not cases:
             return

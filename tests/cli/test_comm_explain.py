@@ -23,7 +23,8 @@ def test_it_measures_keeps_and_shows_again(
         f"{kind} of {size}" for kind in ("all_reduce", "reduce_scatter", "all_gather") for size in ("1K", "4K", "16M")
     ]
     assert sum("→ " in line for line in lines) == 9
-    assert "× the cheapest" in text.out
+    # On a machine so busy that no bandwidth can be told, nothing is left out by its prediction.
+    assert "× the cheapest" in text.out or "bandwidth beyond measure" in text.out
     assert "all_reduce of 1K: " in text.err
     kept = find_table(2, (2,), "weft")
     assert kept is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,7 @@ def say() -> str:
 def test_the_last_line_has_the_bucket_that_would_have_been_better(ranks: Any) -> None:
     told = [line for line in ranks.run(2, say)[0].splitlines() if line.startswith("data axis: ")]
     assert len(told) == 1
-    assert told[0].startswith("data axis: 0.1 s of 0.1 s exposed in a step; buckets of ")
+    # The share exposed is 100 ms by the script above; the second figure carries the few ms that joining took.
+    assert re.match(r"data axis: 100 ms of 1\d\d ms exposed in a step; buckets of ", told[0]), told[0]
     assert "--set plan.data_parallel.bucket_bytes=" in told[0]
     assert 0 < int(told[0].rpartition("=")[2]) < 20 << 20

@@ -7,6 +7,7 @@ from weft.collective import best_bucket as best_bucket
 from weft.collective import next_bucket as next_bucket
 from weft.collective import rounded_bucket as rounded_bucket
 from weft.price._block_memory import BlockMemory as BlockMemory
+from weft.price._block_memory import activation_bytes as activation_bytes
 from weft.price._block_memory import memory_key as memory_key
 from weft.price._calibration import DATASHEET as DATASHEET
 from weft.price._calibration import Calibration as Calibration

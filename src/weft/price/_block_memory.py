@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.plan import Recompute
+from weft.price._compute import ELEMENT_BYTES
 from weft.price._habits import MemoryHabits
 from weft.price._layout import Layout, PricedPrecision
 from weft.price._stack import Stack
 from weft.price._stages import tesseract
 from weft.profile import Block, Operator, Profile
 
-_ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4}
-"""Of activations; 2 for all other precisions."""
 _EIGHT_BITS = ("fp8", "mxfp8")
 
 
@@ -56,7 +55,7 @@ def memory_key(layout: Layout) -> MemoryKey:
 
 def activation_bytes(precision: PricedPrecision) -> int:
     """Of one element of an activation."""
-    return _ELEMENT_BYTES.get(precision, 2)
+    return ELEMENT_BYTES.get(precision, 2)
 
 
 class BlockMemories:

@@ -133,9 +133,13 @@ class Pricer:
         alone."""
         case = self._case(layout)
         step = self._step(case, exact=exact)
-        slower, step_seconds = self._slower(layout)
         inside = step.seconds + (sum(self._update(case, step)) if update else 0.0)
-        return inside * (1.0 + slower) + step_seconds
+        return inside * self.slowdown(layout.world_size) + self.calibration.step_seconds
+
+    def slowdown(self, world_size: int) -> float:
+        """Return how many times as long as its parts a step of so many ranks takes."""
+        nodes = max(1.0, world_size / max(node.devices.count for node in self.cluster.nodes))
+        return self.stack.slowdown * (1.0 + self.calibration.straggler * math.log2(nodes))
 
     def bucket(self, layout: Layout, *, low: int = SMALLEST_BUCKET) -> int | None:
         """Return the bytes of a gradient bucket for which the fullest rank waits least, at least `low`; None where the
@@ -215,7 +219,6 @@ class Pricer:
         each = layout.microbatches / layout.pipeline
         busy = each * (passes.seconds + again.seconds + case.gathering + case.unloading)
         inside = pipeline + sum(update)
-        slower, step_seconds = self._slower(layout)
         return TimeTerms(
             ideal=each * passes.ideal,
             matrix_shapes=each * passes.shapes,
@@ -229,14 +232,8 @@ class Pricer:
             data=update.data + each * (case.gathering + passes.statistics + again.statistics),
             optimizer=update.optimizer,
             offload=update.offload + each * case.unloading,
-            other=inside * slower + step_seconds,
+            other=inside * (self.slowdown(layout.world_size) - 1.0) + self.calibration.step_seconds,
         )
-
-    def _slower(self, layout: Layout) -> tuple[float, float]:
-        """By which share a step is longer than its parts, and by how many seconds besides."""
-        nodes = max(1.0, layout.world_size / max(node.devices.count for node in self.cluster.nodes))
-        slower = self.stack.slowdown * (1.0 + self.calibration.straggler * math.log2(nodes)) - 1.0
-        return slower, self.calibration.step_seconds
 
     # ── what the parts need ───────────────────────────────────────────────────────────────────────────────────────
 

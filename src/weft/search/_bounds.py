@@ -12,13 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.cluster import Cluster
-from weft.price import Layout, Pricer, model_flops
+from weft.price import Layout, Pricer, activation_bytes, model_flops
 from weft.profile import Profile
 from weft.search._space import Space
 from weft.search._splits import Splits
 
 Floats = npt.NDArray[np.float64]
 
+CLOSED_FORM_EXCESS = 0.98
+"""Of a closed form: no schedule of balanced stages, as played, was found to be shorter."""
 _CRITICAL_SHARE = 2 / 3
 """Of a microbatch's work that no schedule runs side by side: forward and gradients of inputs, where each of the three
 passes takes a third."""
@@ -65,7 +67,7 @@ def figures_of(profile: Profile, cluster: Cluster, space: Space, pricer: Pricer,
     )
     blocks = (profile.stem, *profile.blocks, profile.tail)
     expert = float(sum(block.expert_parameters for block in blocks))
-    element = {"fp64": 8, "fp32": 4, "tf32": 4}.get(base.precision, 2)
+    element = activation_bytes(base.precision)
     sums = sum(
         operator.n * operator.rows_per_token * element * 2
         for block in profile.blocks

@@ -13,8 +13,8 @@ import numpy as np
 
 from weft.cluster import Collective
 from weft.plan import SPLIT_BACKWARD, Schedule
-from weft.price import LARGEST_BUCKET, PROCESS_BYTES, SMALLEST_BUCKET, Group, Layout, Pricer
-from weft.search._bounds import Floats
+from weft.price import LARGEST_BUCKET, PROCESS_BYTES, SMALLEST_BUCKET, Group, Layout, Pricer, activation_bytes
+from weft.search._bounds import CLOSED_FORM_EXCESS, Floats
 from weft.search._group import GroupCosts, Held, Passes
 from weft.search._options import Options, Way
 from weft.search._space import Offload, Space
@@ -24,8 +24,6 @@ _SIZES = (float(1 << 22), float(1 << 26), float(LARGEST_BUCKET))
 """Bytes of collectives, of whose speeds the best is taken."""
 _QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Pipeline ranks at which the need of memory is looked at, as shares of the pipeline."""
-_CLOSED_FORM_EXCESS = 0.98
-"""Of the closed form of equal stages: no schedule of balanced stages, as played, was found to be shorter."""
 
 
 def pipeline_seconds(
@@ -48,7 +46,7 @@ def pipeline_seconds(
     passing = (whole - late) * (1.0 + (m - 1) / (p * v)) + np.where(m < p, late / (p * v), 0.0)
     chunked = np.maximum(m * slowest + _waits(schedules, options, passes), passing)
     chunked = np.maximum(chunked, _last_rounds(schedules, options, passes)) + hops
-    return np.where(options.is_plain, plain, chunked) * np.where(p == 1, 1.0, _CLOSED_FORM_EXCESS)
+    return np.where(options.is_plain, plain, chunked) * np.where(p == 1, 1.0, CLOSED_FORM_EXCESS)
 
 
 def _waits(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:
@@ -124,7 +122,7 @@ class RateTable:
         self, base: Layout, zero: int, data: int, shard: int, block_bytes: float
     ) -> tuple[float, float, float, float]:
         axes = (base.tensor, base.context, base.expert, base.order)
-        key = (*axes, zero, data, shard, block_bytes if zero == 3 else base.pipeline)
+        key = (*axes, base.pipeline, zero, data, shard, block_bytes * (zero == 3))
         if key not in self._found:
             layout = replace(base, shard=shard, replicate=max(1, data // shard), zero=zero)
             self._found[key] = self._find(layout, block_bytes)
@@ -135,8 +133,7 @@ class RateTable:
         borrows = layout.expert_room % layout.expert == 0
         layout = layout if borrows else replace(layout, expert=1)
         pricer, zero, groups = self._pricer, layout.zero, self._pricer.groups(layout)
-        element = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}.get(layout.precision, 2.0)
-        gradient = float(layout.gradient_bytes)
+        element, gradient = float(activation_bytes(layout.precision)), float(layout.gradient_bytes)
         if zero == 3:
             experts = self._best("all_reduce", groups.expert_data, ("auto",)) * gradient * borrows
             if layout.shard * layout.context == 1:
@@ -147,6 +144,8 @@ class RateTable:
                 copied = 2.0 / pricer.device(layout).memory_bytes_per_second
                 gather, scatter = gather + copied, scatter + copied
             return scatter * gradient, gather * element, experts, 0.0
+        if self._space.compressions != ("none",):  # what is sent then, and how, `weft.price` knows
+            gradient = 0.0
         kind: Collective = "all_reduce" if zero == 0 else "reduce_scatter"
         sharded, by = element if zero else 0.0, self._space.algorithms
         return (
@@ -193,15 +192,11 @@ class Estimates:
         """Blocks of the largest stage over those of the mean."""
         self._device = pricer.device(costs.bases[0])
         base = costs.bases[0]
-        element = {"fp64": 8, "fp32": 4, "tf32": 4}.get(base.precision, 2)
-        self._element, self._gradient, self._master = (
-            float(element),
-            float(base.gradient_bytes),
-            float(base.master_bytes),
-        )
+        self._element = float(activation_bytes(base.precision))
+        self._gradient, self._master = float(base.gradient_bytes), float(base.master_bytes)
         self._once = self._reduces_once(way)
         self._waiting = self._whole_gradients()
-        block_bytes = max(1.0, (weights.dense + weights.stem + weights.tail) / blocks * element)
+        block_bytes = max(1.0, (weights.dense + weights.stem + weights.tail) / blocks * self._element)
         self._rates = rates.rates(costs, way, splits.data, block_bytes)
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,10 +211,9 @@ class Estimates:
         blocks = len(self._pricer.profile.blocks)
         pipeline = pipeline_seconds(self._schedules, blocks, self._costs.hop, self._options, passes, waits)
         step = pipeline + once + self._reductions(passes) + self._optimizer(offload)
-        pricer, world = self._pricer, self._options.splits.world
-        nodes = np.maximum(1.0, world / max(node.devices.count for node in pricer.cluster.nodes))
-        slower = pricer.stack.slowdown * (1.0 + pricer.calibration.straggler * np.log2(nodes))
-        return step * slower + pricer.calibration.step_seconds
+        worlds, rows = np.unique(self._options.splits.world, return_inverse=True)
+        slowdown = np.array([self._pricer.slowdown(int(world)) for world in worlds])[rows]
+        return step * slowdown + self._pricer.calibration.step_seconds
 
     def _gathering(self, passes: Passes) -> tuple[Floats, Floats, Floats]:
         """Exposed seconds of ZeRO-3's collectives of one microbatch on one rank, forward and backward; and what a

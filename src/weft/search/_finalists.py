@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 from weft.plan import AXES, Recompute, stage_ranks
 from weft.price import Layout, Pricer, check_layout
+from weft.search._bounds import CLOSED_FORM_EXCESS
 from weft.search._buckets import USUAL_BUCKET_BYTES, sized, with_best_bucket
 from weft.search._objective import Objective
 from weft.search._orders import distinct_orders
 from weft.search._rows import Level
 from weft.search._space import Space, divisors
 
-CLOSED_FORM_EXCESS = 0.98
-"""Of a closed form: no schedule as played was shorter."""
 _MIXTURES_DIFFER = 1.02
 """Times the limit up to which other cuts of a mixture are tried."""
 _BUCKETS_MATTER = 1.02
@@ -69,6 +68,11 @@ class Finalists:
         """Whether the size of a bucket may decide what fits, or is one of several."""
         self._fewest_words: dict[tuple[object, ...], tuple[Recompute, ...] | None] = {}
 
+    @property
+    def limit(self) -> float:
+        """The score from which on nothing is priced."""
+        return self.best * self.compared
+
     def explore(self, row: Layout, least_shard: int) -> None:
         """Price a row in every order of its axes, with every size of its shards from `least_shard` up, recomputation
         and offloading that may score less than the best so far; what fits is in `found`.
@@ -80,10 +84,10 @@ class Finalists:
         if key in self._explored:
             return
         self._explored.add(key)
-        limit = self.best * self.compared
+        limit = self.limit
         for placed in self._placed(row, least_shard):
-            for algorithm in self._algorithms(placed):
-                limit = self._recomputed(replace(placed, algorithm=algorithm), limit)
+            for carried in self._carried(placed):
+                limit = self._recomputed(carried, limit)
 
     def _placed(self, row: Layout, least_shard: int) -> Iterator[Layout]:
         """Orders of the axes on the hardware, and ranks over which ZeRO-3 shards."""
@@ -96,9 +100,16 @@ class Finalists:
             for order in self._space.orders or distinct_orders(here, self._tiers):
                 yield replace(here, order=order)
 
-    def _algorithms(self, layout: Layout) -> tuple[str, ...]:
-        is_obeyed = replace(layout, algorithm="").reduced_by == "" and self._space.compressions == ("none",)
-        return self._space.algorithms if is_obeyed and layout.data * layout.context > 1 else (layout.algorithm,)
+    def _carried(self, layout: Layout) -> Iterator[Layout]:
+        """How gradients travel over data ranks: compressions, and algorithms where they are obeyed."""
+        if layout.data * layout.context == 1:
+            yield layout
+            return
+        for compression in self._space.compressions:
+            here = replace(layout, compression=compression)
+            is_obeyed = replace(here, algorithm="").reduced_by == ""
+            for algorithm in self._space.algorithms if is_obeyed else (layout.algorithm,):
+                yield replace(here, algorithm=algorithm)
 
     def _recomputed(self, layout: Layout, limit: float) -> float:
         """Price every recomputation and offloading that is of use: none where less fits, which takes no longer."""
@@ -123,7 +134,7 @@ class Finalists:
         for start in self._buckets(layout):
             found = self._priced(start, limit * _BUCKETS_MATTER)
             if found is not None:
-                return self._best_bucket(found, limit)
+                limit = self._best_bucket(found, limit)
         return limit
 
     def _with_mixture(self, layout: Layout, level: Level, limit: float) -> float:

@@ -35,13 +35,13 @@ class Frontier:
         self.push(float(bounds[row]), here)
 
     def run(self, finalists: Finalists) -> None:
-        """Look at everything whose bound is below the best price."""
-        while self._heap and self._heap[0][0] < finalists.best:
+        """Look at everything whose bound is below the limit, which is the best price."""
+        while self._heap and self._heap[0][0] < finalists.limit:
             heapq.heappop(self._heap)[2](finalists)
 
     def look(self, finalists: Finalists, *, most: int) -> Iterator[None]:
         """Look at up to `most` further things of the least bounds, one at a time."""
-        for _ in range(most):
-            if not self._heap or self._heap[0][0] >= finalists.best * finalists.compared:
-                return
-            yield heapq.heappop(self._heap)[2](finalists)
+        while most and self._heap and self._heap[0][0] < finalists.limit:
+            heapq.heappop(self._heap)[2](finalists)
+            most -= 1
+            yield

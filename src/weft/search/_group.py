@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.plan import Axis, Recompute
-from weft.price import BlockCost, Layout, Pricer, memory_key
+from weft.price import BlockCost, Layout, Pricer, activation_bytes, memory_key
 from weft.profile import Block, Profile
 from weft.search._bounds import Floats
 from weft.search._space import Space
@@ -191,8 +191,7 @@ def _hop(pricer: Pricer, base: Layout) -> float:
         return 0.0
     profile = pricer.profile
     tokens = base.microbatch_size * profile.sequence_length / base.context
-    element = {"fp64": 8, "fp32": 4, "tf32": 4}.get(base.precision, 2)
-    size = tokens * profile.blocks[0].entry_elements_per_token * element
+    size = tokens * profile.blocks[0].entry_elements_per_token * activation_bytes(base.precision)
     size /= base.tensor if base.sequence_parallel else 1
     others: tuple[Axis, ...] = tuple(axis for axis in base.order if axis != "pipeline")
     orders: tuple[tuple[Axis, ...], ...] = (("pipeline", *others), (*others, "pipeline"))

@@ -69,6 +69,11 @@ class Choices:
         chunks = np.concatenate([chunks for _, chunks in choices])[place]
         return self._with_flights(splits.take(row), schedule, chunks), row
 
+    def count(self, splits: Splits) -> int:
+        """Return how many options some splits have."""
+        sizes, counts = np.unique(splits.pipeline, return_counts=True)
+        return sum(len(self._of_pipeline(int(size))[0]) * int(n) for size, n in zip(sizes, counts, strict=True))
+
     def _of_pipeline(self, pipeline: int) -> tuple[Ints, Ints]:
         """Schedules (by position) and chunks of a pipeline of so many ranks."""
         if pipeline not in self._schedules:

@@ -46,15 +46,16 @@ class Counts:
     """How many plans there were, and what became of them."""
 
     searched: int
-    """All valid combinations of the space, lesser settings of the finalists left out."""
+    """All valid combinations of splits, schedules, ZeRO stages, recomputation and offloading whose model states may
+    fit; orders, schemes, shards, buckets and algorithms left out."""
     invalid: Mapping[str, int]
     """Combinations of axis sizes that were left out because they cannot be, by cause."""
     memory_bound: int
     """Splits of which even a lower bound of the model states does not fit."""
     time_bound: int
-    """Splits that cannot be among the best, whatever is chosen besides."""
+    """Splits that cannot be the best, whatever is chosen besides."""
     estimated: int
-    """Plans that were estimated, and fit by the estimate."""
+    """Rows (see `weft.search._rows`) whose bound was below the best price so far, and that may fit."""
     priced: int
     out_of_memory: int
     """Of the priced ones."""

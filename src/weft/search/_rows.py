@@ -37,10 +37,11 @@ def levels_of(space: Space) -> tuple[Level, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Candidates; `group` is the position of their costs."""
+    """Layouts of a group of splits, with their bounds."""
 
     splits: Splits
-    group: Ints
+    case: Ints
+    """Position of the scheme and arrangement in `GroupCosts.bases`."""
     schedule: Ints
     """Position in `Space.schedules`."""
     chunks: Ints
@@ -61,7 +62,8 @@ class Rows:
         return Rows(**{name: value.take(rows) if name == "splits" else value[rows] for name, value in taken.items()})
 
     def layout(self, row: int, base: Layout, space: Space) -> Layout:
-        """Return one row as a layout with nothing computed again or offloaded; `base` has what its group shares."""
+        """Return one row as a layout with as little computed again and offloaded as the space has; `base` has what its
+        group shares."""
         splits, shard = self.splits, int(self.shard[row])
         schedule: Schedule = space.schedules[self.schedule[row]]
         return replace(
@@ -76,5 +78,5 @@ class Rows:
             chunks=int(self.chunks[row]),
             microbatches=int(splits.microbatches[row]),
             recompute=levels_of(space)[0].light,
-            offload="none",
+            offload=space.usual_offload,
         )

@@ -31,12 +31,15 @@ class Screen:
         self._choices = Choices(space, len(pricer.profile.blocks))
         self._islands = tuple(tier.devices for tier in pricer.cluster.links)
 
-    def rows(self, costs: GroupCosts, splits: Splits, limit: Floats) -> tuple[list[Rows], int]:
+    def count(self, splits: Splits) -> int:
+        """Return how many layouts there are of some splits."""
+        return self._choices.count(splits) * len(self._levels) * len(self._space.offloads) * len(self._space.zeros)
+
+    def rows(self, costs: GroupCosts, splits: Splits, limit: Floats) -> list[Rows]:
         """Return the layouts of a group that may fit and take less than `limit` seconds (of each split), with the least
-        that each may take; and how many there are in all.  `Rows.group` is the case that takes least."""
+        that each may take.  A layout is there once for each case."""
         options, row = self._choices.options(splits)
         limit = limit[row]
-        whole = len(options) * len(self._levels) * len(self._space.offloads)
         farthest = int(costs.inside.max(initial=1))
         found: list[Rows] = []
         for cases, near in self._near(costs, options, limit):
@@ -45,7 +48,7 @@ class Screen:
                 valid = (way.shard > 0) & self._is_case(some, here, way, farthest)
                 if valid.any():
                     found += self._sharded(some.take(valid), here.take(valid), way.take(valid), below[valid])
-        return found, whole * max(1, len(self._space.zeros))
+        return found
 
     def _is_case(self, costs: GroupCosts, options: Options, way: Way, farthest: int) -> Bools:
         """Whether the figures of a row's case hold for it."""
@@ -74,7 +77,7 @@ class Screen:
         first = self._levels[0].light
         estimates = Estimates(self._pricer, self._space.schedules, costs, options, way, self._rates)
         # More recomputation and offloading make a step longer, so what is too slow without stays so.
-        near = estimates.seconds(costs.passes[first], "none") < limit
+        near = estimates.seconds(costs.passes[first], self._space.usual_offload) < limit
         if not near.any():
             return []
         costs, options, way, limit = costs.take(near), options.take(near), way.take(near), limit[near]
@@ -86,7 +89,7 @@ class Screen:
         """The least seconds with what must be computed again or offloaded to fit; infinite where nothing fits."""
         least = np.full(count, np.inf)
         needs: dict[Recompute, Floats] = {}
-        fits_all = False
+        fits_all, usual = False, self._space.usual_offload
         for light, heavy in self._levels:
             if light != heavy:
                 if light in needs and heavy in needs:
@@ -96,7 +99,7 @@ class Screen:
                 continue  # a heavier level takes longer
             for offload in self._space.offloads:
                 need = estimates.device_bytes(costs.held[light], offload)
-                if offload == "none":
+                if offload == usual:
                     needs[light] = need
                     fits_all = bool((need <= self._usable).all())
                 seconds = estimates.seconds(costs.passes[light], offload)
@@ -113,8 +116,8 @@ class Screen:
     ) -> Floats:
         """Seconds when only as many blocks are computed again as needed; infinite where that is of no use."""
         share = estimates.least_share(costs.held[light], costs.held[heavy], needs[light], self._usable)
-        seconds = estimates.seconds(costs.passes[light], "none")
-        most = estimates.seconds(costs.passes[heavy], "none")
+        seconds = estimates.seconds(costs.passes[light], self._space.usual_offload)
+        most = estimates.seconds(costs.passes[heavy], self._space.usual_offload)
         useful = (needs[light] > self._usable) & (needs[heavy] <= self._usable)
         return np.where(useful, seconds + share * (most - seconds), np.inf)
 
@@ -125,7 +128,7 @@ class Screen:
         return [
             Rows(
                 splits=taken.splits,
-                group=costs.case[chosen],
+                case=costs.case[chosen],
                 schedule=taken.schedule,
                 chunks=taken.chunks,
                 zero=np.full(count, way.zero, dtype=np.int64),

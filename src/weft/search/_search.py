@@ -1,4 +1,4 @@
-"""The best plans of a model on a cluster: enumerate, bound, estimate, price, refine."""
+"""The best plans of a model on a cluster: everything is bounded, and priced in the order of its bounds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from weft.search._result import Candidate, Counts, SearchResult
 from weft.search._rows import Rows
 from weft.search._screen import Screen
 from weft.search._space import Space, space_of, without_offload
-from weft.search._splits import Ints, Splits, enumerate_splits
+from weft.search._splits import Bools, Ints, Splits, enumerate_splits
 from weft.search._unequal import Balancer, kinds_of, speed_of
 from weft.search._variants import Arrangement, arrangements, variants
 
@@ -128,6 +128,8 @@ class _Group(NamedTuple):
     splits: Splits
     each: Floats
     """Score of each split where one microbatch takes a second in all blocks."""
+    seen: Bools
+    """Which splits' rows have been bounded."""
 
     @property
     def least(self) -> float:
@@ -150,9 +152,9 @@ class SearchState:
     optimizer: OptimizerRecipe | None
     _counted: list[tuple[Block, int]] = field(init=False)
     _sums: BlockSums = field(init=False)
+    _groups: list[_Group] = field(init=False, default_factory=list["_Group"])
     searched: int = 0
     estimated: int = 0
-    time_bound: int = 0
     memory_bound: int = 0
 
     def __post_init__(self) -> None:
@@ -173,7 +175,7 @@ class SearchState:
             searched=self.searched,
             invalid={"devices": dropped.devices, "batch": dropped.batch, "experts": dropped.experts},
             memory_bound=self.memory_bound,
-            time_bound=self.time_bound,
+            time_bound=sum(int((~group.seen).sum()) for group in self._groups),
             estimated=self.estimated,
             priced=finalists.tally.priced,
             out_of_memory=finalists.tally.out_of_memory,
@@ -227,10 +229,12 @@ class SearchState:
         splits = splits.take(fits)
         bounds = self._weighed(time_bounds(figures, splits), splits.world)
         screen = Screen(self.pricer, self.space)
+        self.searched += screen.count(splits)
         for rows in _groups(splits, bounds, on_cores=not self.pricer.cluster.has_accelerators):
             here = splits.take(rows)
             each = self._weighed(here.microbatches / here.pipeline, here.world)
-            group = _Group(frontier, screen, here, each)
+            group = _Group(frontier, screen, here, each, np.zeros(len(here), dtype=np.bool_))
+            self._groups.append(group)
             frontier.push(float(bounds[rows].min()), partial(self._refine, group, self._group_base(here, base)))
 
     def _refine(self, group: _Group, base: Layout, finalists: Finalists) -> None:
@@ -255,10 +259,10 @@ class SearchState:
             slow: set[tuple[Axis, ...]] = set()
             for placed in arrangements(self.pricer, self.space, variant, most_data=group.most_data):
                 order = placed.layout.order
-                if alone * group.least >= finalists.best or order in slow:
+                if alone * group.least >= finalists.limit or order in slow:
                     continue
                 whole, _ = self._sums.seconds(placed.layout)
-                if whole * group.least >= finalists.best:
+                if whole * group.least >= finalists.limit:
                     slow.add(order)  # with more data ranks inside it is no faster
                 else:
                     cases.append((whole, placed))
@@ -276,7 +280,7 @@ class SearchState:
     ) -> None:
         """Bound the rows of a group that may score less than the best price and not much more than `bound`: the first
         of `windows` says by how much.  The others' turn comes later."""
-        above, limit = bound, finalists.best
+        above, limit = bound, finalists.limit
         if bound * windows[0] < limit:
             limit = bound * windows[0]
             group.frontier.push(limit, partial(self._screen, group, cases, limit, windows[1:]))
@@ -286,8 +290,8 @@ class SearchState:
         near = min(whole for whole, _ in cases) * group.each < limit
         splits = group.splits.take(near)
         costs = group_costs(self.pricer, self.space, self._counted, [placed for _, placed in cases])
-        found, count = group.screen.rows(costs, splits, limit / self._weighed(np.ones(len(splits)), splits.world))
-        self.searched += count
+        found = group.screen.rows(costs, splits, limit / self._weighed(np.ones(len(splits)), splits.world))
+        group.seen[:] |= near
         self.estimated += sum(len(table) for table in found)
         for table in found:
             weighed = self._weighed(table.seconds, table.splits.world)
@@ -295,12 +299,12 @@ class SearchState:
             if not len(table):
                 continue
             order = np.argsort(weighed, kind="stable")
-            if weighed[order[0]] < finalists.best * _WORTH:
+            if weighed[order[0]] < finalists.limit * _WORTH:
                 self._explore(table, costs.bases, int(order[0]), finalists)
             group.frontier.push_rows(weighed[order], partial(self._explore, table.take(order), costs.bases))
 
     def _explore(self, table: Rows, bases: tuple[Layout, ...], row: int, finalists: Finalists) -> None:
-        layout = table.layout(row, bases[int(table.group[row])], self.space)
+        layout = table.layout(row, bases[int(table.case[row])], self.space)
         finalists.explore(layout, int(table.least_shard[row]))
 
     def _group_base(self, splits: Splits, base: Layout) -> Layout:

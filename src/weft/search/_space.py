@@ -83,6 +83,11 @@ class Space:
     orders: tuple[tuple[Axis, ...], ...] | None = None
     """Of the axes on the hardware.  None: every order that lays some group on other links."""
 
+    @property
+    def usual_offload(self) -> Offload:
+        """What is offloaded where that is not what makes a plan fit: nothing, unless something must be."""
+        return "none" if "none" in self.offloads else self.offloads[0]
+
 
 def space_of(
     profile: Profile,

@@ -61,7 +61,7 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
     sizes = np.array([size for size in space.microbatch_sizes if global_batch_size % size == 0], dtype=np.int64)
     rows, size = (column.ravel() for column in np.meshgrid(np.arange(len(most)), sizes, indexing="ij"))
     tensor, context, pipeline, most = (column[rows] for column in (tensor, context, pipeline, most))
-    kept = ~_is_dominated(space, context, size)
+    kept = ~np.all([_is_dominated(space, context, size, expert) for expert in space.experts], axis=0)
     tensor, context, pipeline, most, size = (column[kept] for column in (tensor, context, pipeline, most, size))
     total = global_batch_size // size
     row, data = _data_ranks(space, np.minimum(most, total), total, most)
@@ -84,14 +84,18 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
     return splits, Dropped(devices=int((~fits).sum()), batch=int((~kept).sum()), experts=unborrowed)
 
 
-def _is_dominated(space: Space, context: Ints, size: Ints) -> Bools:
+def _is_dominated(space: Space, context: Ints, size: Ints, expert: Ints | int) -> Bools:
     """Which rows share sequences out where they could share samples out instead, more data ranks taking smaller
-    microbatches: that computes, keeps and reduces as much, and nothing travels between parts of a sequence."""
+    microbatches: that computes, keeps and reduces as much, and nothing travels between parts of a sequence.
+
+    Under ZeRO-0 experts borrow ranks of the context alone, so there the smaller context must have enough of them.
+    """
     if space.datas is not None:
         return np.zeros(len(size), dtype=np.bool_)
     common = np.gcd(context, size)
     is_there = np.isin(context // common, space.contexts) & np.isin(size // common, space.microbatch_sizes)
-    return (common > 1) & is_there
+    borrows_more = (context % expert == 0) & (context // common % expert != 0) & (0 in space.zeros)
+    return (common > 1) & is_there & ~borrows_more
 
 
 def _is_permitted(space: Space, total: Ints, data: Ints, world: Ints) -> Bools:
@@ -150,4 +154,5 @@ def _with_experts(space: Space, splits: Splits) -> tuple[Splits, int]:
     row, expert = (column.ravel() for column in np.meshgrid(np.arange(len(splits)), experts, indexing="ij"))
     room = splits.data[row] * splits.context[row]
     fits = room % expert == 0
-    return replace(splits.take(row[fits]), expert=expert[fits]), int((~fits).sum())
+    kept = fits & ~_is_dominated(space, splits.context[row], splits.size[row], expert)
+    return replace(splits.take(row[kept]), expert=expert[kept]), int((~fits).sum())

@@ -51,7 +51,7 @@ def arrangements(pricer: Pricer, space: Space, layout: Layout, *, most_data: int
         outside = order[: order.index("shard")]
         is_inside = most_data > 1 and any(getattr(layout, axis) > 1 for axis in outside if axis in _INNER)
         for lent in lents if layout.expert > 1 else (0,):
-            sizes = _sizes(pricer, most_data) if is_inside and lent in (0, layout.expert) else (0,)
+            sizes = _sizes(pricer, space, most_data) if is_inside and lent in (0, layout.expert) else (0,)
             for inside in sizes:
                 yield Arrangement(_one_stage(pricer, layout, order, inside, lent, most_data), inside, lent)
 
@@ -66,10 +66,12 @@ def _orders(space: Space, layout: Layout, most_data: int) -> Iterator[tuple[Axis
     yield from (_completed(chosen) for chosen in permutations(large))
 
 
-def _sizes(pricer: Pricer, most: int) -> list[int]:
-    """Powers of two from 2 on; beyond the largest island all are alike."""
+def _sizes(pricer: Pricer, space: Space, most: int) -> list[int]:
+    """Powers of two from 2 on; beyond the largest island all are alike.  A single data rank lies outside of the others,
+    unless the order is given."""
     island = max((tier.devices for tier in pricer.cluster.links[:-1]), default=1)
-    return [1 << power for power in range(1, max(1, min(most, island).bit_length() - 1) + 1)]
+    least = 1 if space.orders is None else 0
+    return [1 << power for power in range(least, max(1, min(most, island).bit_length() - 1) + 1)]
 
 
 def _one_stage(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-_OPERATORS = torch.library.Library("weft", "FRAGMENT")  # noqa: TOR901 - lives as long as this module
+_OPERATORS = torch.library.Library("weft", "FRAGMENT")  # lives as long as this module
 _OPERATORS.define("tensors_of(Any outcome) -> Tensor[]")
 _OPERATORS.define("end_of_collective(Any end) -> bool")
 

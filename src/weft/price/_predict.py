@@ -19,7 +19,7 @@ from weft.price._placement import Group, Groups, Network
 from weft.price._prediction import Prediction, Span, TimeTerms
 from weft.price._stack import WEFT, Stack
 from weft.price._stages import BlockCost, BlockCosts, CostKey, key_of
-from weft.price._timeline import StageTimes, Step, Timelines, closed_form
+from weft.price._timeline import StageTimes, Step, Timelines, closed_form, least_share
 from weft.price._update import RankLoad, Update, bucket_of, element_bytes, gathers_of, update_of
 from weft.price._whole import Stages, Whole, whole_of
 from weft.profile import Block, Profile
@@ -135,6 +135,12 @@ class Pricer:
         step = self._step(case, exact=exact)
         inside = step.seconds + (sum(self._update(case, step)) if update else 0.0)
         return inside * self.slowdown(layout.world_size) + self.calibration.step_seconds
+
+    def least_seconds(self, layout: Layout, *, update: bool = True) -> float:
+        """Return seconds that `step_seconds(..., exact=True)` is not below, by closed form: a bound, not proved; without
+        `update`, of the pipeline alone."""
+        share = least_share(layout.pipeline, layout.microbatches, self._case(layout).times)
+        return self.step_seconds(layout, update=update) * share
 
     def slowdown(self, world_size: int) -> float:
         """Return how many times as long as its parts a step of so many ranks takes."""

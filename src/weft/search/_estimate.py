@@ -14,13 +14,13 @@ import numpy as np
 from weft.cluster import Collective
 from weft.plan import SPLIT_BACKWARD, Schedule
 from weft.price import LARGEST_BUCKET, PROCESS_BYTES, SMALLEST_BUCKET, Group, Layout, Pricer, activation_bytes
-from weft.search._bounds import CLOSED_FORM_EXCESS, Floats
+from weft.search._bounds import CLOSED_FORM_EXCESS, LONG_FORM_EXCESS, Floats
 from weft.search._group import GroupCosts, Held, Passes
 from weft.search._options import Options, Way
 from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints
 
-_SIZES = (float(1 << 22), float(1 << 26), float(LARGEST_BUCKET))
+_SIZES = (float(1 << 20), float(1 << 22), float(1 << 24), float(1 << 26), float(LARGEST_BUCKET))
 """Bytes of collectives, of whose speeds the best is taken."""
 _QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Pipeline ranks at which the need of memory is looked at, as shares of the pipeline."""
@@ -46,7 +46,11 @@ def pipeline_seconds(
     passing = (whole - late) * (1.0 + (m - 1) / (p * v)) + np.where(m < p, late / (p * v), 0.0)
     chunked = np.maximum(m * slowest + _waits(schedules, options, passes), passing)
     chunked = np.maximum(chunked, _last_rounds(schedules, options, passes)) + hops
-    return np.where(options.is_plain, plain, chunked) * np.where(p == 1, 1.0, CLOSED_FORM_EXCESS)
+    # Of unequal stages schedules as played fall short by as much as the mean is below the slowest; see `least_share`.
+    mean = whole / (p * v)
+    balance = mean / np.maximum(mean, -(-blocks // (p * v)) * passes.least_block)
+    share = np.where(m >= 4 * p, np.maximum(CLOSED_FORM_EXCESS * balance, LONG_FORM_EXCESS), LONG_FORM_EXCESS * balance)
+    return np.where(options.is_plain, plain, chunked) * np.where(p == 1, 1.0, share)
 
 
 def _waits(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:
@@ -98,6 +102,9 @@ class RateTable:
 
     def __init__(self, pricer: Pricer, space: Space) -> None:
         self._pricer, self._space = pricer, space
+        islands = [tier.devices for tier in pricer.cluster.links[:-1]]
+        self._regular = pricer.cluster.has_accelerators and not any(size & (size - 1) for size in islands)
+        """Whether fewer ranks never lie across more islands than more ranks do."""
         self._found: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
 
     def rates(self, costs: GroupCosts, way: Way, data: Ints, block_bytes: float) -> Rates:
@@ -107,7 +114,7 @@ class RateTable:
             block_bytes: of the weights that ZeRO-3 gathers at once.
         """
         least = way.least if way.zero == 3 else data
-        if self._pricer.cluster.has_accelerators and costs.bases[0].expert == 1:
+        if self._regular and costs.bases[0].expert == 1:
             # More ranks take no less per byte, so that powers of two stand for the others.
             data, least = power_below(data), power_below(least)
         wide = int(max(data.max(initial=0), least.max(initial=0))) + 1
@@ -133,9 +140,11 @@ class RateTable:
         borrows = layout.expert_room % layout.expert == 0
         layout = layout if borrows else replace(layout, expert=1)
         pricer, zero, groups = self._pricer, layout.zero, self._pricer.groups(layout)
-        element, gradient = float(activation_bytes(layout.precision)), float(layout.gradient_bytes)
+        element, gradient, by = float(activation_bytes(layout.precision)), float(layout.gradient_bytes), ("auto",)
+        is_whole = self._space.compressions == ("none",)  # what is sent else, and how, `weft.price` knows
         if zero == 3:
-            experts = self._best("all_reduce", groups.expert_data, ("auto",)) * gradient * borrows
+            by = by if layout.shard > 1 else self._space.algorithms
+            experts = self._best("all_reduce", groups.expert_data, by) * gradient * borrows * is_whole
             if layout.shard * layout.context == 1:
                 return 0.0, 0.0, experts, 0.0
             gather = pricer.seconds("all_gather", block_bytes, groups.shard) / block_bytes
@@ -144,8 +153,7 @@ class RateTable:
                 copied = 2.0 / pricer.device(layout).memory_bytes_per_second
                 gather, scatter = gather + copied, scatter + copied
             return scatter * gradient, gather * element, experts, 0.0
-        if self._space.compressions != ("none",):  # what is sent then, and how, `weft.price` knows
-            gradient = 0.0
+        gradient *= is_whole
         kind: Collective = "all_reduce" if zero == 0 else "reduce_scatter"
         sharded, by = element if zero else 0.0, self._space.algorithms
         return (
@@ -201,16 +209,16 @@ class Estimates:
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def seconds(self, passes: Passes, offload: Offload) -> Floats:
-        """Return the seconds of a step, at least."""
+    def seconds(self, passes: Passes, *offloads: Offload) -> Floats:
+        """Return the seconds of a step, at least; of several ways of offloading, in which one may be the best."""
         none = np.zeros(len(self._options))
         ahead, back, once = self._gathering(passes) if self._zero == 3 else (none, none, none)
-        waits = ahead + back
-        if offload == "activations":
-            waits = waits + self._unloading(passes, ahead, back)
+        if offloads == ("activations",):
+            ahead, back = self._unloading(passes, ahead, back)
         blocks = len(self._pricer.profile.blocks)
-        pipeline = pipeline_seconds(self._schedules, blocks, self._costs.hop, self._options, passes, waits)
-        step = pipeline + once + self._reductions(passes) + self._optimizer(offload)
+        pipeline = pipeline_seconds(self._schedules, blocks, self._costs.hop, self._options, passes, ahead + back)
+        optimizer = np.minimum.reduce([self._optimizer(offload) for offload in offloads])
+        step = pipeline + once + self._reductions(passes, ahead, back) + optimizer
         worlds, rows = np.unique(self._options.splits.world, return_inverse=True)
         slowdown = np.array([self._pricer.slowdown(int(world)) for world in worlds])[rows]
         return step * slowdown + self._pricer.calibration.step_seconds
@@ -232,27 +240,26 @@ class Estimates:
         hidden = np.minimum(sent, calibration.overlap_share * beside) if overlaps else np.zeros_like(sent)
         return sent - hidden + (calibration.overlap_slowdown - 1.0) * hidden
 
-    def _unloading(self, passes: Passes, ahead: Floats, back: Floats) -> Floats:
-        """Exposed seconds of one microbatch's activations on their way to host memory and back, on one rank; they also
-        hide beside the waits for weights."""
+    def _unloading(self, passes: Passes, ahead: Floats, back: Floats) -> tuple[Floats, Floats]:
+        """Exposed seconds of one microbatch on one rank, forward and backward, with activations on their way to host
+        memory and back; they also hide beside the waits for weights."""
         p = self._options.splits.pipeline
         moved = self._costs.moved / self._pricer.calibration.host_link_bytes_per_second
-        return np.maximum(0.0, (moved - passes.forward) / p - ahead) + np.maximum(
-            0.0, (moved - passes.input) / p - back
-        )
+        return np.maximum(ahead, (moved - passes.forward) / p), np.maximum(back, (moved - passes.input) / p)
 
-    def _reductions(self, passes: Passes) -> Floats:
-        """Exposed seconds of reducing gradients, and of gathering renewed weights."""
+    def _reductions(self, passes: Passes, ahead: Floats, back: Floats) -> Floats:
+        """Exposed seconds of reducing gradients, and of gathering renewed weights; they also hide beside what a forward
+        and a backward wait for."""
         p, rates, stack = self._options.splits.pipeline, self._rates, self._pricer.stack
         overlap = self._pricer.calibration.overlap_share
         whole = self._experts * rates.reduce_experts + (self._least_dense * rates.reduce if self._zero < 3 else 0.0)
         times = np.where(self._once, 1, self._options.splits.microbatches) if self._zero == 2 else 1
-        window = overlap * (passes.input + passes.weight) / p * self._uneven * stack.overlap_gradients
+        window = overlap * ((passes.input + passes.weight) / p + back) * self._uneven * stack.overlap_gradients
         exposed = self._beside(whole, window) * times
         if self._zero in (1, 2):
             publish = self._least_dense * rates.gather + self._experts * rates.gather_experts
             exposed = exposed + self._beside(
-                publish, overlap * passes.forward / p * self._uneven * stack.overlap_parameters
+                publish, overlap * (passes.forward / p + ahead) * self._uneven * stack.overlap_parameters
             )
         return exposed.astype(np.float64)
 
@@ -332,7 +339,8 @@ class Estimates:
         if self._zero == 3:
             wide = self._costs.weights.widest
             size = habits.gathered_blocks * wide * self._element
-            size += wide * (self._element + (self._gradient if self._gradient > self._element else 0.0))
+            summed = wide * (self._element + (self._gradient if self._gradient > self._element else 0.0))
+            size += np.where(self._waiting, 0.0, summed)
             ends = (self._costs.weights.stem + self._costs.weights.tail) * self._element * habits.gathers_ends
             held = np.maximum(self._dense, self._last_dense) + self._experts
             holds = ((self._options.splits.pipeline > 1) | self._options.splits.uneven) & habits.holds_gathered

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from weft.plan import AXES, Recompute, stage_ranks
 from weft.price import Layout, Pricer, check_layout
-from weft.search._bounds import CLOSED_FORM_EXCESS
 from weft.search._buckets import USUAL_BUCKET_BYTES, sized, with_best_bucket
 from weft.search._objective import Objective
 from weft.search._orders import distinct_orders
@@ -77,8 +76,8 @@ class Finalists:
         """Price a row in every order of its axes, with every size of its shards from `least_shard` up, recomputation
         and offloading that may score less than the best so far; what fits is in `found`.
 
-        What is left out is too slow by the closed form of its schedule, of which a schedule as played falls short by no
-        more than `CLOSED_FORM_EXCESS`; or computes more again than fits without.
+        What is left out is too slow by the closed form of its schedule, less what a schedule as played may fall short
+        of it (`Pricer.least_seconds`); or computes more again than fits without.
         """
         key = replace(row, order=AXES)
         if key in self._explored:
@@ -112,16 +111,17 @@ class Finalists:
                 yield replace(here, algorithm=algorithm)
 
     def _recomputed(self, layout: Layout, limit: float) -> float:
-        """Price every recomputation and offloading that is of use: none where less fits, which takes no longer."""
+        """Price every recomputation and offloading that is of use: none where less fits, which takes no longer, unless
+        activations are offloaded, of which there are fewer where more is computed again."""
         words = self._space.recomputes
         for place, light in enumerate(words):
             plain = replace(layout, recompute=light)
-            if self._bound(plain) >= limit:
+            if self._bound(replace(plain, offload="none")) >= limit:
                 break
             for fused in self._space.fused_losses:
                 for offload in self._space.offloads:
                     limit = min(limit, self._with_bucket(replace(plain, fused_loss=fused, offload=offload), limit))
-                if self._fits(replace(plain, fused_loss=fused)):
+                if plain.offload == "none" and self._fits(replace(plain, fused_loss=fused)):
                     return limit
                 for heavy in words[place + 1 :] if self._space.per_block_recompute else ():
                     start = replace(plain, fused_loss=fused)
@@ -187,7 +187,7 @@ class Finalists:
             groups.pipeline,
         )
         if key not in self._bounds:
-            seconds = self._pricer.step_seconds(layout, update=False) * CLOSED_FORM_EXCESS
+            seconds = self._pricer.least_seconds(layout, update=False)
             self._bounds[key] = self._score(seconds, layout)
         return self._bounds[key]
 
@@ -201,7 +201,7 @@ class Finalists:
         self.tally.priced += 1
         if not self._fits(layout):
             return None
-        if self._score(self._pricer.step_seconds(layout) * CLOSED_FORM_EXCESS, layout) >= limit:
+        if self._score(self._pricer.least_seconds(layout), layout) >= limit:
             return None
         found = Priced(self._score(self._pricer.step_seconds(layout, exact=True), layout), layout)
         self.found[layout] = found

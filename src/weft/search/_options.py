@@ -139,17 +139,18 @@ class Way(NamedTuple):
         return self._replace(shard=self.shard[rows], least=self.least[rows])
 
 
-def ways_of_sharding(space: Space, options: Options, islands: Sequence[int]) -> list[Way]:
+def ways_of_sharding(space: Space, options: Options, islands: Sequence[int], *, has_experts: bool) -> list[Way]:
     """Return ZeRO stages and shards with how often gradients are reduced, where that is a choice.
 
     Args:
+        has_experts: whether the model is a mixture, whose experts are shared out over the tensor axis too.
         islands: devices of each tier of links: ZeRO-3's shards inside of them and across are told apart.
     """
     splits = options.splits
     can = (splits.pipeline == 1) | (~options.splits_backward & ((options.chunks == 1) | ~splits.uneven))
     found: list[Way] = []
     rows: list[tuple[ReduceEvery, Bools]]
-    for zero, shard, least in _shardings(space, splits, islands):
+    for zero, shard, least in _shardings(space, splits, islands, has_experts=has_experts):
         if space.reductions is not None:
             possible = np.zeros_like(can) if zero < 2 else (splits.pipeline == 1) if zero == 2 else can
             rows: list[tuple[ReduceEvery, Bools]] = [
@@ -159,29 +160,37 @@ def ways_of_sharding(space: Space, options: Options, islands: Sequence[int]) -> 
             rows = [("auto", np.ones_like(can))]
         else:
             # With unequal shares gradients wait whole either way, and once per step sends less.
-            is_choice = (splits.microbatches > 1) & (shard > 1)
+            several = (splits.microbatches > 1) | (splits.pipeline > 1)
+            is_choice = several & (shard * splits.context > 1)
             rows = [("auto", ~is_choice), ("step", is_choice), ("microbatch", is_choice & can & ~splits.uneven)]
         found += [Way(zero, every, np.where(here, shard, 0), least) for every, here in rows]
     return found
 
 
-def _shardings(space: Space, splits: Splits, islands: Sequence[int]) -> list[tuple[int, Ints, Ints]]:
+def _shardings(
+    space: Space, splits: Splits, islands: Sequence[int], *, has_experts: bool
+) -> list[tuple[int, Ints, Ints]]:
     """ZeRO stages with the ranks over which each row is sharded, at most (0 where a row has no such choice) and at
-    least.  Without data ranks all stages are one, of which the first above 0 is taken (Weft's default).  Experts borrow
-    their ranks from those that shard."""
+    least.  Where nothing is shared out, over data ranks or the context or experts over the tensor axis, all stages are
+    one, of which the first above 0 is taken (Weft's default).  Experts borrow their ranks from those that shard."""
     data, context, expert = splits.data, splits.context, splits.expert
-    alone, one = data == 1, np.ones_like(data)
-    default = next((zero for zero in space.zeros if zero in (1, 2)), space.zeros[0])
+    alone, one = data * context * (splits.tensor if has_experts else 1) == 1, np.ones_like(data)
+    often = space.reductions == ("microbatch",)  # under ZeRO-0 and 1 there is no such choice
+    default = next((zero for zero in space.zeros if zero in ((2,) if often else (1, 2))), space.zeros[-often])
+    one_shard = space.shards is None or 1 in space.shards
     found: list[tuple[int, Ints, Ints]] = []
     for zero in space.zeros:
         if zero < 3:
             shard = np.where((expert > 1) & (zero > 0), data, one)
             found.append((zero, np.where(alone & (zero != default), 0, shard), shard))
             continue
-        if default == 3:
+        if default == 3 and one_shard:
             found.append((3, np.where(alone, 1, 0), one))
+        if (~alone).any() and one_shard:
+            # Data ranks keep copies, and weights are shared out over the context alone.
+            found.append((3, np.where(~alone & ((data == 1) | (space.replicas & (context > 1))), 1, 0), one))
         shards = _shards(space, data, islands if (expert == 1).all() else ())
-        found += [(3, np.where(alone, 0, most), least) for most, least in shards]
+        found += [(3, np.where(data == 1, 0, most), least) for most, least in shards]
     borrows = [np.maximum(shard, 1) * context % expert == 0 for _, shard, _ in found]
     return [(zero, np.where(fits, shard, 0), least) for (zero, shard, least), fits in zip(found, borrows, strict=True)]
 
@@ -189,11 +198,11 @@ def _shardings(space: Space, splits: Splits, islands: Sequence[int]) -> list[tup
 def _shards(space: Space, data: Ints, islands: Sequence[int]) -> list[tuple[Ints, Ints]]:
     """Ranks over which ZeRO-3 shards, at most and at least: those of the space; or all divisors of the data ranks, in
     ranges that end where an island of the cluster does, or one by one where there are no islands."""
+    if space.shards is not None:
+        fixed = [np.where((data % shard == 0) & (space.replicas | (data == shard)), shard, 0) for shard in space.shards]
+        return [(shard, shard) for shard, size in zip(fixed, space.shards, strict=True) if size > 1]
     if not space.replicas:
         return [(data, data)]
-    if space.shards is not None:
-        fixed = [np.where(data % shard == 0, shard, 0) for shard in space.shards if shard > 1]
-        return [(shard, shard) for shard in fixed]
     if not islands:
         return [(column, column) for column in _each_divisor(data)]
     edges = sorted({1, *(size for island in islands for size in (island, 4 * island))})

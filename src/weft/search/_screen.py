@@ -29,6 +29,7 @@ class Screen:
         self._usable = pricer.cluster.usable_memory_bytes
         self._rates = RateTable(pricer, space)
         self._choices = Choices(space, len(pricer.profile.blocks))
+        self._has_experts = bool(pricer.profile.num_experts)
         self._islands = tuple(tier.devices for tier in pricer.cluster.links)
 
     def count(self, splits: Splits) -> int:
@@ -44,7 +45,7 @@ class Screen:
         found: list[Rows] = []
         for cases, near in self._near(costs, options, limit):
             some, here, below = costs.take(cases), options.take(near), limit[near]
-            for way in ways_of_sharding(self._space, here, self._islands):
+            for way in ways_of_sharding(self._space, here, self._islands, has_experts=self._has_experts):
                 valid = (way.shard > 0) & self._is_case(some, here, way, farthest)
                 if valid.any():
                     found += self._sharded(some.take(valid), here.take(valid), way.take(valid), below[valid])
@@ -74,10 +75,11 @@ class Screen:
 
     def _sharded(self, costs: GroupCosts, options: Options, way: Way, limit: Floats) -> list[Rows]:
         """Rows under one way of sharding."""
-        first = self._levels[0].light
+        first, offloads = costs.passes[self._levels[0].light], self._space.offloads
         estimates = Estimates(self._pricer, self._space.schedules, costs, options, way, self._rates)
-        # More recomputation and offloading make a step longer, so what is too slow without stays so.
-        near = estimates.seconds(costs.passes[first], self._space.usual_offload) < limit
+        # More recomputation makes a step longer, and so does offloading, but for the optimizer's where a rank has
+        # little of it.  What is too slow without them stays so.
+        near = estimates.seconds(first, "none", *offloads) < limit
         if not near.any():
             return []
         costs, options, way, limit = costs.take(near), options.take(near), way.take(near), limit[near]
@@ -95,8 +97,8 @@ class Screen:
                 if light in needs and heavy in needs:
                     least = np.minimum(least, self._mixed(estimates, costs, needs, light, heavy))
                 continue
-            if fits_all:
-                continue  # a heavier level takes longer
+            if fits_all and usual == "none":
+                continue  # a heavier level takes longer; but where activations must be offloaded, it moves less
             for offload in self._space.offloads:
                 need = estimates.device_bytes(costs.held[light], offload)
                 if offload == usual:

@@ -295,6 +295,8 @@ class SearchState:
         self.estimated += sum(len(table) for table in found)
         for table in found:
             weighed = self._weighed(table.seconds, table.splits.world)
+            if windows is _WINDOWS:  # the whole group's bound holds for its rows too
+                weighed = np.maximum(weighed, above)
             table, weighed = table.take(weighed >= above), weighed[weighed >= above]
             if not len(table):
                 continue

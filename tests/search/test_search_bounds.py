@@ -1,0 +1,110 @@
+"""No bound is above what it bounds: groups, rows, closed forms, and every layout of drawn spaces that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from brute_force import score_of
+from drawn_spaces import CORES, SPECS, WIDE, Drawn, drawn
+
+from weft.price import WEFT, Layout
+from weft.price._memory import reduces_once
+from weft.search import Space
+from weft.search._bounds import Floats
+from weft.search._finalists import Finalists
+from weft.search._frontier import Frontier
+from weft.search._rows import Rows
+from weft.search._search import SearchState
+from weft.search._space import without_offload
+from weft.search._splits import enumerate_splits
+
+SAME = (
+    "pipeline", "data", "context", "tensor", "expert", "schedule", "chunks", "microbatch_size", "precision",
+    "sequence_parallel", "tensor_scheme", "context_scheme",
+)  # fmt: skip
+
+
+class Row(NamedTuple):
+    bound: float
+    least_shard: int
+    shard: int
+
+
+class Unlimited(Finalists):
+    """Prices nothing, so that everything is bounded."""
+
+    @property
+    def limit(self) -> float:
+        return math.inf
+
+    def explore(self, row: Layout, least_shard: int) -> None:
+        pass
+
+
+class Recording(Frontier):
+    """Keeps all rows, each with the highest bound on the way to it: whatever that is above hides the row."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__()
+        self.space, self.bound, self.rows = space, -math.inf, dict[tuple[object, ...], list[Row]]()
+
+    def push(self, bound: float, look: Callable[[Finalists], None]) -> None:
+        highest = max(bound, self.bound)
+
+        def here(finalists: Finalists) -> None:
+            before, self.bound = self.bound, highest
+            look(finalists)
+            self.bound = before
+
+        super().push(bound, here)
+
+    def push_rows(self, bounds: Floats, look: Any) -> None:
+        assert (np.diff(bounds) >= 0).all()
+        table, bases = look.args
+        self._keep(np.maximum(bounds, self.bound), table, bases)
+
+    def _keep(self, bounds: Floats, table: Rows, bases: tuple[Layout, ...]) -> None:
+        for place, bound in enumerate(bounds):
+            layout = table.layout(place, bases[int(table.case[place])], self.space)
+            row = Row(float(bound), int(table.least_shard[place]), layout.shard)
+            self.rows.setdefault(key_of(layout), []).append(row)
+
+
+def key_of(layout: Layout) -> tuple[object, ...]:
+    """What all layouts of a row have in common; where nothing is shared out, all ways of sharding are one."""
+    same = tuple(getattr(layout, name) for name in SAME)
+    if layout.data * layout.context == 1:
+        return same
+    several = layout.microbatches > 1 or layout.pipeline > 1
+    once = layout.uneven or reduces_once(layout, WEFT)  # shares that differ leave whole gradients either way
+    return *same, layout.zero, layout.zero >= 2 and several and once
+
+
+def all_rows(case: Drawn) -> dict[tuple[object, ...], list[Row]]:
+    """Every row of a case's space, with the bounds of each, by what its layouts have in common."""
+    space = case.space if case.cluster.has_accelerators else without_offload(case.space)
+    state = SearchState(
+        pricer=case.pricer, space=space, objective=case.objective, global_batch_size=case.batch, optimizer=None
+    )
+    devices = case.cluster.num_devices
+    splits, _ = enumerate_splits(space, devices=devices, global_batch_size=case.batch)
+    frontier, finalists = Recording(space), Unlimited(case.pricer, space, case.objective)
+    for precision in space.precisions:
+        state._begin(frontier, splits, state._base(precision))  # pyright: ignore[reportPrivateUsage]
+    frontier.run(finalists)
+    return frontier.rows
+
+
+def above(case: Drawn) -> list[tuple[float, float, Layout]]:
+    """Layouts that fit and are priced below all bounds of their rows: (bound, price, layout)."""
+    rows, found = all_rows(case), list[tuple[float, float, Layout]]()
+    for layout in case.layouts:
+        score = score_of(case.pricer, layout, case.objective)
+        held = [row.bound for row in rows.get(key_of(layout), ()) if row.least_shard <= layout.shard <= row.shard]
+        if min(held, default=math.inf) > score * (1 + 1e-9) and case.pricer.predict(layout).fits:
+            found.append((min(held, default=math.inf), score, layout))
+    return found

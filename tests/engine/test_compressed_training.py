@@ -19,10 +19,10 @@ from weft.checkpoint import Checkpointer, Peers
 from weft.comm import Mesh
 from weft.errors import PlanError
 from weft.parallel import Piece
-from weft.parallel._compressed import compression_of
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, facts_of
 from weft.prove import assemble
 from weft.recipe import OptimizerRecipe, Recipe
+from weft.techniques.compression.build import compression_of
 
 SAVED, END, FEW = 3, 6, 4
 PATIENCE = 240.0

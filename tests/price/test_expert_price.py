@@ -10,7 +10,8 @@ import pytest
 from weft.cluster import parse_cluster_spec
 from weft.price import FITTED, WEFT, Layout, Pricer
 from weft.price._compute import Device, Share, operator_work
-from weft.profile import KNOWN_MODELS, profile_of_sizes
+from weft.profile import profile_of_sizes
+from weft.profile.known import KNOWN_MODELS
 
 
 def test_expert_parallelism_costs_no_alignment() -> None:

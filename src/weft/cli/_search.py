@@ -68,7 +68,8 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
     Raises:
         RecipeError: no such model.
     """
-    from weft.profile import known_model, profile_of_sizes
+    from weft.profile import profile_of_sizes
+    from weft.profile.known import known_model
     from weft.search import default_batch
 
     sizes = known_model(name).sizes

@@ -73,7 +73,7 @@ class Guard:
         """Refuse `state_dict` (and so `save_pretrained`) where a rank holds a part of the model only, and
         `load_state_dict` where weights are copies of what trains."""
         mesh = plan.mesh
-        is_cut = mesh.tensor > 1 or mesh.pipeline > 1 or plan.data_parallel.zero == 3
+        is_cut = mesh.tensor > 1 or mesh.pipeline > 1 or plan.data_parallel.shards_weights
         for module in model.modules() if is_cut else ():
             module.register_state_dict_pre_hook(self._refusal(_MODEL_STATE))
         if is_cut or plan.compute.precision in ("bf16", "fp16"):

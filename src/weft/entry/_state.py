@@ -119,7 +119,7 @@ class TrainState:
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
         self._checkpointer = Checkpointer(recorded.folder.checkpoints, Peers.of_group(mesh["world"]))
         retire(before, *(part.module for part in self._parallel.parts))
-        gathers = plan.data_parallel.zero == 3 and mesh.size("shard") > 1
+        gathers = plan.data_parallel.shards_weights and mesh.size("shard") > 1
         trained = [p for part in self._parallel.parts for p in part.module.parameters() if p.requires_grad]
         self._guard.watch_gradients(() if gathers else trained, [self.model] if gathers else ())
         self._guard.watch_state(self.model, plan)

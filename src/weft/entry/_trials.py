@@ -17,7 +17,7 @@ from weft.entry._timed import TimedPlan, step_seconds, time_plans
 from weft.errors import WeftError
 from weft.figures import spell_seconds
 from weft.launch import Nursery, RankError, place_from_environment
-from weft.plan import SPLIT_BACKWARD, Plan, dump_plan
+from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.search import Candidate, Choice, explain_settings
 
@@ -129,17 +129,12 @@ def _fit_together(candidates: Sequence[Candidate]) -> bool:
 
 def _variants(candidate: Candidate, plan: Plan) -> list[Plan]:
     """The plan; with one microbatch per data rank where memory surely allows it; and both of these compiled."""
-    found, count = [plan], plan.microbatch.per_step
+    found, whole = [plan], plan.microbatch.joined()
     room = candidate.prediction.usable_bytes / candidate.prediction.fullest.device
-    if (
-        isinstance(count, int)
-        and 1 < count <= room
-        and plan.mesh.pipeline == 1
-        and "microbatch.size" not in plan.origins
-    ):
-        whole = replace(plan.microbatch, size=plan.microbatch.size * count, per_step=1)
+    grown = whole.size / plan.microbatch.size
+    if 1 < grown <= room and plan.mesh.pipeline == 1 and "microbatch.size" not in plan.origins:
         found.append(replace(plan, microbatch=whole))
-    if "compute.compile" not in plan.origins and plan.pipeline_parallel.schedule not in SPLIT_BACKWARD:
+    if "compute.compile" not in plan.origins and not plan.pipeline_parallel.splits_backward:
         found += [replace(each, compute=replace(each.compute, compile=True)) for each in found]
     return found
 

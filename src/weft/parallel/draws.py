@@ -49,7 +49,7 @@ def keys_itself(module: nn.Module) -> bool:
 
 def is_alone(plan: Plan) -> bool:
     """Whether one process takes the whole batch at once: whatever it draws is what the plan means."""
-    return plan.mesh.world_size == 1 and plan.microbatch.per_step == 1
+    return plan.mesh.world_size == 1 and not plan.microbatch.is_split
 
 
 def draws_of(blueprint: Blueprint, plan: Plan) -> Draws:

@@ -13,9 +13,10 @@ from weft.figures import spell_figure, spell_memory
 from weft.plan._check import check_plan, mesh_sizes
 from weft.plan._facts import ModelFacts
 from weft.plan._memory import MemoryNeed, estimate_memory
-from weft.plan._plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, Recompute
-from weft.plan._shares import split_batch
+from weft.plan._plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, Plan
 from weft.recipe import Precision, Recipe
+from weft.techniques.data.contract import MicrobatchPlan, split_batch
+from weft.techniques.recompute.contract import Recompute
 
 _USABLE = 0.9
 """Share of the memory to plan with; the rest is for fragmentation and for what the estimate leaves out."""
@@ -158,7 +159,7 @@ class _Search:
             "compute.threads_per_rank": f"{self.cluster.num_cores:,} cores over {count}",
             "compute.precision": "the fastest here that the recipe permits",
         }
-        if plan.data_parallel.zero == 3:
+        if plan.data_parallel.shards_weights:
             reasons["data_parallel.zero"] = "weights, gradients and optimizer would not fit on every process"
         if plan.mesh.tensor > 1:
             reasons["mesh.tensor"] = "data ranks alone do not fit, or the batch is too small for more of them"

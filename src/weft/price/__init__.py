@@ -25,6 +25,7 @@ from weft.price._in_flight import in_flight as in_flight
 from weft.price._layout import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision
+from weft.price._layout import layout_settings as layout_settings
 from weft.price._memory import PROCESS_BYTES as PROCESS_BYTES
 from weft.price._memory import Memories as Memories
 from weft.price._memory import holds_weights as holds_weights

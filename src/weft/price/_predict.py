@@ -145,7 +145,7 @@ class Pricer:
         """Return the bytes of a gradient bucket for which the fullest rank waits least, at least `low`; None where the
         layout has no buckets.  Of the closed form, with a rank's chunks taken for one stage and no slack in the
         pipeline: the price may know a neighbour that is better."""
-        if layout.zero == 3 or layout.data * layout.context == 1 or layout.adapters_only:
+        if layout.shards_weights or layout.data * layout.context == 1 or layout.adapters_only:
             return None
         case = self._case(layout)
         load = max(self._loads(case), key=lambda load: load.dense + load.experts)
@@ -157,7 +157,7 @@ class Pricer:
         stages = whole.stages(whole.cuts(layout))
         forward, inputs, gathering, scatters = self._gathered(layout, stages, groups)
         unloading = 0.0
-        if layout.offload == "activations":
+        if layout.offloads_activations:
             moved = [size / self.calibration.host_link_bytes_per_second for size in stages.kept_bytes]
             # The link to the host is free while a stage computes, and while it waits for weights.
             out = [max(0.0, time - beside) for time, beside in zip(moved, forward, strict=True)]

@@ -11,7 +11,7 @@ from weft.prove._fold import DEFAULT_PROCESSES as DEFAULT_PROCESSES
 from weft.prove._fold import Folded as Folded
 from weft.prove._fold import fold_plan as fold_plan
 from weft.prove._fold import least_processes as least_processes
-from weft.prove._isolate import TECHNIQUES as TECHNIQUES
+from weft.prove._isolate import REMOVABLE as REMOVABLE
 from weft.prove._isolate import without as without
 from weft.prove._judge import Departure as Departure
 from weft.prove._judge import Outcome as Outcome

@@ -25,7 +25,6 @@ from weft.recipe import (
     MlpShape,
     ModelRecipe,
     OptimizerRecipe,
-    PermitRecipe,
     Recipe,
     ReferenceShape,
 )
@@ -74,12 +73,7 @@ def shrink_case(
         batch=BatchRecipe(global_batch_size=folded.plan.global_batch_size),
         optimizer=_shrink_optimizer(recipe),
         run=replace(recipe.run, steps=STEPS, evaluate_every=None, evaluate_batches=None, save_every=None),
-        permit=PermitRecipe(
-            precision=("fp64", "fp32", "bf16", "fp16"),
-            compression=recipe.permit.compression,
-            staleness=recipe.permit.staleness,
-            local_steps=recipe.permit.local_steps,
-        ),
+        permit=replace(recipe.permit, precision=("fp64", "fp32", "bf16", "fp16")),
         origins={},
     )
     small, dropped = _without_absent_patterns(small)

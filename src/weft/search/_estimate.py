@@ -19,6 +19,7 @@ from weft.search._group import GroupCosts, Held, Passes
 from weft.search._options import Options, Way
 from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints
+from weft.techniques.zero.contract import stage_of
 
 _SIZES = (float(1 << 22), float(1 << 26), float(LARGEST_BUCKET))
 """Bytes of collectives, of whose speeds the best is taken."""
@@ -124,7 +125,7 @@ class RateTable:
         axes = (base.tensor, base.context, base.expert, base.order)
         key = (*axes, base.pipeline, zero, data, shard, block_bytes * (zero == 3))
         if key not in self._found:
-            layout = replace(base, shard=shard, replicate=max(1, data // shard), zero=zero)
+            layout = replace(base, shard=shard, replicate=max(1, data // shard), zero=stage_of(zero))
             self._found[key] = self._find(layout, block_bytes)
         return self._found[key]
 

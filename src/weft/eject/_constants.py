@@ -102,7 +102,7 @@ def _layout(plan: Plan, facts: ModelFacts, cuts: Sequence[int]) -> Iterator[str]
         yield f"MESH = {{{sizes}}}  # outermost first"
     if plan.mesh.pipeline > 1:
         yield f"STAGES = {(0, *cuts, facts.num_blocks)}  # stage i has the blocks from STAGES[i] to STAGES[i + 1] - 1"
-    yield f"THREADS_PER_RANK = {plan.compute.threads_per_rank}  # of CPU computation"
+    yield f"THREADS_PER_RANK = {plan.compute.num_threads}  # of CPU computation"
 
 
 def quoted(text: str) -> str:

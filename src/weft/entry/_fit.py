@@ -112,7 +112,7 @@ def _launched(
         "plan": dump_plan(plan, everything=True),
         **who,
     }
-    threads = plan.compute.threads_per_rank
+    threads = plan.compute.num_threads
     try:
         function = "weft.worker._weigh:run_rank"
         found = launch_function(function, arguments, count, threads_per_rank=threads, nursery=nursery)

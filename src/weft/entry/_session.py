@@ -393,7 +393,7 @@ class Session:
         check_plan(plan, recipe, facts, self.world_size)
         check_runnable(plan)
         check_same_on_all_ranks(recipe, plan)
-        torch.set_num_threads(plan.compute.threads_per_rank)
+        torch.set_num_threads(plan.compute.num_threads)
         if self.rank == 0 and not self._quiet:
             lines = describe_plan(plan, reasons, facts, machine.cluster)
             print("\n".join([*lines, f"note      {note}"] if note else lines), flush=True)

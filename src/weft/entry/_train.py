@@ -201,7 +201,7 @@ class _Job:
                     "quiet": self.quiet,
                 },
                 self.plan.mesh.world_size,
-                threads_per_rank=self.plan.compute.threads_per_rank,
+                threads_per_rank=self.plan.compute.num_threads,
                 nursery=self.nursery,
                 patience_seconds=self.plan.compute.patience_seconds,
             )

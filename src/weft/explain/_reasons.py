@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_type_hints
-
 from weft.document import spell
 from weft.figures import spell_figure, spell_memory, spell_percent
-from weft.plan import Plan
+from weft.plan import plan_settings
 from weft.search import SearchResult
-from weft.techniques.settings import declared
 
 
 def search_reasons(result: SearchResult) -> dict[str, str]:
@@ -17,7 +14,7 @@ def search_reasons(result: SearchResult) -> dict[str, str]:
     if best is None or best.plan is None:
         return {}
     plan, reasons = best.plan, dict[str, str]()
-    for setting in declared(Plan, get_type_hints(Plan)):
+    for setting in plan_settings():
         if not setting.knob.explained:
             continue
         value = setting.of(plan)

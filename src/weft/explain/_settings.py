@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from weft.errors import PlanError, did_you_mean
-from weft.plan import SPLIT_BACKWARD, Plan
+from weft.plan import SPLIT_BACKWARD, plan_settings
 from weft.price import Layout
 from weft.search import Space
-from weft.techniques.settings import Declared, choices_of, declared
+from weft.techniques.settings import Declared, choices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class _Knob:
 def _knobs() -> tuple[Mapping[str, _Knob], Mapping[str, str]]:
     """Return what may be asked for, by its first name, and its other names."""
     found, others = {"data": _Knob("data", "datas")}, {"dp": "data"}
-    for declaration in declared(Plan, get_type_hints(Plan)):
+    for declaration in plan_settings():
         knob = declaration.knob
         if knob.asked:
             first, *more = knob.asked

@@ -19,9 +19,7 @@ from weft.plan._memory import MOMENTS as MOMENTS
 from weft.plan._memory import MemoryNeed as MemoryNeed
 from weft.plan._memory import estimate_memory as estimate_memory
 from weft.plan._plan import AXES as AXES
-from weft.plan._plan import COLLECTIVE_TIMEOUT_SECONDS as COLLECTIVE_TIMEOUT_SECONDS
 from weft.plan._plan import Axis as Axis
-from weft.plan._plan import ComputePlan as ComputePlan
 from weft.plan._plan import ContextParallelPlan as ContextParallelPlan
 from weft.plan._plan import DataParallelPlan as DataParallelPlan
 from weft.plan._plan import MemoryPlan as MemoryPlan
@@ -30,9 +28,12 @@ from weft.plan._plan import PipelineParallelPlan as PipelineParallelPlan
 from weft.plan._plan import Plan as Plan
 from weft.plan._plan import TensorParallelPlan as TensorParallelPlan
 from weft.plan._plan import axis_coordinates as axis_coordinates
+from weft.plan._plan import plan_settings as plan_settings
 from weft.plan._plan import runnability as runnability
 from weft.plan._schema import SCHEMA_VERSION as SCHEMA_VERSION
 from weft.plan._schema import plan_schema as plan_schema
+from weft.techniques.compute.contract import COLLECTIVE_TIMEOUT_SECONDS as COLLECTIVE_TIMEOUT_SECONDS
+from weft.techniques.compute.contract import ComputePlan as ComputePlan
 from weft.techniques.data.contract import MicrobatchPlan as MicrobatchPlan
 from weft.techniques.data.contract import even_shares as even_shares
 from weft.techniques.data.contract import split_batch as split_batch

@@ -15,6 +15,7 @@ from weft.plan._facts import ModelFacts
 from weft.plan._memory import MemoryNeed, estimate_memory
 from weft.plan._plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, Plan
 from weft.recipe import Precision, Recipe
+from weft.techniques.compute.contract import THREADS
 from weft.techniques.data.contract import MicrobatchPlan, split_batch
 from weft.techniques.recompute.contract import Recompute
 
@@ -83,7 +84,7 @@ class _Search:
                         data_parallel=DataParallelPlan(zero=zero if data > 1 else 1),
                         microbatch=microbatch,
                         memory=MemoryPlan(recompute=recompute),
-                        compute=ComputePlan(precision=self._precision(), threads_per_rank=threads),
+                        compute=ComputePlan(precision=self._precision()).with_threads(threads),
                     )
 
     def _splits(self, processes: int | None) -> Iterator[tuple[int, int, int]]:
@@ -156,7 +157,7 @@ class _Search:
             axis: f"the largest data-parallel split of {count} that fits{fits}",
             "microbatch.size": self._size_reason(plan),
             "microbatch.per_step": f"{plan.microbatch.size} × {listed} = the recipe's {batch}",
-            "compute.threads_per_rank": f"{self.cluster.num_cores:,} cores over {count}",
+            THREADS: f"{self.cluster.num_cores:,} cores over {count}",
             "compute.precision": "the fastest here that the recipe permits",
         }
         if plan.data_parallel.shards_weights:

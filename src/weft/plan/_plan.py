@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_type_hints
 
-from weft.document import HIDDEN, Rules, dump, spell
+from weft.document import HIDDEN, Rules, dump
 from weft.errors import PlanError
-from weft.recipe import Precision
 from weft.techniques.buckets.contract import BucketSettings, ReducePrecisionSettings
 from weft.techniques.compression.contract import CompressionSettings
+from weft.techniques.compute.contract import ComputePlan
 from weft.techniques.context.contract import ContextSettings
 from weft.techniques.data.contract import MicrobatchPlan
 from weft.techniques.expert.contract import EXPERT_LENDERS
@@ -22,17 +23,13 @@ from weft.techniques.offload.contract import OffloadSettings
 from weft.techniques.pipeline.contract import PipelineSettings
 from weft.techniques.recompute.contract import RecomputeSettings
 from weft.techniques.registry import TECHNIQUES
-from weft.techniques.settings import check_parts, setting
+from weft.techniques.settings import Declared, check_parts, declared, setting
 from weft.techniques.tensor.contract import TensorSettings
 from weft.techniques.zero.contract import ZeroSettings
 
 Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "tensor"]
 
 AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
-COLLECTIVE_TIMEOUT_SECONDS = 600.0
-"""How long ranks wait for one another where nothing else is said."""
-_LONGEST_SECONDS = 2_592_000.0
-"""30 days: clocks of backends count in nanoseconds, and overflow some time after."""
 _RULES = Rules(PlanError)
 
 
@@ -127,54 +124,6 @@ class MemoryPlan(FusedLossSettings, OffloadSettings, RecomputeSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComputePlan:
-    """In what precision and on what each rank computes."""
-
-    precision: Precision = setting("fp32", space="precisions", asked=("precision",), explained=True)
-    """Of forward and backward; masters stay fp32 with bf16 and fp16."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
-    threads_per_rank: int = 1
-    """Of CPU computation."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: an accelerator where there is one."""
-    backend: Literal["auto", "gloo", "weft"] = "auto"
-    """What carries tensors of the CPU between ranks.  weft: memory that one host's ranks share, Gloo between hosts;
-    auto: weft where ranks compute on the CPU.  Algorithms that data_parallel.algorithm names send messages over Gloo
-    under each of them."""
-    collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS
-    """How long a rank waits in a collective, or for a message, until those that have not come are given up: longer than
-    ranks may be apart, as when one compiles or reads data, and at most 30 days."""
-
-    def __post_init__(self) -> None:
-        _RULES.types(self)
-        _RULES.at_least(self, 1, "threads_per_rank")
-        _RULES.above_zero(self, "collective_timeout_seconds")
-        _RULES.between(self, 0.1, _LONGEST_SECONDS, "collective_timeout_seconds", below=False)
-        if self.backend == "weft" and self.device == "cuda":
-            raise _RULES.refuse(self, "backend", 'carries tensors of the CPU only, and device = "cuda". Use "auto".')
-
-    @property
-    def patience_seconds(self) -> float:
-        """How long a rank waits for others in a collective."""
-        return self.collective_timeout_seconds
-
-    def waiting(self, seconds: float) -> ComputePlan:
-        """Return the same with ranks that wait so long for one another."""
-        return replace(self, collective_timeout_seconds=seconds)
-
-    def unwritten(self) -> Iterator[str]:
-        """Yield why no script of plain torch computes so, with the change to make."""
-        if self.precision == "fp16":
-            yield 'plan.compute.precision = "fp16": the script scales no losses. Use "bf16" or "fp32".'
-        if self.backend == "weft":
-            yield 'plan.compute.backend = "weft": the script imports torch alone, which has Gloo on CPUs. Use "auto".'
-        if self.collective_timeout_seconds != COLLECTIVE_TIMEOUT_SECONDS:
-            named = f"plan.compute.collective_timeout_seconds = {spell(self.collective_timeout_seconds)}"
-            yield f"{named}: the script waits for other ranks as long as torch does by itself. Leave it out."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How to run a recipe on a cluster.  `check_plan` says whether it fits a recipe."""
 
@@ -214,6 +163,12 @@ class Plan:
     @property
     def global_batch_size(self) -> int:
         return self.microbatch.size * sum(self.microbatch.shares(self.mesh.data))
+
+
+@functools.cache
+def plan_settings() -> tuple[Declared, ...]:
+    """Return every setting of a plan where it stands, in the order of a plan file."""
+    return tuple(declared(Plan, get_type_hints(Plan)))
 
 
 def runnability(plan: Plan) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
-from weft.plan import AXES, EXPERT_LENDERS, Axis, Plan, PricedSchedule
+from weft.plan import AXES, EXPERT_LENDERS, Axis, Plan, PricedSchedule, plan_settings
 from weft.techniques.buckets.contract import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from weft.techniques.buckets.contract import BucketSettings
 from weft.techniques.compression.contract import CompressionSettings
@@ -16,7 +16,7 @@ from weft.techniques.fused_loss.contract import FusedLossSettings
 from weft.techniques.local_steps.contract import LocalStepsSettings
 from weft.techniques.offload.contract import OffloadSettings
 from weft.techniques.recompute.contract import RecomputeSettings
-from weft.techniques.settings import Declared, declared
+from weft.techniques.settings import Declared
 from weft.techniques.tensor.contract import TensorScheme
 from weft.techniques.zero.contract import Stage, ZeroSettings
 
@@ -122,5 +122,4 @@ class Layout(
 def layout_settings() -> tuple[Declared, ...]:
     """Return the settings of a plan that a layout has as they are."""
     names = {field.name for field in fields(Layout)}
-    found = declared(Plan, get_type_hints(Plan))
-    return tuple(setting for setting in found if setting.layout in names)
+    return tuple(setting for setting in plan_settings() if setting.layout in names)

@@ -57,7 +57,7 @@ def fold_plan(plan: Plan, *, processes: int | None, num_blocks: int | None, may_
         pipeline_parallel=replace(pipeline, cuts=blocks.cuts()),
         microbatch=_fold_microbatches(plan, mesh),
         memory=replace(plan.memory, recompute=blocks.recompute()),
-        compute=replace(plan.compute, device="cpu", threads_per_rank=1),
+        compute=replace(plan.compute, device="cpu").with_threads(1),
         origins={},
     )
     return Folded(plan=folded, num_blocks=blocks.count() if num_blocks else num_blocks)

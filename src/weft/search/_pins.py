@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any
 
-from weft.plan import Plan
+from weft.plan import Plan, plan_settings
 from weft.search._space import Space
 from weft.techniques.registry import TECHNIQUES
-from weft.techniques.settings import Declared, declared
+from weft.techniques.settings import Declared
 
 _DATA = ("mesh.replicate", "mesh.shard")
 
@@ -18,7 +18,7 @@ _DATA = ("mesh.replicate", "mesh.shard")
 @functools.cache
 def searched() -> Mapping[str, Declared]:
     """Return the settings that search chooses, by their dotted keys."""
-    return {setting.key: setting for setting in declared(Plan, get_type_hints(Plan)) if setting.knob.space}
+    return {setting.key: setting for setting in plan_settings() if setting.knob.space}
 
 
 def pinned(space: Space, plan: Plan) -> Space:

@@ -21,6 +21,10 @@ class Knob:
     """The values of a space (`weft.search.Space`) that it is chosen from; empty: the search does not choose it."""
     asked: tuple[str, ...] = ()
     """Names by which `--why-not` knows it; empty: it cannot be asked for."""
+    free: bool = False
+    """Whether no price depends on it."""
+    follows: str = ""
+    """The dotted setting that it follows from, so that a search cannot be given it alone."""
     explained: bool = False
     """Whether explanations say what its next best other value would cost."""
 

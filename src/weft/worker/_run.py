@@ -75,7 +75,7 @@ def train_rank(
     quiet: bool,
 ) -> Outcome:
     """Train on this rank.  Call on every rank of the plan's world."""
-    torch.set_num_threads(plan.compute.threads_per_rank)
+    torch.set_num_threads(plan.compute.num_threads)
     with ExitStack() as stack:
         patience = plan.compute.patience_seconds
         joining = initialise_distributed(

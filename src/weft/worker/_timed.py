@@ -42,7 +42,7 @@ class _Running:
 
     def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
         self._recipe, self._plan, self._device = recipe, plan, device
-        torch.set_num_threads(plan.compute.threads_per_rank)
+        torch.set_num_threads(plan.compute.num_threads)
         mesh = Mesh(plan.mesh, device, timeout_seconds=plan.compute.patience_seconds)
         blueprint = build_blueprint(recipe)
         self._training = create_training(recipe, plan, blueprint, mesh, Recorder())
@@ -58,7 +58,7 @@ class _Running:
 
     def steps(self, count: int) -> float:
         """Take steps that all ranks begin together; seconds of one, by the slowest rank, the same on all."""
-        torch.set_num_threads(self._plan.compute.threads_per_rank)
+        torch.set_num_threads(self._plan.compute.num_threads)
         steps = range(self._step, self._step + count)
         batches = [self._data.microbatches(step) for step in steps]
         _agreed(0.0, self._device)

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self, final
 
-from weft.cluster import Collective
-from weft.collective import parse_choices, stand_in
 from weft.document import Rules, spell
 from weft.errors import CollectiveError, PlanError
 from weft.techniques.contract import Technique
 from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
+    from weft.cluster import Collective
     from weft.plan import Plan
 
 _RULES = Rules(PlanError)
@@ -61,6 +60,8 @@ class BucketSettings:
         if self.first_bucket_bytes > self.bucket_bytes and self.first_bucket_bytes != FIRST_BUCKET_BYTES:
             raise _RULES.refuse(self, "first_bucket_bytes", f"is more than bucket_bytes = {self.bucket_bytes:_}.")
         if self.algorithm not in ("auto", "measured"):
+            from weft.collective import parse_choices  # a quarter of the time that importing a plan would take
+
             try:
                 parse_choices(self.algorithm)
             except CollectiveError as error:
@@ -112,6 +113,8 @@ class Buckets(Technique):
 
 def _unknown(start: str, plan: Plan) -> Iterator[str]:
     """What a named algorithm does not do of what a stage of ZeRO sends."""
+    from weft.collective import parse_choices, stand_in
+
     data = plan.data_parallel
     used: tuple[Collective, ...] = ("reduce_scatter", "all_gather") if data.shards_states else ("all_reduce",)
     for name in parse_choices(data.algorithm).names:

@@ -28,7 +28,7 @@ class MicrobatchPlan:
         explained=True,
     )
     """Samples per microbatch and data rank."""
-    per_step: int | tuple[int, ...] = 1
+    per_step: int | tuple[int, ...] = setting(1, follows="microbatch.size")
     """Microbatches per step on each data rank; a list gives data ranks unequal shares."""
 
     def __post_init__(self) -> None:

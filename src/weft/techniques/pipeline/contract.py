@@ -39,7 +39,7 @@ class PipelineSettings:
         1, layout="chunks", space="chunks", asked=("chunks_per_rank", "chunks"), explained=True
     )
     """Stages on each pipeline rank."""
-    cuts: tuple[int, ...] | None = None
+    cuts: tuple[int, ...] | None = setting(None, follows="mesh.pipeline")
     """First block of each later stage (stages = pipeline × chunks_per_rank); None: cut by cost."""
 
     def check_settings(self) -> None:

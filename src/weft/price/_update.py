@@ -34,6 +34,7 @@ _WHOLE = ("topk", "powersgd", "onebit", "randomk")
 """Those that every rank gets whole, under ZeRO too, where the others need half of what an all-reduce moves."""
 _COMPRESSION_PASSES = 3.0
 """Times that compressed gradients are read or written besides."""
+_USUAL_BUCKET_BYTES = 26_214_400
 _FIRST_READ = 0.05
 """Of the weights that a forward needs before it can begin, at least: an embedding."""
 _AVERAGE_PASSES = 4.0
@@ -67,18 +68,28 @@ class Gathers(NamedTuple):
     gather: float
     scatter: float
 
+    @classmethod
+    def of(cls, block_bytes: float, group: Group, seconds: Seconds) -> Gathers:
+        """Of blocks of so many bytes, one by one."""
+        if group.size == 1 or block_bytes <= 0.0:
+            return cls(0.0, 0.0)
+        gather = seconds("all_gather", block_bytes, group) / block_bytes
+        return cls(gather, seconds("reduce_scatter", block_bytes, group) / block_bytes)
+
 
 def element_bytes(layout: Layout) -> int:
     """Of a weight as it computes and travels."""
     return ELEMENT_BYTES.get(layout.precision, 2)
 
 
-def gathers_of(layout: Layout, block_bytes: float, groups: Groups, seconds: Seconds) -> Gathers | None:
-    """Return what travels per byte in every microbatch, blocks of `block_bytes` one by one; None: weights stay."""
+def gathers_of(
+    layout: Layout, dense_bytes: float, expert_bytes: float, groups: Groups, seconds: Seconds
+) -> tuple[Gathers, Gathers] | None:
+    """Return what travels per byte in every microbatch, of weights that are no experts and of experts; None: weights
+    stay.  The bytes are those of a block."""
     if layout.zero < 3 or layout.shard * layout.context == 1:
         return None
-    gather = seconds("all_gather", block_bytes, groups.shard) / block_bytes
-    return Gathers(gather, seconds("reduce_scatter", block_bytes, groups.shard) / block_bytes)
+    return Gathers.of(dense_bytes, groups.shard, seconds), Gathers.of(expert_bytes, groups.expert_shard, seconds)
 
 
 def update_of(
@@ -120,10 +131,11 @@ class _Rates:
         self._kind: Collective = "all_reduce" if whole else "reduce_scatter"
         # Under local steps the ranks of a replica are all that meet in a step, for experts as for the rest.
         dense, experts = (groups.shard, groups.shard) if layout.local_steps else (groups.data, groups.expert_data)
-        self._parts = 1
+        self._parts, self._expert_parts = 1, 1
         if layout.zero == 3 and layout.shard * layout.context > 1:
             # What is left after every microbatch's scatter: the sum over copies.
-            dense, self._parts = groups.replicate, groups.shard.size
+            dense = experts = groups.replicate
+            self._parts, self._expert_parts = groups.shard.size, groups.expert_shard.size
         self._times = layout.microbatches if layout.zero == 2 and not reduces_once(layout, device.stack) else 1
         self._silent = layout.local_steps > 0 and self._parts > 1
         self.first = first_bucket_bytes(layout, device.stack)
@@ -162,7 +174,7 @@ class _Rates:
         element = self._layout.gradient_bytes
         if self._silent:
             return 0.0, 0.0
-        return load.dense * element / self._parts, load.experts * element
+        return load.dense * element / self._parts, load.experts * element / self._expert_parts
 
     def average(self, load: RankLoad) -> float:
         """Exposed seconds of averaging replicas, in the mean over a round's steps."""
@@ -234,7 +246,10 @@ def first_bucket_bytes(layout: Layout, stack: Stack) -> float:
 
 
 def bucket_bytes(layout: Layout, stack: Stack) -> float:
-    """Return the bytes of gradients that are reduced together."""
+    """Return the bytes of gradients that are reduced together; what ZeRO-3 sums over its copies comes block by block,
+    of which the usual bucket stands."""
+    if layout.zero == 3 and layout.compression == "none":
+        return float(_USUAL_BUCKET_BYTES)
     elements = max(stack.bucket_elements, stack.bucket_elements_per_rank * layout.data * layout.context)
     return float(max(layout.bucket_bytes, elements * layout.gradient_bytes))
 

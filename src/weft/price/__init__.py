@@ -52,3 +52,4 @@ from weft.price._stages import PassCost as PassCost
 from weft.price._timeline import StageTimes as StageTimes
 from weft.price._timeline import Timelines as Timelines
 from weft.price._timeline import closed_form as closed_form
+from weft.price._update import Gathers as Gathers

@@ -14,7 +14,9 @@ from weft.price._placement import Group, Groups
 from weft.price._stack import Stack
 from weft.price._stages import Seconds
 from weft.price._timeline import Step
+from weft.techniques.buckets.contract import BucketSettings
 
+_USUAL_BUCKET_BYTES = BucketSettings().bucket_limits[1]
 _FIRST_READ = 0.05
 """Of the weights that a forward needs before it can begin, at least: an embedding."""
 
@@ -46,18 +48,28 @@ class Gathers(NamedTuple):
     gather: float
     scatter: float
 
+    @classmethod
+    def of(cls, block_bytes: float, group: Group, seconds: Seconds) -> Gathers:
+        """Of blocks of so many bytes, one by one."""
+        if group.size == 1 or block_bytes <= 0.0:
+            return cls(0.0, 0.0)
+        gather = seconds("all_gather", block_bytes, group) / block_bytes
+        return cls(gather, seconds("reduce_scatter", block_bytes, group) / block_bytes)
+
 
 def element_bytes(layout: Layout) -> int:
     """Of a weight as it computes and travels."""
     return ELEMENT_BYTES.get(layout.precision, 2)
 
 
-def gathers_of(layout: Layout, block_bytes: float, groups: Groups, seconds: Seconds) -> Gathers | None:
-    """Return what travels per byte in every microbatch, blocks of `block_bytes` one by one; None: weights stay."""
+def gathers_of(
+    layout: Layout, dense_bytes: float, expert_bytes: float, groups: Groups, seconds: Seconds
+) -> tuple[Gathers, Gathers] | None:
+    """Return what travels per byte in every microbatch, of weights that are no experts and of experts; None: weights
+    stay.  The bytes are those of a block."""
     if not layout.shards_weights or layout.shard * layout.context == 1:
         return None
-    gather = seconds("all_gather", block_bytes, groups.shard) / block_bytes
-    return Gathers(gather, seconds("reduce_scatter", block_bytes, groups.shard) / block_bytes)
+    return Gathers.of(dense_bytes, groups.shard, seconds), Gathers.of(expert_bytes, groups.expert_shard, seconds)
 
 
 def update_of(
@@ -92,10 +104,11 @@ class _Rates:
         dense, experts = groups.data, groups.expert_data
         if layout.replicas_step_alone:
             dense = experts = groups.shard
-        self._parts = 1
+        self._parts, self._expert_parts = 1, 1
         if layout.shards_weights and layout.shard * layout.context > 1:
             # What is left after every microbatch's scatter: the sum over copies.
-            dense, self._parts = groups.replicate, groups.shard.size
+            dense = experts = groups.replicate
+            self._parts, self._expert_parts = groups.shard.size, groups.expert_shard.size
         often = layout.shards_gradients_alone and not reduces_once(layout, device.stack)
         self._times = layout.microbatches if often else 1
         self._silent = layout.replicas_step_alone and self._parts > 1
@@ -132,7 +145,7 @@ class _Rates:
         element = self._layout.gradient_bytes
         if self._silent:
             return 0.0, 0.0
-        return load.dense * element / self._parts, load.experts * element
+        return load.dense * element / self._parts, load.experts * element / self._expert_parts
 
     def average(self, load: RankLoad) -> float:
         """Exposed seconds of averaging replicas, in the mean over a round's steps."""
@@ -204,7 +217,10 @@ def first_bytes(layout: Layout, stack: Stack) -> float:
 
 
 def bytes_together(layout: Layout, stack: Stack) -> float:
-    """Return the bytes of gradients that are reduced together."""
+    """Return the bytes of gradients that are reduced together; what ZeRO-3 sums over its copies comes block by block,
+    of which the usual bucket stands."""
+    if layout.shards_weights and not layout.compresses:
+        return float(_USUAL_BUCKET_BYTES)
     elements = max(stack.bucket_elements, stack.bucket_elements_per_rank * layout.data * layout.context)
     return float(max(layout.bucket_limits[1], elements * layout.gradient_bytes))
 

@@ -124,8 +124,9 @@ class Finalists:
                 if self._fits(replace(plain, fused_loss=fused)):
                     return limit
                 for heavy in words[place + 1 :] if self._space.per_block_recompute else ():
-                    start = replace(plain, fused_loss=fused)
-                    limit = min(limit, self._with_mixture(start, Level(light, heavy), limit))
+                    for offload in self._space.offloads:
+                        start = replace(plain, fused_loss=fused, offload=offload)
+                        limit = min(limit, self._with_mixture(start, Level(light, heavy), limit))
         return limit
 
     def _with_bucket(self, layout: Layout, limit: float) -> float:

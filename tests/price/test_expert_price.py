@@ -71,8 +71,8 @@ def test_products_side_by_side_reach_less_than_one() -> None:
 
 
 def test_zero3_gathers_experts_that_are_not_shared_out() -> None:
-    """What ZeRO-3 shares out is gathered in every microbatch, experts too; of experts that a rank has for itself nothing
-    is, and buckets play no part in either."""
+    """What ZeRO-3 shares out is gathered in every microbatch, experts too; what a rank has for itself is not, and
+    buckets play no part in either."""
     pricer = Pricer(
         profile_of_sizes(KNOWN_MODELS["mixtral-8x7b"].sizes, 1024),
         parse_cluster_spec("8xh100"),

@@ -49,11 +49,11 @@ def eject(
 
 
 def _flags(recipe: Recipe, plan: Plan, facts: ModelFacts) -> Mapping[str, bool]:
-    mesh, zero, shape = plan.mesh, plan.data_parallel, recipe.model.shape
+    mesh, states, shape = plan.mesh, plan.data_parallel, recipe.model.shape
     data, tensor, pipeline = mesh.data > 1, mesh.tensor > 1, mesh.pipeline > 1
-    fsdp = data and zero.shards_gradients
-    zero1, zero0 = data and zero.gathers_after_step and not fsdp, data and not zero.shards_states
-    hybrid = fsdp and zero.shards_weights and mesh.replicate > 1
+    fsdp = data and states.shards_gradients
+    zero1, zero0 = data and states.gathers_after_step and not fsdp, data and not states.shards_states
+    hybrid = fsdp and states.shards_weights and mesh.replicate > 1
     narrow = plan.compute.precision == "bf16"
     tied, optimizer = bool(facts.tied), recipe.optimizer
     return {
@@ -120,9 +120,9 @@ def _optimizer_values(recipe: Recipe) -> dict[str, str]:
 
 
 def _layout_values(recipe: Recipe, plan: Plan, flags: frozenset[str]) -> dict[str, str]:
-    mesh, zero, pipeline = plan.mesh, plan.data_parallel, plan.mesh.pipeline > 1
+    mesh, data, pipeline = plan.mesh, plan.data_parallel, plan.mesh.pipeline > 1
     even = not plan.microbatch.has_unequal_shares
-    regather = zero.shards_weights and not pipeline
+    regather = data.shards_weights and not pipeline
     cut = "cuts" in flags
     world = " and dist.get_rank() == 0" if "world" in flags else ""
     head = "head.weight" if recipe.model.shape is not None else "lm_head.weight"
@@ -133,7 +133,7 @@ def _layout_values(recipe: Recipe, plan: Plan, flags: frozenset[str]) -> dict[st
     return {
         "data_mesh": 'mesh["replicate", "shard"]' if "hybrid" in flags else 'mesh["data"]',
         "reshard": "unit is not model" if regather else "False",
-        "sharding": _sharding_words(zero, hybrid="hybrid" in flags, pipeline=pipeline),
+        "sharding": _sharding_words(data, hybrid="hybrid" in flags, pipeline=pipeline),
         "schedule": {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}.get(plan.pipeline_parallel.schedule, ""),
         "count": "MICROBATCHES" if even else "count",
         "grad": "local(weight.grad)" if "fsdp" in flags else "weight.grad",
@@ -179,8 +179,8 @@ def _decay_words(recipe: Recipe) -> str:
     return f"{wait}{how} in the end"
 
 
-def _sharding_words(zero: DataParallelPlan, *, hybrid: bool, pipeline: bool) -> str:
-    if not zero.shards_weights:
+def _sharding_words(data: DataParallelPlan, *, hybrid: bool, pipeline: bool) -> str:
+    if not data.shards_weights:
         return "ZeRO-2: data ranks share gradients and optimizer; weights stay gathered from forward to backward"
     over = "Hybrid: ZeRO-3 over `shard`, copies over `replicate`" if hybrid else "ZeRO-3 over the data ranks"
     if pipeline:
@@ -237,9 +237,9 @@ def _header(recipe: Recipe, plan: Plan, facts: ModelFacts, name: str, flags: fro
 
 
 def _mesh_words(plan: Plan, flags: frozenset[str]) -> str:
-    mesh, zero = plan.mesh, plan.data_parallel
+    mesh, settings = plan.mesh, plan.data_parallel
     data = f"replicate {mesh.replicate} × shard {mesh.shard}" if "hybrid" in flags else f"data {mesh.data}"
-    stage = f" (ZeRO-{zero.zero})" if zero.shards_states and mesh.data > 1 else ""
+    stage = f" ({settings.stage_name})" if settings.shards_states and mesh.data > 1 else ""
     axes = [
         (mesh.data, f"{data}{stage}"),
         (mesh.tensor, f"tensor {mesh.tensor}"),

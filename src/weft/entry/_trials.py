@@ -156,7 +156,7 @@ def close_rivals(choice: Choice) -> list[Candidate]:
 
 def _kind(plan: Plan) -> tuple[object, ...]:
     mesh = plan.mesh
-    return mesh.data, mesh.tensor, mesh.pipeline, plan.data_parallel.zero, plan.compute.precision
+    return mesh.data, mesh.tensor, mesh.pipeline, plan.data_parallel.stage_name, plan.compute.precision
 
 
 class _Timing(NamedTuple):
@@ -231,8 +231,8 @@ def _name(plan: Plan | None) -> str:
     mesh = plan.mesh
     axes = (("data", mesh.data), ("tensor", mesh.tensor), ("pipeline", mesh.pipeline))
     name = " × ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "1 process"
-    zero = f" ZeRO-{plan.data_parallel.zero}" if mesh.data > 1 else ""
-    return f"{name}{zero} {plan.compute.precision}"
+    stage = f" {plan.data_parallel.stage_name}" if mesh.data > 1 else ""
+    return f"{name}{stage} {plan.compute.precision}"
 
 
 def _key(recipe: Recipe, machine: Cluster, plans: Sequence[Plan]) -> str:

@@ -76,7 +76,7 @@ def layout_line(layout: Layout) -> str:
     pipeline += f" × {layout.chunks} chunks)" if layout.chunks > 1 else ")"
     axes = [pipeline] if layout.pipeline > 1 else []
     axes += [f"{name} {size}" for name, size in _axes(layout) if size > 1]
-    stage = f"ZeRO-{layout.zero}"
+    stage = layout.stage_name
     if layout.shards_weights and layout.reduce_every != "auto":
         stage += f" (gradients reduced every {layout.reduce_every})"
     words = [" × ".join(axes) or "1 device", stage, f"microbatch {layout.microbatch_size}"]

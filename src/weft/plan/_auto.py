@@ -197,7 +197,7 @@ def _nothing_fits(search: _Search, smallest: tuple[Plan, MemoryNeed] | None, pro
     listed = ", ".join(f"{part} {spell_figure(size / 2**30)}" for part, size in parts)
     return PlanError(
         f"No plan fits: a {name} of {search.facts.num_parameters or 0:,} parameters needs at least "
-        f"{spell_memory(need.total_bytes)} per process ({mesh_sizes(plan)}, ZeRO-{plan.data_parallel.zero}, "
+        f"{spell_memory(need.total_bytes)} per process ({mesh_sizes(plan)}, {plan.data_parallel.stage_name}, "
         f"recompute {plan.memory.recompute}: {listed}), and {spell_memory(budget)} can be used.\n"
         f"Use about {devices} devices of this size, or a smaller model."
     )

@@ -45,7 +45,7 @@ def _headline(plan: Plan, facts: ModelFacts, cluster: Cluster | None) -> str:
     if plan.mesh.pipeline > 1:
         parts.append(plan.pipeline_parallel.schedule_name)
     if plan.mesh.data > 1:
-        parts.append(f"ZeRO-{plan.data_parallel.zero}")
+        parts.append(plan.data_parallel.stage_name)
     parts += words(plan.data_parallel)
     parts.append(plan.compute.precision)
     if facts.num_parameters is not None:

@@ -53,7 +53,7 @@ class Accelerate:
         if layout.pipeline > 1 or layout.context > 1 or layout.expert > 1 or layout.tensor > 1:
             yield "pipeline, tensor, context or expert axes of a model that is built, not loaded"
         if layout.gathers_after_step and layout.data > 1:
-            yield f"ZeRO-{layout.zero} of its own: emit it for deepspeed"
+            yield f"{layout.stage_name} of its own: emit it for deepspeed"
         if layout.recompute == "selective":
             yield "selective recomputation: transformers recomputes whole blocks"
         if layout.offloads_optimizer:

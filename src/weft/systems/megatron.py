@@ -87,7 +87,7 @@ class Megatron:
         yield from layout_refusals(job)
         yield from optimizer_refusals(job)
         if layout.shards_gradients:
-            yield f"ZeRO-{layout.zero}: its distributed optimizer is ZeRO-1"
+            yield f"{layout.stage_name}: its distributed optimizer is ZeRO-1"
         if layout.pipeline > 1 and layout.schedule not in _SCHEDULES:
             yield f"schedule {layout.schedule}: it has {' and '.join(_SCHEDULES)}"
         if layout.chunks > 1 and layout.microbatches % layout.pipeline:

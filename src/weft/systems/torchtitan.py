@@ -111,7 +111,7 @@ class Torchtitan:
         yield from layout_refusals(job)
         yield from optimizer_refusals(job)
         if layout.gathers_after_step and layout.data > 1:
-            yield f"ZeRO-{layout.zero}: it has ZeRO-3 (FSDP) and replicas"
+            yield f"{layout.stage_name}: it has ZeRO-3 (FSDP) and replicas"
         if layout.pipeline > 1 and layout.schedule not in SCHEDULES:
             yield f"schedule {layout.schedule}: emitted are {', '.join(SCHEDULES)}"
         if layout.pipeline > 1 and sizes.tied:

@@ -50,6 +50,11 @@ class ZeroSettings:
     Copies of hybrid sharding are summed once per step in either case."""
 
     @property
+    def stage_name(self) -> str:
+        """`ZeRO-3`."""
+        return f"ZeRO-{self.zero}"
+
+    @property
     def shards_states(self) -> bool:
         """Whether data ranks share out optimizer states."""
         return self.zero >= 1

@@ -24,6 +24,7 @@ MODULES = (
     "weft.describe",
     "weft.launch",
     "weft.collective",
+    "weft.collective.drawing",
     "weft.comm.messages",
 )
 """What programs that use Weft import. The other packages are for those who work on Weft."""

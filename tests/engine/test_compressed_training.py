@@ -399,7 +399,7 @@ def told_by(room: str, job: Callable[..., Any], *args: Any, **settings: Any) -> 
 
 def what_is_told(plans: dict[str, Plan]) -> dict[str, list[str]]:
     mesh = shared_mesh(plans)
-    return {name: told_by("weft.parallel", Training, recipe(plan), plan, mesh=mesh) for name, plan in plans.items()}
+    return {name: told_by("weft.techniques", Training, recipe(plan), plan, mesh=mesh) for name, plan in plans.items()}
 
 
 def test_what_is_not_proven_to_converge_is_said_aloud_once(ranks: Any) -> None:

@@ -1,5 +1,7 @@
 """Prove that a plan computes what one process computes: the same gradients, the same losses."""
 
+from weft.models import Widths as Widths
+from weft.models import shrink_config as shrink_config
 from weft.prove._awaken import awaken as awaken
 from weft.prove._cause import Evidence as Evidence
 from weft.prove._cause import likely_cause as likely_cause
@@ -34,5 +36,3 @@ from weft.prove._trial import Trial as Trial
 from weft.prove._trial import one_process as one_process
 from weft.prove._trial import run_trial as run_trial
 from weft.prove._trial_data import TrialData as TrialData
-from weft.prove._widths import Widths as Widths
-from weft.prove._widths import shrink_config as shrink_config

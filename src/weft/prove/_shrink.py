@@ -11,10 +11,9 @@ from typing import Any
 
 from weft.errors import RecipeError
 from weft.figures import spell_memory
-from weft.models import build_model
+from weft.models import Widths, build_model, shrink_config, shrink_feed_forward
 from weft.plan import ModelFacts, Plan, default_ffn_size
 from weft.prove._fold import fold_plan
-from weft.prove._widths import SEQUENCE_LENGTH, Widths, shrink_config, shrink_feed_forward
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -29,6 +28,8 @@ from weft.recipe import (
     ReferenceShape,
 )
 
+SEQUENCE_LENGTH = 11
+"""Odd on purpose: no axis divides it."""
 STEPS = 3
 """Optimizer steps of a check: after the third, a wrong divisor or clip norm is in losses and weights."""
 _BYTES_PER_PARAMETER = 48

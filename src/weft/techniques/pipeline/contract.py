@@ -107,7 +107,7 @@ class Pipeline(Technique):
         stages, chunks = plan.num_stages, plan.pipeline_parallel.chunks_per_rank
         if plan.mesh.pipeline == 1:
             return
-        self._check_chunks(case)
+        self._check_schedule(case)
         if case.facts.no_stages:
             problem = f"cannot cut this model into stages: {case.facts.no_stages}.\nUse 1, and data ranks."
             raise case.refuse(("mesh", "pipeline"), problem)
@@ -119,13 +119,16 @@ class Pipeline(Technique):
             raise case.refuse(("mesh", "pipeline"), problem)
         self._check_cuts(case)
 
-    def _check_chunks(self, case: Case) -> None:
+    def _check_schedule(self, case: Case) -> None:
         chosen = case.plan.pipeline_parallel
         (least, most), chunks = chosen.chunk_limits, chosen.chunks_per_rank
         if chunks < least or (most is not None and chunks > most):
             rule = f"exactly {least}" if least == most else f"{least} or more"
             problem = f'does not fit schedule = "{chosen.schedule}", which has {rule}.\nUse {least}.'
             raise case.refuse(("pipeline_parallel", "chunks_per_rank"), problem)
+        if case.plan.compute.compile and chosen.splits_backward:
+            problem = f'cannot join schedule = "{chosen.schedule}", whose backward comes in two passes: a compiled'
+            raise case.refuse(("compute", "compile"), f'{problem} block has one.\nUse false, or schedule = "1f1b".')
 
     def _check_cuts(self, case: Case) -> None:
         blocks, stages = case.facts.num_blocks, case.plan.num_stages
@@ -148,9 +151,6 @@ class Pipeline(Technique):
                 raise case.refuse(("pipeline_parallel", "chunks_per_rank"), ineffective.format(1))
             if chosen.cuts:
                 raise case.refuse(("pipeline_parallel", "cuts"), "has no effect with mesh.pipeline = 1.\nRemove it.")
-        elif plan.compute.compile and chosen.splits_backward:
-            problem = f'cannot join schedule = "{chosen.schedule}", whose backward comes in two passes: a compiled'
-            raise case.refuse(("compute", "compile"), f'{problem} block has one.\nUse false, or schedule = "1f1b".')
 
     def unwritten(self, plan: Plan) -> Iterator[str]:
         chosen = plan.pipeline_parallel

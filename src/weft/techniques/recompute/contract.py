@@ -53,11 +53,13 @@ class Recomputation(Technique):
     removals = (Removal("recomputation", _without),)
 
     def check(self, case: Case) -> None:
+        if case.facts.has_batch_norm and case.plan.memory.recomputes:
+            problem = "would run BatchNorm's forward twice per step, and its running statistics would move twice."
+            raise case.refuse(("memory", "recompute"), f'{problem}\nUse recompute = "none".')
+
+    def check_model(self, case: Case) -> None:
         memory, blocks = case.plan.memory, case.facts.num_blocks
         path = ("memory", "recompute")
-        if case.facts.has_batch_norm and memory.recomputes:
-            problem = "would run BatchNorm's forward twice per step, and its running statistics would move twice."
-            raise case.refuse(path, f'{problem}\nUse recompute = "none".')
         if case.facts.no_stages and memory.recompute != "none":
             raise case.refuse(path, f'works block by block: {case.facts.no_stages}.\nUse "none".')
         if isinstance(memory.recompute, tuple) and blocks is not None and len(memory.recompute) != blocks:

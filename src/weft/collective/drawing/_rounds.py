@@ -10,7 +10,7 @@ from weft.collective._arrange import Arrangement
 from weft.collective._build import build_schedule
 from weft.collective._registry import find_algorithm
 from weft.collective._schedule import Runs, Schedule
-from weft.collective._simulate import Flight, Outcome, simulate
+from weft.collective.drawing._simulate import Flight, Outcome, simulate
 
 _MOST_MESSAGES = 16
 """In a line of text."""

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SEQUENCE_LENGTH = 11
-"""Odd on purpose: no axis divides it."""
 _NARROW = 64
 """A model of this width or less keeps its widths."""
 _VOCABULARY_PER_RANK = 37
@@ -130,6 +128,8 @@ def _enter_widths(
     small.update({name: size for name, size in sizes.items() if config.get(name) is not None})
     if old.hidden != old.heads * old.head_size:
         small["head_dim"] = new.head_size
+    if isinstance(config.get("rotary_dim"), int):
+        small["rotary_dim"] = min(config["rotary_dim"], new.head_size // 2 * 2)
     small["vocab_size"] = new.vocabulary
     for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
         value = config.get(name)

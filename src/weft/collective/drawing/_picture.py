@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.collective._rounds import Drawing
-from weft.collective._simulate import Flight
 from weft.collective.double_tree import spot
+from weft.collective.drawing._rounds import Drawing
+from weft.collective.drawing._simulate import Flight
 from weft.errors import CollectiveError
 
 if TYPE_CHECKING:

@@ -11,15 +11,17 @@ import hashlib
 import random
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch._guards import detect_fake_mode  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
 from weft.parallel._context import StepContext
@@ -54,6 +56,20 @@ class Generators:
         return "numpy's" if self.numpy != later.numpy else ""
 
 
+def is_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an ATen operator takes numbers from a generator."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    settings = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    settings |= kwargs
+    if "dropout_p" in settings:
+        return float(settings["dropout_p"]) > 0.0
+    if "rrelu" in func.overloadpacket.__name__:
+        return bool(settings.get("training", False))
+    name = func.overloadpacket.__name__
+    return not ("attention" in name or "sdp_choice" in name) and settings.get("train", True) is not False
+
+
 def others_draw() -> bool:
     """Whether threads are alive that may draw: any but this one and Weft's own.
 
@@ -72,32 +88,34 @@ class _OwnTorch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and given.get("generator") is None:
-            self.drew = True
-        return func(*args, **given)
+        result = func(*args, **given)
+        if given.get("generator") is None and is_draw(func, args, given):
+            self.drew |= not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(result))
+        return result
 
 
-class _OwnPython:
+class OwnPython:
     """Sees this thread call Python's global generator; where a profiler is at work already, whoever moved it counts."""
 
     def __init__(self) -> None:
         self.drew = False
+        """Since somebody last set it back."""
         self._global: Any = getattr(random, "_inst")  # noqa: B009  # what the module's functions are bound to
-        self._busy = sys.getprofile() is not None
+        self.is_busy = sys.getprofile() is not None
 
     def __enter__(self) -> None:
-        if self._busy:
+        if self.is_busy:
             self.drew = True
         else:
             sys.setprofile(self._called)
 
     def __exit__(self, *unused: object) -> None:
-        if not self._busy:
+        if not self.is_busy:
             sys.setprofile(None)
 
     def _called(self, frame: Any, event: str, function: Any) -> None:
         if event == "c_call" and getattr(function, "__self__", None) is self._global:
-            self.drew = True
+            self.drew |= function.__name__ not in ("getstate", "setstate")
 
 
 @dataclass(slots=True)
@@ -116,9 +134,9 @@ def watched(device: torch.device) -> Generator[Watch]:
         yield watch
         watch.whose = before.moved(Generators.now(device))
         return
-    own_torch, own_python = _OwnTorch(), _OwnPython()
+    own_torch, own_python = _OwnTorch(), OwnPython()
     with ExitStack() as stack:
-        lock = _numpy_lock()
+        lock = numpy_lock()
         if lock is not None:
             stack.enter_context(lock)
         before = Generators.now(device)
@@ -135,7 +153,7 @@ def watched(device: torch.device) -> Generator[Watch]:
     )
 
 
-def _numpy_lock() -> Any:
+def numpy_lock() -> Any:
     """The lock of numpy's global generator, which it takes for every draw; None before numpy 2.4, whose lock a thread
     cannot take twice: there whoever moved it counts."""
     lock = np.random.get_bit_generator().lock

@@ -326,3 +326,44 @@ def test_a_collate_function_may_look_at_the_whole_batch(ranks: RankPool, tmp_pat
     alone = ranks.run(1, collated, collate, str(tmp_path / "a"))[0]
     for losses in ranks.run(2, collated, collate, str(tmp_path / "b")):
         assert losses == pytest.approx(alone, rel=1e-10)
+
+
+class MadeUnderInference(Dataset[Any]):
+    """As features that another model makes, without gradients."""
+
+    def __init__(self) -> None:
+        self._rows = samples()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index]
+
+
+def collate_under_inference(rows: list[Any]) -> Any:
+    with torch.inference_mode():
+        return [value * 1.0 for value in default_collate(rows)]
+
+
+def inference_loop(folder: str, where: str) -> list[float]:
+    plan = plan_for(torch.distributed.get_world_size())
+    with session_of(folder, plan) as session:
+        collate = collate_under_inference if where == "loader" else None
+        loader = DataLoader(MadeUnderInference(), batch_size=BATCH, shuffle=True, collate_fn=collate)
+        state = prepared(session, build(), loader)
+        losses: list[float] = []
+        for batch in state.batches(3):
+            if where == "loop":
+                with torch.inference_mode():
+                    batch = [value * 1.0 for value in batch]
+            losses.append(state.step(batch).loss)
+    return losses
+
+
+@pytest.mark.parametrize("where", ["loader", "loop"])
+def test_batches_made_under_inference_mode_train(ranks: RankPool, tmp_path: Path, where: str) -> None:
+    wanted = ranks.run(1, inference_loop, str(tmp_path / "w"), "nowhere")[0]
+    for world in (1, 2):
+        for losses in ranks.run(world, inference_loop, str(tmp_path / str(world)), where):
+            assert losses == pytest.approx(wanted, rel=1e-10)

@@ -28,7 +28,7 @@ from weft.entry._loop_draws import Yielded
 from weft.entry._loop_record import LoopRecord
 from weft.entry._recording import ModelRun
 from weft.entry._seen_batches import SeenBatches
-from weft.entry._user_batches import Stream, UserBatch, fields_of, restored
+from weft.entry._user_batches import Stream, UserBatch, fields_of, restored, trainable
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import CheckpointError, DataError, PlanError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent
@@ -172,6 +172,7 @@ class TrainState:
         """
         refuse_untrainable(self.model, self._frozen)
         with self._calls.call(f"{self._name}.step()"), self._guard.inside():
+            batch = trainable(batch)
             fields = fields_of(batch)
             if self._yielded is not None:
                 self._yielded.check(fields)
@@ -348,6 +349,7 @@ class TrainState:
 
     def _handed_out(self, batch: UserBatch) -> UserBatch:
         """A batch on its way to the loop; where others have other shares, the loop must draw nothing into it."""
+        batch = trainable(batch)
         if self.plan.mesh.data > 1:
             self._yielded = Yielded(fields_of(batch), self._mesh.device)
         return batch

@@ -18,6 +18,7 @@ from test_drawing import ALONE, STEPS, recipe_of
 
 from pool import RankPool
 from weft.errors import PlanError
+from weft.models import seeded
 from weft.parallel import StepContext
 from weft.parallel._draw_net import without_draws
 from weft.plan import Plan
@@ -102,3 +103,27 @@ def test_two_ranks_beside_drawing_threads_equal_one_process(ranks: RankPool, pla
     wanted = joined(ranks.run(1, run_rank, recipe, ALONE, STEPS), ALONE)
     found = joined(ranks.run(plan.mesh.world_size, run_beside_a_thread, recipe, plan, STEPS), plan)
     assert judge(wanted, found, None).failures("fp64") == []
+
+
+def _initialise(tensor: torch.Tensor, how: int) -> torch.Tensor:
+    if how == 0:
+        return torch.nn.init.xavier_normal_(tensor)
+    if how == 1:
+        return torch.nn.init.trunc_normal_(tensor)
+    if how == 2:
+        return torch.nn.init.orthogonal_(tensor)
+    if how == 3:
+        torch.manual_seed(11)
+    return torch.rand(5, 4) if how < 5 else torch.randperm(20)
+
+
+@pytest.mark.parametrize("how", range(6))
+def test_seeded_numbers_are_the_same_beside_a_drawing_thread(how: int):
+    with seeded(3):
+        wanted = [_initialise(torch.empty(5, 4), how), _initialise(torch.empty(5, 4), how)]
+    with drawing(DRAWS["torch's"]) as drew, seeded(3):
+        first = _initialise(torch.empty(5, 4), how)
+        drew.clear()
+        assert drew.wait(5)
+        assert torch.equal(first, wanted[0])
+        assert torch.equal(_initialise(torch.empty(5, 4), how), wanted[1])

@@ -62,8 +62,9 @@ def collectives_for(
     drift = drift_of(carrier, table)
     if view.index == 0 and not 1 / DRIFT <= drift <= DRIFT:
         warnings.warn(
-            f"collectives of {view.size} ranks take {spell_figure(drift, 2)} times what their table says: the links, or what else"
-            f" uses them, have changed since. The choices stay; {_measuring(view, place)} makes them anew.",
+            f"collectives of {view.size} ranks take {spell_figure(drift, 2)} times what their table says: the links,"
+            f" or what else uses them, have changed since. The choices stay;"
+            f" {_measuring(view, place)} makes them anew.",
             stacklevel=2,
         )
     return carrier

@@ -95,8 +95,8 @@ class StepReporter:
         peak = self._meter.peak_flops
         if measured and peak and peak > measured:
             text = (
-                f"step {self._step}: training ran at {spell_figure(peak / measured)} times the peak that was measured at"
-                f" its start, while something else used the machine. The peak is {spell_figure(peak / 1e9)} GFLOP/s from"
-                " here on, what these steps reached; shares of it said before were too high."
+                f"step {self._step}: training ran at {spell_figure(peak / measured)} times the peak that was measured"
+                f" at its start, while something else used the machine. The peak is {spell_figure(peak / 1e9)} GFLOP/s"
+                " from here on, what these steps reached; shares of it said before were too high."
             )
             self._run.emit(MessageEvent(text=text))

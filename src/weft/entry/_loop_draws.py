@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import PlanError
-from weft.parallel import Generators, others_draw
+from weft.models import others_draw
+from weft.parallel import Generators
 
 _ELSEWHERE = (
     "Draw in the dataset's __getitem__, whose generators are seeded by sample, or in the model or the loss, whose draws"

@@ -3,7 +3,6 @@
 from weft.parallel._context import MicrobatchState as MicrobatchState
 from weft.parallel._context import StepContext as StepContext
 from weft.parallel._draw_net import Generators as Generators
-from weft.parallel._draw_net import others_draw as others_draw
 from weft.parallel._layout import ModelLayout as ModelLayout
 from weft.parallel._layout import ParameterLayout as ParameterLayout
 from weft.parallel._layout import TensorSplit as TensorSplit

@@ -1,8 +1,9 @@
 """The net beneath keyed draws: what no trace shows, the generators do.
 
-Generators belong to the whole process, so a thread that reads data or writes logs may move them, too.  Where such threads
-are alive, a forward's own draws are told from theirs: torch's by a dispatch mode and Python's by a profile function, both of
-which see their own thread alone, and numpy's by holding its generator's lock, for which other threads wait.
+Generators belong to the whole process, so a thread that reads data or writes logs may move them, too.  Where such
+threads are alive, a forward's own draws are told from theirs: torch's by a dispatch mode and Python's by a profile
+function, both of which see their own thread alone, and numpy's by holding its generator's lock, for which other threads
+wait.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
+from weft.models import others_draw
 from weft.parallel._context import StepContext
 
 
@@ -68,15 +70,6 @@ def is_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return bool(settings.get("training", False))
     name = func.overloadpacket.__name__
     return not ("attention" in name or "sdp_choice" in name) and settings.get("train", True) is not False
-
-
-def others_draw() -> bool:
-    """Whether threads are alive that may draw: any but this one and Weft's own.
-
-    Threads that start later are started by what runs here, or by those.
-    """
-    me = threading.get_ident()
-    return any(thread.ident != me and not thread.name.startswith("weft-") for thread in threading.enumerate())
 
 
 class _OwnTorch(TorchDispatchMode):
@@ -156,7 +149,7 @@ def watched(device: torch.device) -> Generator[Watch]:
 def numpy_lock() -> Any:
     """The lock of numpy's global generator, which it takes for every draw; None before numpy 2.4, whose lock a thread
     cannot take twice: there whoever moved it counts."""
-    lock = np.random.get_bit_generator().lock
+    lock: Any = getattr(np.random, "get_bit_generator")().lock  # noqa: B009  # numpy's stubs lack it
     return lock if isinstance(lock, type(threading.RLock())) else None
 
 
@@ -175,7 +168,7 @@ def without_draws(context: StepContext, device: torch.device, what: str) -> Gene
     if watch.whose:
         unseen = f" ({context.unseen})" if context.unseen else ""
         raise PlanError(
-            f"{what} drew from {watch.whose} generator where no trace of it showed a draw{unseen}, so its numbers have no"
-            " key and plans would differ. Draw by nn.Dropout modules or by torch functions that every forward calls,"
+            f"{what} drew from {watch.whose} generator where no trace of it showed a draw{unseen}, so its numbers have"
+            " no key and plans would differ. Draw by nn.Dropout modules or by torch functions that every forward calls,"
             " or train on one process with the whole batch in one microbatch."
         )

@@ -10,7 +10,7 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.describe import StandIns
-from weft.models import Blueprint, token_example
-from weft.parallel._draw_net import OwnPython, is_draw, numpy_lock, others_draw
+from weft.models import Blueprint, others_draw, token_example
+from weft.parallel._draw_net import OwnPython, is_draw, numpy_lock
 
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""

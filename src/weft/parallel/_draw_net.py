@@ -8,6 +8,7 @@ wait.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import sys
@@ -58,9 +59,14 @@ class Generators:
         return "numpy's" if self.numpy != later.numpy else ""
 
 
+@functools.cache
+def _is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def is_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an ATen operator takes numbers from a generator."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not _is_seeded(func):
         return False
     settings = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
     settings |= kwargs

@@ -165,9 +165,7 @@ def test_published_weights_are_the_cast_masters(ranks, zero, compute) -> None:
 def test_every_parameter_lies_in_one_bucket_and_one_region() -> None:
     net = build(torch.float32)
     for cuts in ("anywhere", "parameter"):
-        buckets = compose_buckets(
-            members_of(net), data_ranks=3, sharded=True, cuts=cuts, limits=(100, 600)
-        )
+        buckets = compose_buckets(members_of(net), data_ranks=3, sharded=True, cuts=cuts, limits=(100, 600))
         covered: dict[str, int] = {}
         for bucket in buckets:
             for start, stop in bucket.regions:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.errors import RecipeError
 from weft.figures import spell_percent
+from weft.models._seeded import seeded
 from weft.models._widths import shrink_config
 
 _FIRST, _SECOND = 7, 6
@@ -54,8 +55,7 @@ def check_isolation(transformers: Any, path: str, config: Any) -> None:
 @torch.no_grad()
 def _outputs(transformers: Any, config: Any) -> tuple[Tensor, Tensor]:
     """Logits of the second document behind the first, and alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         model = _small_model(transformers, config).eval()
         for parameter in model.parameters():
             parameter.add_(_NOISE * torch.randn_like(parameter) / max(1, parameter.shape[-1]) ** 0.5)

@@ -31,7 +31,8 @@ from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint, Loss
 from weft.parallel._context import MicrobatchState, StepContext
-from weft.parallel._draw_trace import LOSS, Draws, Layout, find_draws, is_draw, noise_shape
+from weft.parallel._draw_net import is_draw
+from weft.parallel._draw_trace import LOSS, Draws, Layout, find_draws, noise_shape
 from weft.parallel._draw_values import keyed_value
 from weft.parallel._noise import Elements
 from weft.parallel.pipeline.cut import cut_table_of, stage_of

@@ -80,9 +80,7 @@ class MeshPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataParallelPlan(
-    LocalStepsSettings, ReducePrecisionSettings, CompressionSettings, BucketSettings, ZeroSettings
-):
+class DataParallelPlan(LocalStepsSettings, ReducePrecisionSettings, CompressionSettings, BucketSettings, ZeroSettings):
     """How data ranks keep and reduce gradients."""
 
     def __post_init__(self) -> None:

@@ -68,6 +68,7 @@ class Layout(
     holds weights from the first forward to the last backward.  Not compared: batch and data ranks say it."""
     master_bytes: int = 12
     """Of optimizer state per parameter, masters included."""
+
     @property
     def world_size(self) -> int:
         return self.pipeline * self.data * self.context * self.tensor

@@ -120,7 +120,5 @@ def _unknown(start: str, plan: Plan) -> Iterator[str]:
     for name in parse_choices(data.algorithm).names:
         missing = next((collective for collective in used if stand_in(name, collective) is None), None)
         if missing is not None:
-            yield (
-                f"{start} with zero = {data.zero}: {name} does no {missing}. Use ring, direct or halving_doubling."
-            )
+            yield (f"{start} with zero = {data.zero}: {name} does no {missing}. Use ring, direct or halving_doubling.")
             return

@@ -206,9 +206,7 @@ class Compression(Technique):
 
     def unwritten(self, plan: Plan) -> Iterator[str]:
         if plan.data_parallel.compresses:
-            yield (
-                f'{_KEY} = "{plan.data_parallel.compression}": the script sums gradients as they are. Use "none".'
-            )
+            yield (f'{_KEY} = "{plan.data_parallel.compression}": the script sums gradients as they are. Use "none".')
 
     def exact(self, plan: Plan) -> tuple[Plan, str]:
         data = plan.data_parallel

@@ -27,7 +27,6 @@ from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._slow_link import NoNamespacesError, slow_link
 from benchmarks._statistics import round_ratios, spread, summary
 from weft.comm import Mesh
-from weft.comm.compress import Compression, Exchange, Link, compressed, uncompressed
 from weft.data import rank_range
 from weft.engine import create_training
 from weft.launch import Place, initialise_distributed, launch_function
@@ -35,6 +34,7 @@ from weft.models import build_decoder
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, dump_plan
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.record import Recorder
+from weft.techniques.compression.codecs import Compression, Exchange, Link, compressed, uncompressed
 
 CODECS: Mapping[str, Mapping[str, Any]] = {
     "none": {},

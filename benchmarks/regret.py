@@ -20,7 +20,8 @@ from typing import Any
 from weft.cluster import parse_cluster_spec
 from weft.plan import Schedule
 from weft.price import FITTED, Layout, Pricer
-from weft.profile import ModelSizes, Profile, known_model, profile_of_sizes
+from weft.profile import ModelSizes, Profile, profile_of_sizes
+from weft.profile.known import known_model
 from weft.search import SearchResult, Space, search, space_of
 
 RESULT = Path(__file__).parent / "results" / "regret.json"

@@ -24,6 +24,7 @@ MODULES = (
     "weft.describe",
     "weft.launch",
     "weft.collective",
+    "weft.collective.drawing",
     "weft.comm.messages",
 )
 """What programs that use Weft import. The other packages are for those who work on Weft."""
@@ -42,6 +43,7 @@ class Definition:
     node: ast.stmt
     following: ast.stmt | None
     """The statement after it: a string is what a constant means."""
+    module: str = ""
 
 
 def python_pages() -> dict[str, str]:
@@ -133,7 +135,7 @@ def _find(module: str, name: str) -> Definition:
     tree = _tree(_path(module))
     for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
         if name in _bound(node):
-            return Definition(name, node, following)
+            return Definition(name, node, following, module)
     return _find(*_imports(tree)[name])
 
 
@@ -165,7 +167,7 @@ def _string(node: ast.stmt | None) -> str:
 
 def _describe(found: Definition) -> Iterator[str]:
     if isinstance(found.node, ast.ClassDef):
-        yield from _describe_class(found.node)
+        yield from _describe_class(found.node, _ancestors(found.module, found.node))
     elif isinstance(found.node, ast.FunctionDef):
         yield from (*_code(_signature(found.node)), "", *_prose(_docstring(found.node)))
     else:
@@ -185,34 +187,56 @@ def _value(name: str, node: ast.Assign | ast.AnnAssign) -> str:
     return ast.unparse(node.value) if node.value is not None else "..."
 
 
-def _describe_class(node: ast.ClassDef) -> Iterator[str]:
+def _ancestors(module: str, node: ast.ClassDef) -> list[ast.ClassDef]:
+    """The dataclasses of Weft that a dataclass takes fields from, in the order of their fields."""
+    found: list[ast.ClassDef] = []
+    if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return found
+    for base in reversed(node.bases):
+        name = ast.unparse(base)
+        home, original = _imports(_tree(_path(module))).get(name, (module, name))
+        try:
+            parent = _find(home, original)
+        except KeyError:
+            continue  # of another library
+        if isinstance(parent.node, ast.ClassDef):
+            found += [*_ancestors(parent.module, parent.node), parent.node]
+    return found
+
+
+def _describe_class(node: ast.ClassDef, ancestors: list[ast.ClassDef]) -> Iterator[str]:
     bases = ", ".join(ast.unparse(base) for base in node.bases)
-    methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+    inherited = [part for each in ancestors for part in each.body if isinstance(part, ast.FunctionDef)]
+    methods = [part for part in inherited if ast.get_docstring(part)]
+    methods += [part for part in node.body if isinstance(part, ast.FunctionDef)]
     constructors = [part for part in methods if part.name == "__init__" and ast.get_docstring(part)]
     head = f"class {node.name}({bases}): ..." if bases else f"class {node.name}: ..."
     yield from (*_code(head), "", *_prose(_docstring(node)))
     for constructor in constructors:
         yield from ("", *_code(_signature(constructor)), "", *_prose(_docstring(constructor)))
-    yield from _fields(node)
+    yield from _fields(*ancestors, node)
     for method in methods:
         if not method.name.startswith("_"):
             yield from ("", f"### {node.name}.{method.name}", "", *_code(_signature(method)), "")
             yield from _prose(_docstring(method))
 
 
-def _fields(node: ast.ClassDef) -> Iterator[str]:
-    rows: list[str] = []
-    for part, following in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):
-            default = f"`{_cell(_default(part.value))}`" if part.value is not None else "**required**"
-            kind = _cell(ast.unparse(part.annotation))
-            rows.append(f"| `{ast.unparse(part.target)}` | `{kind}` | {default} | {_cell(_string(following))} |")
+def _fields(*nodes: ast.ClassDef) -> Iterator[str]:
+    rows: dict[str, str] = {}
+    for node in nodes:
+        for part, following in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):
+                default = f"`{_cell(_default(part.value))}`" if part.value is not None else "**required**"
+                kind, name = _cell(ast.unparse(part.annotation)), ast.unparse(part.target)
+                rows[name] = f"| `{name}` | `{kind}` | {default} | {_cell(_string(following))} |"
     if rows:
-        yield from ("", "| field | type | default | meaning |", "|---|---|---|---|", *rows)
+        yield from ("", "| field | type | default | meaning |", "|---|---|---|---|", *rows.values())
 
 
 def _default(value: ast.expr) -> str:
     """The default of a field; of `field(default_factory=list)` the call that makes it."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "setting":
+        return ast.unparse(value.args[0])
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
         for keyword in value.keywords:
             if keyword.arg == "default":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.cluster import Collective
-from weft.collective import Arrangement, draw_rounds, flat, play_out
+from weft.collective import Arrangement, flat
+from weft.collective.drawing import draw_rounds, play_out
 
 FOLDER = Path(__file__).parent
 PICTURES: tuple[tuple[str, Collective, Arrangement, int], ...] = (

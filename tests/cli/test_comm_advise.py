@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weft.cli._main import run
-from weft.comm.compress import Estimate, verdict
+from weft.techniques.compression.codecs import Estimate, verdict
 
 SLOW = ["comm", "advise", "--parameters", "300K", "--bandwidth", "10Mbit/s", "--latency", "50us", "--zero", "0"]
 

@@ -18,7 +18,6 @@ from weft.collective import (
     ALGORITHMS,
     Arrangement,
     Links,
-    Outcome,
     Receive,
     Schedule,
     Send,
@@ -26,9 +25,9 @@ from weft.collective import (
     build_schedule,
     find_algorithm,
     flat,
-    simulate,
 )
-from weft.collective._simulate import ScheduleError
+from weft.collective.drawing import Outcome, simulate
+from weft.collective.drawing._simulate import ScheduleError
 from weft.errors import CollectiveError
 
 WORLDS = range(1, 18)

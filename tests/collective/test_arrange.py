@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from weft.cluster import LinkTier, parse_cluster_spec
-from weft.collective import ALGORITHMS, arrange, build_schedule, simulate, snake
+from weft.collective import ALGORITHMS, arrange, build_schedule, snake
+from weft.collective.drawing import simulate
 
 
 def torus(*shape: int) -> LinkTier:

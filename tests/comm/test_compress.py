@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.comm import GroupView
-from weft.comm.compress import CompressedReduction, Compression, Frame, SignSGD, Span
-from weft.comm.compress.randomk import count_of, drawn_places
+from weft.techniques.compression.codecs import CompressedReduction, Compression, Frame, SignSGD, Span
+from weft.techniques.compression.codecs.randomk import count_of, drawn_places
 
 ALONE = GroupView((0,), 0, None)
 """The work of one rank without a network: the sum over it is what its codec makes of its own gradients."""

@@ -32,9 +32,9 @@ from weft.comm import (
     start_all_gather,
     start_reduce_scatter,
 )
-from weft.comm.compress._exchange import start_all_to_all
 from weft.errors import CollectiveError
 from weft.plan import MeshPlan
+from weft.techniques.compression.codecs._exchange import start_all_to_all
 
 CPU = torch.device("cpu")
 BACKENDS = ("gloo", "cpu:weft")

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.comm.compress import Compression
 from weft.engine import LocalRounds
 from weft.engine.optimizers import SGD, AdamW, GroupSettings, OptimizerGroup, ShardOptimizer
 from weft.parallel import ParameterLayout
 from weft.parallel.buckets import Member
 from weft.parallel.data import BucketStore
 from weft.plan import DataParallelPlan, MeshPlan
+from weft.techniques.compression.codecs import Compression
 
 CONTEXT, WIDTH, BATCH = 10, 128, 48
 """Characters seen, units of a layer, samples per step and rank."""
@@ -81,7 +81,7 @@ def final_loss(
     ]
     store = BucketStore(
         members, mesh, zero=0, compute_dtype=torch.float32, gradient_dtype=torch.float32,
-        bucket_bytes=2_000_000, first_bucket_bytes=2_000_000, compression=compression,
+        bucket_limits=(2_000_000, 2_000_000), compression=compression,
     )  # fmt: skip
     optimizer = _optimizer(rule, store, compression)
     rounds = LocalRounds(store.shards, whole, local, last_step=steps) if local is not None else None

@@ -79,8 +79,7 @@ def job(
         compute_dtype=torch.float64,
         gradient_dtype=torch.float64,
         cuts=cuts,
-        bucket_bytes=bucket,
-        first_bucket_bytes=bucket // 4,
+        bucket_limits=(bucket // 4, bucket),
         reduce_rounds=min(shares),
         algorithm=algorithm,
     )
@@ -144,7 +143,7 @@ def update_job(zero: Literal[0, 1, 2], compute: torch.dtype) -> list[float]:
     mesh = Mesh(MeshPlan(replicate=2), torch.device("cpu"))
     net = build(torch.float32)
     store = BucketStore(
-        members_of(net), mesh, zero=zero, compute_dtype=compute, gradient_dtype=torch.float32, bucket_bytes=400
+        members_of(net), mesh, zero=zero, compute_dtype=compute, gradient_dtype=torch.float32, bucket_limits=(400, 400)
     )
     for shard in store.shards:
         shard.master.add_(1.0)
@@ -166,9 +165,7 @@ def test_published_weights_are_the_cast_masters(ranks, zero, compute) -> None:
 def test_every_parameter_lies_in_one_bucket_and_one_region() -> None:
     net = build(torch.float32)
     for cuts in ("anywhere", "parameter"):
-        buckets = compose_buckets(
-            members_of(net), data_ranks=3, sharded=True, cuts=cuts, bucket_bytes=600, first_bucket_bytes=100
-        )
+        buckets = compose_buckets(members_of(net), data_ranks=3, sharded=True, cuts=cuts, limits=(100, 600))
         covered: dict[str, int] = {}
         for bucket in buckets:
             for start, stop in bucket.regions:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import GroupView, Mesh
-from weft.comm.compress import CompressedReduction, Compression, Frame, Span, WireBytes
 from weft.parallel import ParameterLayout
 from weft.parallel.buckets import Member
 from weft.parallel.data import BucketStore
 from weft.plan import MeshPlan
+from weft.techniques.compression.codecs import CompressedReduction, Compression, Frame, Span, WireBytes
 
 CODECS = {
     "bf16": Compression(codec="bf16"),
@@ -229,7 +229,7 @@ def bucket_job(
     net = Net()
     store = BucketStore(
         members_of(net), mesh, zero=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32, cuts=cuts,
-        bucket_bytes=9000, first_bucket_bytes=2000, reduce_rounds=rounds, compression=CODECS.get(codec),
+        bucket_limits=(2000, 9000), reduce_rounds=rounds, compression=CODECS.get(codec),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(mesh.rank)
     total: dict[str, Tensor] = {name: torch.zeros(p.numel()) for name, p in net.named_parameters()}

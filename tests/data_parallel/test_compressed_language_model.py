@@ -10,7 +10,7 @@ import pytest
 import small_language_model
 from small_language_model import Rule
 
-from weft.comm.compress import Compression
+from weft.techniques.compression.codecs import Compression
 
 SEEDS, STEPS = (1, 2, 3), 300
 

@@ -52,7 +52,7 @@ def _begin(model: Model, zero: Any, bucket_bytes: int) -> tuple[BucketStore, lis
     ]
     store = BucketStore(
         members, mesh, zero=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32,
-        bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes,
+        bucket_limits=(bucket_bytes, bucket_bytes),
     )  # fmt: skip
     store.gather_ahead([model], BLOCKS)
     mesh.watch(found.append)

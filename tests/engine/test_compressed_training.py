@@ -19,10 +19,10 @@ from weft.checkpoint import Checkpointer, Peers
 from weft.comm import Mesh
 from weft.errors import PlanError
 from weft.parallel import Piece
-from weft.parallel._compressed import compression_of
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, facts_of
 from weft.prove import assemble
 from weft.recipe import OptimizerRecipe, Recipe
+from weft.techniques.compression.build import compression_of
 
 SAVED, END, FEW = 3, 6, 4
 PATIENCE = 240.0
@@ -399,7 +399,7 @@ def told_by(room: str, job: Callable[..., Any], *args: Any, **settings: Any) -> 
 
 def what_is_told(plans: dict[str, Plan]) -> dict[str, list[str]]:
     mesh = shared_mesh(plans)
-    return {name: told_by("weft.parallel", Training, recipe(plan), plan, mesh=mesh) for name, plan in plans.items()}
+    return {name: told_by("weft.techniques", Training, recipe(plan), plan, mesh=mesh) for name, plan in plans.items()}
 
 
 def test_what_is_not_proven_to_converge_is_said_aloud_once(ranks: Any) -> None:

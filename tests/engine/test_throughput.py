@@ -52,3 +52,14 @@ def test_the_peak_is_measured() -> None:
     finally:
         torch.set_num_threads(threads)
     assert 1e8 < peak < 1e13
+
+
+def test_no_share_of_the_peak_is_above_one():
+    """The probe ran while something else used the machine; the peak becomes what training reached."""
+    meter = ThroughputMeter(flops_per_sample=1e9, peak_flops=1e9)
+    shares: list[float | None] = []
+    for seconds in (0.5, 0.25, 0.5):
+        meter.add(seconds=seconds, samples=1)
+        shares.append(meter.read().peak_share)
+    assert shares == [1.0, 1.0, 0.5]
+    assert meter.peak_flops == 4e9

@@ -326,3 +326,75 @@ def test_a_collate_function_may_look_at_the_whole_batch(ranks: RankPool, tmp_pat
     alone = ranks.run(1, collated, collate, str(tmp_path / "a"))[0]
     for losses in ranks.run(2, collated, collate, str(tmp_path / "b")):
         assert losses == pytest.approx(alone, rel=1e-10)
+
+
+class MadeUnderInference(Dataset[Any]):
+    """As features that another model makes, without gradients."""
+
+    def __init__(self) -> None:
+        self._rows = samples()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index]
+
+
+def collate_under_inference(rows: list[Any]) -> Any:
+    with torch.inference_mode():
+        return [value * 1.0 for value in default_collate(rows)]
+
+
+def inference_loop(folder: str, where: str) -> list[float]:
+    plan = plan_for(torch.distributed.get_world_size())
+    with session_of(folder, plan) as session:
+        collate = collate_under_inference if where == "loader" else None
+        loader = DataLoader(MadeUnderInference(), batch_size=BATCH, shuffle=True, collate_fn=collate)
+        state = prepared(session, build(), loader)
+        losses: list[float] = []
+        for batch in state.batches(3):
+            if where == "loop":
+                with torch.inference_mode():
+                    batch = [value * 1.0 for value in batch]
+            losses.append(state.step(batch).loss)
+    return losses
+
+
+@pytest.mark.parametrize("where", ["loader", "loop"])
+def test_batches_made_under_inference_mode_train(ranks: RankPool, tmp_path: Path, where: str) -> None:
+    wanted = ranks.run(1, inference_loop, str(tmp_path / "w"), "nowhere")[0]
+    for world in (1, 2):
+        for losses in ranks.run(world, inference_loop, str(tmp_path / str(world)), where):
+            assert losses == pytest.approx(wanted, rel=1e-10)
+
+
+def clipping_loop(zero: int, folder: str, how: str) -> list[float]:
+    with session_of(folder, plan_for(torch.distributed.get_world_size(), zero)) as session:
+        model = build()
+        state = prepared(session, model)
+        losses: list[float] = []
+        for batch in state.batches(3):
+            losses.append(state.step(batch).loss)
+            if how == "norm":
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            elif how == "value":
+                nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            elif how == "read":
+                nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            else:
+                model.zero_grad(set_to_none=how == "none")
+    return losses
+
+
+@pytest.mark.parametrize("how", ["norm", "value"])
+def test_clipping_after_the_step_is_refused(ranks: RankPool, tmp_path: Path, how: str) -> None:
+    for world in (1, 2):
+        with pytest.raises(RecipeError, match=r"changed after state\.step\(\).*max_grad_norm=1\.0"):
+            ranks.run(world, clipping_loop, 0, str(tmp_path / str(world)), how)
+
+
+@pytest.mark.parametrize("how", ["read", "zero", "none"])
+def test_reading_and_zeroing_gradients_after_the_step_is_not(ranks: RankPool, tmp_path: Path, how: str) -> None:
+    alone = ranks.run(1, clipping_loop, 0, str(tmp_path / "1"), how)[0]
+    assert ranks.run(2, clipping_loop, 0, str(tmp_path / "2"), how)[0] == pytest.approx(alone, rel=1e-10)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import weft
-from weft.profile import KNOWN_MODELS
+from weft.profile.known import KNOWN_MODELS
 
 SOURCES = Path(weft.__file__).parent
 
@@ -38,10 +38,10 @@ def test_no_table_is_written_twice() -> None:
 
 def test_no_model_is_known_twice() -> None:
     """Generators list (name, model) pairs, of which a dict would keep the last without a word."""
-    from weft.profile import _known_gpt, _known_llama, _known_mixtures
+    from weft.profile.known import _gpt, _llama, _mixtures
 
     names = Counter[str]()
-    for module in (_known_gpt, _known_llama, _known_mixtures):
+    for module in (_gpt, _llama, _mixtures):
         for value in vars(module).values():
             if callable(value) and getattr(value, "__annotations__", {}).get("return") == "Iterator[_Entry]":
                 names.update(name for name, _ in cast("Iterator[tuple[str, object]]", value()))

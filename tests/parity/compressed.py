@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.compress import Compression, Frame
-from weft.comm.compress.randomk import count_of, drawn_places
+from weft.techniques.compression.codecs import Compression, Frame
+from weft.techniques.compression.codecs.randomk import count_of, drawn_places
 
 BLOCK = 256
 

@@ -15,12 +15,12 @@ from parity_run import Result
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.comm.compress import Compression, Frame
 from weft.engine import TrainingState, learning_rate
 from weft.models import build_model
 from weft.plan import Plan
 from weft.prove import Trial, TrialData, run_trial
 from weft.recipe import Recipe
+from weft.techniques.compression.codecs import Compression, Frame
 
 STEPS = 5
 Gradients = Mapping[str, Tensor]

@@ -19,10 +19,10 @@ from compressed_run import recipe as recipe_of
 from parity_run import joined, judge
 
 from pool import RankPool
-from weft.comm.compress import Frame
 from weft.plan import Plan, check_plan, facts_of, runnability
 from weft.prove import Trial, assemble
 from weft.recipe import COMPRESSIONS
+from weft.techniques.compression.codecs import Frame
 
 CASES: Mapping[str, Mapping[str, Any]] = {
     "2 ranks": {"replicate": 2, "micro": 2},

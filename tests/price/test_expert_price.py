@@ -10,7 +10,8 @@ import pytest
 from weft.cluster import parse_cluster_spec
 from weft.price import FITTED, WEFT, Layout, Pricer
 from weft.price._compute import Device, Share, operator_work
-from weft.profile import KNOWN_MODELS, profile_of_sizes
+from weft.profile import profile_of_sizes
+from weft.profile.known import KNOWN_MODELS
 
 
 def test_expert_parallelism_costs_no_alignment() -> None:
@@ -67,3 +68,22 @@ def test_products_side_by_side_reach_less_than_one() -> None:
     eight = device.matmul(4096, 4096, 4096, 8, "bf16", 2.0).seconds
     assert one / eight == pytest.approx(FITTED.grouped_share, rel=0.05)
     assert FITTED.on_cores().grouped_share == 1.0
+
+
+def test_zero3_gathers_experts_that_are_not_shared_out() -> None:
+    """What ZeRO-3 shares out is gathered in every microbatch, experts too; what a rank has for itself is not, and
+    buckets play no part in either."""
+    pricer = Pricer(
+        profile_of_sizes(KNOWN_MODELS["mixtral-8x7b"].sizes, 1024),
+        parse_cluster_spec("8xh100"),
+        calibration=replace(FITTED, overlap_share=0.0),
+    )
+    layout = Layout(shard=8, zero=3, microbatches=2)
+    once, twice = (pricer.time(replace(layout, microbatches=count)).data for count in (2, 4))
+    assert twice == pytest.approx(2 * once)
+    experts = sum(block.expert_parameters for block in pricer.profile.blocks)
+    share = pricer.profile.num_parameters / (pricer.profile.num_parameters - experts)
+    assert once / pricer.time(replace(layout, expert=8)).data == pytest.approx(share, rel=0.3)
+    for expert in (1, 2, 8):
+        prices = {pricer.time(replace(layout, expert=expert, bucket_bytes=size)).total for size in (1 << 20, 1 << 29)}
+        assert len(prices) == 1

@@ -12,7 +12,8 @@ from weft.errors import ClusterError, PlanError
 from weft.explain import memory_line
 from weft.plan import MOMENTS, Plan, parse_plan
 from weft.price import Layout, Memories, check_layout, model_flops
-from weft.profile import KNOWN_MODELS, profile_of_sizes
+from weft.profile import profile_of_sizes
+from weft.profile.known import KNOWN_MODELS
 from weft.recipe import OptimizerRecipe
 from weft.search import default_batch, pinned, search, space_of
 

@@ -132,14 +132,14 @@ def test_a_rack_holds_a_group_of_64() -> None:
 @pytest.mark.parametrize(
     ("order", "sizes", "expert", "left"),
     [
-        (AXES, {"replicate": 2, "shard": 8, "tensor": 2, "expert": 4}, ((4, 2),), ((4, 8),)),
+        (AXES, {"replicate": 2, "shard": 8, "tensor": 2, "expert": 4}, ((4, 2),), ((2, 1), (2, 8))),
         (AXES, {"shard": 8, "context": 2, "expert": 8}, ((8, 2),), ((2, 1),)),
         (AXES, {"shard": 2, "context": 4, "expert": 4}, ((2, 1), (2, 4)), ((2, 2),)),
         (
             ("pipeline", "replicate", "shard", "context", "expert", "tensor"),
             {"replicate": 2, "shard": 4, "context": 2, "expert": 8},
             ((8, 1),),
-            ((2, 8),),
+            (),
         ),
         (AXES, {"shard": 4, "tensor": 4, "expert": 16}, ((16, 1),), ()),
     ],
@@ -156,7 +156,7 @@ def test_experts_borrow_ranks(
     network = Network(parse_cluster_spec("64xh100"))
     groups = network.groups(layout)
     assert groups.expert.size == layout.expert
-    assert groups.expert.size * groups.expert_data.size == max(layout.data * layout.context, layout.expert)
+    assert groups.expert.size * groups.expert_data.size == layout.data * layout.context * layout.tensor
 
 
 def test_pipeline_boundaries() -> None:

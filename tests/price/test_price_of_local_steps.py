@@ -10,6 +10,7 @@ from weft.cluster import parse_cluster_spec
 from weft.plan import DataParallelPlan, MeshPlan, Plan
 from weft.price import Layout, Pricer, memory_of
 from weft.profile import ModelSizes, profile_of_sizes
+from weft.techniques.registry import held
 
 SMALL = profile_of_sizes(
     ModelSizes(
@@ -56,4 +57,4 @@ def test_a_plan_says_it_to_the_prices() -> None:
     data = DataParallelPlan(zero=0, local_steps=50, outer_learning_rate=1.0, outer_momentum=0.0)
     layout = Layout.of(Plan(mesh=MeshPlan(replicate=4), data_parallel=data))
     assert (layout.local_steps, layout.outer_learning_rate, layout.outer_momentum) == (50, 1.0, 0.0)
-    assert (layout.summing, layout.outer_bytes) == (1, 4.0)
+    assert (layout.summing, held(layout).master_copies) == (1, 1)

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 import pytest
 
 from weft.price import HABITS, WEFT, Layout, memory_of
-from weft.profile import ModelSizes, known_model, profile_of_sizes
+from weft.profile import ModelSizes, profile_of_sizes
+from weft.profile.known import known_model
 
 GIBI = 2**30
 

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from weft.errors import RecipeError
-from weft.profile import KNOWN_MODELS, known_model, profile_of_sizes
+from weft.profile import profile_of_sizes
+from weft.profile.known import KNOWN_MODELS, known_model
 
 ROUNDED = 0.035
 """Published to two or three digits, and with or without embeddings."""

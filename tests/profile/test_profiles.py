@@ -19,13 +19,13 @@ from weft.profile import (
     ConvolutionStage,
     ModelSizes,
     RecommenderSizes,
-    known_model,
     profile_of,
     profile_of_convolutions,
     profile_of_recommender,
     profile_of_sizes,
     sizes_of,
 )
+from weft.profile.known import known_model
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,

@@ -8,8 +8,8 @@ import pytest
 
 from weft.comm import Seen
 from weft.plan import DataParallelPlan, MeshPlan, Plan
-from weft.record import BucketAdvice, Recorder, advise_bucket
-from weft.record._bucket_advice import fit_line
+from weft.record import Recorder
+from weft.techniques.buckets.advice import BucketAdvice, advise_bucket, fit_line
 
 MEBI = 1 << 20
 
@@ -106,7 +106,7 @@ def test_the_advised_bucket_exposes_what_was_said(machine: Machine, bucket: int,
     advice = advised(machine, plan_of(bucket, zero=zero))
     assert advice is not None
     assert advice.exposed_seconds == pytest.approx(exposed_with(machine, bucket, zero), rel=1e-3)
-    found = exposed_with(machine, advice.bucket_bytes, zero)
+    found = exposed_with(machine, advice.best_bytes, zero)
     assert found < 0.8 * advice.exposed_seconds
     assert found == pytest.approx(advice.would_expose_seconds, abs=0.15 * advice.exposed_seconds)
     least = min(exposed_with(machine, int(2 ** (18 + step / 8)), zero) for step in range(64))
@@ -116,16 +116,16 @@ def test_the_advised_bucket_exposes_what_was_said(machine: Machine, bucket: int,
 def test_the_line_has_figures_and_the_setting() -> None:
     advice = advised(FAST, plan_of())
     assert advice is not None
-    assert str(replace(advice, total_seconds=0.531, exposed_seconds=0.212, bucket_bytes=4 * MEBI)).startswith(
+    assert str(replace(advice, total_seconds=0.531, exposed_seconds=0.212, best_bytes=4 * MEBI)).startswith(
         "data axis: 212 ms of 531 ms exposed in a step; buckets of 4 MiB would expose about "
     )
-    assert str(advice).endswith(f"--set plan.data_parallel.bucket_bytes={advice.bucket_bytes}")
+    assert str(advice).endswith(f"--set plan.data_parallel.bucket_bytes={advice.best_bytes}")
 
 
 def test_nothing_is_said_where_little_is_known_or_to_be_won() -> None:
     good = advised(FAST, plan_of())
     assert good is not None
-    assert advised(FAST, plan_of(good.bucket_bytes)) is None  # nothing is left to win
+    assert advised(FAST, plan_of(good.best_bytes)) is None  # nothing is left to win
     assert advised(FAST, plan_of(), steps=7) is None
     assert advised(replace(FAST, observed=False), plan_of()) is None
     assert advised(FAST, plan_of(first_bucket_bytes=24 * MEBI)) is None  # none may be smaller than the first

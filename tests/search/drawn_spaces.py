@@ -14,7 +14,8 @@ from search_kit import cluster_of
 from weft.cluster import Cluster
 from weft.plan import AXES
 from weft.price import DATASHEET, FITTED, Layout, Pricer
-from weft.profile import ModelSizes, Profile, known_model, profile_of_sizes
+from weft.profile import ModelSizes, Profile, profile_of_sizes
+from weft.profile.known import known_model
 from weft.recipe import PermitRecipe
 from weft.search import Objective, Space, space_of
 

@@ -13,7 +13,8 @@ from typing import Any
 from weft.cluster import Cluster, parse_cluster_spec
 from weft.plan import AXES
 from weft.price import DATASHEET, FITTED, Pricer
-from weft.profile import Profile, known_model, profile_of_sizes
+from weft.profile import Profile, profile_of_sizes
+from weft.profile.known import known_model
 from weft.search import Space, runnable_space, search, space_of
 
 PAIRS: dict[str, tuple[str, str, int, int | None]] = {

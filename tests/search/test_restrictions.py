@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from restrictions import PAIRS, Case, drawn, restrictions
@@ -16,6 +18,22 @@ def test_a_restricted_search_is_never_better(name: str, count: int) -> None:
     whole = case.best(case.space)
     for what, space in drawn(list(restrictions(case.space, case.profile)), count, Random(11)):
         assert case.best(space) >= whole * (1 - 1e-9), what
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        # Some blocks computed again and the optimizer offloaded, where neither alone is enough or as fast.
+        ("llama-3.1-8b on 2xh100, 32768", "offloads", "optimizer"),
+        # Under ZeRO-3 nothing is reduced in buckets.
+        ("qwen3-30b-a3b on 4x8xh100", "bucket_bytes", 300_000_000),
+    ],
+)
+def test_what_a_sweep_found(name: str, setting: str, value: object) -> None:
+    case = Case(name)
+    whole = case.best(case.space)
+    changes: dict[str, Any] = {setting: (value,)}
+    assert case.best(replace(case.space, **changes)) >= whole * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -16,7 +16,8 @@ from weft.cluster import parse_cluster_spec
 from weft.errors import PlanError
 from weft.plan import ReduceEvery, check_plan, facts_of
 from weft.price import Layout, Pricer
-from weft.profile import known_model, profile_of, profile_of_sizes
+from weft.profile import profile_of, profile_of_sizes
+from weft.profile.known import known_model
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.search import Candidate, Objective, Space, pinned, search, smallest_cluster, space_of
 

@@ -1,4 +1,4 @@
-"""No bound is above what it bounds: groups, rows, closed forms, and every layout of drawn spaces that fits."""
+"""No bound is above what it bounds, and a search finds what loops over all layouts of a space find."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from brute_force import score_of
+from brute_force import best_by_brute_force, score_of
 from drawn_spaces import CORES, SPECS, WIDE, Drawn, drawn
 
 from weft.price import WEFT, Layout
 from weft.price._memory import reduces_once
-from weft.search import Space
+from weft.search import Space, search
 from weft.search._bounds import Floats
 from weft.search._finalists import Finalists
 from weft.search._frontier import Frontier
@@ -108,3 +108,29 @@ def above(case: Drawn) -> list[tuple[float, float, Layout]]:
         if min(held, default=math.inf) > score * (1 + 1e-9) and case.pricer.predict(layout).fits:
             found.append((min(held, default=math.inf), score, layout))
     return found
+
+
+def searched(case: Drawn) -> float:
+    """The score of the plan that a search of a case's space finds; infinite where none fits."""
+    result = search(
+        case.profile, case.cluster, global_batch_size=case.batch, space=case.space, pricer=case.pricer,
+        calibration=case.pricer.calibration, objective=case.objective, top=1,
+    )  # fmt: skip
+    return result.best[0].score if result.best else math.inf
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("specs", [SPECS, CORES, WIDE], ids=["few", "cores", "wide"])
+def test_no_bound_is_above_a_layout_that_fits(specs: tuple[str, ...], seed: int) -> None:
+    """Were one, the search would pass over that layout without a word."""
+    case = drawn(f"bounds {seed}", specs=specs, most=600)
+    assert not above(case), str(case)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("specs", [SPECS, CORES], ids=["accelerators", "cores"])
+def test_a_search_finds_the_best_of_all_layouts(specs: tuple[str, ...], seed: int) -> None:
+    """Or a better one: its buckets may be smaller than those that are listed."""
+    case = drawn(f"best {seed}", specs=specs, most=600)
+    best = best_by_brute_force(case.pricer, case.layouts, case.objective)
+    assert searched(case) == pytest.approx(best.score, rel=1e-9), (str(case), best.layout)

@@ -16,7 +16,8 @@ SEARCH = """
 import json, sys, time
 from pathlib import Path
 from weft.cluster import parse_cluster_spec
-from weft.profile import known_model, profile_of_sizes
+from weft.profile import profile_of_sizes
+from weft.profile.known import known_model
 from weft.search import search
 profile, cluster = profile_of_sizes(known_model(sys.argv[1]).sizes), parse_cluster_spec(sys.argv[2])
 start = time.process_time()

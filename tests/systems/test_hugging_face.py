@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from weft.profile import known_model, profile_of_sizes
+from weft.profile import profile_of_sizes
+from weft.profile.known import known_model
 from weft.systems._hugging_face import hugging_face_config
 
 MODELS = (

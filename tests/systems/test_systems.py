@@ -14,7 +14,8 @@ from readers import read
 from weft.cluster import Cluster, parse_cluster_spec
 from weft.errors import PlanError
 from weft.price import DATASHEET, FITTED, Layout
-from weft.profile import KNOWN_MODELS, ModelSizes, known_model, profile_of_sizes
+from weft.profile import ModelSizes, profile_of_sizes
+from weft.profile.known import KNOWN_MODELS, known_model
 from weft.search import SearchResult, Space, search, space_of
 from weft.systems import SYSTEMS, Emission, Job, emit, find_system, job_of, node_size, search_within
 

@@ -16,7 +16,7 @@ from weft.errors import ClusterError, PlanError
 if TYPE_CHECKING:
     import torch
 
-    from weft.comm.compress import Estimate, Link
+    from weft.techniques.compression.codecs import Estimate, Link
 
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|B)/s")
 _LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)")
@@ -79,8 +79,8 @@ def advise(
     import torch
 
     from weft.comm import device_for_rank
-    from weft.comm.compress import Compression, Exchange, compressed, uncompressed, verdict
     from weft.plan import DataParallelPlan
+    from weft.techniques.compression.codecs import Compression, Exchange, compressed, uncompressed, verdict
 
     if not 0 <= zero <= 1:
         raise PlanError(
@@ -144,7 +144,7 @@ def _print(rows: list[tuple[Estimate, str]], link: Link, elements: int, members:
 
 def _link(bandwidth: str | None, latency: str | None, cluster: str | None, processes: int | None) -> tuple[Link, int]:
     from weft.cluster import known_machine, resolve_cluster
-    from weft.comm.compress import Link
+    from weft.techniques.compression.codecs import Link
 
     if processes is not None and processes < 2:
         raise PlanError(f"--processes {processes}: one data rank exchanges nothing. Use 2 or more.")
@@ -172,7 +172,7 @@ def _link(bandwidth: str | None, latency: str | None, cluster: str | None, proce
 
 
 def _shapes(recipe: Path | None, parameters: str | None, overrides: tuple[str, ...]) -> tuple[torch.Size, ...]:
-    from weft.comm.compress import shapes_of_model
+    from weft.techniques.compression.codecs import shapes_of_model
 
     if (recipe is None) == (parameters is None):
         raise PlanError("weft comm advise needs a RECIPE or --parameters, and not both. Try: --parameters 125M")

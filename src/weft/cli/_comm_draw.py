@@ -48,7 +48,8 @@ def draw(
         A .png, .svg or .pdf file to draw to as well.
     """
     from weft.cluster import resolve_cluster
-    from weft.collective import arrange, draw_rounds, drawing_lines, find_algorithm, flat, play_out
+    from weft.collective import arrange, find_algorithm, flat
+    from weft.collective.drawing import draw_rounds, drawing_lines, play_out
 
     name = find_algorithm(algorithm).name
     if (members is None) == (cluster is None):

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from weft.plan import Plan
     from weft.search import Objective, SearchResult, Space
 
-_FOLLOWING = {"microbatch.per_step": "microbatch.size", "pipeline_parallel.cuts": "mesh.pipeline"}
-"""What follows from other settings → one of them."""
-_FREE = ("compute.threads_per_rank", "compute.device", "compute.backend", "compute.collective_timeout_seconds")
-"""Settings that a price need not know."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
@@ -68,7 +63,8 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
     Raises:
         RecipeError: no such model.
     """
-    from weft.profile import known_model, profile_of_sizes
+    from weft.profile import profile_of_sizes
+    from weft.profile.known import known_model
     from weft.search import default_batch
 
     sizes = known_model(name).sizes
@@ -167,7 +163,7 @@ def _given(asked: Asked) -> Plan:
     Raises:
         PlanError: something that follows from the other settings, and cannot be given to a search.
     """
-    from weft.plan import Plan, apply_overrides
+    from weft.plan import Plan, apply_overrides, plan_settings
     from weft.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 
     nothing = Recipe(
@@ -180,10 +176,11 @@ def _given(asked: Asked) -> Plan:
                 f"plan.{key} (from --set) is not one setting, and a search takes them one by one."
                 " Write --set plan.SECTION.NAME=VALUE for each."
             )
-    for key, instead in _FOLLOWING.items():
-        if key in given.origins:
+    for each in plan_settings():
+        if each.knob.follows and each.key in given.origins:
             raise PlanError(
-                f"plan.{key} (from --set) follows from what a search chooses. Give {instead}, or a whole plan: --plan."
+                f"plan.{each.key} (from --set) follows from what a search chooses. Give {each.knob.follows}, or a whole"
+                " plan: --plan."
             )
     return given
 
@@ -249,9 +246,11 @@ def _objective(asked: Asked) -> Objective:
 
 def _unpriced(asked: Asked) -> list[str]:
     """Which of the given settings stand in the plans only."""
+    from weft.plan import plan_settings
     from weft.search import beyond_search
 
-    names = [name for name in beyond_search(_given(asked)) if name not in _FREE]
+    free = {each.key for each in plan_settings() if each.knob.free}
+    names = [name for name in beyond_search(_given(asked)) if name not in free]
     return [f"given     {', '.join(names)}: in the plans, and not in their prices"] if names else []
 
 

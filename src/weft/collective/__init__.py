@@ -31,12 +31,8 @@ from weft.collective._choices import stand_in as stand_in
 from weft.collective._method import Algorithm as Algorithm
 from weft.collective._method import Links as Links
 from weft.collective._method import Method as Method
-from weft.collective._picture import draw_rounds as draw_rounds
 from weft.collective._registry import ALGORITHMS as ALGORITHMS
 from weft.collective._registry import find_algorithm as find_algorithm
-from weft.collective._rounds import Drawing as Drawing
-from weft.collective._rounds import drawing_lines as drawing_lines
-from weft.collective._rounds import play_out as play_out
 from weft.collective._schedule import Levels as Levels
 from weft.collective._schedule import NodeRound as NodeRound
 from weft.collective._schedule import Receive as Receive
@@ -49,9 +45,6 @@ from weft.collective._shortlist import Candidate as Candidate
 from weft.collective._shortlist import fit_links as fit_links
 from weft.collective._shortlist import predict as predict
 from weft.collective._shortlist import shortlist as shortlist
-from weft.collective._simulate import Flight as Flight
-from weft.collective._simulate import Outcome as Outcome
-from weft.collective._simulate import simulate as simulate
 from weft.collective._table import ChoiceTable as ChoiceTable
 from weft.collective._table import Row as Row
 from weft.collective._table import decide as decide

@@ -36,6 +36,7 @@ from weft.comm._node import NodeMemory as NodeMemory
 from weft.comm._node import share_node_memory as share_node_memory
 from weft.comm._reduce import Wait as Wait
 from weft.comm._reduce import nothing_to_wait_for as nothing_to_wait_for
+from weft.comm._reduce import seen_as as seen_as
 from weft.comm._reduce import start_all_gather as start_all_gather
 from weft.comm._reduce import start_all_reduce as start_all_reduce
 from weft.comm._reduce import start_reduce_scatter as start_reduce_scatter

@@ -19,6 +19,7 @@ from weft.comm._node import NodeMemory, share_node_memory
 from weft.comm._share import share_table
 from weft.comm.selector import seconds_of
 from weft.errors import PlanError
+from weft.figures import spell_figure
 
 DRIFT = 1.3
 """So many times slower or faster than its table says, a group is said to have changed."""
@@ -61,8 +62,9 @@ def collectives_for(
     drift = drift_of(carrier, table)
     if view.index == 0 and not 1 / DRIFT <= drift <= DRIFT:
         warnings.warn(
-            f"collectives of {view.size} ranks take {drift:.2g} times what their table says: the links, or what else"
-            f" uses them, have changed since. The choices stay; {_measuring(view, place)} makes them anew.",
+            f"collectives of {view.size} ranks take {spell_figure(drift, 2)} times what their table says: the links,"
+            f" or what else uses them, have changed since. The choices stay;"
+            f" {_measuring(view, place)} makes them anew.",
             stacklevel=2,
         )
     return carrier

@@ -139,7 +139,16 @@ def _spell_value(value: Any, name: str) -> str:
 
 @functools.cache
 def describe_fields(cls: type[Any]) -> Mapping[str, str]:
-    """Return what each field means: the first line of the docstring below it.  Empty where no source is at hand."""
+    """Return what each field means: the docstring below it, here or in a class that it is inherited from.  Empty where
+    no source is at hand."""
+    described: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(each):
+            described |= _described_in(each)
+    return described
+
+
+def _described_in(cls: type[Any]) -> dict[str, str]:
     # Only writing needs these, and `weft --help` must not wait for them.
     import ast
     import inspect

@@ -40,7 +40,7 @@ def peak_learning_rate(recipe: Recipe) -> float:
 def axes(plan: Plan) -> dict[str, int]:
     """Return the script's mesh axes, outermost first: replicate and shard are one, except in hybrid sharding."""
     mesh, found = plan.mesh, dict[str, int]()
-    hybrid = plan.data_parallel.zero == 3 and mesh.replicate > 1
+    hybrid = plan.data_parallel.shards_weights and mesh.replicate > 1
     for axis in mesh.order:
         if axis in ("pipeline", "tensor"):
             found[axis] = mesh.pipeline if axis == "pipeline" else mesh.tensor
@@ -73,7 +73,8 @@ def _model(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
 def _data(recipe: Recipe, plan: Plan, token_dtype: str) -> Iterator[str]:
     yield "HERE = Path(__file__)  # beside it: .tokens, all documents in a row, and .order.npy, where samples begin"
     yield f"TOKEN_DTYPE = {quoted(token_dtype)}"
-    batch, size, each = recipe.batch.global_batch_size, plan.microbatch.size, plan.microbatch.per_step
+    batch, size, shares = recipe.batch.global_batch_size, plan.microbatch.size, plan.microbatch.shares(plan.mesh.data)
+    each = shares if plan.microbatch.has_unequal_shares else shares[0]
     whose = "" if plan.mesh.data == 1 else " on each data rank" if isinstance(each, int) else ", by data rank"
     yield f"GLOBAL_BATCH_SIZE, MICROBATCH_SIZE, MICROBATCHES = {batch}, {size}, {each}  # the last per step{whose}"
     yield "TOKENS_PER_STEP = GLOBAL_BATCH_SIZE * SEQUENCE_LENGTH"
@@ -101,7 +102,7 @@ def _layout(plan: Plan, facts: ModelFacts, cuts: Sequence[int]) -> Iterator[str]
         yield f"MESH = {{{sizes}}}  # outermost first"
     if plan.mesh.pipeline > 1:
         yield f"STAGES = {(0, *cuts, facts.num_blocks)}  # stage i has the blocks from STAGES[i] to STAGES[i + 1] - 1"
-    yield f"THREADS_PER_RANK = {plan.compute.threads_per_rank}  # of CPU computation"
+    yield f"THREADS_PER_RANK = {plan.compute.num_threads}  # of CPU computation"
 
 
 def quoted(text: str) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from weft.document import spell
 from weft.errors import PlanError, RecipeError
-from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, Plan, facts_of, reduces_every_microbatch, runnability
+from weft.plan import Plan, facts_of, runnability
 from weft.recipe import DecoderShape, Recipe, read_hf_config
+from weft.techniques.registry import unwritten
 
 _SPLIT_FAMILIES = ("llama", "mistral", "qwen2")
 """Of transformers: their layers bear the names that the fragments use."""
@@ -60,58 +61,24 @@ def _hf_refusals(path: str, config: Mapping[str, object]) -> Iterator[str]:
 
 def plan_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Yield why a plan that can be run has no plain script."""
-    mesh, zero, schedule = plan.mesh, plan.data_parallel.zero, plan.pipeline_parallel
-    if plan.compute.precision == "fp16":
-        yield 'plan.compute.precision = "fp16": the script scales no losses. Use "bf16" or "fp32".'
-    if plan.data_parallel.reduce_precision != "fp32" and plan.compute.precision == "bf16":
-        yield 'plan.data_parallel.reduce_precision = "compute": the script sums gradients in fp32. Use "fp32".'
-    if plan.mesh.pipeline > 1 and reduces_every_microbatch(plan):
-        yield (
-            'plan.data_parallel.reduce_every = "microbatch": torch\'s own schedules reduce gradients once per step. '
-            'Use "step".'
-        )
-    if plan.data_parallel.compression != "none":
-        named = f'plan.data_parallel.compression = "{plan.data_parallel.compression}"'
-        yield f'{named}: the script sums gradients as they are. Use "none".'
-    if plan.data_parallel.local_steps:
-        named = f"plan.data_parallel.local_steps = {plan.data_parallel.local_steps}"
-        yield f"{named}: the script sums gradients over all data ranks in every step. Use 0."
-    if plan.data_parallel.algorithm not in ("auto", "backend"):
-        named = f'plan.data_parallel.algorithm = "{plan.data_parallel.algorithm}"'
-        yield f'{named}: the script sums by the process group\'s own collectives. Use "auto".'
-    if plan.compute.backend == "weft":
-        yield 'plan.compute.backend = "weft": the script imports torch alone, which has Gloo on CPUs. Use "auto".'
-    if plan.compute.collective_timeout_seconds != COLLECTIVE_TIMEOUT_SECONDS:
-        named = f"plan.compute.collective_timeout_seconds = {spell(plan.compute.collective_timeout_seconds)}"
-        yield f"{named}: the script waits for other ranks as long as torch does by itself. Leave it out."
-    if schedule.schedule not in ("gpipe", "1f1b") or schedule.chunks_per_rank > 1:
-        yield (
-            f'plan.pipeline_parallel.schedule = "{schedule.schedule}": torch\'s own schedules with several stages per '
-            f'rank are not used here. Use "1f1b" or "gpipe".'
-        )
-    if plan.memory.recompute not in ("none", "full"):
-        yield f'plan.memory.recompute = {spell(plan.memory.recompute)}: the script knows "none" and "full". Use one.'
-    if zero >= 2 and len(set(plan.microbatch.shares(mesh.data))) > 1:
-        yield (
-            f"plan.microbatch.per_step = {spell(plan.microbatch.per_step)}: `fully_shard` communicates in every "
-            f"microbatch, so ranks with fewer of them would be waited for. Use equal shares, or zero = 1."
-        )
+    yield from plan.compute.unwritten()
+    yield from unwritten(plan)
     yield from _order_refusals(plan)
     yield from _model_refusals(recipe, plan)
 
 
 def _order_refusals(plan: Plan) -> Iterator[str]:
-    mesh, zero = plan.mesh, plan.data_parallel.zero
+    mesh = plan.mesh
     order = [axis for axis in mesh.order if getattr(mesh, axis) > 1 and axis != "expert"]
     data = [order.index(axis) for axis in ("replicate", "shard") if axis in order]
     if len(data) == 2 and data[1] - data[0] != 1:
         yield "plan.mesh.order puts replicate and shard apart or shard first: the script needs them side by side."
-    if zero >= 2 and "tensor" in order and data and order.index("tensor") < data[-1]:
+    if plan.data_parallel.shards_gradients and "tensor" in order and data and order.index("tensor") < data[-1]:
         yield "plan.mesh.order has tensor outside the data axes, where `fully_shard` cannot cut. Put tensor last."
 
 
 def _model_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    mesh, model, zero = plan.mesh, recipe.model, plan.data_parallel.zero
+    mesh, model, data_parallel = plan.mesh, recipe.model, plan.data_parallel
     splits = mesh.tensor > 1 or mesh.pipeline > 1
     length, sequence = facts_of(recipe).sequence_length, plan.tensor_parallel.sequence
     if mesh.tensor > 1 and model.split:
@@ -121,14 +88,14 @@ def _model_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"plan.tensor_parallel.sequence = true needs the decoder and a sequence_length that {mesh.tensor} divides. "
             f"Use false."
         )
-    if model.factory is not None and (splits or plan.memory.recompute != "none" or plan.compute.compile):
+    if model.factory is not None and (splits or plan.memory.recomputes or plan.compute.compile):
         yield f'model.factory = "{model.factory}": the script does not know its layers. Use data axes alone.'
     if model.hf is None:
         return
     config = read_hf_config(model.hf)
     kind = str(config.get("model_type"))
     windows = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
-    if (splits or zero >= 2) and (kind not in _SPLIT_FAMILIES or windows):
+    if (splits or data_parallel.shards_gradients) and (kind not in _SPLIT_FAMILIES or windows):
         yield f'model.hf = "{model.hf}": of a {kind} the script does not know the layers. Use zero = 1 and data axes.'
     biased = [name for name in ("attention_bias", "mlp_bias") if config.get(name)]
     if mesh.tensor > 1 and biased:
@@ -136,9 +103,9 @@ def _model_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"{biased[0]} with a tensor axis: biases behind row layers are whole on every rank, and the script's "
             f"gradient norm would count them {mesh.tensor} times. Use tensor = 1."
         )
-    if plan.memory.recompute != "none" or plan.compute.compile:
+    if plan.memory.recomputes or plan.compute.compile:
         yield "plan.memory.recompute and plan.compute.compile are for the decoder here. Use none and false."
-    if mesh.pipeline > 1 and zero >= 2 and mesh.data > 1:
-        yield f"plan.data_parallel.zero = {zero} with stages of a Hugging Face model. Use zero = 1."
+    if mesh.pipeline > 1 and data_parallel.shards_gradients and mesh.data > 1:
+        yield f"plan.data_parallel.zero = {data_parallel.zero} with stages of a Hugging Face model. Use zero = 1."
     if mesh.pipeline > 1 and plan.tensor_parallel.sequence:
         yield "plan.tensor_parallel.sequence = true with stages of a Hugging Face model. Use false."

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from weft.eject._compose import Composer, join
 from weft.eject._constants import axes, constants, decay_start
 from weft.eject._refuse import check_ejectable
-from weft.plan import ModelFacts, Plan, facts_of, reduces_every_microbatch
+from weft.plan import DataParallelPlan, ModelFacts, Plan, facts_of, reduces_every_microbatch
 from weft.recipe import DecoderShape, Recipe, read_hf_config
 
 FLAGS = (
@@ -49,11 +49,11 @@ def eject(
 
 
 def _flags(recipe: Recipe, plan: Plan, facts: ModelFacts) -> Mapping[str, bool]:
-    mesh, zero, shape = plan.mesh, plan.data_parallel.zero, recipe.model.shape
+    mesh, states, shape = plan.mesh, plan.data_parallel, recipe.model.shape
     data, tensor, pipeline = mesh.data > 1, mesh.tensor > 1, mesh.pipeline > 1
-    fsdp = data and zero >= 2
-    zero1, zero0 = data and zero == 1, data and zero == 0
-    hybrid = fsdp and zero == 3 and mesh.replicate > 1
+    fsdp = data and states.shards_gradients
+    zero1, zero0 = data and states.gathers_after_step and not fsdp, data and not states.shards_states
+    hybrid = fsdp and states.shards_weights and mesh.replicate > 1
     narrow = plan.compute.precision == "bf16"
     tied, optimizer = bool(facts.tied), recipe.optimizer
     return {
@@ -120,9 +120,9 @@ def _optimizer_values(recipe: Recipe) -> dict[str, str]:
 
 
 def _layout_values(recipe: Recipe, plan: Plan, flags: frozenset[str]) -> dict[str, str]:
-    mesh, zero, pipeline = plan.mesh, plan.data_parallel.zero, plan.mesh.pipeline > 1
-    even = isinstance(plan.microbatch.per_step, int)
-    regather = zero == 3 and not pipeline
+    mesh, data, pipeline = plan.mesh, plan.data_parallel, plan.mesh.pipeline > 1
+    even = not plan.microbatch.has_unequal_shares
+    regather = data.shards_weights and not pipeline
     cut = "cuts" in flags
     world = " and dist.get_rank() == 0" if "world" in flags else ""
     head = "head.weight" if recipe.model.shape is not None else "lm_head.weight"
@@ -133,7 +133,7 @@ def _layout_values(recipe: Recipe, plan: Plan, flags: frozenset[str]) -> dict[st
     return {
         "data_mesh": 'mesh["replicate", "shard"]' if "hybrid" in flags else 'mesh["data"]',
         "reshard": "unit is not model" if regather else "False",
-        "sharding": _sharding_words(zero, hybrid="hybrid" in flags, pipeline=pipeline),
+        "sharding": _sharding_words(data, hybrid="hybrid" in flags, pipeline=pipeline),
         "schedule": {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}.get(plan.pipeline_parallel.schedule, ""),
         "count": "MICROBATCHES" if even else "count",
         "grad": "local(weight.grad)" if "fsdp" in flags else "weight.grad",
@@ -179,8 +179,8 @@ def _decay_words(recipe: Recipe) -> str:
     return f"{wait}{how} in the end"
 
 
-def _sharding_words(zero: int, *, hybrid: bool, pipeline: bool) -> str:
-    if zero == 2:
+def _sharding_words(data: DataParallelPlan, *, hybrid: bool, pipeline: bool) -> str:
+    if not data.shards_weights:
         return "ZeRO-2: data ranks share gradients and optimizer; weights stay gathered from forward to backward"
     over = "Hybrid: ZeRO-3 over `shard`, copies over `replicate`" if hybrid else "ZeRO-3 over the data ranks"
     if pipeline:
@@ -237,9 +237,9 @@ def _header(recipe: Recipe, plan: Plan, facts: ModelFacts, name: str, flags: fro
 
 
 def _mesh_words(plan: Plan, flags: frozenset[str]) -> str:
-    mesh, zero = plan.mesh, plan.data_parallel.zero
+    mesh, settings = plan.mesh, plan.data_parallel
     data = f"replicate {mesh.replicate} × shard {mesh.shard}" if "hybrid" in flags else f"data {mesh.data}"
-    stage = f" (ZeRO-{zero})" if zero and mesh.data > 1 else ""
+    stage = f" ({settings.stage_name})" if settings.shards_states and mesh.data > 1 else ""
     axes = [
         (mesh.data, f"{data}{stage}"),
         (mesh.tensor, f"tensor {mesh.tensor}"),
@@ -265,7 +265,7 @@ def _drops(config: Mapping[str, object]) -> bool:
 
 def _left_out(recipe: Recipe, plan: Plan) -> list[str]:
     parts = ["evaluation", "checkpoints to resume from"]
-    if plan.memory.fused_loss:
+    if plan.memory.fuses_loss:
         parts.append("the fused loss (logits are held whole)")
     if recipe.optimizer.average_decay is not None:
         parts.append("the moving average of the weights")

@@ -2,7 +2,6 @@
 
 from weft.engine._learning_rate import learning_rate as learning_rate
 from weft.engine._learning_rate import peak_learning_rate as peak_learning_rate
-from weft.engine._local_rounds import LocalRounds as LocalRounds
 from weft.engine._loss_scale import LossScale as LossScale
 from weft.engine._report import StepReporter as StepReporter
 from weft.engine._setup import TrainingState as TrainingState
@@ -16,3 +15,4 @@ from weft.engine._throughput import ThroughputMeter as ThroughputMeter
 from weft.engine._trainer import Outcome as Outcome
 from weft.engine._trainer import Trainer as Trainer
 from weft.engine._trainer import TrainingData as TrainingData
+from weft.techniques.local_steps.rounds import LocalRounds as LocalRounds

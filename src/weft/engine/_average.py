@@ -6,10 +6,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from weft.errors import RecipeError
-from weft.parallel import Piece, Shard, shard_pieces
+from weft.parallel import Piece, Shard, exchange_masters, shard_pieces
 
 
 class WeightAverage:
@@ -61,25 +60,16 @@ class WeightAverage:
         """
         assert not self._swapped, "the averages are in the model already"
         self._swapped = not self._swapped
-        exchange(self._shards, self._averages)
+        exchange_masters(self._shards, self._averages)
         try:
             publish()
             yield
         finally:
             self._swapped = not self._swapped
-            exchange(self._shards, self._averages)
+            exchange_masters(self._shards, self._averages)
             publish()
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
         for shard, average in zip(self._shards, self._averages, strict=True):
             average.copy_(shard.master)
-
-
-@torch.no_grad()
-def exchange(shards: Sequence[Shard], others: Sequence[Tensor]) -> None:
-    """Let masters and others change places, one shard at a time: there is no third copy."""
-    for shard, other in zip(shards, others, strict=True):
-        held = shard.master.clone()
-        shard.master.copy_(other)
-        other.copy_(held)

@@ -7,7 +7,8 @@ import time
 from weft.comm import Mesh, peak_memory_bytes
 from weft.engine._step import StepResult
 from weft.engine._throughput import ThroughputMeter
-from weft.events import CollectiveEvent, MemoryEvent, PhaseEvent, RateEvent, Run, StepEvent
+from weft.events import CollectiveEvent, MemoryEvent, MessageEvent, PhaseEvent, RateEvent, Run, StepEvent
+from weft.figures import spell_figure
 from weft.record import Recorder
 
 
@@ -75,7 +76,9 @@ class StepReporter:
                 )
             )
         emit(MemoryEvent(step=step, peak_bytes=peak_memory_bytes(self._device)))
+        measured = self._meter.peak_flops
         rates = self._meter.read()
+        self._tell_of_peak(measured)
         emit(
             RateEvent(
                 step=step,
@@ -87,3 +90,13 @@ class StepReporter:
                 remaining_seconds=None if remaining_steps is None else self._meter.remaining_seconds(remaining_steps),
             )
         )
+
+    def _tell_of_peak(self, measured: float | None) -> None:
+        peak = self._meter.peak_flops
+        if measured and peak and peak > measured:
+            text = (
+                f"step {self._step}: training ran at {spell_figure(peak / measured)} times the peak that was measured"
+                f" at its start, while something else used the machine. The peak is {spell_figure(peak / 1e9)} GFLOP/s"
+                " from here on, what these steps reached; shares of it said before were too high."
+            )
+            self._run.emit(MessageEvent(text=text))

@@ -13,7 +13,6 @@ from weft.checkpoint import Json, module_pieces
 from weft.comm import Mesh
 from weft.document import JsonObject
 from weft.engine._average import WeightAverage
-from weft.engine._local_rounds import LocalRounds
 from weft.engine._loss_scale import LossScale
 from weft.engine._step import Stepper
 from weft.engine.optimizers import (
@@ -30,6 +29,7 @@ from weft.parallel import ParallelModel, Piece, parallelize, shard_pieces, spars
 from weft.plan import Plan
 from weft.recipe import Recipe
 from weft.record import Recorder
+from weft.techniques.local_steps.rounds import LocalRounds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,12 +179,10 @@ def create_training(recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh
     )
     shards = model.stores.shards
     data = plan.data_parallel
-    frozen_after = data.onebit_warmup_steps if data.compression == "onebit" else None
-    optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups, frozen_after)
+    optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups, data.frozen_after)
     decay = recipe.optimizer.average_decay
     average = WeightAverage(shards, decay) if decay is not None else None
-    local = plan.data_parallel if plan.data_parallel.local_steps else None
-    rounds = LocalRounds(shards, mesh, local, last_step=recipe.run.steps) if local is not None else None
+    rounds = LocalRounds(shards, mesh, data, last_step=recipe.run.steps) if data.replicas_step_alone else None
     stepper, loss_scale = create_stepper(
         model,
         optimizer,

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from weft.comm import GroupView, Mesh, peak_memory_bytes
 from weft.engine._average import WeightAverage
-from weft.engine._local_rounds import LocalRounds
 from weft.engine._loss_scale import LossScale
 from weft.engine.optimizers import ShardOptimizer, squared_sum
 from weft.models import Batch
 from weft.parallel import LossTotals, Runner, Shard, StoreSet
 from weft.record import Recorder
+from weft.techniques.local_steps.rounds import LocalRounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,8 @@ class ThroughputMeter:
     flops_per_sample: float
     """Forward and backward of one sample without recomputation; 0 when unknown."""
     peak_flops: float | None
-    """Of all ranks together; None when not measured."""
+    """Of all ranks together; None when not measured.  Raised to what was seen where training is faster than the probe:
+    something else ran on the machine while it was measured."""
     _samples: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)
     _seconds: float = field(default=0.0, init=False)
@@ -80,6 +81,8 @@ class ThroughputMeter:
         """Return the rates since the last reading, and start anew.  Needs at least one step in between."""
         assert self._seconds > 0, "no step since the last reading"
         flops = self.flops_per_sample * self._samples / self._seconds if self.flops_per_sample else None
+        if flops and self.peak_flops:
+            self.peak_flops = max(self.peak_flops, flops)
         reading = Throughput(
             samples_per_second=self._samples / self._seconds,
             tokens_per_second=self._tokens / self._seconds if self._tokens else None,

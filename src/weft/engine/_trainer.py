@@ -25,7 +25,8 @@ from weft.errors import CheckpointError, RecipeError, WeftError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, MessageEvent, Run, StartEvent
 from weft.models import Batch
 from weft.recipe import Recipe
-from weft.record import Recorder, advise_bucket
+from weft.record import Recorder
+from weft.techniques.buckets.advice import advise_bucket
 
 
 class TrainingData(Protocol):

@@ -22,7 +22,6 @@ from weft.entry._check_report import CheckFailure, CheckReport, describe_case
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.launch import Nursery, RankError, launch_function, open_nursery, place_from_environment
 from weft.plan import (
-    DataParallelPlan,
     ModelFacts,
     Plan,
     check_plan,
@@ -33,8 +32,8 @@ from weft.plan import (
 )
 from weft.profile import profile_of
 from weft.prove import (
+    REMOVABLE,
     STEPS,
-    TECHNIQUES,
     Contributions,
     Evidence,
     Outcome,
@@ -58,6 +57,7 @@ from weft.prove import (
 )
 from weft.recipe import Precision, Recipe, dump_recipe, load_recipe
 from weft.search import choose_plan
+from weft.techniques.registry import exact
 from weft.worker import facts_of_blueprint
 from weft.worker._check import awake_model, case_name, outputs_path, trial_path, with_precision
 
@@ -133,12 +133,13 @@ def check_by(
         plan = load_plan(plan)
     check_plan(plan, recipe, facts)
     check_runnable(plan)
-    plan, left_out = _without_permitted_changes(plan)
+    plan, left_out = exact(plan)
     with tempfile.TemporaryDirectory(prefix="weft-check-") as name, _state_kept():
         folder = Path(name)
         budget = int(_MEMORY_SHARE * min(node.memory_bytes for node in Cluster.detect().nodes))
         small = shrink_case(recipe, plan, facts, processes=processes, folder=folder, memory_bytes=budget)
-        lines = [*describe_case(recipe, plan, facts, small, _fitting(small)), *left_out]
+        lines = [*describe_case(recipe, plan, facts, small, _fitting(small))]
+        lines += [f"          {line}" for line in left_out]
         verdicts, failure = _compare(_Runs(small, folder, launch), _cases(plan), explain)
     return CheckReport(
         plan=small.plan,
@@ -147,29 +148,6 @@ def check_by(
         failure=failure,
         seconds=time.monotonic() - began,
     )
-
-
-def _without_permitted_changes(plan: Plan) -> tuple[Plan, list[str]]:
-    """Return the plan as it is compared, without what changes the mathematics, and what to say about that."""
-    data, lines = plan.data_parallel, list[str]()
-    if data.compression != "none":
-        lines.append(
-            f"          compared without compression: {data.compression} changes gradients, which the recipe permits"
-        )
-        data = data.uncompressed()
-    if data.local_steps:
-        lines.append(
-            "          compared without local steps: replicas that step by themselves learn something else, which the"
-            " recipe permits"
-        )
-        exact = DataParallelPlan()
-        data = replace(
-            data,
-            local_steps=exact.local_steps,
-            outer_learning_rate=exact.outer_learning_rate,
-            outer_momentum=exact.outer_momentum,
-        )
-    return replace(plan, data_parallel=data), lines
 
 
 def _facts(recipe: Recipe) -> ModelFacts:
@@ -371,7 +349,7 @@ def _needed(runs: _Runs) -> tuple[_Runs, tuple[str, ...]]:
     deadline = time.monotonic() + _SEARCH_SECONDS
     needed: list[str] = []
     small = runs.small
-    for technique in TECHNIQUES:
+    for technique in REMOVABLE:
         simpler = without(technique, small.recipe, small.plan, runs.folder)
         if simpler is None:
             continue

@@ -78,12 +78,8 @@ def fit_microbatch(
 
 def _smaller(plan: Plan) -> Plan | None:
     """The same global batch in smaller microbatches: by the smallest divisor that the size has."""
-    size, per_step = plan.microbatch.size, plan.microbatch.per_step
-    divisor = next((by for by in range(2, size + 1) if size % by == 0), None)
-    if divisor is None:
-        return None
-    more = per_step * divisor if isinstance(per_step, int) else tuple(each * divisor for each in per_step)
-    return replace(plan, microbatch=replace(plan.microbatch, size=size // divisor, per_step=more))
+    smaller = plan.microbatch.smaller()
+    return None if smaller is None else replace(plan, microbatch=smaller)
 
 
 def weigh_in_processes(recipe: Recipe, plan: Plan, *, nursery: Nursery | None = None) -> Trial:
@@ -116,7 +112,7 @@ def _launched(
         "plan": dump_plan(plan, everything=True),
         **who,
     }
-    threads = plan.compute.threads_per_rank
+    threads = plan.compute.num_threads
     try:
         function = "weft.worker._weigh:run_rank"
         found = launch_function(function, arguments, count, threads_per_rank=threads, nursery=nursery)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -73,7 +74,7 @@ class Guard:
         """Refuse `state_dict` (and so `save_pretrained`) where a rank holds a part of the model only, and
         `load_state_dict` where weights are copies of what trains."""
         mesh = plan.mesh
-        is_cut = mesh.tensor > 1 or mesh.pipeline > 1 or plan.data_parallel.zero == 3
+        is_cut = mesh.tensor > 1 or mesh.pipeline > 1 or plan.data_parallel.shards_weights
         for module in model.modules() if is_cut else ():
             module.register_state_dict_pre_hook(self._refusal(_MODEL_STATE))
         if is_cut or plan.compute.precision in ("bf16", "fp16"):
@@ -208,3 +209,28 @@ def retire(before: Mapping[str, nn.Parameter], *parts: nn.Module) -> None:
         if id(parameter) not in kept and type(parameter) is nn.Parameter:
             parameter.data = torch.empty(0)
             parameter.__class__ = MovedParameter
+
+
+class LeftGradients:
+    """Gradients that a step has left in the parameters: what a loop does to them afterwards has no effect."""
+
+    def __init__(self, model: nn.Module) -> None:
+        left = [(name, parameter, parameter.grad) for name, parameter in model.named_parameters()]
+        # Weak, so that a loop which sets its gradients to None gets their memory back.
+        self._left = [(name, parameter, ref(grad), grad._version) for name, parameter, grad in left if grad is not None]
+
+    def check(self) -> None:
+        """Refuse gradients that were changed since, to something else than zero.
+
+        Raises:
+            RecipeError: there are some; the first is named.
+        """
+        for name, parameter, left, version in self._left:
+            grad = left()
+            if grad is not None and parameter.grad is grad and grad._version != version and bool(grad.any()):
+                raise RecipeError(
+                    f"the gradient of {name} was changed after state.step(), as torch.nn.utils.clip_grad_norm_ and"
+                    " clip_grad_value_ do: without effect, the step had updated the weights by then. Clip by"
+                    " session.prepare(…, max_grad_norm=1.0), whose norm is that of the whole gradient"
+                    " (state.step(batch).gradient_norm); mask or scale a gradient in the model's forward."
+                )

@@ -6,13 +6,29 @@ A loop may draw for other things (a loader of its own, a print of samples): only
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from weft.errors import PlanError
+from weft.models import others_draw
 from weft.parallel import Generators
+
+_ELSEWHERE = (
+    "Draw in the dataset's __getitem__, whose generators are seeded by sample, or in the model or the loss, whose draws"
+    " are keyed."
+)
+_DREW = (
+    "between state.batches() and state.step() the loop changed {} and drew from {} generator: every rank would draw"
+    " other numbers for its samples than one process does. " + _ELSEWHERE
+)
+_UNTOLD = (
+    "between state.batches() and state.step() the loop changed {} while {} generator moved. If the loop drew, and not"
+    " another thread of this process, every rank has drawn other numbers for its samples than one process does. "
+    + _ELSEWHERE
+)
 
 
 class Yielded:
@@ -26,18 +42,19 @@ class Yielded:
     def check(self, fields: Mapping[str, Tensor]) -> None:
         """Refuse a batch that is not as it was handed out, when numbers were drawn since.
 
+        Where other threads may have moved it, a warning says so.
+
         Raises:
             PlanError: it was changed, or is another, and a generator has moved.
         """
         changed = [name for name, value in fields.items() if not self._is_same(value)]
         whose = self._generators.moved(Generators.now(self._device)) if changed else ""
-        if whose:
-            raise PlanError(
-                f"between state.batches() and state.step() the loop changed {', '.join(changed)} and drew from {whose}"
-                " generator: every rank would draw other numbers for its samples than one process does. Draw in the"
-                " dataset's __getitem__, whose generators are seeded by sample, or in the model or the loss, whose"
-                " draws are keyed."
-            )
+        if not whose:
+            return
+        if others_draw():
+            warnings.warn(_UNTOLD.format(", ".join(changed), whose), stacklevel=3)
+        else:
+            raise PlanError(_DREW.format(", ".join(changed), whose))
 
     def _is_same(self, value: Tensor) -> bool:
         known = self._versions.get(id(value))

@@ -24,12 +24,13 @@ from weft.entry._recording import SessionRuns
 from weft.entry._state import LossOfUser, TrainState
 from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
 from weft.entry._user_optimizer import group_indices, settings_of
-from weft.errors import DataError, PlanError, RecipeError
+from weft.errors import DataError, RecipeError
 from weft.launch import Distributed, Lost, Place, initialise_distributed, place_from_environment
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Precision, Recipe, RunRecipe
 from weft.search import choose_plan
+from weft.techniques.registry import check_no_loop
 from weft.worker import facts_of_blueprint
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def session(
             device = wanted.compute.device
         backend = wanted.compute.backend if isinstance(wanted, Plan) else "auto"
         given = _with_timeout(wanted if isinstance(wanted, Plan) else Plan(), collective_timeout_seconds)
-        patience = given.compute.collective_timeout_seconds
+        patience = given.compute.patience_seconds
         joining = initialise_distributed(device, backend=backend, timeout_seconds=patience)
         distributed = stack.enter_context(joining)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -388,16 +389,11 @@ class Session:
             plan, reasons = _with_timeout(choice.plan, self._patience_seconds), choice.reasons
             if profile is None:
                 note = "the model cannot be described, so auto took the largest split of the data that fits"
-        if plan.data_parallel.local_steps:
-            raise PlanError(
-                f"plan.data_parallel.local_steps = {plan.data_parallel.local_steps} needs a loop that Weft owns:"
-                " replicas must meet after the last step, which a session does not know. Use 0, or train from a recipe"
-                " with weft train."
-            )
+        check_no_loop(plan)
         check_plan(plan, recipe, facts, self.world_size)
         check_runnable(plan)
         check_same_on_all_ranks(recipe, plan)
-        torch.set_num_threads(plan.compute.threads_per_rank)
+        torch.set_num_threads(plan.compute.num_threads)
         if self.rank == 0 and not self._quiet:
             lines = describe_plan(plan, reasons, facts, machine.cluster)
             print("\n".join([*lines, f"note      {note}"] if note else lines), flush=True)
@@ -431,7 +427,7 @@ def _facts(
 
 
 def _with_timeout(plan: Plan, seconds: float | None) -> Plan:
-    return plan if seconds is None else replace(plan, compute=replace(plan.compute, collective_timeout_seconds=seconds))
+    return plan if seconds is None else replace(plan, compute=plan.compute.waiting(seconds))
 
 
 def _unset_loss(outputs: Any, batch: Any) -> Any:

@@ -23,12 +23,12 @@ from weft.document import JsonObject
 from weft.engine import LossScale, create_stepper, model_pieces
 from weft.entry._agreement import check_same_facts
 from weft.entry._calls import Calls
-from weft.entry._guards import Guard, refuse_untrainable, retire
+from weft.entry._guards import Guard, LeftGradients, refuse_untrainable, retire
 from weft.entry._loop_draws import Yielded
 from weft.entry._loop_record import LoopRecord
 from weft.entry._recording import ModelRun
 from weft.entry._seen_batches import SeenBatches
-from weft.entry._user_batches import Stream, UserBatch, fields_of, restored
+from weft.entry._user_batches import Stream, UserBatch, fields_of, restored, trainable
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import CheckpointError, DataError, PlanError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent
@@ -85,6 +85,7 @@ class TrainState:
         self._loss = LossOfUser(loss)
         self._loss.like = like
         self._yielded: Yielded | None = None
+        self._left: LeftGradients | None = None
         blueprint = replace(blueprint, loss=self._loss)
         _take_weights_of_rank_0(blueprint.module, mesh)
         self._blueprint = blueprint
@@ -119,7 +120,7 @@ class TrainState:
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
         self._checkpointer = Checkpointer(recorded.folder.checkpoints, Peers.of_group(mesh["world"]))
         retire(before, *(part.module for part in self._parallel.parts))
-        gathers = plan.data_parallel.zero == 3 and mesh.size("shard") > 1
+        gathers = plan.data_parallel.shards_weights and mesh.size("shard") > 1
         trained = [p for part in self._parallel.parts for p in part.module.parameters() if p.requires_grad]
         self._guard.watch_gradients(() if gathers else trained, [self.model] if gathers else ())
         self._guard.watch_state(self.model, plan)
@@ -168,10 +169,14 @@ class TrainState:
         Raises:
             DataError: the share has another number of samples than the plan gives this rank.
             RecipeError: the ranks' optimizers have other settings, or their states have done other numbers of steps;
-                gradients are switched off, or a parameter that prepare found frozen is not any more.
+                gradients are switched off, a parameter that prepare found frozen is not any more, or gradients were
+                changed (clipped) after the last step.
         """
         refuse_untrainable(self.model, self._frozen)
+        if self._left is not None:
+            self._left.check()
         with self._calls.call(f"{self._name}.step()"), self._guard.inside():
+            batch = trainable(batch)
             fields = fields_of(batch)
             if self._yielded is not None:
                 self._yielded.check(fields)
@@ -185,6 +190,7 @@ class TrainState:
                 on_difference=self._name_difference,
             )
         self._steps += 1
+        self._left = LeftGradients(self.model)
         self._recording.step(result, self._batch_size, self.optimizer)
         return StepInfo(
             number=self._steps, loss=result.loss, gradient_norm=result.gradient_norm, skipped=result.skipped
@@ -348,6 +354,7 @@ class TrainState:
 
     def _handed_out(self, batch: UserBatch) -> UserBatch:
         """A batch on its way to the loop; where others have other shares, the loop must draw nothing into it."""
+        batch = trainable(batch)
         if self.plan.mesh.data > 1:
             self._yielded = Yielded(fields_of(batch), self._mesh.device)
         return batch

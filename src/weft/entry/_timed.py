@@ -66,7 +66,7 @@ def time_plans(
             "always": always,
             "folder": folder,
         }
-        threads = max(plan.compute.threads_per_rank for plan in plans)
+        threads = max(plan.compute.num_threads for plan in plans)
         function = "weft.worker._timed:run_rank"
         preload = ("weft.entry", "torch.distributed.tensor")
         with _pipes([Path(folder) / f"turn{rank}" for rank in range(num_ranks)]):

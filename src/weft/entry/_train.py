@@ -201,16 +201,16 @@ class _Job:
                     "quiet": self.quiet,
                 },
                 self.plan.mesh.world_size,
-                threads_per_rank=self.plan.compute.threads_per_rank,
+                threads_per_rank=self.plan.compute.num_threads,
                 nursery=self.nursery,
-                patience_seconds=self.plan.compute.collective_timeout_seconds,
+                patience_seconds=self.plan.compute.patience_seconds,
             )
         return self._finish(run, outcomes[0])
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""
         compute = self.plan.compute
-        patience = compute.collective_timeout_seconds
+        patience = compute.patience_seconds
         with initialise_distributed(
             compute.device, backend=self.plan.compute.backend, timeout_seconds=patience
         ) as distributed:

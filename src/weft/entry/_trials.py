@@ -17,7 +17,7 @@ from weft.entry._timed import TimedPlan, step_seconds, time_plans
 from weft.errors import WeftError
 from weft.figures import spell_seconds
 from weft.launch import Nursery, RankError, place_from_environment
-from weft.plan import SPLIT_BACKWARD, Plan, dump_plan
+from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.search import Candidate, Choice, explain_settings
 
@@ -129,17 +129,12 @@ def _fit_together(candidates: Sequence[Candidate]) -> bool:
 
 def _variants(candidate: Candidate, plan: Plan) -> list[Plan]:
     """The plan; with one microbatch per data rank where memory surely allows it; and both of these compiled."""
-    found, count = [plan], plan.microbatch.per_step
+    found, whole = [plan], plan.microbatch.joined()
     room = candidate.prediction.usable_bytes / candidate.prediction.fullest.device
-    if (
-        isinstance(count, int)
-        and 1 < count <= room
-        and plan.mesh.pipeline == 1
-        and "microbatch.size" not in plan.origins
-    ):
-        whole = replace(plan.microbatch, size=plan.microbatch.size * count, per_step=1)
+    grown = whole.size / plan.microbatch.size
+    if 1 < grown <= room and plan.mesh.pipeline == 1 and "microbatch.size" not in plan.origins:
         found.append(replace(plan, microbatch=whole))
-    if "compute.compile" not in plan.origins and plan.pipeline_parallel.schedule not in SPLIT_BACKWARD:
+    if "compute.compile" not in plan.origins and not plan.pipeline_parallel.splits_backward:
         found += [replace(each, compute=replace(each.compute, compile=True)) for each in found]
     return found
 
@@ -161,7 +156,7 @@ def close_rivals(choice: Choice) -> list[Candidate]:
 
 def _kind(plan: Plan) -> tuple[object, ...]:
     mesh = plan.mesh
-    return mesh.data, mesh.tensor, mesh.pipeline, plan.data_parallel.zero, plan.compute.precision
+    return mesh.data, mesh.tensor, mesh.pipeline, plan.data_parallel.stage_name, plan.compute.precision
 
 
 class _Timing(NamedTuple):
@@ -236,8 +231,8 @@ def _name(plan: Plan | None) -> str:
     mesh = plan.mesh
     axes = (("data", mesh.data), ("tensor", mesh.tensor), ("pipeline", mesh.pipeline))
     name = " × ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "1 process"
-    zero = f" ZeRO-{plan.data_parallel.zero}" if mesh.data > 1 else ""
-    return f"{name}{zero} {plan.compute.precision}"
+    stage = f" {plan.data_parallel.stage_name}" if mesh.data > 1 else ""
+    return f"{name}{stage} {plan.compute.precision}"
 
 
 def _key(recipe: Recipe, machine: Cluster, plans: Sequence[Plan]) -> str:

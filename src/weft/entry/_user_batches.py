@@ -55,6 +55,15 @@ def fields_of(batch: UserBatch) -> dict[str, Tensor]:
     return cast(dict[str, Tensor], fields)
 
 
+def trainable(batch: UserBatch) -> UserBatch:
+    """Return a batch whose tensors were made under `torch.inference_mode` as copies that can be kept for a backward."""
+    fields = fields_of(batch)
+    if not any(value.is_inference() for value in fields.values()):
+        return batch
+    copies = {name: value.clone() if value.is_inference() else value for name, value in fields.items()}
+    return restored(copies, type(batch))
+
+
 def digest_of(fields: Mapping[str, Tensor]) -> str:
     """Return what two batches share only if all their values are equal."""
     found = xxhash.xxh3_64()

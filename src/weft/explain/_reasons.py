@@ -4,25 +4,8 @@ from __future__ import annotations
 
 from weft.document import spell
 from weft.figures import spell_figure, spell_memory, spell_percent
-from weft.plan import Plan
+from weft.plan import plan_settings
 from weft.search import SearchResult
-
-_KEYS = (
-    "mesh.pipeline",
-    "mesh.replicate",
-    "mesh.shard",
-    "mesh.context",
-    "mesh.tensor",
-    "mesh.expert",
-    "data_parallel.zero",
-    "data_parallel.reduce_every",
-    "pipeline_parallel.schedule",
-    "pipeline_parallel.chunks_per_rank",
-    "microbatch.size",
-    "memory.recompute",
-    "memory.offload",
-    "compute.precision",
-)
 
 
 def search_reasons(result: SearchResult) -> dict[str, str]:
@@ -31,26 +14,22 @@ def search_reasons(result: SearchResult) -> dict[str, str]:
     if best is None or best.plan is None:
         return {}
     plan, reasons = best.plan, dict[str, str]()
-    for key in _KEYS:
-        value = _value(plan, key)
-        others = (each for each in result.best if each.plan is not None and _value(each.plan, key) != value)
+    for setting in plan_settings():
+        if not setting.knob.explained:
+            continue
+        value = setting.of(plan)
+        others = (each for each in result.best if each.plan is not None and setting.of(each.plan) != value)
         other = next(others, None)
         if other is not None and other.plan is not None:
             more = 100 * (other.score / best.score - 1)
-            reasons[key] = (
-                f"the best plan found with {_spelled(_value(other.plan, key))} is {spell_percent(more)} worse"
-            )
+            shown = _spelled(setting.of(other.plan))
+            reasons[setting.key] = f"the best plan found with {shown} is {spell_percent(more)} worse"
     prediction = best.prediction
     reasons["microbatch.per_step"] = f"keeps the global batch of {result.global_batch_size:,}"
     if prediction.fits:
         fullest = spell_figure(prediction.fullest.device / 2**30)
         reasons.setdefault("memory.recompute", f"{fullest} of {spell_memory(prediction.device_bytes)} per rank")
     return reasons
-
-
-def _value(plan: Plan, key: str) -> object:
-    section, name = key.split(".")
-    return getattr(getattr(plan, section), name)
 
 
 def _spelled(value: object) -> str:

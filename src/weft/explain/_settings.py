@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, get_type_hints
 
 from weft.errors import PlanError, did_you_mean
-from weft.plan import SPLIT_BACKWARD, Recompute, ReduceEvery, Schedule
-from weft.price import Layout, PricedPrecision
+from weft.plan import SPLIT_BACKWARD, plan_settings
+from weft.price import Layout
 from weft.search import Space
+from weft.techniques.settings import Declared, choices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,30 +24,25 @@ class _Knob:
     """The words it takes; empty: a whole number."""
 
 
-_KNOBS: Mapping[str, _Knob] = {
-    "pipeline": _Knob("pipeline", "pipelines"),
-    "data": _Knob("data", "datas"),
-    "context": _Knob("context", "contexts"),
-    "tensor": _Knob("tensor", "tensors"),
-    "expert": _Knob("expert", "experts"),
-    "shard": _Knob("shard", "shards"),
-    "zero": _Knob("zero", "zeros"),
-    "reduce_every": _Knob("reduce_every", "reductions", get_args(ReduceEvery)),
-    "chunks_per_rank": _Knob("chunks", "chunks"),
-    "schedule": _Knob("schedule", "schedules", get_args(Schedule)),
-    "size": _Knob("microbatch_size", "microbatch_sizes"),
-    "recompute": _Knob("recompute", "recomputes", get_args(Recompute)),
-    "offload": _Knob("offload", "offloads", ("none", "optimizer", "activations")),
-    "sequence": _Knob("sequence_parallel", "sequence_parallels", ("false", "true")),
-    "precision": _Knob("precision", "precisions", get_args(PricedPrecision)),
-    "scheme": _Knob("tensor_scheme", "tensor_schemes", ("1d", "2d", "2.5d", "3d")),
-    "bucket_bytes": _Knob("bucket_bytes", "bucket_bytes"),
-    "fused_loss": _Knob("fused_loss", "fused_losses", ("false", "true")),
-}
-_OTHER_NAMES: Mapping[str, str] = {
-    "pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor", "ep": "expert", "chunks": "chunks_per_rank",
-    "microbatch": "size", "micro": "size", "microbatch_size": "size", "sequence_parallel": "sequence",
-}  # fmt: skip
+@functools.cache
+def _knobs() -> tuple[Mapping[str, _Knob], Mapping[str, str]]:
+    """Return what may be asked for, by its first name, and its other names."""
+    found, others = {"data": _Knob("data", "datas")}, {"dp": "data"}
+    for declaration in plan_settings():
+        knob = declaration.knob
+        if knob.asked:
+            first, *more = knob.asked
+            found[first] = _Knob(declaration.layout, knob.space, _words(declaration))
+            others |= dict.fromkeys(more, first)
+    return found, others
+
+
+def _words(declaration: Declared) -> tuple[str, ...]:
+    """The words of a setting, those of a layout where it has more; none for numbers."""
+    hint = get_type_hints(Layout)[declaration.layout]
+    if hint is bool:
+        return ("false", "true")
+    return tuple(dict.fromkeys(word for word in choices_of(hint) if isinstance(word, str)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +60,23 @@ class Setting:
 
     def of(self, layout: Layout) -> Any:
         """What a layout has."""
-        return getattr(layout, _KNOBS[self.name].field)
+        return getattr(layout, _knobs()[0][self.name].field)
 
     def allowed(self, space: Space) -> bool:
         """Whether a space has this value."""
-        values = getattr(space, _KNOBS[self.name].values)
+        values = getattr(space, _knobs()[0][self.name].values)
         return values is None or self.value in values
 
     def fixed(self, space: Space) -> Space:
         """The space in which only this value may be chosen."""
-        changed: dict[str, Any] = {_KNOBS[self.name].values: (self.value,)}
+        changed: dict[str, Any] = {_knobs()[0][self.name].values: (self.value,)}
         if self.name == "recompute":
             changed["per_block_recompute"] = False
         return replace(space, **changed)
 
     def applied(self, layout: Layout, *, devices: int, global_batch_size: int) -> Layout:
         """A layout with this setting and as little else changed as can be: the data ranks make up for an axis."""
-        field = _KNOBS[self.name].field
+        field = _knobs()[0][self.name].field
         changed = layout if field == "data" else replace(layout, **{field: self.value})
         rest = changed.pipeline * changed.context * changed.tensor
         most = max(1, devices // rest)
@@ -109,11 +106,12 @@ def apply_settings(settings: Sequence[Setting], layout: Layout, *, devices: int,
 def _parse(part: str) -> Setting:
     name, sign, value = (word.strip() for word in part.partition("="))
     short = name.rpartition(".")[2]
-    short = _OTHER_NAMES.get(short, short)
-    if short not in _KNOBS:
-        hint = did_you_mean(short, [*_KNOBS, *_OTHER_NAMES]) or f" Known are {', '.join(_KNOBS)}."
+    knobs, others = _knobs()
+    short = others.get(short, short)
+    if short not in knobs:
+        hint = did_you_mean(short, [*knobs, *others]) or f" Known are {', '.join(knobs)}."
         raise PlanError(f'"{part.strip()}" asks about {name or "nothing"}, which is no setting of a plan.{hint}')
-    knob, value = _KNOBS[short], value.strip("\"'").lower()
+    knob, value = knobs[short], value.strip("\"'").lower()
     if not sign or not value:
         raise PlanError(f'"{part.strip()}" has no value. Write for example "{short}={(knob.words or ("8",))[0]}".')
     if knob.words:
@@ -134,11 +132,11 @@ def _model_ranks(layout: Layout) -> int:
 def _spread(layout: Layout, data: int, global_batch_size: int) -> Layout:
     """The layout over `data` data ranks: ZeRO-3 keeps its shards as far as they divide, the batch stays."""
     data = max(1, min(data, global_batch_size // layout.microbatch_size or 1))
-    shard = layout.shard if layout.zero == 3 and data % layout.shard == 0 else (data if layout.zero == 3 else 1)
+    shard = (layout.shard if data % layout.shard == 0 else data) if layout.shards_weights else 1
     microbatches = -(-global_batch_size // (layout.microbatch_size * data))
     if layout.pipeline == 1:
         layout = replace(layout, schedule="1f1b", chunks=1, cuts=None)
-    if layout.zero < 3 or (layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD):
+    if not layout.shards_weights or (layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD):
         layout = replace(layout, reduce_every="auto")
     if layout.cuts is not None and len(layout.cuts) != layout.num_stages - 1:
         layout = replace(layout, cuts=None)

@@ -10,6 +10,7 @@ from weft.document import to_table
 from weft.figures import spell_figure
 from weft.price import Layout, TimeTerms
 from weft.search import Candidate, SearchResult
+from weft.techniques.registry import words as technique_words
 
 _HEADINGS = (
     "", "pp", "dp", "cp", "tp", "ep", "zero", "micro", "schedule", "recompute", "step", "tokens/s/device", "MFU",
@@ -146,7 +147,7 @@ def _data(layout: Layout) -> str:
 def _recompute(layout: Layout) -> str:
     words = layout.recompute
     text = words if isinstance(words, str) else _counted(words)
-    return text + (f", {layout.offload} offloaded" if layout.offload != "none" else "")
+    return ", ".join([text, *technique_words(layout)])
 
 
 def _counted(words: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from weft.figures import spell_figure, spell_percent, time_unit
 from weft.price import Layout, MemoryKinds, Prediction, TimeTerms
+from weft.techniques.registry import words as technique_words
 
 _WORDS = {
     "ideal": "ideal",
@@ -75,16 +76,11 @@ def layout_line(layout: Layout) -> str:
     pipeline += f" × {layout.chunks} chunks)" if layout.chunks > 1 else ")"
     axes = [pipeline] if layout.pipeline > 1 else []
     axes += [f"{name} {size}" for name, size in _axes(layout) if size > 1]
-    stage = f"ZeRO-{layout.zero}"
-    if layout.zero == 3 and layout.reduce_every != "auto":
+    stage = layout.stage_name
+    if layout.shards_weights and layout.reduce_every != "auto":
         stage += f" (gradients reduced every {layout.reduce_every})"
     words = [" × ".join(axes) or "1 device", stage, f"microbatch {layout.microbatch_size}"]
-    if layout.local_steps:
-        words.append(f"replicas average every {layout.local_steps} steps")
-    words.append(f"recompute {spell_recompute(layout)}")
-    if layout.offload != "none":
-        words.append(f"offload {layout.offload}")
-    return ", ".join(words)
+    return ", ".join([*words, f"recompute {spell_recompute(layout)}", *technique_words(layout)])
 
 
 def spell_recompute(layout: Layout) -> str:
@@ -122,6 +118,6 @@ def difference_line(pairs: Iterable[tuple[str, float]], total: float) -> str:
 
 def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
     data = (("data", layout.data),)
-    if layout.zero == 3 and layout.replicate > 1:
+    if layout.shards_weights and layout.replicate > 1:
         data = (("replicate", layout.replicate), ("shard", layout.shard))
     return (*data, ("context", layout.context), ("tensor", layout.tensor), ("expert", layout.expert))

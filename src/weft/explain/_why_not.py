@@ -165,7 +165,7 @@ def _further(layout: Layout) -> Iterator[tuple[str, str, Layout]]:
             yield "recompute", f"recompute={word}", layout
     for stage in range(layout.zero + 1, 4):
         yield "zero", f"zero={stage}", layout
-    if layout.zero == 3 and layout.reduce_every != "microbatch" and layout.microbatches > 1:
+    if layout.shards_weights and layout.reduce_every != "microbatch" and layout.microbatches > 1:
         yield "reduce_every", "reduce_every=microbatch", layout
     for factor in (2, 4):
         yield "tensor", f"tensor={layout.tensor * factor}", layout

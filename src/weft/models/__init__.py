@@ -26,5 +26,10 @@ from weft.models._losses import loss_by_name as loss_by_name
 from weft.models._losses import regression_loss as regression_loss
 from weft.models._losses import token_loss as token_loss
 from weft.models._mlp import build_mlp as build_mlp
+from weft.models._seeded import others_draw as others_draw
+from weft.models._seeded import seeded as seeded
 from weft.models._split_table import INHERITED as INHERITED
 from weft.models._split_table import SplitTable as SplitTable
+from weft.models._widths import Widths as Widths
+from weft.models._widths import shrink_config as shrink_config
+from weft.models._widths import shrink_feed_forward as shrink_feed_forward

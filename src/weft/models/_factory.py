@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from weft.errors import RecipeError, did_you_mean
@@ -15,6 +14,7 @@ from weft.models._blueprint import Blueprint
 from weft.models._examples import token_example
 from weft.models._imports import import_attribute
 from weft.models._losses import class_loss, token_loss
+from weft.models._seeded import seeded
 from weft.recipe import ModelRecipe
 
 _FIELDS = {
@@ -105,17 +105,14 @@ def _check_arguments(path: str, function: Callable[..., Any], arguments: Mapping
 
 
 def _call(path: str, function: Callable[..., Any], arguments: Mapping[str, Any], seed: int) -> Any:
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
     try:
-        return function(**arguments)
+        with seeded(seed):
+            return function(**arguments)
     except Exception as problem:
         raise RecipeError(
             f'model.factory = "{path}" raised {type(problem).__name__}: {problem}.'
             f" Make {path.replace(':', '.')}({', '.join(f'{k}={v!r}' for k, v in arguments.items())}) work first."
         ) from problem
-    finally:
-        torch.set_rng_state(state)
 
 
 def _plain(recipe: ModelRecipe, module: nn.Module) -> Blueprint:

@@ -24,6 +24,7 @@ from weft.models._hf_experts import IMPLEMENTATION as EXPERTS
 from weft.models._hf_experts import register_experts
 from weft.models._hf_families import Family, family_of, has_plain_masks
 from weft.models._hf_weights import SafetensorsFolder, folder_initialiser, random_initialiser
+from weft.models._isolation import check_isolation
 from weft.models._losses import token_loss
 from weft.recipe import ModelRecipe, read_hf_config
 
@@ -44,6 +45,8 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
     exported_config: dict[str, Any] = config.to_dict()
     model = _construct(transformers, config, task)
     inputs = _inputs(recipe.hf, config, task, isolated_documents)
+    if isolated_documents and not has_plain_masks(config):
+        check_isolation(transformers, recipe.hf, model.config)
     try:
         length = _sequence_length(recipe, config)
         family = family_of(config, model, length)
@@ -77,7 +80,7 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
         export_config=exported_config | {"architectures": [type(model).__name__]},
         sequence_length=length,
         keep_dtype=("*inv_freq",),
-        notes=(*family.notes, *notes),
+        notes=(*family.notes, *notes, *_attention_notes(model.config)),
     )
 
 
@@ -164,6 +167,16 @@ def _of_config(auto: Any, config: Any, attention: str) -> Any:
             refused = refused or problem
     assert refused is not None
     raise refused
+
+
+def _attention_notes(config: Any) -> list[str]:
+    implementation = config._attn_implementation
+    if implementation in (IMPLEMENTATION, MASKED_IMPLEMENTATION):
+        return []
+    return [
+        f'a {config.model_type} takes no attention but its own: it runs with that of transformers ("{implementation}"),'
+        " whatever is fused elsewhere"
+    ]
 
 
 def _drop_bias_alias(model: Any) -> None:

@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 import torch
 
 from weft.comm import GroupView, Mesh
-from weft.comm.compress import CompressedReduction, Compression, Frame, Kept, Span
-from weft.errors import PlanError
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Piece
 from weft.parallel.buckets import Bucket, Member
-from weft.plan import UNPROVEN, Plan
-
-logger = logging.getLogger(__name__)
-
-
-def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | None) -> Compression | None:
-    """Return what the plan says of compression, whose names `runnability` has checked; random draws follow `seed`.
-
-    Of one that promises nothing about convergence the first rank warns, once per training.  Call on every rank.
-
-    Raises:
-        PlanError: 1-bit Adam with an optimizer that is not Weft's AdamW.
-    """
-    data = plan.data_parallel
-    if data.compression == "none":
-        return None
-    if data.compression in UNPROVEN and mesh.rank == 0:
-        logger.warning(
-            'plan.data_parallel.compression = "%s": nothing guarantees that this training converges as without it,'
-            " because a step applies little of its gradients and owes the rest to later ones. Compare the losses of"
-            ' a short run with compression = "none" first, or use "int8", which sends every gradient.',
-            data.compression,
-        )
-    if data.compression == "onebit" and momentum_decay is None:
-        raise PlanError(
-            'plan.data_parallel.compression = "onebit" freezes the variance of AdamW, which your own optimizer does'
-            ' not allow. Use "int8", or train a recipe with optimizer.name = "adamw".'
-        )
-    match data.compression:
-        case "bf16" | "int8" | "powersgd" | "topk" | "onebit" | "randomk" | "signsgd" as codec:
-            return Compression(
-                codec=codec,
-                powersgd_rank=data.powersgd_rank,
-                topk_share=data.topk_share,
-                randomk_share=data.randomk_share,
-                seed=seed,
-                onebit_warmup_steps=data.onebit_warmup_steps,
-                onebit_decay=0.0 if momentum_decay is None else momentum_decay,
-            )
-        case other:
-            raise AssertionError(f"{other} cannot be run")
+from weft.techniques.compression.codecs import CompressedReduction, Compression, Frame, Kept, Span
 
 
 def compressible(compression: Compression, mesh: Mesh) -> Callable[[Member], bool]:

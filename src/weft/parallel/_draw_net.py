@@ -1,18 +1,32 @@
-"""The net beneath keyed draws: what no trace shows, the generators do."""
+"""The net beneath keyed draws: what no trace shows, the generators do.
+
+Generators belong to the whole process, so a thread that reads data or writes logs may move them, too.  Where such
+threads are alive, a forward's own draws are told from theirs: torch's by a dispatch mode and Python's by a profile
+function, both of which see their own thread alone, and numpy's by holding its generator's lock, for which other threads
+wait.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
-from collections.abc import Generator
-from contextlib import contextmanager
+import sys
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch._guards import detect_fake_mode  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
+from weft.models import others_draw
 from weft.parallel._context import StepContext
 
 
@@ -45,6 +59,106 @@ class Generators:
         return "numpy's" if self.numpy != later.numpy else ""
 
 
+@functools.cache
+def _is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def is_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an ATen operator takes numbers from a generator."""
+    if not _is_seeded(func):
+        return False
+    settings = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    settings |= kwargs
+    if "dropout_p" in settings:
+        return float(settings["dropout_p"]) > 0.0
+    if "rrelu" in func.overloadpacket.__name__:
+        return bool(settings.get("training", False))
+    name = func.overloadpacket.__name__
+    return not ("attention" in name or "sdp_choice" in name) and settings.get("train", True) is not False
+
+
+class _OwnTorch(TorchDispatchMode):
+    """Sees this thread draw from torch's global generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        result = func(*args, **given)
+        if given.get("generator") is None and is_draw(func, args, given):
+            self.drew |= not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(result))
+        return result
+
+
+class OwnPython:
+    """Sees this thread call Python's global generator; where a profiler is at work already, whoever moved it counts."""
+
+    def __init__(self) -> None:
+        self.drew = False
+        """Since somebody last set it back."""
+        self._global: Any = getattr(random, "_inst")  # noqa: B009  # what the module's functions are bound to
+        self.is_busy = sys.getprofile() is not None
+
+    def __enter__(self) -> None:
+        if self.is_busy:
+            self.drew = True
+        else:
+            sys.setprofile(self._called)
+
+    def __exit__(self, *unused: object) -> None:
+        if not self.is_busy:
+            sys.setprofile(None)
+
+    def _called(self, frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and getattr(function, "__self__", None) is self._global:
+            self.drew |= function.__name__ not in ("getstate", "setstate")
+
+
+@dataclass(slots=True)
+class Watch:
+    """Whose generator the code within `watched` has moved; empty: none.  Known at its end."""
+
+    whose: str = ""
+
+
+@contextmanager
+def watched(device: torch.device) -> Generator[Watch]:
+    """Tell the draws of this thread from those of others."""
+    watch = Watch()
+    if not others_draw():
+        before = Generators.now(device)
+        yield watch
+        watch.whose = before.moved(Generators.now(device))
+        return
+    own_torch, own_python = _OwnTorch(), OwnPython()
+    with ExitStack() as stack:
+        lock = numpy_lock()
+        if lock is not None:
+            stack.enter_context(lock)
+        before = Generators.now(device)
+        with own_torch, own_python:
+            yield watch
+        after = Generators.now(device)
+    watch.whose = before.moved(
+        Generators(
+            torch=after.torch if own_torch.drew else before.torch,
+            device=after.device if own_torch.drew else before.device,
+            python=after.python if own_python.drew else before.python,
+            numpy=after.numpy,
+        )
+    )
+
+
+def numpy_lock() -> Any:
+    """The lock of numpy's global generator, which it takes for every draw; None before numpy 2.4, whose lock a thread
+    cannot take twice: there whoever moved it counts."""
+    lock: Any = getattr(np.random, "get_bit_generator")().lock  # noqa: B009  # numpy's stubs lack it
+    return lock if isinstance(lock, type(threading.RLock())) else None
+
+
 @contextmanager
 def without_draws(context: StepContext, device: torch.device, what: str) -> Generator[None]:
     """Refuse a forward or a loss that has moved a generator: such a draw has no key.
@@ -55,13 +169,12 @@ def without_draws(context: StepContext, device: torch.device, what: str) -> Gene
     if context.is_alone or detect_fake_mode() is not None:  # a dry run draws nothing
         yield
         return
-    before = Generators.now(device)
-    yield
-    whose = before.moved(Generators.now(device))
-    if whose:
+    with watched(device) as watch:
+        yield
+    if watch.whose:
         unseen = f" ({context.unseen})" if context.unseen else ""
         raise PlanError(
-            f"{what} drew from {whose} generator where no trace of it showed a draw{unseen}, so its numbers have no"
-            " key and plans would differ. Draw by nn.Dropout modules or by torch functions that every forward calls,"
+            f"{what} drew from {watch.whose} generator where no trace of it showed a draw{unseen}, so its numbers have"
+            " no key and plans would differ. Draw by nn.Dropout modules or by torch functions that every forward calls,"
             " or train on one process with the whole batch in one microbatch."
         )

@@ -10,7 +10,7 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.describe import StandIns
-from weft.models import Blueprint, token_example
+from weft.models import Blueprint, others_draw, token_example
+from weft.parallel._draw_net import OwnPython, is_draw, numpy_lock
 
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""
@@ -65,20 +66,6 @@ class Draws:
     def operators(self, module: str) -> str:
         """What a module draws by, for messages."""
         return ", ".join(dict.fromkeys(op for name, op, _ in self.layouts if name == module))
-
-
-def is_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an ATen operator takes numbers from a generator."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    settings = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-    settings |= kwargs
-    if "dropout_p" in settings:
-        return float(settings["dropout_p"]) > 0.0
-    if "rrelu" in func.overloadpacket.__name__:
-        return bool(settings.get("training", False))
-    name = func.overloadpacket.__name__
-    return not ("attention" in name or "sdp_choice" in name) and settings.get("train", True) is not False
 
 
 def noise_shape(func: Any, args: Sequence[Any], result: Any) -> torch.Size:
@@ -145,6 +132,7 @@ def _traced(
         fields.setdefault("sample_ids", torch.arange(samples))
         inputs = {keyword: fields[name] for keyword, name in blueprint.inputs.items() if name in fields}
         with ExitStack() as stack:
+            recorder.alone(stack)
             recorder.hook(module, ignored, stack)
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(recorder)
@@ -190,6 +178,17 @@ class _Recorder(TorchDispatchMode):
         self._stand_ins = StandIns()
         self._stack: list[tuple[str, dict[str, int], bool]] = [("", {}, False)]
         self._states = _foreign_states()
+        self._own: OwnPython | None = None
+
+    def alone(self, stack: ExitStack) -> None:
+        """Pass over what other threads draw meanwhile."""
+        if others_draw():
+            lock = numpy_lock()
+            if lock is not None:
+                stack.enter_context(lock)
+            self._own = OwnPython()
+            stack.enter_context(self._own)
+            self._states = _foreign_states()
 
     def hook(self, module: nn.Module, ignored: Callable[[nn.Module], bool], stack: ExitStack) -> None:
         for name, child in module.named_modules():
@@ -216,9 +215,12 @@ class _Recorder(TorchDispatchMode):
     def _notice_foreign(self) -> None:
         states = _foreign_states()
         for which, before, after in zip(("Python's random", "numpy's"), self._states, states, strict=True):
-            if before != after:
+            others = which == "Python's random" and self._own is not None and not self._own.drew
+            if before != after and not others:
                 self._found.foreign.setdefault(self._stack[-1][0], which)
         self._states = states
+        if self._own is not None:
+            self._own.drew = self._own.is_busy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -226,7 +228,7 @@ class _Recorder(TorchDispatchMode):
         drawn = is_draw(func, args, given)
         if drawn:
             given = {**given, "generator": None} if "generator" in given else given
-        with _torchs_own_kept(func):
+        with self._torchs_own_kept(func):
             result = self._stand_ins.run(func, args, given, name)
         turned = isinstance(result, Tensor) and self._look(func.overloadpacket.__name__ in _VIEWS, args, result)
         if drawn and not ignored:
@@ -237,6 +239,18 @@ class _Recorder(TorchDispatchMode):
             if isinstance(result, Tensor) and not result.is_meta and result.is_floating_point():
                 result.fill_(self._value)
         return result
+
+    @contextmanager
+    def _torchs_own_kept(self, func: Any) -> Generator[None]:
+        """Put Python's generator back after a collective: without values torch draws a number for each from it."""
+        if func.namespace not in ("c10d", "_c10d_functional"):
+            yield
+            return
+        state, drew = random.getstate(), self._own is not None and self._own.drew
+        yield
+        random.setstate(state)
+        if self._own is not None:
+            self._own.drew = drew
 
     def _look(self, is_view: bool, args: Sequence[Any], result: Tensor) -> bool:
         """Whether `result` has a dim of (something × samples): made by a view, or of operands that have one."""
@@ -256,17 +270,6 @@ class _Recorder(TorchDispatchMode):
 def _identity(tensor: Tensor) -> tuple[int, torch.Size]:
     storage = tensor.untyped_storage()
     return storage._cdata, tensor.shape  # pyright: ignore[reportPrivateUsage]  # meta storages have no address
-
-
-@contextmanager
-def _torchs_own_kept(func: Any) -> Generator[None]:
-    """Put Python's generator back after a collective: without values torch draws a number for each from it."""
-    if func.namespace not in ("c10d", "_c10d_functional"):
-        yield
-        return
-    state = random.getstate()
-    yield
-    random.setstate(state)
 
 
 def _foreign_states() -> tuple[Any, Any]:

@@ -24,4 +24,4 @@ class Dtypes:
     def of(cls, plan: Plan) -> Dtypes:
         compute = _DTYPES[plan.compute.precision]
         master = torch.promote_types(compute, torch.float32)
-        return cls(compute, master, compute if plan.data_parallel.reduce_precision == "compute" else master)
+        return cls(compute, master, compute if plan.data_parallel.reduces_narrow else master)

@@ -109,3 +109,12 @@ def shard_pieces(prefix: str, shards: Sequence[Shard], states: Sequence[Tensor])
                 start=segment.start,
                 counts=shard.counts and segment.layout.counts,
             )
+
+
+@torch.no_grad()
+def exchange_masters(shards: Sequence[Shard], others: Sequence[Tensor]) -> None:
+    """Let masters and others change places, one shard at a time: there is no third copy."""
+    for shard, other in zip(shards, others, strict=True):
+        held = shard.master.clone()
+        shard.master.copy_(other)
+        other.copy_(held)

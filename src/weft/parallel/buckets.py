@@ -101,13 +101,13 @@ def compose_buckets(
     data_ranks: int,
     sharded: bool,
     cuts: Literal["anywhere", "parameter"],
-    bucket_bytes: int,
-    first_bucket_bytes: int,
+    limits: tuple[int, int],
     compressed: Callable[[Member], bool] | None = None,
 ) -> list[Bucket]:
     """Lay `members` into buckets in the order in which backward is expected to complete them (last registered first).
 
-    The first bucket is small so that communication starts early; a parameter larger than a bucket gets one of its own.
+    `limits` are the bytes at which the first bucket and the others are full.  The first is small so that communication
+    starts early; a parameter larger than a bucket gets one of its own.
     With `sharded`, every bucket is cut into one region per data rank: anywhere, or at parameter borders for optimizers
     that look at whole tensors.  `compressed` says which members share a compressed bucket; by default none does.  A
     pure function of its arguments: all data ranks get the same buckets.
@@ -115,14 +115,14 @@ def compose_buckets(
     keys = {id(m): _key(m, compressed is not None and compressed(m)) for m in members}
     open_buckets: dict[BucketKey, list[Member]] = {}
     closed: list[tuple[BucketKey, list[Member]]] = []
-    limit = dict.fromkeys(keys.values(), first_bucket_bytes)
+    limit = dict.fromkeys(keys.values(), limits[0])
     for member in reversed(members):
         key = keys[id(member)]
         held = open_buckets.setdefault(key, [])
         held.append(member)
         if sum(m.parameter.numel() * m.parameter.element_size() for m in held) >= limit[key]:
             closed.append((key, open_buckets.pop(key)))
-            limit[key] = bucket_bytes
+            limit[key] = limits[1]
     closed.extend(open_buckets.items())
     return [_lay_out(key, held, data_ranks if sharded else 1, cuts) for key, held in closed]
 

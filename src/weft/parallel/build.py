@@ -15,9 +15,7 @@ import torch
 from torch import nn
 
 from weft.comm import Mesh
-from weft.comm.compress import Compression
 from weft.models import Blueprint
-from weft.parallel._compressed import compression_of
 from weft.parallel._context import StepContext
 from weft.parallel._part import ModelPart
 from weft.parallel._precision import Dtypes
@@ -38,6 +36,8 @@ from weft.parallel.tensor import apply_tensor
 from weft.parallel.vocabulary import apply_fused_loss
 from weft.parallel.zero3 import FullyShardedStore, apply_zero3
 from weft.plan import Plan, reduction_rounds
+from weft.techniques.compression.build import compression_of
+from weft.techniques.compression.codecs import Compression
 
 GroupParameters = Callable[[Mapping[str, torch.Size]], Mapping[str, int]]
 """Trainable parameters of this rank (name → whole shape) → index of each one's optimizer group."""
@@ -84,7 +84,7 @@ def parallelize(
     """
     dtypes = Dtypes.of(plan)
     # Under local steps gradients meet inside a replica only, and so does all that is made for them.
-    summing = mesh.within_replica() if plan.data_parallel.local_steps else mesh
+    summing = mesh.within_replica() if plan.data_parallel.replicas_step_alone else mesh
     draws = draws_of(blueprint, plan)
     context = StepContext(is_alone=is_alone(plan), unseen=draws.unseen)
     blueprint = replace(blueprint, loss=keyed_loss(blueprint.loss, draws, mesh, context))
@@ -137,9 +137,9 @@ def _create_stores(
     sparse = sparse_tables(blueprint.module)
     tables = {key: member for key, member in every.items() if member.layout.name in sparse}
     members = {key: member for key, member in every.items() if key not in tables}
-    zero = plan.data_parallel.zero
+    shards_weights = plan.data_parallel.shards_weights and mesh.size("shard") > 1
     stores: list[GradientStore] = []
-    if zero == 3 and mesh.size("shard") > 1:
+    if shards_weights:
         kept_out = tables.keys() | {key for key in members if key[1] in parts[key[0]].ties}
         sharded = {key: member for key, member in members.items() if key not in kept_out}
         for part in parts:
@@ -161,7 +161,7 @@ def _create_stores(
                 hold=_holds_weights(plan),
                 reduce_rounds=reduction_rounds(plan),
                 compression=compression,
-                bucket_bytes=plan.data_parallel.bucket_bytes,
+                storage_bytes=plan.data_parallel.bucket_limits[1],
                 gradient_dtype=dtypes.gradient,
             )
         )
@@ -172,7 +172,7 @@ def _create_stores(
         )
     if members or not stores:
         stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression))
-    if zero != 3 or mesh.size("shard") == 1:
+    if not shards_weights:
         _cast_frozen(parts, dtypes)
     return StoreSet(stores)
 
@@ -210,13 +210,12 @@ def _bucket_store(
     return BucketStore(
         members,
         mesh,
-        zero=1 if data.zero == 3 else data.zero,
+        zero=data.bucket_stage,
         compute_dtype=dtypes.compute,
         gradient_dtype=dtypes.gradient,
         cuts=cuts,
-        bucket_bytes=data.bucket_bytes,
-        first_bucket_bytes=data.first_bucket_bytes,
-        reduce_rounds=reduction_rounds(plan) if data.zero == 2 else 1,
+        bucket_limits=data.bucket_limits,
+        reduce_rounds=reduction_rounds(plan) if data.shards_gradients_alone else 1,
         compression=compression,
         algorithm=data.algorithm,
     )

@@ -38,11 +38,12 @@ from weft.comm import (
     shared_memory_group,
     start_all_reduce,
 )
-from weft.comm.compress import CompressedReduction, Compression, ReductionUnderWay
 from weft.parallel._ahead import await_needs, needs_of
 from weft.parallel._compressed import compressible, frame_of, pieces_of
 from weft.parallel._shard import Piece, Shard
 from weft.parallel.buckets import Bucket, Member, compose_buckets, create_shard
+from weft.techniques.buckets.contract import BucketSettings
+from weft.techniques.compression.codecs import CompressedReduction, Compression, ReductionUnderWay
 
 _IN_FLIGHT = 2
 """ZeRO-2: reductions that may run while backward fills the next bucket; older ones are waited for and their storage
@@ -109,8 +110,7 @@ class BucketStore:
         compute_dtype: torch.dtype,
         gradient_dtype: torch.dtype,
         cuts: Literal["anywhere", "parameter"] = "anywhere",
-        bucket_bytes: int = 26_214_400,
-        first_bucket_bytes: int = 1_048_576,
+        bucket_limits: tuple[int, int] = BucketSettings().bucket_limits,
         reduce_rounds: int = 1,
         compression: Compression | None = None,
         algorithm: str = "auto",
@@ -131,8 +131,7 @@ class BucketStore:
             data_ranks=self._data.size,
             sharded=zero > 0,
             cuts=cuts,
-            bucket_bytes=bucket_bytes,
-            first_bucket_bytes=first_bucket_bytes,
+            limits=bucket_limits,
             compressed=compressible(self._compression, mesh) if self._compression is not None else None,
         )
         self._live = [self._bring_to_life(bucket) for bucket in buckets]

@@ -31,7 +31,8 @@ from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint, Loss
 from weft.parallel._context import MicrobatchState, StepContext
-from weft.parallel._draw_trace import LOSS, Draws, Layout, find_draws, is_draw, noise_shape
+from weft.parallel._draw_net import is_draw
+from weft.parallel._draw_trace import LOSS, Draws, Layout, find_draws, noise_shape
 from weft.parallel._draw_values import keyed_value
 from weft.parallel._noise import Elements
 from weft.parallel.pipeline.cut import cut_table_of, stage_of
@@ -49,7 +50,7 @@ def keys_itself(module: nn.Module) -> bool:
 
 def is_alone(plan: Plan) -> bool:
     """Whether one process takes the whole batch at once: whatever it draws is what the plan means."""
-    return plan.mesh.world_size == 1 and plan.microbatch.per_step == 1
+    return plan.mesh.world_size == 1 and not plan.microbatch.is_split
 
 
 def draws_of(blueprint: Blueprint, plan: Plan) -> Draws:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from weft.models import Blueprint
+from weft.models import Blueprint, seeded
 from weft.parallel._layout import ModelLayout, ParameterLayout
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -130,12 +130,8 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 def _seeded(seed: int, name: str) -> Generator[None]:
     """Seed the default CPU generator for one module, and put its state back."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-    try:
+    with seeded(int.from_bytes(digest, "little") >> 1):
         yield
-    finally:
-        torch.set_rng_state(state)
 
 
 def _install(part: nn.Module, name: str, tensor: Tensor) -> None:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView, Mesh, Wait, start_all_reduce
-from weft.comm.compress import CompressedReduction, Compression, Frame, ReductionUnderWay, Span
 from weft.parallel._compressed import pieces_of
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Piece, Shard
+from weft.techniques.compression.codecs import CompressedReduction, Compression, Frame, ReductionUnderWay, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ReplicaSums:
         layouts: Sequence[ParameterLayout],
         mesh: Mesh,
         compression: Compression,
-        bucket_bytes: int,
+        storage_bytes: int,
         gradient_dtype: torch.dtype,
     ) -> None:
         self._replicate: GroupView = mesh["replicate"]
@@ -66,7 +66,7 @@ class ReplicaSums:
                 segment = shard.segments[0]
                 entry = _Entry(shard, layout, _rows(segment.local_shape, segment.length))
                 (compressed if self._takes(segment.local_shape, layout) else exact).append(entry)
-        size = max(1, bucket_bytes // gradient_dtype.itemsize)
+        size = max(1, storage_bytes // gradient_dtype.itemsize)
         self._storages = [
             self._create(group, gradient_dtype, is_compressed=entries is compressed)
             for entries in (compressed, exact)

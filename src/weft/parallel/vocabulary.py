@@ -266,9 +266,9 @@ def apply_fused_loss(
             f' Give "{name}" the kind "column" in [model.split].'
         )
     own = view if split is not None else GroupView((mesh.rank,), 0, None)
-    if not plan.memory.fused_loss and own.group is None:
+    if not plan.memory.fuses_loss and own.group is None:
         return
-    forward = partial(_head_forward, head, head.forward, own, plan.memory.fused_loss, context)
+    forward = partial(_head_forward, head, head.forward, own, plan.memory.fuses_loss, context)
     object.__setattr__(head, "forward", forward)
 
 

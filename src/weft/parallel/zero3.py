@@ -30,13 +30,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weft.comm import Mesh, start_all_reduce
-from weft.comm.compress import Compression
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard
 from weft.parallel.buckets import Member
 from weft.parallel.replicas import ReplicaSums
 from weft.parallel.shared_buffers import share_buffers
+from weft.techniques.buckets.contract import BucketSettings
+from weft.techniques.compression.codecs import Compression
 
 
 def apply_zero3(
@@ -94,7 +95,7 @@ class FullyShardedStore:
     """The gradients that `fully_shard` reduces, as shards.
 
     `members` are the parameters as they were before sharding, by the name they have in their part.  With `compression`,
-    the sum over the replicate axis is made here, in storages of `bucket_bytes`, and `apply_zero3` must leave it out.
+    the sum over the replicate axis is made here, in storages of `storage_bytes`, and `apply_zero3` must leave it out.
     `reduce_rounds` is in how many of a step's last microbatches gradients are reduced (`weft.plan.reduction_rounds`);
     those of earlier ones stay whole until then.
     """
@@ -108,7 +109,7 @@ class FullyShardedStore:
         hold: bool,
         reduce_rounds: int = 1,
         compression: Compression | None = None,
-        bucket_bytes: int = 26_214_400,
+        storage_bytes: int = BucketSettings().bucket_limits[1],
         gradient_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._parts = tuple(parts)
@@ -132,7 +133,7 @@ class FullyShardedStore:
         if compression is not None:
             shards = self.shards
             self._replicas = ReplicaSums(
-                shards, [m for _, m, _ in self._entries], mesh, compression, bucket_bytes, gradient_dtype
+                shards, [m for _, m, _ in self._entries], mesh, compression, storage_bytes, gradient_dtype
             )
 
     def _watch_parameters(self) -> None:

@@ -13,9 +13,11 @@ from weft.figures import spell_figure, spell_memory
 from weft.plan._check import check_plan, mesh_sizes
 from weft.plan._facts import ModelFacts
 from weft.plan._memory import MemoryNeed, estimate_memory
-from weft.plan._plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, Recompute
-from weft.plan._shares import split_batch
+from weft.plan._plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, Plan
 from weft.recipe import Precision, Recipe
+from weft.techniques.compute.contract import THREADS
+from weft.techniques.data.contract import MicrobatchPlan, split_batch
+from weft.techniques.recompute.contract import Recompute
 
 _USABLE = 0.9
 """Share of the memory to plan with; the rest is for fragmentation and for what the estimate leaves out."""
@@ -82,7 +84,7 @@ class _Search:
                         data_parallel=DataParallelPlan(zero=zero if data > 1 else 1),
                         microbatch=microbatch,
                         memory=MemoryPlan(recompute=recompute),
-                        compute=ComputePlan(precision=self._precision(), threads_per_rank=threads),
+                        compute=ComputePlan(precision=self._precision()).with_threads(threads),
                     )
 
     def _splits(self, processes: int | None) -> Iterator[tuple[int, int, int]]:
@@ -155,10 +157,10 @@ class _Search:
             axis: f"the largest data-parallel split of {count} that fits{fits}",
             "microbatch.size": self._size_reason(plan),
             "microbatch.per_step": f"{plan.microbatch.size} × {listed} = the recipe's {batch}",
-            "compute.threads_per_rank": f"{self.cluster.num_cores:,} cores over {count}",
+            THREADS: f"{self.cluster.num_cores:,} cores over {count}",
             "compute.precision": "the fastest here that the recipe permits",
         }
-        if plan.data_parallel.zero == 3:
+        if plan.data_parallel.shards_weights:
             reasons["data_parallel.zero"] = "weights, gradients and optimizer would not fit on every process"
         if plan.mesh.tensor > 1:
             reasons["mesh.tensor"] = "data ranks alone do not fit, or the batch is too small for more of them"
@@ -195,7 +197,7 @@ def _nothing_fits(search: _Search, smallest: tuple[Plan, MemoryNeed] | None, pro
     listed = ", ".join(f"{part} {spell_figure(size / 2**30)}" for part, size in parts)
     return PlanError(
         f"No plan fits: a {name} of {search.facts.num_parameters or 0:,} parameters needs at least "
-        f"{spell_memory(need.total_bytes)} per process ({mesh_sizes(plan)}, ZeRO-{plan.data_parallel.zero}, "
+        f"{spell_memory(need.total_bytes)} per process ({mesh_sizes(plan)}, {plan.data_parallel.stage_name}, "
         f"recompute {plan.memory.recompute}: {listed}), and {spell_memory(budget)} can be used.\n"
         f"Use about {devices} devices of this size, or a smaller model."
     )

@@ -11,17 +11,10 @@ from weft.document import spell
 from weft.plan._check import mesh_sizes
 from weft.plan._facts import ModelFacts
 from weft.plan._plan import Plan
+from weft.techniques.registry import words
 
 _LABEL = "plan"
 _INDENT = 10
-_SCHEDULES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved_1f1b": "interleaved 1F1B",
-    "interleaved_zero_bubble": "interleaved zero-bubble",
-    "zbv": "ZBV",
-    "dualpipev": "DualPipeV",
-}
 
 
 def describe_plan(
@@ -50,11 +43,10 @@ def _headline(plan: Plan, facts: ModelFacts, cluster: Cluster | None) -> str:
         processes += f" on {where}"
     parts = [processes]
     if plan.mesh.pipeline > 1:
-        parts.append(_SCHEDULES[plan.pipeline_parallel.schedule])
+        parts.append(plan.pipeline_parallel.schedule_name)
     if plan.mesh.data > 1:
-        parts.append(f"ZeRO-{plan.data_parallel.zero}")
-    if plan.data_parallel.local_steps:
-        parts.append(f"replicas average every {plan.data_parallel.local_steps} steps")
+        parts.append(plan.data_parallel.stage_name)
+    parts += words(plan.data_parallel)
     parts.append(plan.compute.precision)
     if facts.num_parameters is not None:
         parts.append(f"{facts.num_parameters / 1e6:,.1f} M parameters")

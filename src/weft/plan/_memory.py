@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.plan._compression import kept_bytes
 from weft.plan._facts import ModelFacts
-from weft.plan._local import outer_copies
 from weft.plan._plan import Plan
-from weft.plan._reductions import keeps_whole_gradients
-from weft.plan._schedules import peak_activations, schedule_orders
 from weft.recipe import OptimizerRecipe, Recipe
+from weft.techniques.pipeline.schedules import peak_activations, schedule_orders
+from weft.techniques.registry import held
+from weft.techniques.zero.contract import keeps_whole_gradients
 
 _ELEMENT_BYTES = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
@@ -60,21 +59,22 @@ def estimate_memory(plan: Plan, recipe: Recipe, facts: ModelFacts, *, on_acceler
 
 def _state_bytes(plan: Plan, optimizer: OptimizerRecipe) -> float:
     """Bytes per parameter of the part that this rank would hold without ZeRO."""
-    precision, zero = plan.compute.precision, plan.data_parallel.zero
+    data, precision = plan.data_parallel, plan.compute.precision
     element = _ELEMENT_BYTES[precision]
     master = max(element, 4)
     weights = float(element)
-    gradients = float(element if plan.data_parallel.reduce_precision == "compute" else master)
+    gradients = float(element if data.reduces_narrow else master)
     kept = float(MOMENTS[optimizer.name] * master + (master if master > element else 0))
     kept += master if optimizer.average_decay is not None else 0
-    kept += outer_copies(plan.data_parallel) * master
-    owed = kept_bytes(plan.data_parallel.compression)
-    ranks = plan.mesh.shard if plan.data_parallel.local_steps or zero == 3 else plan.mesh.data
-    if zero >= 2 and not keeps_whole_gradients(plan):
+    besides = held(data)
+    kept += besides.master_copies * master
+    owed = besides.gradient_bytes
+    ranks = plan.mesh.shard if data.replicas_step_alone or data.shards_weights else plan.mesh.data
+    if data.shards_gradients and not keeps_whole_gradients(plan):
         gradients /= ranks
-    if zero == 3:
+    if data.shards_weights:
         return gradients + (weights + kept + owed) / ranks
-    return weights + gradients + (kept / ranks if zero else kept) + owed
+    return weights + gradients + (kept / ranks if data.shards_states else kept) + owed
 
 
 def _activations(plan: Plan, facts: ModelFacts, blocks: int) -> float:
@@ -93,12 +93,12 @@ def _in_flight(plan: Plan) -> float:
     pipeline, chosen = plan.mesh.pipeline, plan.pipeline_parallel
     if pipeline == 1:
         return 1.0
-    microbatches = min(max(plan.microbatch.shares(plan.mesh.data)), 4 * pipeline * chosen.chunks_per_rank)
-    orders = schedule_orders(chosen.schedule, pipeline, chosen.chunks_per_rank, microbatches)
-    return max(peak_activations(orders)) / chosen.chunks_per_rank
+    microbatches = min(max(plan.microbatch.shares(plan.mesh.data)), 4 * plan.num_stages)
+    orders = schedule_orders(*chosen.shape(pipeline), microbatches)
+    return max(peak_activations(orders)) * pipeline / plan.num_stages
 
 
 def _logits(plan: Plan, facts: ModelFacts) -> float:
     """Elements of logits and their gradients."""
     whole = 2 * plan.microbatch.size * (facts.sequence_length or 1) * (facts.vocabulary_size or 0) / plan.mesh.tensor
-    return whole * (_FUSED_SHARE if plan.memory.fused_loss else 1.0)
+    return whole * (_FUSED_SHARE if plan.memory.fuses_loss else 1.0)

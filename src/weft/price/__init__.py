@@ -25,6 +25,7 @@ from weft.price._in_flight import in_flight as in_flight
 from weft.price._layout import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision
+from weft.price._layout import layout_settings as layout_settings
 from weft.price._memory import PROCESS_BYTES as PROCESS_BYTES
 from weft.price._memory import Memories as Memories
 from weft.price._memory import holds_weights as holds_weights
@@ -51,3 +52,4 @@ from weft.price._stages import PassCost as PassCost
 from weft.price._timeline import StageTimes as StageTimes
 from weft.price._timeline import Timelines as Timelines
 from weft.price._timeline import closed_form as closed_form
+from weft.price._update import Gathers as Gathers

@@ -9,6 +9,7 @@ from weft.plan import AXES, EXPERT_LENDERS, chunk_limits
 from weft.price._layout import Layout
 from weft.price._stages import tesseract
 from weft.profile import Profile
+from weft.techniques.registry import problems as technique_problems
 
 _PADDED = ("vocabulary_size",)
 """Sizes that need not divide: vocabularies are padded, and pricing the padding would change less than a thousandth."""
@@ -21,7 +22,7 @@ def check_layout(profile: Profile, cluster: Cluster, layout: Layout) -> list[str
     return [
         *_check_sizes(layout),
         *_check_world(cluster, layout),
-        *_check_offload(cluster, layout),
+        *technique_problems(layout, on_cores=not cluster.has_accelerators),
         *_check_tensor(profile, layout),
         *_check_pipeline(profile, layout),
         *_check_rest(profile, layout),
@@ -34,14 +35,6 @@ def _check_sizes(layout: Layout) -> Iterator[str]:
             yield f"{name} = {getattr(layout, name)} is too small. Use 1 or more."
     if sorted(layout.order) != sorted(AXES):
         yield f"order = {list(layout.order)} must name each of {', '.join(AXES)} once."
-
-
-def _check_offload(cluster: Cluster, layout: Layout) -> Iterator[str]:
-    if layout.offload != "none" and not cluster.has_accelerators:
-        yield (
-            f'offload = "{layout.offload}" moves what a device holds to the memory of its host, and here the devices '
-            'are the host\'s cores: nothing would get smaller. Use offload = "none".'
-        )
 
 
 def _check_world(cluster: Cluster, layout: Layout) -> Iterator[str]:

@@ -11,13 +11,14 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from weft.plan import Recompute, kept_bytes, stage_ranks
+from weft.plan import Recompute, stage_ranks
 from weft.price._block_memory import BlockMemories, BlockMemory, MemoryKey, activation_bytes, memory_key
 from weft.price._in_flight import in_flight
 from weft.price._layout import Layout
 from weft.price._prediction import MemoryKinds, StageMemory
 from weft.price._stack import WEFT, Stack
 from weft.profile import Profile
+from weft.techniques.registry import held as held_besides
 
 _CPU_CHUNK_BYTES = float(8 << 20)
 """Of logits that exist at once in a loss by chunks, on a CPU."""
@@ -53,31 +54,32 @@ def states_of(layout: Layout, *, experts: bool = False, whole_gradients: bool = 
     are reduced once per step, so that ZeRO-2 and 3 hold them whole until then."""
     element = activation_bytes(layout.precision)
     if layout.adapters_only:
-        return States(element / (layout.shard * layout.context if layout.zero == 3 else 1), 0.0, 0.0)
-    shards = (layout.shard if layout.zero == 3 else layout.summing) * layout.context
+        return States(element / (layout.shard * layout.context if layout.shards_weights else 1), 0.0, 0.0)
+    shards = (layout.shard if layout.shards_weights else layout.summing) * layout.context
     if experts:
         shards = max(1, shards * layout.tensor // layout.expert)
-    optimizer = 0.0 if layout.offload == "optimizer" else float(layout.master_bytes)
-    optimizer += layout.outer_bytes
-    owed = kept_bytes(layout.compression)
+    besides = held_besides(layout)
+    optimizer = 0.0 if layout.offloads_optimizer else float(layout.master_bytes)
+    optimizer += besides.master_copies * layout.wide_bytes
+    owed = besides.gradient_bytes
     return States(
-        element / (shards if layout.zero == 3 else 1),
-        layout.gradient_bytes / (shards if layout.zero >= 2 and not whole_gradients else 1)
-        + owed / (shards if layout.zero == 3 else 1),
-        optimizer / (shards if layout.zero >= 1 else 1),
+        element / (shards if layout.shards_weights else 1),
+        layout.gradient_bytes / (shards if layout.shards_gradients and not whole_gradients else 1)
+        + owed / (shards if layout.shards_weights else 1),
+        optimizer / (shards if layout.shards_states else 1),
     )
 
 
 def reduces_once(layout: Layout, stack: Stack) -> bool:
     """Whether ZeRO-2 and 3 reduce gradients once per step, instead of after every microbatch."""
     if layout.reduce_every == "auto":
-        return layout.zero < 2 or (layout.pipeline > 1 and stack.memory.accumulates_whole)
+        return not layout.shards_gradients or (layout.pipeline > 1 and stack.memory.accumulates_whole)
     return layout.reduce_every == "step"
 
 
 def holds_whole_gradients(layout: Layout, stack: Stack) -> bool:
     """Whether gradients stay whole between microbatches although ZeRO-2 or 3 shares them out."""
-    if layout.zero < 2:
+    if not layout.shards_gradients:
         return False
     if reduces_once(layout, stack):
         return layout.pipeline > 1 or layout.microbatches > 1
@@ -86,7 +88,7 @@ def holds_whole_gradients(layout: Layout, stack: Stack) -> bool:
 
 def holds_weights(layout: Layout, stack: Stack) -> bool:
     """Whether ZeRO-3 holds gathered weights from a step's first forward to its last backward."""
-    gathers = layout.zero == 3 and layout.shard * layout.context > 1
+    gathers = layout.shards_weights and layout.shard * layout.context > 1
     return gathers and stack.memory.holds_gathered and (layout.pipeline > 1 or layout.uneven)
 
 
@@ -156,7 +158,7 @@ class Memories:
 
     def _here(self, layout: Layout) -> Layout:
         """The layout without what has no effect: the host's memory is the cores' own."""
-        return layout if self.on_accelerator or layout.offload == "none" else replace(layout, offload="none")
+        return layout if self.on_accelerator or not layout.offloads else layout.kept_on_device()
 
     def _ranks(self, layout: Layout, cuts: Sequence[int] | None) -> tuple[tuple[StageSizes, ...], ...]:
         """The stages of each pipeline rank."""
@@ -184,8 +186,8 @@ class Memories:
         habits, element = self.stack.memory, activation_bytes(layout.precision)
         folded = layout.pipeline > 1 and layout.schedule in ("zbv", "dualpipev")
         is_tied = self.profile.tied and layout.pipeline > 1 and not folded
-        gathers = layout.zero == 3 and layout.shard * layout.context > 1
-        copies = 0.0 if layout.adapters_only or layout.zero == 3 else habits.gradient_copies * element
+        gathers = layout.shards_weights and layout.shard * layout.context > 1
+        copies = 0.0 if layout.adapters_only or layout.shards_weights else habits.gradient_copies * element
         axes = (layout.data, layout.tensor, layout.pipeline, layout.context, layout.expert)
         communicators = sum(size > 1 for size in axes) * habits.communicator_bytes
         wide = layout.gradient_bytes if layout.gradient_bytes > element else 0
@@ -232,7 +234,7 @@ class Memories:
 
     def _waiting(self, layout: Layout, rank: int, held: Sequence[StageSizes]) -> float:
         """Activations between their forward and their backward."""
-        if layout.offload == "activations":
+        if layout.offloads_activations:
             # One microbatch's chunk is being written or read while another computes.
             return 2 * max(stage.kept for stage in held)
         counts = in_flight(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches, rank)
@@ -252,7 +254,7 @@ class Memories:
         if element > 2:
             # No copies in another precision: logits, log-probabilities, and gradients of both.
             each = 4.0 * element if each > 12 else 2.0 * element
-        if not layout.fused_loss:
+        if not layout.fuses_loss:
             return whole * each
         chunk = habits.fused_chunk_bytes if self.on_accelerator else _CPU_CHUNK_BYTES
         # The head's gradient is summed in fp32 over the chunks, beside the logits and probabilities of one of them.
@@ -270,7 +272,7 @@ class Memories:
         if layout.adapters_only:
             return 0.0
         travels = layout.data * layout.context > 1
-        buckets = habits.bucket_copies * layout.bucket_bytes if travels else 0.0
+        buckets = habits.bucket_copies * layout.bucket_limits[1] if travels else 0.0
         return buckets + habits.reduction_bytes
 
 

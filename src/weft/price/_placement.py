@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from weft.cluster import Cluster, Collective
@@ -14,7 +15,9 @@ from weft.price._algorithms import COPY_PASSES
 from weft.price._layout import Layout
 from weft.price._network import Level, levels_of, slot_numbers
 
-GroupName = Literal["tensor", "context", "expert", "pipeline", "data", "shard", "replicate", "expert_data", "world"]
+GroupName = Literal[
+    "tensor", "context", "expert", "pipeline", "data", "shard", "replicate", "expert_data", "expert_shard", "world"
+]  # fmt: skip
 Lattice = tuple[tuple[int, int], ...]
 """(size, stride) of each dimension of a group, innermost first: its ranks are base + Σ index·stride."""
 
@@ -110,7 +113,9 @@ class Groups(NamedTuple):
     """Ranks that share weights out under ZeRO-3: shard × context."""
     replicate: Group
     expert_data: Group
-    """Ranks that hold the same experts."""
+    """Ranks that add up gradients of the same experts."""
+    expert_shard: Group
+    """Ranks that share out the weights of the same experts under ZeRO-3: those of `expert_data` but for replicas."""
     world: Group
 
 
@@ -171,7 +176,8 @@ class Network:
             data=self.group(layout, "replicate", "shard", "context"),
             shard=self.group(layout, "shard", "context"),
             replicate=self._place(_merge([chosen["replicate"]]), layout),
-            expert_data=self._place(_merge(left), layout),
+            expert_data=self._place(_merge(sorted([*left, chosen["replicate"]], key=itemgetter(1))), layout),
+            expert_shard=self._place(_merge(left), layout),
             world=self._place(_merge([(size, stride) for _, size, stride in axes]), layout),
         )
 
@@ -300,17 +306,20 @@ def _borrowed(
     """What the expert axis takes of other axes and what it leaves, as (size, stride).
 
     It borrows from the plan's lenders just outside of it in the order first, then from those inside; from tensor only
-    where they do not suffice, as other systems allow.
+    where they do not suffice, as other systems allow.  What it leaves are ranks with the same experts: those of tensor
+    among them, which have whole experts and share out the tokens.  Replicas, which have all experts, are not counted.
     """
     sizes = {axis: (size, stride) for axis, size, stride in axes}
     place = layout.order.index("expert")
     outside, inside = layout.order[:place][::-1], layout.order[place + 1 :]
     lenders: list[Axis] = [axis for axis in (*outside, *inside) if axis in EXPERT_LENDERS]
+    left: list[tuple[int, int]] = []
     if layout.expert > layout.expert_room:
         lenders = ["tensor", *lenders]
+    else:
+        left.append(sizes["tensor"])
     wanted = layout.expert
     taken: list[tuple[int, int]] = []
-    left: list[tuple[int, int]] = [sizes["replicate"]]  # replicas have all experts
     for axis in lenders:
         size, stride = sizes[axis]
         part = math.gcd(size, wanted)
@@ -318,7 +327,7 @@ def _borrowed(
         left.append((size // part, stride * part))
         wanted //= part
     assert wanted == 1, f"expert = {layout.expert} does not divide the ranks that it borrows"
-    return sorted(taken, key=lambda one: one[1]), sorted(left, key=lambda one: one[1])
+    return sorted(taken, key=itemgetter(1)), sorted(left, key=itemgetter(1))
 
 
 def _merge(dimensions: Sequence[tuple[int, int]]) -> Lattice:

@@ -137,8 +137,8 @@ class Pricer:
         return inside * self.slowdown(layout.world_size) + self.calibration.step_seconds
 
     def least_seconds(self, layout: Layout, *, update: bool = True) -> float:
-        """Return seconds that `step_seconds(..., exact=True)` is not below, by closed form: a bound, not proved; without
-        `update`, of the pipeline alone."""
+        """Return seconds that `step_seconds(..., exact=True)` is not below, by closed form; without `update`, of the
+        pipeline alone.  A bound that holds for all that was drawn, not a proved one."""
         share = least_share(layout.pipeline, layout.microbatches, self._case(layout).times)
         return self.step_seconds(layout, update=update) * share
 
@@ -151,7 +151,7 @@ class Pricer:
         """Return the bytes of a gradient bucket for which the fullest rank waits least, at least `low`; None where the
         layout has no buckets.  Of the closed form, with a rank's chunks taken for one stage and no slack in the
         pipeline: the price may know a neighbour that is better."""
-        if layout.zero == 3 or layout.data * layout.context == 1 or layout.adapters_only:
+        if layout.shards_weights or layout.data * layout.context == 1 or layout.adapters_only:
             return None
         case = self._case(layout)
         load = max(self._loads(case), key=lambda load: load.dense + load.experts)
@@ -163,7 +163,7 @@ class Pricer:
         stages = whole.stages(whole.cuts(layout))
         forward, inputs, gathering, scatters = self._gathered(layout, stages, groups)
         unloading = 0.0
-        if layout.offload == "activations":
+        if layout.offloads_activations:
             moved = [size / self.calibration.host_link_bytes_per_second for size in stages.kept_bytes]
             # The link to the host is free while a stage computes, and while it waits for weights.
             out = [max(0.0, time - beside) for time, beside in zip(moved, forward, strict=True)]
@@ -267,21 +267,24 @@ class Pricer:
         """Return forward and input seconds of every stage with ZeRO-3's exposed collectives, and these alone; and what
         the reduction adds to each stage's last backward, where it comes once per step."""
         weight, gradient = element_bytes(layout), layout.gradient_bytes * (not layout.adapters_only)
-        block = sum(stages.dense_parameters) / max(1, len(self.profile.blocks)) * weight
-        rates = gathers_of(layout, max(block, 1.0), groups, self.seconds)
+        blocks = max(1, len(self.profile.blocks)) / weight
+        dense_bytes, expert_bytes = sum(stages.dense_parameters) / blocks, sum(stages.expert_parameters) / blocks
+        rates = gathers_of(layout, dense_bytes, expert_bytes, groups, self.seconds)
         if rates is None:
             return stages.forward, stages.input, 0.0, [0.0] * len(stages.forward)
+        of_dense, of_experts = rates
         # On cores `fully_shard` waits for each collective at once, and its copies between weights and the flat tensors
         # that travel, both ways, are no longer small beside the wire.
         copied = 0.0 if self.memories.on_accelerator else 2.0 / self.device(layout).memory_bytes_per_second
         once = reduces_once(layout, self.stack)
         forward, inputs, scatters = list[float](), list[float](), list[float]()
         exposed = 0.0
-        for ahead, back, more, dense in zip(
-            stages.forward, stages.input, stages.weight, stages.dense_parameters, strict=True
+        for ahead, back, more, dense, experts in zip(
+            stages.forward, stages.input, stages.weight, stages.dense_parameters, stages.expert_parameters, strict=True
         ):
-            sent = dense * weight * (rates.gather + copied)
-            reducing = self._exposed(sent + dense * gradient * (rates.scatter + copied), back + more)
+            sent = weight * (dense * (of_dense.gather + copied) + experts * (of_experts.gather + copied))
+            scattered = dense * (of_dense.scatter + copied) + experts * (of_experts.scatter + copied)
+            reducing = self._exposed(sent + gradient * scattered, back + more)
             waits = (self._exposed(sent, ahead), self._exposed(sent, back + more) if once else reducing)
             forward.append(ahead + waits[0])
             inputs.append(back + waits[1])

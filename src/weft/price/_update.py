@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.cluster import Collective
@@ -14,30 +14,11 @@ from weft.price._placement import Group, Groups
 from weft.price._stack import Stack
 from weft.price._stages import Seconds
 from weft.price._timeline import Step
+from weft.techniques.buckets.contract import BucketSettings
 
-_WIRE_SHARES: Mapping[str, float] = {
-    "none": 1.0,
-    "bf16": 0.5,
-    "fp16": 0.5,
-    "fp8": 0.25,
-    "int8": 0.25,
-    "int4": 0.125,
-    "onebit": 1 / 28,
-    "topk": 0.02,
-    "powersgd": 0.02,
-    "randomk": 0.1,
-    "signsgd": 1 / 28,
-}
-"""Bytes on the wire over those of an all-reduce in fp32, at usual settings: PowerSGD of a low rank; top-k of 1 % with
-its indices between two ranks; random-k of 10 %."""
-_WHOLE = ("topk", "powersgd", "onebit", "randomk")
-"""Those that every rank gets whole, under ZeRO too, where the others need half of what an all-reduce moves."""
-_COMPRESSION_PASSES = 3.0
-"""Times that compressed gradients are read or written besides."""
+_USUAL_BUCKET_BYTES = BucketSettings().bucket_limits[1]
 _FIRST_READ = 0.05
 """Of the weights that a forward needs before it can begin, at least: an embedding."""
-_AVERAGE_PASSES = 4.0
-"""Times that masters are read or written around the average of replicas, besides anchor and momentum."""
 
 
 class RankLoad(NamedTuple):
@@ -67,18 +48,28 @@ class Gathers(NamedTuple):
     gather: float
     scatter: float
 
+    @classmethod
+    def of(cls, block_bytes: float, group: Group, seconds: Seconds) -> Gathers:
+        """Of blocks of so many bytes, one by one."""
+        if group.size == 1 or block_bytes <= 0.0:
+            return cls(0.0, 0.0)
+        gather = seconds("all_gather", block_bytes, group) / block_bytes
+        return cls(gather, seconds("reduce_scatter", block_bytes, group) / block_bytes)
+
 
 def element_bytes(layout: Layout) -> int:
     """Of a weight as it computes and travels."""
     return ELEMENT_BYTES.get(layout.precision, 2)
 
 
-def gathers_of(layout: Layout, block_bytes: float, groups: Groups, seconds: Seconds) -> Gathers | None:
-    """Return what travels per byte in every microbatch, blocks of `block_bytes` one by one; None: weights stay."""
-    if layout.zero < 3 or layout.shard * layout.context == 1:
+def gathers_of(
+    layout: Layout, dense_bytes: float, expert_bytes: float, groups: Groups, seconds: Seconds
+) -> tuple[Gathers, Gathers] | None:
+    """Return what travels per byte in every microbatch, of weights that are no experts and of experts; None: weights
+    stay.  The bytes are those of a block."""
+    if not layout.shards_weights or layout.shard * layout.context == 1:
         return None
-    gather = seconds("all_gather", block_bytes, groups.shard) / block_bytes
-    return Gathers(gather, seconds("reduce_scatter", block_bytes, groups.shard) / block_bytes)
+    return Gathers.of(dense_bytes, groups.shard, seconds), Gathers.of(expert_bytes, groups.expert_shard, seconds)
 
 
 def update_of(
@@ -101,35 +92,30 @@ def update_of(
     return Update(data, optimizer, offload)
 
 
-def _wire_share(layout: Layout, group: Group) -> float:
-    """Bytes of a collective over those without compression.  What top-k keeps is gathered, from every rank to all, and
-    so grows with the ranks, where the bytes of an all-reduce do not."""
-    if layout.compression == "none":
-        return 1.0
-    share = _WIRE_SHARES[layout.compression] * 4 / layout.gradient_bytes
-    return share * max(1.0, group.size / 2) if layout.compression == "topk" else share
-
-
 class _Rates:
     """What the collectives of the update take, bucket by bucket."""
 
     def __init__(self, layout: Layout, device: Device, groups: Groups, seconds: Seconds) -> None:
         self._layout, self._device, self._seconds = layout, device, seconds
-        self._bucket = bucket_bytes(layout, device.stack)
-        whole = layout.zero in (0, 3) or layout.compression in _WHOLE
+        self._bucket = bytes_together(layout, device.stack)
+        whole = not layout.gathers_after_step or layout.sends_whole
         self._kind: Collective = "all_reduce" if whole else "reduce_scatter"
         # Under local steps the ranks of a replica are all that meet in a step, for experts as for the rest.
-        dense, experts = (groups.shard, groups.shard) if layout.local_steps else (groups.data, groups.expert_data)
-        self._parts = 1
-        if layout.zero == 3 and layout.shard * layout.context > 1:
+        dense, experts = groups.data, groups.expert_data
+        if layout.replicas_step_alone:
+            dense = experts = groups.shard
+        self._parts, self._expert_parts = 1, 1
+        if layout.shards_weights and layout.shard * layout.context > 1:
             # What is left after every microbatch's scatter: the sum over copies.
-            dense, self._parts = groups.replicate, groups.shard.size
-        self._times = layout.microbatches if layout.zero == 2 and not reduces_once(layout, device.stack) else 1
-        self._silent = layout.local_steps > 0 and self._parts > 1
-        self.first = first_bucket_bytes(layout, device.stack)
+            dense = experts = groups.replicate
+            self._parts, self._expert_parts = groups.shard.size, groups.expert_shard.size
+        often = layout.shards_gradients_alone and not reduces_once(layout, device.stack)
+        self._times = layout.microbatches if often else 1
+        self._silent = layout.replicas_step_alone and self._parts > 1
+        self.first = first_bytes(layout, device.stack)
         self.dense, self.experts = (self._stream(self._reduced(group)) for group in (dense, experts))
         self.gathered_dense, self.gathered_experts = (self._stream(self._gathered(group)) for group in (dense, experts))
-        self._average = self._average_seconds(groups, seconds) if layout.local_steps else 0.0
+        self._average = self._average_seconds(groups, seconds) if layout.replicas_step_alone else 0.0
 
     def _stream(self, seconds: BucketSeconds) -> Stream:
         return Stream(self._bucket, self.first, seconds)
@@ -137,9 +123,8 @@ class _Rates:
     def _reduced(self, group: Group) -> BucketSeconds:
         """Of the reduction of so many bytes of gradients over a group."""
         layout, kind, priced = self._layout, self._kind, self._seconds
-        share, squeeze, by = _wire_share(layout, group), 0.0, layout.reduced_by
-        if layout.compression != "none":
-            squeeze = _COMPRESSION_PASSES / self._device.memory_bytes_per_second
+        share, by = layout.wire_share(layout.gradient_bytes, group.size), layout.reduced_by
+        squeeze = layout.wire_passes / self._device.memory_bytes_per_second
         return lambda size: priced(kind, size * share, group, by) + squeeze * size
 
     def _gathered(self, group: Group) -> BucketSeconds:
@@ -150,19 +135,17 @@ class _Rates:
 
     def _average_seconds(self, groups: Groups, seconds: Seconds) -> float:
         """Seconds per element and step of averaging the replicas at the end of a round: nothing hides it."""
-        layout = self._layout
-        master = 8 if layout.precision == "fp64" else 4
-        shards = groups.shard.size if layout.zero else 1
-        wire = seconds("all_reduce", self._bucket, groups.replicate) / self._bucket * master
-        passes = (_AVERAGE_PASSES * master + 2.0 * layout.outer_bytes) / self._device.memory_bytes_per_second
-        return (wire + passes) / shards / layout.local_steps
+        layout, wire = self._layout, seconds("all_reduce", self._bucket, groups.replicate) / self._bucket
+        shards = groups.shard.size if layout.shards_states else 1
+        each = layout.average_seconds(layout.wide_bytes, wire, self._device.memory_bytes_per_second)
+        return each / shards
 
     def sizes(self, load: RankLoad) -> tuple[float, float]:
         """Bytes of gradients that a rank has in buckets: dense ones and those of experts."""
         element = self._layout.gradient_bytes
         if self._silent:
             return 0.0, 0.0
-        return load.dense * element / self._parts, load.experts * element
+        return load.dense * element / self._parts, load.experts * element / self._expert_parts
 
     def average(self, load: RankLoad) -> float:
         """Exposed seconds of averaging replicas, in the mean over a round's steps."""
@@ -188,7 +171,7 @@ class _Rates:
     def publish(self, load: RankLoad) -> float:
         """Exposed seconds of gathering the weights that the optimizer shards have renewed."""
         layout, calibration = self._layout, self._device.calibration
-        if layout.zero not in (1, 2):
+        if not layout.gathers_after_step:
             return 0.0
         sizes = self.sizes(load)
         sent = together(self.gathered_dense.sent(sizes[0]), self.gathered_experts.sent(sizes[1]))
@@ -216,7 +199,7 @@ class _Rates:
                 times=times,
             )
             for stream, window, times in zip(streams, windows, (often, 1), strict=True)
-        ][: 2 if self._layout.zero in (1, 2) else 1]
+        ][: 2 if self._layout.gathers_after_step else 1]
 
 
 def bucket_of(layout: Layout, load: RankLoad, device: Device, groups: Groups, seconds: Seconds, low: int) -> int:
@@ -225,18 +208,21 @@ def bucket_of(layout: Layout, load: RankLoad, device: Device, groups: Groups, se
     return best_bucket(rates.flows(load), first=rates.first, low=low)
 
 
-def first_bucket_bytes(layout: Layout, stack: Stack) -> float:
+def first_bytes(layout: Layout, stack: Stack) -> float:
     """Return the bytes of the bucket that is ready first; it is one like the others where a stack fixes their size, and
     where every block is reduced by itself."""
-    if layout.zero == 3 or stack.bucket_elements:
-        return bucket_bytes(layout, stack)
-    return float(min(layout.first_bucket_bytes, layout.bucket_bytes))
+    if layout.shards_weights or stack.bucket_elements:
+        return bytes_together(layout, stack)
+    return float(layout.bucket_limits[0])
 
 
-def bucket_bytes(layout: Layout, stack: Stack) -> float:
-    """Return the bytes of gradients that are reduced together."""
+def bytes_together(layout: Layout, stack: Stack) -> float:
+    """Return the bytes of gradients that are reduced together; what ZeRO-3 sums over its copies comes block by block,
+    of which the usual bucket stands."""
+    if layout.shards_weights and not layout.compresses:
+        return float(_USUAL_BUCKET_BYTES)
     elements = max(stack.bucket_elements, stack.bucket_elements_per_rank * layout.data * layout.context)
-    return float(max(layout.bucket_bytes, elements * layout.gradient_bytes))
+    return float(max(layout.bucket_limits[1], elements * layout.gradient_bytes))
 
 
 def _beside(layout: Layout, whole: float, window: float) -> tuple[float, float]:
@@ -255,12 +241,13 @@ def _beside(layout: Layout, whole: float, window: float) -> tuple[float, float]:
 def _optimizer(layout: Layout, load: RankLoad, device: Device) -> tuple[float, float]:
     """Seconds of the optimizer's step, and of moving what it needs from and to host memory."""
     ranks = layout.summing * layout.context
-    shards = 1 if layout.zero == 0 else ranks if layout.zero < 3 else layout.shard * layout.context
-    expert_shards = 1 if layout.zero == 0 else max(1, shards * layout.tensor // layout.expert)
+    over = layout.shard * layout.context if layout.shards_weights else ranks
+    shards = over if layout.shards_states else 1
+    expert_shards = max(1, shards * layout.tensor // layout.expert) if layout.shards_states else 1
     mine = load.dense / shards + load.experts / expert_shards
-    is_shared = layout.zero >= 2 and not holds_whole_gradients(layout, device.stack)
+    is_shared = layout.shards_gradients and not holds_whole_gradients(layout, device.stack)
     held = mine if is_shared else load.dense + load.experts
-    if layout.offload == "optimizer":
+    if layout.offloads_optimizer:
         calibration = device.calibration
         moved = mine * (layout.gradient_bytes + element_bytes(layout)) / calibration.host_link_bytes_per_second
         worked = mine * 2.0 * layout.master_bytes / calibration.host_optimizer_bytes_per_second

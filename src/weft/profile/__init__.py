@@ -1,12 +1,5 @@
 """Profile: what a model computes, keeps and sends, block by block, without torch."""
 
-from collections.abc import Mapping
-
-from weft.profile._known import KnownModel as KnownModel
-from weft.profile._known import find_known, joined
-from weft.profile._known_gpt import gpt_models
-from weft.profile._known_llama import llama_models
-from weft.profile._known_mixtures import mixture_models
 from weft.profile._of_recipe import profile_of as profile_of
 from weft.profile._of_recipe import sizes_of as sizes_of
 from weft.profile._plain import ConvolutionSizes as ConvolutionSizes
@@ -24,15 +17,3 @@ from weft.profile._profile import Profile as Profile
 from weft.profile._sizes import Activation as Activation
 from weft.profile._sizes import ModelSizes as ModelSizes
 from weft.profile._transformer import profile_of_sizes as profile_of_sizes
-
-KNOWN_MODELS: Mapping[str, KnownModel] = joined(gpt_models(), llama_models(), mixture_models())
-"""Well-known models by their public names in lower case: `llama-3.1-405b`, `deepseek-v3`, `gpt3-175b`."""
-
-
-def known_model(name: str) -> KnownModel:
-    """Look a model of `KNOWN_MODELS` up, whatever the case and with `_` or spaces for `-`.
-
-    Raises:
-        RecipeError: no model of that name; the message lists the closest one, or all.
-    """
-    return find_known(KNOWN_MODELS, name)

@@ -1,5 +1,7 @@
 """Prove that a plan computes what one process computes: the same gradients, the same losses."""
 
+from weft.models import Widths as Widths
+from weft.models import shrink_config as shrink_config
 from weft.prove._awaken import awaken as awaken
 from weft.prove._cause import Evidence as Evidence
 from weft.prove._cause import likely_cause as likely_cause
@@ -11,7 +13,7 @@ from weft.prove._fold import DEFAULT_PROCESSES as DEFAULT_PROCESSES
 from weft.prove._fold import Folded as Folded
 from weft.prove._fold import fold_plan as fold_plan
 from weft.prove._fold import least_processes as least_processes
-from weft.prove._isolate import TECHNIQUES as TECHNIQUES
+from weft.prove._isolate import REMOVABLE as REMOVABLE
 from weft.prove._isolate import without as without
 from weft.prove._judge import Departure as Departure
 from weft.prove._judge import Outcome as Outcome
@@ -34,5 +36,3 @@ from weft.prove._trial import Trial as Trial
 from weft.prove._trial import one_process as one_process
 from weft.prove._trial import run_trial as run_trial
 from weft.prove._trial_data import TrialData as TrialData
-from weft.prove._widths import Widths as Widths
-from weft.prove._widths import shrink_config as shrink_config

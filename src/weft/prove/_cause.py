@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from weft.figures import spell_figure
 from weft.models import Blueprint
 from weft.parallel import Piece
 from weft.plan import Plan, axis_coordinates
@@ -114,7 +115,7 @@ def factor_sentence(factor: float, plan: Plan) -> str:
         return "zero: it never arrives"
     if abs(factor + 1) <= _CLOSE:
         return "right but for its sign"
-    return f"exactly {factor:.9g} times the right one: a wrong divisor or scale"
+    return f"exactly {spell_figure(factor, 9)} times the right one: a wrong divisor or scale"
 
 
 # ── the first step ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -369,7 +370,8 @@ def _norm(evidence: Evidence) -> str:
             return f"all gradients are equal, but {who} do not count"
     factor = found / wanted
     return (
-        f"all gradients are equal, but the norm is {factor:.9g} times the right one: squares counted twice or left out"
+        f"all gradients are equal, but the norm is {spell_figure(factor, 9)} times the right one: squares counted twice"
+        " or left out"
     )
 
 

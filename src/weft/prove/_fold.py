@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
-from weft.plan import Axis, MeshPlan, MicrobatchPlan, Plan, Recompute, chunk_limits
+from weft.plan import Axis, MeshPlan, MicrobatchPlan, Plan, Recompute
 
 DEFAULT_PROCESSES = 8
 """Enough for data 2 × tensor 2 × pipeline 2."""
@@ -45,16 +45,11 @@ def fold_plan(plan: Plan, *, processes: int | None, num_blocks: int | None, may_
         PlanError: so few processes cannot show every axis.
     """
     mesh = _fold_mesh(plan.mesh, processes)
-    chunks = plan.pipeline_parallel.chunks_per_rank
-    least, most = chunk_limits(plan.pipeline_parallel.schedule)
-    if mesh.pipeline < plan.mesh.pipeline and mesh.pipeline > 1 and most is None:
-        chunks = max(least, min(chunks, 2))
-    pipeline = replace(plan.pipeline_parallel, chunks_per_rank=chunks)
-    blocks = _Blocks(plan, mesh.pipeline * chunks, num_blocks or 0, may_shrink)
-    buckets = plan.data_parallel
-    if may_shrink:
-        small = min(buckets.bucket_bytes, _SMALL_BUCKET_BYTES)
-        buckets = replace(buckets, bucket_bytes=small, first_bucket_bytes=min(buckets.first_bucket_bytes, small // 4))
+    pipeline = plan.pipeline_parallel
+    if 1 < mesh.pipeline < plan.mesh.pipeline:
+        pipeline = pipeline.with_few_chunks()
+    blocks = _Blocks(plan, pipeline.num_stages(mesh.pipeline), num_blocks or 0, may_shrink)
+    buckets = plan.data_parallel.with_small_buckets(_SMALL_BUCKET_BYTES) if may_shrink else plan.data_parallel
     folded = replace(
         plan,
         mesh=mesh,
@@ -62,7 +57,7 @@ def fold_plan(plan: Plan, *, processes: int | None, num_blocks: int | None, may_
         pipeline_parallel=replace(pipeline, cuts=blocks.cuts()),
         microbatch=_fold_microbatches(plan, mesh),
         memory=replace(plan.memory, recompute=blocks.recompute()),
-        compute=replace(plan.compute, device="cpu", threads_per_rank=1),
+        compute=replace(plan.compute, device="cpu").with_threads(1),
         origins={},
     )
     return Folded(plan=folded, num_blocks=blocks.count() if num_blocks else num_blocks)
@@ -123,7 +118,7 @@ def _fold_microbatches(plan: Plan, mesh: MeshPlan) -> MicrobatchPlan:
     lowest = min(chosen)
     folded = tuple(base + min(share - lowest, 2) for share in chosen)
     size = min(plan.microbatch.size, 5 if max(folded) == 1 else 3)
-    return MicrobatchPlan(size=size, per_step=folded if len(set(folded)) > 1 else folded[0])
+    return MicrobatchPlan.of(size, folded)
 
 
 def _spread(whole: int, count: int) -> list[int]:

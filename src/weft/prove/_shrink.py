@@ -11,10 +11,9 @@ from typing import Any
 
 from weft.errors import RecipeError
 from weft.figures import spell_memory
-from weft.models import build_model
+from weft.models import Widths, build_model, shrink_config, shrink_feed_forward
 from weft.plan import ModelFacts, Plan, default_ffn_size
 from weft.prove._fold import fold_plan
-from weft.prove._widths import SEQUENCE_LENGTH, Widths, shrink_config, shrink_feed_forward
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -25,11 +24,12 @@ from weft.recipe import (
     MlpShape,
     ModelRecipe,
     OptimizerRecipe,
-    PermitRecipe,
     Recipe,
     ReferenceShape,
 )
 
+SEQUENCE_LENGTH = 11
+"""Odd on purpose: no axis divides it."""
 STEPS = 3
 """Optimizer steps of a check: after the third, a wrong divisor or clip norm is in losses and weights."""
 _BYTES_PER_PARAMETER = 48
@@ -74,12 +74,7 @@ def shrink_case(
         batch=BatchRecipe(global_batch_size=folded.plan.global_batch_size),
         optimizer=_shrink_optimizer(recipe),
         run=replace(recipe.run, steps=STEPS, evaluate_every=None, evaluate_batches=None, save_every=None),
-        permit=PermitRecipe(
-            precision=("fp64", "fp32", "bf16", "fp16"),
-            compression=recipe.permit.compression,
-            staleness=recipe.permit.staleness,
-            local_steps=recipe.permit.local_steps,
-        ),
+        permit=replace(recipe.permit, precision=("fp64", "fp32", "bf16", "fp16")),
         origins={},
     )
     small, dropped = _without_absent_patterns(small)

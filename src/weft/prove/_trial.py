@@ -11,10 +11,11 @@ from weft.comm import Mesh
 from weft.engine import TrainingState, create_training, learning_rate
 from weft.models import Blueprint
 from weft.parallel import Piece, shard_pieces
-from weft.plan import ComputePlan, MemoryPlan, MicrobatchPlan, Plan
+from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, DataParallelPlan, MicrobatchPlan, Plan
 from weft.prove._trial_data import TrialData
 from weft.recipe import Recipe
 from weft.record import Recorder
+from weft.techniques.registry import TECHNIQUES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,16 +37,15 @@ class Trial:
 
 def one_process(plan: Plan) -> Plan:
     """The plan of one process for the same batch: no axis, no technique, everything in one microbatch."""
-    return Plan(
-        microbatch=MicrobatchPlan(size=plan.global_batch_size, per_step=1),
-        memory=MemoryPlan(fused_loss=False),
-        compute=ComputePlan(
-            precision=plan.compute.precision,
-            device=plan.compute.device,
-            threads_per_rank=plan.compute.threads_per_rank,
-        ),
-        data_parallel=replace(Plan().data_parallel, zero=0),
+    alone = Plan(
+        microbatch=MicrobatchPlan(size=plan.global_batch_size),
+        data_parallel=DataParallelPlan().unsharded(),
+        compute=replace(plan.compute, compile=False, backend="auto").waiting(COLLECTIVE_TIMEOUT_SECONDS),
     )
+    for technique in TECHNIQUES:
+        for removal in technique.removals:
+            alone = removal.apply(alone)
+    return alone
 
 
 def run_trial(

@@ -79,7 +79,8 @@ def _sizes(profile: Profile) -> tuple[float, ...]:
 
 def _states(profile: Profile, layout: Layout) -> float:
     """Bytes of weights, gradients and optimizer of a mean rank; what ZeRO shares out is left out."""
-    each = float(layout.gradient_bytes if layout.zero < 2 else 0) + (layout.master_bytes if layout.zero < 1 else 0)
+    each = 0.0 if layout.shards_gradients else float(layout.gradient_bytes)
+    each += 0 if layout.shards_states else layout.master_bytes
     weights = 4 if layout.precision in ("fp32", "tf32") else 2
-    each += weights if layout.zero < 3 else 0
+    each += weights if not layout.shards_weights else 0
     return each * profile.num_parameters / (layout.tensor * layout.pipeline)

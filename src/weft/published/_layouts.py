@@ -16,6 +16,7 @@ from weft.published._models import trains_adapters_only
 from weft.published._rows import Run
 from weft.published._sources import Framework, framework_of, year_of
 from weft.published._unpredictable import Unpredictable
+from weft.techniques.zero.contract import stage_of
 
 _PRECISIONS: dict[str, PricedPrecision] = {
     "fp64": "fp64",
@@ -93,7 +94,7 @@ def layouts_of_run(run: Run, profile: Profile, cluster: Cluster) -> tuple[Layout
         context=context,
         tensor=tensor,
         expert=expert,
-        zero=zero,
+        zero=stage_of(zero),
         sequence_parallel=tensor > 1 and _sequence_parallel(run, framework),
         context_scheme="all_gather" if framework.name in ("torchtitan", "nemo-automodel") else "ring",
         precision=_precision(run, cluster),
@@ -200,7 +201,7 @@ def _with_states(layout: Layout, framework: Framework) -> Layout:
     """Set the bytes of gradients and optimizer as the framework keeps them, weights of 2 bytes beside them."""
     if layout.precision in ("fp32", "tf32"):
         return replace(layout, gradient_bytes=4, master_bytes=8)
-    if layout.zero == 3 and framework.fully_sharded:
+    if layout.shards_weights and framework.fully_sharded:
         # FSDP shards fp32 weights, gradients and two moments: 16 bytes, of which 2 stand under weights.
         return replace(layout, gradient_bytes=4, master_bytes=10)
     if framework.name in ("nemo", "megatron-bridge"):

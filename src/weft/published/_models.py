@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.errors import RecipeError
-from weft.profile import KNOWN_MODELS, ModelSizes, Profile, profile_of_sizes
+from weft.profile import ModelSizes, Profile, profile_of_sizes
+from weft.profile.known import KNOWN_MODELS
 from weft.published._rows import Run
 from weft.published._sources import framework_of, year_of
 from weft.published._unpredictable import Unpredictable

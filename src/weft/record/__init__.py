@@ -1,7 +1,5 @@
 """Where the time of a run went: spans, collectives, and what follows for buckets."""
 
-from weft.record._bucket_advice import BucketAdvice as BucketAdvice
-from weft.record._bucket_advice import advise_bucket as advise_bucket
 from weft.record._collectives import CollectiveLog as CollectiveLog
 from weft.record._collectives import Traffic as Traffic
 from weft.record._recorder import PHASES as PHASES

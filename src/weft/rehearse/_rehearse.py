@@ -103,7 +103,7 @@ def microbatch_counts(plan: Plan, rank: int) -> tuple[int, int, tuple[int, ...]]
     """
     shares = plan.microbatch.shares(plan.mesh.data)
     whole = max(shares[_data_index(plan, rank)], 1)
-    few = plan.mesh.pipeline * (2 if plan.pipeline_parallel.chunks_per_rank > 1 else 1)
+    few = plan.pipeline_parallel.pattern_microbatches(plan.mesh.pipeline)
     # With unequal shares only the last microbatches of some ranks reduce, so no two short steps would show the pattern.
     repeats = reduction_rounds(plan) == 1 or len(set(shares)) == 1
     return whole, few, (few, 2 * few) if repeats and whole > 2 * few and whole % few == 0 else (whole,)
@@ -144,8 +144,8 @@ def _run(
                 notes.append("the model brings no example batch, so no step was taken: no gradients, no collectives")
             else:
                 training.stepper([example_batch(blueprint, plan)] * microbatches, step=0, learning_rate=1e-3)
-            if training.rounds is not None and plan.data_parallel.local_steps > 1:
-                notes.append(_round_note(training.rounds.round_bytes(), plan.data_parallel.local_steps))
+            if training.rounds is not None and training.rounds.length > 1:
+                notes.append(_round_note(training.rounds.round_bytes(), training.rounds.length))
             state = _state_bytes(training)
         notes += [str(warning.message) for warning in heard if not issubclass(warning.category, DeprecationWarning)]
         return RankReport(
@@ -169,8 +169,8 @@ def _round_note(size_bytes: int, steps: int) -> str:
 
 def prepare_device_mesh(plan: Plan, mesh: Mesh) -> None:
     """Make ZeRO-3's DeviceMesh while tensors still have values; the mesh keeps it."""
-    if plan.data_parallel.zero == 3 and plan.mesh.shard > 1:
-        sums_replicas = plan.mesh.replicate > 1 and not plan.data_parallel.local_steps
+    if plan.data_parallel.shards_weights and plan.mesh.shard > 1:
+        sums_replicas = plan.mesh.replicate > 1 and not plan.data_parallel.replicas_step_alone
         axes: tuple[Axis, ...] = ("replicate", "shard") if sums_replicas else ("shard",)
         mesh.device_mesh(*axes)
 

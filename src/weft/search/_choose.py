@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from weft.cluster import Cluster, table_links
 from weft.errors import PlanError
 from weft.figures import spell_figure, spell_memory, spell_seconds
-from weft.plan import ComputePlan, DataParallelPlan, ModelFacts, Plan, check_plan
+from weft.plan import DataParallelPlan, ModelFacts, Plan, check_plan
 from weft.price import DATASHEET, Calibration, Pricer
 from weft.profile import Profile
 from weft.recipe import Recipe
@@ -18,6 +18,7 @@ from weft.search._recipe_space import recipe_space
 from weft.search._result import Candidate
 from weft.search._search import search
 from weft.search._space import Space, divisors
+from weft.techniques.compute.contract import THREADS
 
 _MOST_WORLDS = 64
 """Processes up to which every split of exactly that many is searched one by one."""
@@ -173,7 +174,7 @@ def _with_threads(candidate: Candidate, cluster: Cluster) -> Candidate:
     if cluster.has_accelerators:  # the other devices' ranks may be another job's
         per_node = max(per_node, *(node.devices.count for node in cluster.nodes))
     threads = max(1, min(node.cores for node in cluster.nodes) // per_node)
-    compute: ComputePlan = replace(candidate.plan.compute, threads_per_rank=threads)
+    compute = candidate.plan.compute.with_threads(threads)
     return replace(candidate, plan=replace(candidate.plan, compute=compute))
 
 
@@ -202,7 +203,7 @@ def explain_settings(plan: Plan, recipe: Recipe, cluster: Cluster, rivals: Seque
     reasons = {
         f"mesh.{axis or 'replicate'}": f"predicted {seconds} per step, {memory} per process{_margin(rivals)}",
         "microbatch.size": f"{plan.microbatch.size} × {listed} = the recipe's {recipe.batch.global_batch_size}",
-        "compute.threads_per_rank": f"{cluster.num_cores:,} cores over {count}",
+        THREADS: f"{cluster.num_cores:,} cores over {count}",
         "compute.precision": "the fastest here that the recipe permits",
     }
     if plan.mesh.data > 1:

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 from weft.errors import PlanError
-from weft.plan import (
-    ComputePlan,
-    ContextParallelPlan,
-    DataParallelPlan,
-    MemoryPlan,
-    MeshPlan,
-    MicrobatchPlan,
-    PipelineParallelPlan,
-    Plan,
-    Schedule,
-    TensorParallelPlan,
-    even_shares,
-)
-from weft.price import Layout
+from weft.plan import MicrobatchPlan, Plan, even_shares
+from weft.price import Layout, layout_settings
 from weft.recipe import Precision
+from weft.techniques.pipeline.schedules import Schedule
+from weft.techniques.zero.contract import stage_of
 
 
 def plan_of(layout: Layout, *, global_batch_size: int, shares: Sequence[int] | None = None) -> Plan:
@@ -33,37 +23,22 @@ def plan_of(layout: Layout, *, global_batch_size: int, shares: Sequence[int] | N
     Raises:
         PlanError: a plan cannot say it: its precision, frozen weights, or microbatches that are not the global batch.
     """
-    return Plan(
-        mesh=MeshPlan(
-            pipeline=layout.pipeline,
-            replicate=layout.replicate,
-            shard=layout.shard,
-            context=layout.context,
-            tensor=layout.tensor,
-            expert=layout.expert,
-            order=layout.order,
-        ),
-        data_parallel=DataParallelPlan(
-            zero=_zero(layout.zero),
-            algorithm=layout.algorithm,
-            bucket_bytes=layout.bucket_bytes,
-            first_bucket_bytes=min(layout.bucket_bytes, layout.first_bucket_bytes),
-            compression=layout.compression,
-            reduce_every=layout.reduce_every,
-            reduce_precision=_reduce_precision(layout),
-            local_steps=layout.local_steps,
-            outer_learning_rate=layout.outer_learning_rate,
-            outer_momentum=layout.outer_momentum,
-        ),
-        tensor_parallel=TensorParallelPlan(scheme=layout.tensor_scheme, sequence=layout.sequence_parallel),
-        context_parallel=ContextParallelPlan(scheme=layout.context_scheme),
-        pipeline_parallel=PipelineParallelPlan(
-            schedule=_schedule(layout), chunks_per_rank=layout.chunks, cuts=layout.cuts
-        ),
-        microbatch=_microbatch(layout, global_batch_size, shares),
-        memory=MemoryPlan(recompute=layout.recompute, offload=layout.offload, fused_loss=layout.fused_loss),
-        compute=ComputePlan(precision=_precision(layout)),
-    )
+    derived: dict[str, Any] = {
+        "data_parallel.zero": stage_of(layout.zero),
+        "data_parallel.first_bucket_bytes": min(layout.bucket_bytes, layout.first_bucket_bytes),
+        "data_parallel.reduce_precision": _reduce_precision(layout),
+        "pipeline_parallel.schedule": _schedule(layout),
+        "compute.precision": _precision(layout),
+    }
+    sections: dict[str, dict[str, Any]] = {}
+    same = {setting.key: getattr(layout, setting.layout) for setting in layout_settings()}
+    for key, value in (same | derived).items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    sections.pop("microbatch")
+    kinds = get_type_hints(Plan)
+    made = {name: kinds[name](**settings) for name, settings in sections.items()}
+    return Plan(microbatch=_microbatch(layout, global_batch_size, shares), **made)
 
 
 def _microbatch(layout: Layout, global_batch_size: int, shares: Sequence[int] | None) -> MicrobatchPlan:
@@ -74,15 +49,7 @@ def _microbatch(layout: Layout, global_batch_size: int, shares: Sequence[int] | 
             f"{layout.microbatches} microbatches of {size} samples on the busiest of {layout.data} data ranks do not "
             f"make a global batch of {global_batch_size}: even shares would be {even_shares(total, layout.data)[0]}."
         )
-    return MicrobatchPlan(size=size, per_step=given[0] if len(set(given)) == 1 else given)
-
-
-def _zero(stage: int) -> Literal[0, 1, 2, 3]:
-    match stage:
-        case 0 | 1 | 2 | 3:
-            return stage
-        case _:
-            raise PlanError(f"data_parallel.zero = {stage} is no stage. Use 0, 1, 2 or 3.")
+    return MicrobatchPlan.of(size, given)
 
 
 def _schedule(layout: Layout) -> Schedule:

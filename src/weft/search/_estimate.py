@@ -13,12 +13,22 @@ import numpy as np
 
 from weft.cluster import Collective
 from weft.plan import SPLIT_BACKWARD, Schedule
-from weft.price import LARGEST_BUCKET, PROCESS_BYTES, SMALLEST_BUCKET, Group, Layout, Pricer, activation_bytes
+from weft.price import (
+    LARGEST_BUCKET,
+    PROCESS_BYTES,
+    SMALLEST_BUCKET,
+    Gathers,
+    Group,
+    Layout,
+    Pricer,
+    activation_bytes,
+)
 from weft.search._bounds import CLOSED_FORM_EXCESS, LONG_FORM_EXCESS, Floats
 from weft.search._group import GroupCosts, Held, Passes
 from weft.search._options import Options, Way
 from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints
+from weft.techniques.zero.contract import stage_of
 
 _SIZES = (float(1 << 20), float(1 << 22), float(1 << 24), float(1 << 26), float(LARGEST_BUCKET))
 """Bytes of collectives, of whose speeds the best is taken."""
@@ -107,11 +117,11 @@ class RateTable:
         """Whether fewer ranks never lie across more islands than more ranks do."""
         self._found: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
 
-    def rates(self, costs: GroupCosts, way: Way, data: Ints, block_bytes: float) -> Rates:
+    def rates(self, costs: GroupCosts, way: Way, data: Ints, block_bytes: tuple[float, float]) -> Rates:
         """Return the rates of every row.
 
         Args:
-            block_bytes: of the weights that ZeRO-3 gathers at once.
+            block_bytes: of the weights that ZeRO-3 gathers at once: those of a block that are no experts, and experts.
         """
         least = way.least if way.zero == 3 else data
         if self._regular and costs.bases[0].expert == 1:
@@ -120,39 +130,43 @@ class RateTable:
         wide = int(max(data.max(initial=0), least.max(initial=0))) + 1
         keys, rows = np.unique((costs.case * wide + data) * wide + least, return_inverse=True)
         found = [
-            self._of(costs.bases[int(key) // wide**2], way.zero, int(key) // wide % wide, int(key) % wide, block_bytes)
+            self._of(costs.bases[int(key) // wide**2], way.zero, int(key) // wide % wide, int(key) % wide, *block_bytes)
             for key in keys
         ]
         return Rates(*(np.array(column)[rows] for column in zip(*found, strict=True)))
 
     def _of(
-        self, base: Layout, zero: int, data: int, shard: int, block_bytes: float
+        self, base: Layout, zero: int, data: int, shard: int, block_bytes: float, expert_bytes: float
     ) -> tuple[float, float, float, float]:
         axes = (base.tensor, base.context, base.expert, base.order)
-        key = (*axes, base.pipeline, zero, data, shard, block_bytes * (zero == 3))
+        key = (*axes, base.pipeline, zero, data, shard, block_bytes * (zero == 3), expert_bytes * (zero == 3))
         if key not in self._found:
-            layout = replace(base, shard=shard, replicate=max(1, data // shard), zero=zero)
-            self._found[key] = self._find(layout, block_bytes)
+            layout = replace(base, shard=shard, replicate=max(1, data // shard), zero=stage_of(zero))
+            self._found[key] = self._find(layout, block_bytes, expert_bytes)
         return self._found[key]
 
-    def _find(self, layout: Layout, block_bytes: float) -> tuple[float, float, float, float]:
+    def _find(self, layout: Layout, block_bytes: float, expert_bytes: float) -> tuple[float, float, float, float]:
         # Experts borrow of more shards than the least: of their own collectives nothing is known then.
         borrows = layout.expert_room % layout.expert == 0
         layout = layout if borrows else replace(layout, expert=1)
         pricer, zero, groups = self._pricer, layout.zero, self._pricer.groups(layout)
-        element, gradient, by = float(activation_bytes(layout.precision)), float(layout.gradient_bytes), ("auto",)
+        element, gradient = float(activation_bytes(layout.precision)), float(layout.gradient_bytes)
         is_whole = self._space.compressions == ("none",)  # what is sent else, and how, `weft.price` knows
         if zero == 3:
-            by = by if layout.shard > 1 else self._space.algorithms
-            experts = self._best("all_reduce", groups.expert_data, by) * gradient * borrows * is_whole
             if layout.shard * layout.context == 1:
-                return 0.0, 0.0, experts, 0.0
-            gather = pricer.seconds("all_gather", block_bytes, groups.shard) / block_bytes
-            scatter = pricer.seconds("reduce_scatter", block_bytes, groups.shard) / block_bytes
-            if not pricer.cluster.has_accelerators:  # see `Pricer`
-                copied = 2.0 / pricer.device(layout).memory_bytes_per_second
-                gather, scatter = gather + copied, scatter + copied
-            return scatter * gradient, gather * element, experts, 0.0
+                return 0.0, 0.0, 0.0, 0.0
+            dense, experts = (
+                Gathers.of(size, group, pricer.seconds)
+                for size, group in zip((block_bytes, expert_bytes), (groups.shard, groups.expert_shard), strict=True)
+            )
+            # See `Pricer`.
+            copied = 0.0 if pricer.cluster.has_accelerators else 2.0 / pricer.device(layout).memory_bytes_per_second
+            return (
+                (dense.scatter + copied) * gradient,
+                (dense.gather + copied) * element,
+                (experts.scatter * borrows + copied) * gradient,
+                (experts.gather * borrows + copied) * element,
+            )
         gradient *= is_whole
         kind: Collective = "all_reduce" if zero == 0 else "reduce_scatter"
         sharded, by = element if zero else 0.0, self._space.algorithms
@@ -204,8 +218,9 @@ class Estimates:
         self._gradient, self._master = float(base.gradient_bytes), float(base.master_bytes)
         self._once = self._reduces_once(way)
         self._waiting = self._whole_gradients()
-        block_bytes = max(1.0, (weights.dense + weights.stem + weights.tail) / blocks * self._element)
-        self._rates = rates.rates(costs, way, splits.data, block_bytes)
+        dense_bytes = (weights.dense + weights.stem + weights.tail) / blocks * self._element
+        expert_bytes = weights.experts / blocks * self._element
+        self._rates = rates.rates(costs, way, splits.data, (dense_bytes, expert_bytes))
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -227,9 +242,10 @@ class Estimates:
         """Exposed seconds of ZeRO-3's collectives of one microbatch on one rank, forward and backward; and what a
         reduction once per step adds to it."""
         p = self._options.splits.pipeline
-        sent = self._least_dense * self._rates.gather
+        sent = self._least_dense * self._rates.gather + self._experts * self._rates.gather_experts
+        scattered = self._least_dense * self._rates.reduce + self._experts * self._rates.reduce_experts
         forward, backward = passes.forward / p, (passes.input + passes.weight) / p
-        reducing = self._exposed(sent + self._least_dense * self._rates.reduce, backward)
+        reducing = self._exposed(sent + scattered, backward)
         back = np.where(self._once, self._exposed(sent, backward), reducing)
         return self._exposed(sent, forward), back, np.maximum(0.0, reducing - back)
 
@@ -252,7 +268,8 @@ class Estimates:
         and a backward wait for."""
         p, rates, stack = self._options.splits.pipeline, self._rates, self._pricer.stack
         overlap = self._pricer.calibration.overlap_share
-        whole = self._experts * rates.reduce_experts + (self._least_dense * rates.reduce if self._zero < 3 else 0.0)
+        whole = self._experts * rates.reduce_experts + self._least_dense * rates.reduce
+        whole = whole * (self._zero < 3)  # what ZeRO-3 sends, microbatches wait for; its copies' sum is left out
         times = np.where(self._once, 1, self._options.splits.microbatches) if self._zero == 2 else 1
         window = overlap * ((passes.input + passes.weight) / p + back) * self._uneven * stack.overlap_gradients
         exposed = self._beside(whole, window) * times

@@ -9,6 +9,7 @@ from weft.cluster import Cluster
 from weft.errors import PlanError
 from weft.plan import ModelFacts, Plan, auto_plan
 from weft.recipe import Recipe
+from weft.techniques.compute.contract import THREADS
 
 
 def plan_by_rule(
@@ -27,10 +28,10 @@ def plan_by_rule(
     plan, reasons = auto_plan(recipe, cluster, facts, processes)
     world = plan.mesh.data * model_ranks
     threads = max(1, cluster.num_cores // world)
-    if model_ranks == 1 or cluster.has_accelerators or threads >= plan.compute.threads_per_rank:
+    if model_ranks == 1 or cluster.has_accelerators or threads >= plan.compute.num_threads:
         return plan, reasons
-    told = {"compute.threads_per_rank": f"{cluster.num_cores} cores over {world} processes"}
-    return replace(plan, compute=replace(plan.compute, threads_per_rank=threads)), {**reasons, **told}
+    told = {THREADS: f"{cluster.num_cores} cores over {world} processes"}
+    return replace(plan, compute=plan.compute.with_threads(threads)), {**reasons, **told}
 
 
 def enough_processes(given: Plan, cluster: Cluster, processes: int | None) -> int | None:

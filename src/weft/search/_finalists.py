@@ -91,7 +91,7 @@ class Finalists:
     def _placed(self, row: Layout, least_shard: int) -> Iterator[Layout]:
         """Orders of the axes on the hardware, and ranks over which ZeRO-3 shards."""
         shards = [row.shard]
-        if row.zero == 3 and least_shard < row.shard:
+        if row.shards_weights and least_shard < row.shard:
             inside = [n for n in divisors(row.data) if least_shard <= n <= row.shard]
             shards = [n for n in inside if (n * row.context) % row.expert == 0]
         for shard in shards:
@@ -124,8 +124,9 @@ class Finalists:
                 if plain.offload == "none" and self._fits(replace(plain, fused_loss=fused)):
                     return limit
                 for heavy in words[place + 1 :] if self._space.per_block_recompute else ():
-                    start = replace(plain, fused_loss=fused)
-                    limit = min(limit, self._with_mixture(start, Level(light, heavy), limit))
+                    for offload in self._space.offloads:
+                        start = replace(plain, fused_loss=fused, offload=offload)
+                        limit = min(limit, self._with_mixture(start, Level(light, heavy), limit))
         return limit
 
     def _with_bucket(self, layout: Layout, limit: float) -> float:
@@ -174,7 +175,7 @@ class Finalists:
     def _bound(self, layout: Layout) -> float:
         """The score by closed form, less what closed forms may be too long, and without the update."""
         groups = self._pricer.groups(layout)
-        sharded = (layout.shard, layout.reduce_every, groups.shard) if layout.zero == 3 else None
+        sharded = (layout.shard, layout.reduce_every, groups.shard) if layout.shards_weights else None
         statistics = groups.data if self._pricer.profile.has_batch_norm else None
         key = (
             _TIMED(layout),

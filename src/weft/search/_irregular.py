@@ -104,13 +104,13 @@ def _volumes(profile: Profile, layout: Layout) -> dict[Axis, float]:
     blocks = len(profile.blocks) / layout.pipeline
     weights = profile.num_parameters / layout.tensor / layout.pipeline
     gradients = 2.0 * weights * layout.gradient_bytes
-    gathered = 3.0 * weights * 2.0 * layout.microbatches if layout.zero == 3 else gradients
+    gathered = 3.0 * weights * 2.0 * layout.microbatches if layout.shards_weights else gradients
     return {
         "tensor": 8.0 * activation * blocks,
         "context": 4.0 * activation * blocks,
         "pipeline": 2.0 * activation / (layout.tensor if layout.sequence_parallel else 1) * layout.chunks,
         "shard": gathered,
-        "replicate": gradients / (layout.shard if layout.zero == 3 else 1),
+        "replicate": gradients / (layout.shard if layout.shards_weights else 1),
     }
 
 

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from weft.plan import Plan
+from weft.plan import Plan, plan_settings
 from weft.search._space import Space
+from weft.techniques.registry import TECHNIQUES
+from weft.techniques.settings import Declared
 
-_FIELDS: Mapping[str, str] = {
-    "mesh.pipeline": "pipelines",
-    "mesh.shard": "shards",
-    "mesh.context": "contexts",
-    "mesh.tensor": "tensors",
-    "mesh.expert": "experts",
-    "mesh.order": "orders",
-    "data_parallel.zero": "zeros",
-    "data_parallel.reduce_every": "reductions",
-    "data_parallel.bucket_bytes": "bucket_bytes",
-    "data_parallel.first_bucket_bytes": "first_bucket_bytes",
-    "data_parallel.compression": "compressions",
-    "data_parallel.algorithm": "algorithms",
-    "tensor_parallel.scheme": "tensor_schemes",
-    "tensor_parallel.sequence": "sequence_parallels",
-    "context_parallel.scheme": "context_schemes",
-    "pipeline_parallel.schedule": "schedules",
-    "pipeline_parallel.chunks_per_rank": "chunks",
-    "microbatch.size": "microbatch_sizes",
-    "memory.recompute": "recomputes",
-    "memory.offload": "offloads",
-    "memory.fused_loss": "fused_losses",
-    "compute.precision": "precisions",
-}
-"""Setting of a plan → values of the space."""
 _DATA = ("mesh.replicate", "mesh.shard")
+
+
+@functools.cache
+def searched() -> Mapping[str, Declared]:
+    """Return the settings that search chooses, by their dotted keys."""
+    return {setting.key: setting for setting in plan_settings() if setting.knob.space}
 
 
 def pinned(space: Space, plan: Plan) -> Space:
@@ -43,15 +27,13 @@ def pinned(space: Space, plan: Plan) -> Space:
     Settings that search does not choose, such as threads, are left to the caller, to be laid over what it finds.
     """
     changes: dict[str, Any] = {}
+    for technique in TECHNIQUES:
+        for key, values in technique.leaves(plan).items():
+            name = searched()[key].knob.space
+            changes[name] = tuple(value for value in getattr(space, name) if value in values)
     for key in plan.origins:
-        if key in _FIELDS:
-            changes[_FIELDS[key]] = (_value(plan, key),)
-    if plan.data_parallel.local_steps:
-        if "data_parallel.algorithm" not in plan.origins:
-            changes["algorithms"] = ("auto",)  # replicas have no sums in every step that another way could carry
-        if "data_parallel.zero" not in plan.origins and plan.mesh.shard == 1:
-            # ZeRO-1 and 2 share out over data ranks what each replica keeps for itself.
-            changes["zeros"] = tuple(zero for zero in space.zeros if zero in (0, 3))
+        if key in searched():
+            changes[searched()[key].knob.space] = (_value(plan, key),)
     if "memory.recompute" in plan.origins:
         changes["per_block_recompute"] = False
         if isinstance(plan.memory.recompute, tuple):
@@ -64,7 +46,7 @@ def pinned(space: Space, plan: Plan) -> Space:
 
 def beyond_search(given: Plan) -> tuple[str, ...]:
     """Return the settings that a plan was given and search does not choose, such as threads or the rank of a codec."""
-    return tuple(key for key in given.origins if key not in _FIELDS and key not in _DATA)
+    return tuple(key for key in given.origins if key not in searched() and key not in _DATA)
 
 
 def with_given(plan: Plan, given: Plan) -> Plan:
@@ -84,7 +66,7 @@ def with_given(plan: Plan, given: Plan) -> Plan:
 
 def has_pins(plan: Plan, given: Plan) -> bool:
     """Whether a plan has those of the given settings that search chooses."""
-    keys = [key for key in given.origins if key in _FIELDS or key in _DATA]
+    keys = [key for key in given.origins if key in searched() or key in _DATA]
     return all(_value(plan, key) == _value(given, key) for key in keys)
 
 

@@ -10,6 +10,7 @@ from weft.price import Layout
 from weft.search._bounds import Floats
 from weft.search._space import Space
 from weft.search._splits import Bools, Ints, Splits
+from weft.techniques.zero.contract import stage_of
 
 REDUCE_EVERY: tuple[ReduceEvery, ...] = get_args(ReduceEvery)
 """Words of `Layout.reduce_every`."""
@@ -71,7 +72,7 @@ class Rows:
             pipeline=int(splits.pipeline[row]),
             replicate=int(splits.data[row]) // shard,
             shard=shard,
-            zero=int(self.zero[row]),
+            zero=stage_of(int(self.zero[row])),
             reduce_every=REDUCE_EVERY[self.every[row]],
             uneven=bool(splits.uneven[row]),
             schedule=schedule,

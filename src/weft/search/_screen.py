@@ -13,7 +13,7 @@ from weft.search._estimate import Estimates, RateTable, pipeline_seconds, power_
 from weft.search._group import GroupCosts
 from weft.search._options import Choices, Options, Way, ways_of_sharding
 from weft.search._rows import REDUCE_EVERY, Rows, levels_of
-from weft.search._space import Space
+from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints, Splits
 
 _ROWS_AT_ONCE = 100_000
@@ -90,19 +90,19 @@ class Screen:
     def _least(self, estimates: Estimates, costs: GroupCosts, count: int) -> Floats:
         """The least seconds with what must be computed again or offloaded to fit; infinite where nothing fits."""
         least = np.full(count, np.inf)
-        needs: dict[Recompute, Floats] = {}
+        needs: dict[tuple[Recompute, Offload], Floats] = {}
         fits_all, usual = False, self._space.usual_offload
         for light, heavy in self._levels:
             if light != heavy:
-                if light in needs and heavy in needs:
-                    least = np.minimum(least, self._mixed(estimates, costs, needs, light, heavy))
+                for offload in self._space.offloads:
+                    if (light, offload) in needs and (heavy, offload) in needs:
+                        least = np.minimum(least, self._mixed(estimates, costs, needs, light, heavy, offload))
                 continue
             if fits_all and usual == "none":
                 continue  # a heavier level takes longer; but where activations must be offloaded, it moves less
             for offload in self._space.offloads:
-                need = estimates.device_bytes(costs.held[light], offload)
+                need = needs[light, offload] = estimates.device_bytes(costs.held[light], offload)
                 if offload == usual:
-                    needs[light] = need
                     fits_all = bool((need <= self._usable).all())
                 seconds = estimates.seconds(costs.passes[light], offload)
                 least = np.minimum(least, np.where(need <= self._usable, seconds, np.inf))
@@ -112,15 +112,19 @@ class Screen:
         self,
         estimates: Estimates,
         costs: GroupCosts,
-        needs: dict[Recompute, Floats],
+        needs: dict[tuple[Recompute, Offload], Floats],
         light: Recompute,
         heavy: Recompute,
+        offload: Offload,
     ) -> Floats:
         """Seconds when only as many blocks are computed again as needed; infinite where that is of no use."""
-        share = estimates.least_share(costs.held[light], costs.held[heavy], needs[light], self._usable)
-        seconds = estimates.seconds(costs.passes[light], self._space.usual_offload)
-        most = estimates.seconds(costs.passes[heavy], self._space.usual_offload)
-        useful = (needs[light] > self._usable) & (needs[heavy] <= self._usable)
+        lightly, heavily = needs[light, offload], needs[heavy, offload]
+        useful = (lightly > self._usable) & (heavily <= self._usable)
+        if not useful.any():
+            return np.full(len(useful), np.inf)
+        share = estimates.least_share(costs.held[light], costs.held[heavy], lightly, self._usable)
+        seconds = estimates.seconds(costs.passes[light], offload)
+        most = estimates.seconds(costs.passes[heavy], offload)
         return np.where(useful, seconds + share * (most - seconds), np.inf)
 
     def _table(self, costs: GroupCosts, options: Options, chosen: Bools, way: Way, seconds: Floats) -> list[Rows]:

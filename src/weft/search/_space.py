@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
@@ -13,11 +12,11 @@ from weft.plan import Axis, Recompute, ReduceEvery, Schedule
 from weft.price import PricedPrecision
 from weft.profile import Profile
 from weft.recipe import PermitRecipe
+from weft.techniques.context.contract import ContextScheme
+from weft.techniques.offload.contract import Offload as Offload
+from weft.techniques.tensor.contract import TensorScheme
 
-Offload = Literal["none", "optimizer", "activations"]
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "activations")
-TensorScheme = Literal["1d", "2d", "2.5d", "3d"]
-ContextScheme = Literal["ring", "all_gather", "ulysses"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

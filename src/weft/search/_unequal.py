@@ -57,7 +57,7 @@ class Balancer:
         )
         if len(set(shares)) > 1:
             # Gradients wait whole then, however often they are reduced.
-            layout = replace(layout, uneven=True, reduce_every="step" if layout.zero == 3 else layout.reduce_every)
+            layout = replace(layout, uneven=True, reduce_every="step" if layout.shards_weights else layout.reduce_every)
         most = dict[Devices, int]()
         for count, devices in zip(shares, owners, strict=True):
             most[devices] = max(count, most.get(devices, 0))

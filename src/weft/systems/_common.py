@@ -10,6 +10,7 @@ from weft.plan import AXES
 from weft.profile import ModelSizes
 from weft.search import Space
 from weft.systems._contract import Job
+from weft.techniques.registry import elsewhere
 
 LAYERED = "a plain decoder of tokens"
 
@@ -48,14 +49,9 @@ def layout_refusals(job: Job) -> Iterator[str]:
     layout = job.layout
     if layout.tensor_scheme != "1d":
         yield f"tensor scheme {layout.tensor_scheme}: it splits matrices in one dimension"
-    if layout.compression != "none":
-        yield f"gradients compressed by {layout.compression}"
-    if layout.local_steps:
-        yield f"replicas that average every {layout.local_steps} steps"
+    yield from elsewhere(layout)
     if layout.reduced_by != "auto":
         yield f"reductions by {layout.algorithm}: NCCL chooses there"
-    if layout.offload == "activations":
-        yield "offloaded activations"
     if not isinstance(layout.recompute, str):
         yield "recomputation that differs from block to block"
     if job.global_batch_size != layout.microbatch_size * layout.microbatches * layout.data or job.shares:

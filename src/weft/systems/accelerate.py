@@ -52,17 +52,17 @@ class Accelerate:
         yield from optimizer_refusals(job)
         if layout.pipeline > 1 or layout.context > 1 or layout.expert > 1 or layout.tensor > 1:
             yield "pipeline, tensor, context or expert axes of a model that is built, not loaded"
-        if layout.zero in (1, 2) and layout.data > 1:
-            yield f"ZeRO-{layout.zero} of its own: emit it for deepspeed"
+        if layout.gathers_after_step and layout.data > 1:
+            yield f"{layout.stage_name} of its own: emit it for deepspeed"
         if layout.recompute == "selective":
             yield "selective recomputation: transformers recomputes whole blocks"
-        if layout.offload != "none":
-            yield f"offloaded {layout.offload}"
+        if layout.offloads_optimizer:
+            yield "an offloaded optimizer"
         if layout.precision not in ("bf16", "fp32"):
             yield f"{layout.precision}: emitted are bf16 and fp32"
-        if layout.gradient_bytes != 4 and layout.zero != 3:
+        if layout.gradient_bytes != 4 and not layout.shards_weights:
             yield "gradients reduced in bf16 between replicas"
-        if layout.fused_loss:
+        if layout.fuses_loss:
             yield "a loss fused with the head: transformers writes out all logits"
 
     def emission(self, job: Job) -> Emission:
@@ -118,7 +118,7 @@ class Accelerate:
 
 def _config(job: Job) -> dict[str, Any]:
     layout = job.layout
-    sharded = layout.zero == 3 and layout.data > 1
+    sharded = layout.shards_weights and layout.data > 1
     kind = "FSDP" if sharded else ("MULTI_GPU" if layout.world_size > 1 else "NO")
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",

@@ -58,11 +58,11 @@ class DeepSpeed:
             yield "a pipeline: its stages are written in code (PipelineModule), not in its configuration"
         if layout.context > 1 or layout.expert > 1:
             yield "context or expert axes from its configuration alone"
-        if layout.zero == 3 and layout.replicate > 1:
+        if layout.shards_weights and layout.replicate > 1:
             yield "hybrid sharding with replicas: there it is hpZ or MiCS, with other semantics"
-        if layout.zero == 0 and layout.offload == "optimizer":
+        if not layout.shards_states and layout.offloads_optimizer:
             yield "an optimizer on the host without ZeRO"
-        if layout.tensor > 1 and layout.zero == 3:
+        if layout.tensor > 1 and layout.shards_weights:
             yield "a tensor axis beside ZeRO-3: AutoTP goes with stages 0 to 2"
         if layout.tensor > 1 and not _splits(sizes, layout.tensor):
             yield f"tensor = {layout.tensor} for {sizes.kv_heads} key heads, or for experts"
@@ -72,7 +72,7 @@ class DeepSpeed:
             yield "selective recomputation: transformers recomputes whole blocks"
         if layout.precision not in ("bf16", "fp16", "fp32"):
             yield f"{layout.precision}: emitted are bf16, fp16 and fp32"
-        if layout.fused_loss:
+        if layout.fuses_loss:
             yield "a loss fused with the head: transformers writes out all logits"
 
     def emission(self, job: Job) -> Emission:
@@ -84,7 +84,7 @@ class DeepSpeed:
             "ACCUMULATION": str(layout.microbatches),
             "LENGTH": str(job.sequence_length),
             "TENSOR": str(layout.tensor),
-            "SHARDED": str(layout.zero == 3),
+            "SHARDED": str(layout.shards_weights),
             "DTYPE": {"bf16": "bfloat16", "fp16": "float16"}.get(layout.precision, "float32"),
             "RECOMPUTE": str(layout.recompute == "full"),
         }
@@ -156,10 +156,10 @@ def _splits(sizes: ModelSizes, tensor: int) -> bool:
 def _config(job: Job) -> dict[str, Any]:
     layout, optimizer = job.layout, job.optimizer
     zero: dict[str, Any] = {"stage": layout.zero}
-    if layout.zero:
+    if layout.shards_states:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
-        zero["reduce_bucket_size"] = max(1, layout.bucket_bytes // layout.gradient_bytes)
-    if layout.offload == "optimizer":
+        zero["reduce_bucket_size"] = max(1, layout.bucket_limits[1] // layout.gradient_bytes)
+    if layout.offloads_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     config: dict[str, Any] = {
         "train_batch_size": job.global_batch_size,

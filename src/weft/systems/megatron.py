@@ -86,15 +86,15 @@ class Megatron:
         yield from self.lacks(sizes)
         yield from layout_refusals(job)
         yield from optimizer_refusals(job)
-        if layout.zero > 1:
-            yield f"ZeRO-{layout.zero}: its distributed optimizer is ZeRO-1"
+        if layout.shards_gradients:
+            yield f"{layout.stage_name}: its distributed optimizer is ZeRO-1"
         if layout.pipeline > 1 and layout.schedule not in _SCHEDULES:
             yield f"schedule {layout.schedule}: it has {' and '.join(_SCHEDULES)}"
         if layout.chunks > 1 and layout.microbatches % layout.pipeline:
             yield f"{layout.microbatches} microbatches in rounds of {layout.pipeline} with interleaved chunks"
         if layout.precision not in ("bf16", "fp16", "fp32"):
             yield f"{layout.precision}: emitted are bf16, fp16 and fp32"
-        if layout.offload != "none":
+        if layout.offloads:
             yield "an offloaded optimizer, which there is one of other numerics"
         if not _splits(sizes, layout.tensor):
             yield f"tensor = {layout.tensor}, which must divide {sizes.kv_heads} groups of queries and the vocabulary"
@@ -233,7 +233,7 @@ def _layout(job: Job) -> Iterator[str]:
         yield from ("--cp-comm-type", _CONTEXT[layout.context_scheme])
     if layout.sequence_parallel and layout.tensor > 1:
         yield "--sequence-parallel"
-    if layout.zero == 1:
+    if layout.gathers_after_step:
         yield from ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
     elif layout.data > 1:
         yield "--overlap-grad-reduce"
@@ -241,7 +241,7 @@ def _layout(job: Job) -> Iterator[str]:
         yield f"--{layout.precision}"
         if layout.gradient_bytes == 2:
             yield "--grad-reduce-in-bf16"
-    if layout.fused_loss:
+    if layout.fuses_loss:
         yield from ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
     if layout.recompute == "selective":
         yield from ("--recompute-granularity", "selective")

@@ -6,7 +6,8 @@ import pprint
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weft.profile import KNOWN_MODELS, ModelSizes
+from weft.profile import ModelSizes
+from weft.profile.known import KNOWN_MODELS
 from weft.search import Space
 from weft.systems._common import (
     joined,
@@ -109,8 +110,8 @@ class Torchtitan:
         yield from self.lacks(sizes)
         yield from layout_refusals(job)
         yield from optimizer_refusals(job)
-        if layout.zero in (1, 2) and layout.data > 1:
-            yield f"ZeRO-{layout.zero}: it has ZeRO-3 (FSDP) and replicas"
+        if layout.gathers_after_step and layout.data > 1:
+            yield f"{layout.stage_name}: it has ZeRO-3 (FSDP) and replicas"
         if layout.pipeline > 1 and layout.schedule not in SCHEDULES:
             yield f"schedule {layout.schedule}: emitted are {', '.join(SCHEDULES)}"
         if layout.pipeline > 1 and sizes.tied:
@@ -122,7 +123,7 @@ class Torchtitan:
             yield f"{layout.precision}: emitted are bf16 and fp32"
         if layout.gradient_bytes != 4:
             yield "gradients reduced in bf16: it reduces in fp32"
-        if layout.offload != "none":
+        if layout.offloads:
             yield "an offloaded optimizer: it offloads parameters, gradients and states together"
         if sizes.kv_heads % layout.tensor:
             yield f"tensor = {layout.tensor}, which must divide {sizes.kv_heads} key heads"
@@ -156,7 +157,7 @@ class Torchtitan:
 
 
 def _shard(job: Job) -> int:
-    return job.layout.shard if job.layout.zero == 3 else 1
+    return job.layout.shard if job.layout.shards_weights else 1
 
 
 def _training(job: Job) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def run_rank(
     With `watch`, rank 0 also leaves what its modules return.
     """
     what, how = parse_recipe(recipe), parse_plan(plan)
-    torch.set_num_threads(how.compute.threads_per_rank)
+    torch.set_num_threads(how.compute.num_threads)
     timeout_seconds = COMPILING_SECONDS if any(compiled for _, compiled in cases) else TIMEOUT_SECONDS
     with initialise_distributed(
         "cpu", place, backend=how.compute.backend, timeout_seconds=timeout_seconds

@@ -75,9 +75,9 @@ def train_rank(
     quiet: bool,
 ) -> Outcome:
     """Train on this rank.  Call on every rank of the plan's world."""
-    torch.set_num_threads(plan.compute.threads_per_rank)
+    torch.set_num_threads(plan.compute.num_threads)
     with ExitStack() as stack:
-        patience = plan.compute.collective_timeout_seconds
+        patience = plan.compute.patience_seconds
         joining = initialise_distributed(
             plan.compute.device, place, backend=plan.compute.backend, timeout_seconds=patience
         )
@@ -107,7 +107,7 @@ def training_of(
     follow in the same process, from what this one has saved (`Trainer.resume`).  An error leaves all as it is: others
     may be gone whose messages closing would wait for.
     """
-    mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=plan.compute.collective_timeout_seconds)
+    mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=plan.compute.patience_seconds)
     blueprint = build_blueprint(recipe)
     check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
     recorder = Recorder()

@@ -42,8 +42,8 @@ class _Running:
 
     def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
         self._recipe, self._plan, self._device = recipe, plan, device
-        torch.set_num_threads(plan.compute.threads_per_rank)
-        mesh = Mesh(plan.mesh, device, timeout_seconds=plan.compute.collective_timeout_seconds)
+        torch.set_num_threads(plan.compute.num_threads)
+        mesh = Mesh(plan.mesh, device, timeout_seconds=plan.compute.patience_seconds)
         blueprint = build_blueprint(recipe)
         self._training = create_training(recipe, plan, blueprint, mesh, Recorder())
         label_range = getattr(recipe.model.shape, "num_classes", None)
@@ -58,7 +58,7 @@ class _Running:
 
     def steps(self, count: int) -> float:
         """Take steps that all ranks begin together; seconds of one, by the slowest rank, the same on all."""
-        torch.set_num_threads(self._plan.compute.threads_per_rank)
+        torch.set_num_threads(self._plan.compute.num_threads)
         steps = range(self._step, self._step + count)
         batches = [self._data.microbatches(step) for step in steps]
         _agreed(0.0, self._device)
@@ -138,7 +138,7 @@ def run_rank(
     rank = place.rank - starts[team]
     own = Place(rank, sizes[team], rank, sizes[team], store=str(Path(folder) / f"store{team}"))
     turns = _Turns(Path(folder), place.rank, team, members)
-    patience = max(plan.compute.collective_timeout_seconds for plan in known)
+    patience = max(plan.compute.patience_seconds for plan in known)
     device, backend = known[0].compute.device, every[team][1]
     with initialise_distributed(device, own, backend=backend, timeout_seconds=patience) as distributed:
         bench = _Bench(what, known, turns, distributed.device, {}, {})

@@ -32,12 +32,12 @@ def cut_parts(blueprint: Blueprint, plan: Plan, mesh: Mesh, context: StepContext
     if size == 1:
         module = blueprint.module if blueprint.initialise is None else copy.deepcopy(blueprint.module)
         return [ModelPart(module=module, layout=_whole_layout(module), context=context)]
-    check_schedule(settings.schedule, size, settings.chunks_per_rank)
+    check_schedule(*settings.shape(size))
     table = cut_table_of(blueprint)
     verify_cut_table(blueprint, table)
-    num_stages = size * settings.chunks_per_rank
+    num_stages = settings.num_stages(size)
     cuts = choose_cuts(blueprint.block_costs, len(table.blocks), num_stages, settings.cuts)
-    ranks = stage_ranks(settings.schedule, size, settings.chunks_per_rank)
+    ranks = stage_ranks(*settings.shape(size))
     ties = find_ties(blueprint.module, table, cuts)
     groups = create_tie_groups(ties, ranks, mesh)
     parts: list[ModelPart] = []

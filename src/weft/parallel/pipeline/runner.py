@@ -25,7 +25,7 @@ from weft.parallel._runner import (
 from weft.parallel.pipeline.routes import Message, Routes, plan_routes, sent_by, wanted_by
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.pipeline.transport import Transport, signature_of
-from weft.plan import SPLIT_BACKWARD, Action, Plan, forward_orders, schedule_orders, stage_ranks
+from weft.plan import Action, Plan, forward_orders, schedule_orders, stage_ranks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,8 +67,8 @@ class PipelineRunner:
         self._device = mesh.device
         self._rank = mesh.index("pipeline")
         settings = plan.pipeline_parallel
-        self._shape = (settings.schedule, mesh.size("pipeline"), settings.chunks_per_rank)
-        self._splits = settings.schedule in SPLIT_BACKWARD
+        self._shape = settings.shape(mesh.size("pipeline"))
+        self._splits = settings.splits_backward
         self._ranks = stage_ranks(*self._shape)
         self._stages = [
             Stage(part, blueprint, dtype if dtype is not None else compute_dtype_of(part.module)) for part in parts

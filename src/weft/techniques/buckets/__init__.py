@@ -1,0 +1,1 @@
+"""Gradient buckets: what data ranks reduce together, and by which algorithm."""

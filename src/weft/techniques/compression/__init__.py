@@ -1,0 +1,1 @@
+"""Lossy compression of gradients on the wire, with the recipe's permission only."""

@@ -1,0 +1,138 @@
+"""How quantised gradients are summed: all-to-all, a sum in full precision, all-gather.
+
+An all-reduce of int8 numbers would overflow, and an all-gather of everybody's moves (n − 1)·S bytes.  Here each member
+owns one part.  It receives that part from all others, adds up in rank order in the gradients' own precision, rounds the
+sum once more and hands it out: 2(n − 1)/n · S compressed bytes, two roundings whatever n, and the same bits on every
+member, because all unpack the same bytes.  The owner's own contribution is not rounded.
+
+    1   each rank → owner of part p     its rounded share of part p      n − 1 messages of S/n
+    2   owner of part p → each rank     the rounded sum of part p        n − 1 messages of S/n
+
+Where each rank needs its own region of the sum only (ZeRO-1 and 2), parts are regions and the second phase falls away.
+With error feedback a rank owes what its shares lost on the way to their owners, and an owner what the sum lost when it
+was packed: the latter comes back in its own share, which is not packed.
+Source: 8-bit two-shot all-reduce as in ZeRO++ (Wang et al., arXiv 2306.10209, §3.3), without its node hierarchy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.comm import GroupView, start_all_gather
+from weft.techniques.compression.codecs._compressor import Stages
+from weft.techniques.compression.codecs._exchange import part_bounds, places_of, start_all_to_all
+from weft.techniques.compression.codecs._frame import Frame, WireBytes
+
+
+class Packing(Protocol):
+    """Elementwise or blockwise rounding of a run of gradients into bytes."""
+
+    @property
+    def block(self) -> int:
+        """Elements that share something: parts begin at its multiples, counted from the start of a run."""
+        ...
+
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether what is zero stays so."""
+        ...
+
+    def packed_bytes(self, length: int) -> int:
+        """Bytes of a packed run of so many elements; a multiple of 4."""
+        ...
+
+    def pack(self, values: Tensor, packed: Tensor) -> None:
+        """Round a run (length,) into `packed` (packed_bytes(length),) of uint8."""
+        ...
+
+    def unpack(self, packed: Tensor, values: Tensor) -> None:
+        """Write what `pack` kept into `values` (length,)."""
+        ...
+
+
+def reduce_in_two_phases(packing: Packing, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
+    """Replace `flat` by the sum over the members, or this rank's region of it by that region's sum.
+
+    `owed` gets what packing takes away: of the other parts, from this rank's share of them; of its own, from the sum.
+    """
+    parts = _parts(packing, frame, view.size)
+    own = slice(*parts[view.index])
+    mine = flat[own]
+    places = places_of([packing.packed_bytes(last - first) for first, last in parts])
+    packed = _pack_shares(packing, flat, parts, places, view.index, owed)
+    incoming = packed.new_empty((view.size, packing.packed_bytes(len(mine))))
+    yield start_all_to_all(packed, places, incoming, view)
+    _add_in_rank_order(packing, mine, incoming, view.index)
+    _clear_padding(packing, frame, flat, owed)
+    if frame.regions is not None:
+        return
+    gathered = torch.empty_like(packed)
+    packing.pack(mine, gathered[slice(*places[view.index])])
+    if owed is not None:
+        owed[own] = mine
+    even = len({last - first for first, last in places}) == 1
+    yield start_all_gather(gathered, places, view, even=even)
+    for part, place in zip(parts, places, strict=True):
+        packing.unpack(gathered[slice(*place)], flat[slice(*part)])
+    _clear_padding(packing, frame, flat, None)
+    if owed is not None:
+        owed[own].sub_(mine)
+
+
+def two_phase_bytes(packing: Packing, frame: Frame, members: int, index: int) -> WireBytes:
+    """Bytes that member `index` sends: every part but its own, then its own to every other member."""
+    sizes = [packing.packed_bytes(last - first) for first, last in _parts(packing, frame, members)]
+    first_phase = sum(sizes) - sizes[index]
+    return WireBytes(sent=first_phase + (sizes[index] * (members - 1) if frame.regions is None else 0))
+
+
+def _parts(packing: Packing, frame: Frame, members: int) -> Sequence[tuple[int, int]]:
+    return frame.regions if frame.regions is not None else part_bounds(frame.num_elements, members, packing.block)
+
+
+def _add_in_rank_order(packing: Packing, mine: Tensor, incoming: Tensor, index: int) -> None:
+    """Add up every member's share of this rank's part, in place; of its own, the values as they are."""
+    if not len(mine):
+        return
+    total, values = torch.empty_like(mine), torch.empty_like(mine)
+    for member in range(incoming.shape[0]):
+        if member != index:
+            packing.unpack(incoming[member], values)
+        term = mine if member == index else values
+        total = total.copy_(term) if member == 0 else total.add_(term)
+    mine.copy_(total)
+
+
+def _pack_shares(
+    packing: Packing,
+    flat: Tensor,
+    parts: Sequence[tuple[int, int]],
+    places: Sequence[tuple[int, int]],
+    index: int,
+    owed: Tensor | None,
+) -> Tensor:
+    """Pack what goes to the owners of the other parts, and note in `owed` what of it they will not get."""
+    packed = torch.empty(places[-1][1], dtype=torch.uint8, device=flat.device)
+    for owner, (part, place) in enumerate(zip(parts, places, strict=True)):
+        if owner != index:
+            packing.pack(flat[slice(*part)], packed[slice(*place)])
+            if owed is not None:
+                packing.unpack(packed[slice(*place)], owed[slice(*part)])
+                torch.sub(flat[slice(*part)], owed[slice(*part)], out=owed[slice(*part)])
+        elif owed is not None:
+            owed[slice(*part)] = 0
+    return packed
+
+
+def _clear_padding(packing: Packing, frame: Frame, flat: Tensor, owed: Tensor | None) -> None:
+    """Padding stays zero, where a packing has no zero."""
+    if packing.keeps_zeros:
+        return
+    for gap in frame.gaps():
+        flat[gap] = 0
+        if owed is not None:
+            owed[gap] = 0

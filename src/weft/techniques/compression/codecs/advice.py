@@ -1,0 +1,229 @@
+"""Whether compression would pay: bytes counted exactly, codecs timed here, links as measured or given.
+
+A step's exchange of gradients takes
+
+    wire    bytes that leave a rank / bandwidth + messages one after another · latency
+    codec   what this machine needs to pack, sum and unpack, timed by doing it
+
+and of the wire's time backward hides what its other buckets leave room for.  The codec's own time is never hidden: it
+runs on the processor that backward needs.  Nothing here chooses; it lays the figures side by side.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.comm import GroupView, synchronize
+from weft.techniques.compression.codecs._exchange import part_bounds
+from weft.techniques.compression.codecs._frame import Frame, Span, WireBytes
+from weft.techniques.compression.codecs._reduction import CompressedReduction, Compression
+
+_BACKWARD_SHARE = 2 / 3
+"""Of a step's computation."""
+_LEAST_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The slowest link that gradients pass."""
+
+    latency_seconds: float
+    bandwidth_bytes_per_second: float
+    """One way, of one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What is summed in every step: fp32 gradients of these shapes, over so many data ranks."""
+
+    shapes: tuple[torch.Size, ...]
+    members: int
+    is_sharded: bool = False
+    """ZeRO-1 and 2: gradients are reduce-scattered, and the weights gathered afterwards, which nothing compresses."""
+    bucket_bytes: int = 26_214_400
+
+    @property
+    def num_elements(self) -> int:
+        return sum(shape.numel() for shape in self.shapes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """One way to exchange gradients, for one step."""
+
+    name: str
+    bytes_sent: float
+    """That leave one rank."""
+    wire_seconds: float
+    codec_seconds: float
+    step_seconds: float | None
+    """Computation, codec and what of the wire is not hidden; None where no computation was given."""
+
+    @property
+    def exchange_seconds(self) -> float:
+        return self.wire_seconds + self.codec_seconds
+
+
+def uncompressed(exchange: Exchange, link: Link, compute_seconds: float | None) -> Estimate:
+    """Estimate the exchange of gradients as they are."""
+    buckets = _buckets(exchange, None)
+    traffic = [_plain_traffic(frame, exchange) for frame in buckets]
+    rounds = _rounds(None, exchange) * len(traffic)
+    return _estimate("none", traffic, rounds, 0.0, exchange, link, compute_seconds)
+
+
+def compressed(
+    compression: Compression, exchange: Exchange, link: Link, compute_seconds: float | None, device: torch.device
+) -> Estimate:
+    """Estimate a compressed exchange.  It runs the codec on this device for a fraction of a second."""
+    taken = _buckets(exchange, compression)
+    left = _buckets(exchange, compression, compressed=False)
+    view = GroupView(tuple(range(exchange.members)), 0, None)
+    traffic = [_plain_traffic(frame, exchange) for frame in left]
+    seconds = 0.0
+    timed: dict[tuple[torch.Size, ...], float] = {}
+    for frame in taken:
+        like = torch.empty(frame.num_elements, dtype=torch.float32, device=device)
+        reduction = CompressedReduction(compression, frame, like, view)
+        alike = tuple(span.shape for span in frame.spans)
+        if alike not in timed:
+            timed[alike] = _codec_seconds(reduction, like)
+        seconds += timed[alike]
+        traffic.append(reduction.wire_bytes())
+    rounds = _rounds(None, exchange) * len(left) + _rounds(compression, exchange) * len(taken)
+    return _estimate(name_of(compression), traffic, rounds, seconds, exchange, link, compute_seconds)
+
+
+def name_of(compression: Compression) -> str:
+    """`powersgd rank 4`, `topk 1 %`, `randomk 10 %`, `int8`."""
+    match compression.codec:
+        case "powersgd":
+            return f"powersgd rank {compression.powersgd_rank}"
+        case "topk":
+            return f"topk {100 * compression.topk_share:g} %"
+        case "randomk":
+            return f"randomk {100 * compression.randomk_share:g} %"
+        case codec:
+            return codec
+
+
+def verdict(found: Estimate, plain: Estimate) -> str:
+    """Say whether an estimate is better than none at all, and by how much, or why not."""
+    share = found.bytes_sent / plain.bytes_sent
+    if share >= 1:
+        return f"saves nothing: it sends {share:.2f} × the bytes of no compression"
+    if found.exchange_seconds >= plain.exchange_seconds:
+        return f"does not pay: the codec takes longer than the {1 - share:.0%} fewer bytes save"
+    gain = f"exchange {plain.exchange_seconds / found.exchange_seconds:.2f} × faster"
+    if found.step_seconds is None or plain.step_seconds is None:
+        return f"pays: {gain}"
+    if found.step_seconds >= plain.step_seconds:
+        return f"does not pay: {gain}, but backward hides the exchange as it is"
+    return f"pays: step {plain.step_seconds / found.step_seconds:.2f} × faster, {gain}"
+
+
+def shapes_of_model(num_parameters: int) -> tuple[torch.Size, ...]:
+    """At least four square matrices that stand for a model of which only the size is known, and a rest."""
+    width = max(1, min(1024, math.isqrt(num_parameters // 4)))
+    matrices, rest = divmod(num_parameters, width * width)
+    tail = (torch.Size((rest,)),) if rest else ()
+    return (torch.Size((width, width)),) * matrices + tail
+
+
+def _buckets(exchange: Exchange, compression: Compression | None, *, compressed: bool = True) -> list[Frame]:
+    """Frames of about `bucket_bytes` over the parameters that are compressed, or over those that are not."""
+    shapes = [s for s in exchange.shapes if compression is None or compression.takes(s) == compressed]
+    groups: list[list[torch.Size]] = []
+    size = exchange.bucket_bytes
+    for shape in shapes:
+        if not groups or size >= exchange.bucket_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(shape)
+        size += 4 * shape.numel()
+    return [_frame(group, exchange) for group in groups]
+
+
+def _frame(shapes: Sequence[torch.Size], exchange: Exchange) -> Frame:
+    spans: list[Span] = []
+    stop = 0
+    for index, shape in enumerate(shapes):
+        spans.append(Span(name=f"parameter {index}", offset=stop, shape=shape))
+        stop += shape.numel()
+    regions = tuple(part_bounds(stop, exchange.members, 16)) if exchange.is_sharded else None
+    return Frame(spans=tuple(spans), num_elements=stop, regions=regions)
+
+
+def _plain_traffic(frame: Frame, exchange: Exchange) -> WireBytes:
+    size = 4 * frame.num_elements
+    if exchange.is_sharded:
+        return WireBytes(sent=size * (exchange.members - 1) // exchange.members)
+    return WireBytes(reduced=size)
+
+
+def _estimate(
+    name: str,
+    traffic: Sequence[WireBytes],
+    rounds: int,
+    codec: float,
+    exchange: Exchange,
+    link: Link,
+    compute: float | None,
+) -> Estimate:
+    n = exchange.members
+    leaving = [one.leaving(n) for one in traffic]
+    gradients = sum(leaving)
+    reducing = gradients / link.bandwidth_bytes_per_second + rounds * link.latency_seconds
+    # Under ZeRO the weights come back whole, whatever the gradients did, and after the optimizer: nothing hides them.
+    weights = 4.0 * exchange.num_elements * (n - 1) / n if exchange.is_sharded else 0.0
+    gathering = weights / link.bandwidth_bytes_per_second + exchange.is_sharded * len(traffic) * link.latency_seconds
+    step = None
+    if compute is not None:
+        last = max(leaving, default=0.0) / gradients if gradients else 1.0  # the bucket that backward ends with
+        hidden = min(reducing * (1 - last), _BACKWARD_SHARE * compute)
+        step = compute + codec + reducing - hidden + gathering
+    return Estimate(
+        name=name,
+        bytes_sent=gradients + weights,
+        wire_seconds=reducing + gathering,
+        codec_seconds=codec,
+        step_seconds=step,
+    )
+
+
+def _rounds(compression: Compression | None, exchange: Exchange) -> int:
+    """Messages of one bucket that wait for one another; an all-reduce is a ring's."""
+    ring = 2 * (exchange.members - 1)
+    if compression is None:
+        return 1 if exchange.is_sharded else ring
+    return {"powersgd": 2 * ring, "topk": 1, "randomk": ring, "onebit": 2}.get(
+        compression.codec, 1 if exchange.is_sharded else 2
+    )
+
+
+def _codec_seconds(reduction: CompressedReduction, like: Tensor) -> float:
+    """Mean seconds of one reduction's work on this rank; its view has members but no group, so nothing is sent.
+
+    On the CPU in processor time, so that what else the machine does counts little; the copy that renews the gradients
+    counts, too.
+    """
+    flat, work = torch.randn_like(like), torch.empty_like(like)
+    clock = time.process_time if like.device.type == "cpu" else time.perf_counter
+
+    def once() -> None:
+        reduction.begin_step()
+        reduction.start(work.copy_(flat))()
+        synchronize(like.device)
+
+    once()  # pays for the first touches of memory
+    began, count = clock(), 0
+    while count == 0 or clock() - began < _LEAST_SECONDS:
+        once()
+        count += 1
+    return (clock() - began) / count

@@ -1,0 +1,1 @@
+"""Expert parallelism: ranks that share out the experts of a mixture."""

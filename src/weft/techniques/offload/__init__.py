@@ -1,0 +1,1 @@
+"""Offloading: what waits in host memory, and comes back when it is needed."""

@@ -1,0 +1,168 @@
+"""Pipeline parallelism: its settings, and which models and schedules go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, final
+
+from weft.document import Rules, spell
+from weft.errors import PlanError
+from weft.techniques.contract import Case, Removal, Technique
+from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, Schedule, chunk_limits
+from weft.techniques.settings import setting
+
+if TYPE_CHECKING:
+    from weft.plan import Plan
+
+_RULES = Rules(PlanError)
+_NAMES: Mapping[Schedule, str] = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "interleaved 1F1B",
+    "interleaved_zero_bubble": "interleaved zero-bubble",
+    "zbv": "ZBV",
+    "dualpipev": "DualPipeV",
+}
+_PLAIN = ("gpipe", "1f1b")
+"""Schedules that torch's own runtime plays alike."""
+_PLAIN_SCHEDULE: Mapping[str, Any] = {"schedule": "1f1b", "chunks_per_rank": 1, "cuts": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSettings:
+    """The section `pipeline_parallel`."""
+
+    schedule: Schedule = setting("1f1b", space="schedules", asked=("schedule",), explained=True)
+    """The order of forwards and backwards."""
+    chunks_per_rank: int = setting(
+        1, layout="chunks", space="chunks", asked=("chunks_per_rank", "chunks"), explained=True
+    )
+    """Stages on each pipeline rank."""
+    cuts: tuple[int, ...] | None = setting(None, follows="mesh.pipeline")
+    """First block of each later stage (stages = pipeline × chunks_per_rank); None: cut by cost."""
+
+    def check_settings(self) -> None:
+        _RULES.at_least(self, 1, "chunks_per_rank")
+        cuts = self.cuts or ()
+        if any(later <= earlier for earlier, later in zip(cuts, cuts[1:], strict=False)) or min(cuts, default=1) < 1:
+            raise _RULES.refuse(self, "cuts", "must rise, from 1 up: they are the first blocks of later stages.")
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed in a pass of their own, later than those of inputs."""
+        return self.schedule in SPLIT_BACKWARD
+
+    @property
+    def schedule_name(self) -> str:
+        """As papers write it."""
+        return _NAMES[self.schedule]
+
+    def shape(self, pipeline: int) -> tuple[Schedule, int, int]:
+        """Return what orders of actions are made of (`schedule_orders`, `stage_ranks`), for so many ranks."""
+        return self.schedule, pipeline, self.chunks_per_rank
+
+    def num_stages(self, pipeline: int) -> int:
+        """Return the stages of a pipeline of so many ranks."""
+        return pipeline * self.chunks_per_rank
+
+    def pattern_microbatches(self, pipeline: int) -> int:
+        """Return how many microbatches show what a schedule does with any number of them."""
+        return pipeline * (2 if self.chunks_per_rank > 1 else 1)
+
+    def with_few_chunks(self) -> Self:
+        """Return the same with two chunks per rank, where the schedule leaves their number open and has more."""
+        least, most = self.chunk_limits
+        return self if most is not None else replace(self, chunks_per_rank=max(least, min(self.chunks_per_rank, 2)))
+
+    @property
+    def chunk_limits(self) -> tuple[int, int | None]:
+        """The least and the most stages per rank that the schedule has; None: any number."""
+        return chunk_limits(self.schedule)
+
+
+def _with_plain_schedule(plan: Plan) -> Plan:
+    if plan.mesh.pipeline == 1:
+        return plan
+    return replace(plan, pipeline_parallel=replace(plan.pipeline_parallel, **_PLAIN_SCHEDULE))
+
+
+def _without(plan: Plan) -> Plan:
+    return replace(_with_plain_schedule(plan), mesh=replace(plan.mesh, pipeline=1))
+
+
+@final
+class Pipeline(Technique):
+    """Consecutive stages of the model on different ranks."""
+
+    name = "pipeline parallelism"
+    part = PipelineSettings
+    removals = (
+        Removal("the pipeline", _without, frees_ranks=True),
+        Removal("the pipeline's schedule", _with_plain_schedule),
+    )
+
+    def check_model(self, case: Case) -> None:
+        plan, blocks = case.plan, case.facts.num_blocks
+        stages, chunks = plan.num_stages, plan.pipeline_parallel.chunks_per_rank
+        if plan.mesh.pipeline == 1:
+            return
+        self._check_schedule(case)
+        if case.facts.no_stages:
+            problem = f"cannot cut this model into stages: {case.facts.no_stages}.\nUse 1, and data ranks."
+            raise case.refuse(("mesh", "pipeline"), problem)
+        if blocks is not None and stages > blocks:
+            most = blocks // chunks
+            made = f"{plan.mesh.pipeline} × {chunks} chunks" if chunks > 1 else f"{plan.mesh.pipeline}"
+            fix = f"Use {most} or less" if most > 1 else f"Use 1: {chunks} chunks per rank need {2 * chunks} blocks"
+            problem = f"makes {made} stages of {blocks} blocks: some would be empty.\n{fix}."
+            raise case.refuse(("mesh", "pipeline"), problem)
+        self._check_cuts(case)
+
+    def _check_schedule(self, case: Case) -> None:
+        chosen = case.plan.pipeline_parallel
+        (least, most), chunks = chosen.chunk_limits, chosen.chunks_per_rank
+        if chunks < least or (most is not None and chunks > most):
+            rule = f"exactly {least}" if least == most else f"{least} or more"
+            problem = f'does not fit schedule = "{chosen.schedule}", which has {rule}.\nUse {least}.'
+            raise case.refuse(("pipeline_parallel", "chunks_per_rank"), problem)
+        if case.plan.compute.compile and chosen.splits_backward:
+            problem = f'cannot join schedule = "{chosen.schedule}", whose backward comes in two passes: a compiled'
+            raise case.refuse(("compute", "compile"), f'{problem} block has one.\nUse false, or schedule = "1f1b".')
+
+    def _check_cuts(self, case: Case) -> None:
+        blocks, stages = case.facts.num_blocks, case.plan.num_stages
+        cuts, path = case.plan.pipeline_parallel.cuts, ("pipeline_parallel", "cuts")
+        if cuts is None:
+            return
+        if len(cuts) != stages - 1:
+            problem = f"has {len(cuts)} places to cut, and {stages} stages have {stages - 1}."
+            raise case.refuse(path, f"{problem}{_cut_fix(blocks, stages)}")
+        if blocks is not None and cuts[-1] >= blocks:
+            raise case.refuse(path, f"goes past the last block, {blocks - 1}.{_cut_fix(blocks, stages)}")
+
+    def check(self, case: Case) -> None:
+        plan, chosen = case.plan, case.plan.pipeline_parallel
+        if plan.mesh.pipeline == 1:
+            ineffective = "has no effect with mesh.pipeline = 1.\nUse {}, or more pipeline ranks."
+            if chosen.schedule != "1f1b":
+                raise case.refuse(("pipeline_parallel", "schedule"), ineffective.format('"1f1b"'))
+            if chosen.chunks_per_rank > 1:
+                raise case.refuse(("pipeline_parallel", "chunks_per_rank"), ineffective.format(1))
+            if chosen.cuts:
+                raise case.refuse(("pipeline_parallel", "cuts"), "has no effect with mesh.pipeline = 1.\nRemove it.")
+
+    def unwritten(self, plan: Plan) -> Iterator[str]:
+        chosen = plan.pipeline_parallel
+        if chosen.schedule not in _PLAIN or chosen.chunks_per_rank > 1:
+            yield (
+                f'plan.pipeline_parallel.schedule = "{chosen.schedule}": torch\'s own schedules with several stages per'
+                ' rank are not used here. Use "1f1b" or "gpipe".'
+            )
+
+
+def _cut_fix(blocks: int | None, stages: int) -> str:
+    if blocks is None:
+        return "\nLeave cuts out to have them found by cost."
+    even = [stage * blocks // stages for stage in range(1, stages)]
+    return f"\nUse {spell(even)}, or leave cuts out to have them found by cost."

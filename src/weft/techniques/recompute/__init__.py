@@ -1,0 +1,1 @@
+"""Recomputation: activations that are thrown away after forward and computed again for backward."""

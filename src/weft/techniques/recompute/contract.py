@@ -1,0 +1,72 @@
+"""Recomputation: its settings, and which models it does not fit.
+
+Source: Chen et al., "Training deep nets with sublinear memory cost" (arXiv 1604.06174); selective: Korthikanti et al.,
+"Reducing activation recomputation in large transformer models" (arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, final
+
+from weft.document import spell
+from weft.techniques.contract import Case, Removal, Technique
+from weft.techniques.settings import setting
+
+if TYPE_CHECKING:
+    from weft.plan import Plan
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeSettings:
+    """The part of `memory` that is about what is computed again."""
+
+    recompute: Recompute | tuple[Recompute, ...] = setting(
+        "none", space="recomputes", asked=("recompute",), explained=True
+    )
+    """One word for all blocks, or one per block."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether some block is computed again."""
+        return any(word != "none" for word in self.block_words)
+
+    @property
+    def block_words(self) -> tuple[Recompute, ...]:
+        """A word per block, or the one word of all."""
+        return self.recompute if isinstance(self.recompute, tuple) else (self.recompute,)
+
+
+def _without(plan: Plan) -> Plan:
+    return replace(plan, memory=replace(plan.memory, recompute="none"))
+
+
+@final
+class Recomputation(Technique):
+    """Blocks that run their forward once more instead of keeping what backward needs."""
+
+    name = "recomputation"
+    part = RecomputeSettings
+    removals = (Removal("recomputation", _without),)
+
+    def check(self, case: Case) -> None:
+        if case.facts.has_batch_norm and case.plan.memory.recomputes:
+            problem = "would run BatchNorm's forward twice per step, and its running statistics would move twice."
+            raise case.refuse(("memory", "recompute"), f'{problem}\nUse recompute = "none".')
+
+    def check_model(self, case: Case) -> None:
+        memory, blocks = case.plan.memory, case.facts.num_blocks
+        path = ("memory", "recompute")
+        if case.facts.no_stages and memory.recompute != "none":
+            raise case.refuse(path, f'works block by block: {case.facts.no_stages}.\nUse "none".')
+        if isinstance(memory.recompute, tuple) and blocks is not None and len(memory.recompute) != blocks:
+            problem = f"has {len(memory.recompute)} words for {blocks} blocks.\nGive one word for all, or {blocks}."
+            raise case.refuse(path, problem)
+
+    def unwritten(self, plan: Plan) -> Iterator[str]:
+        recompute = plan.memory.recompute
+        if recompute not in ("none", "full"):
+            yield f'plan.memory.recompute = {spell(recompute)}: the script knows "none" and "full". Use one.'

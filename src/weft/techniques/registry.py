@@ -1,0 +1,92 @@
+"""All techniques, and what is asked of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import PlanError
+from weft.techniques.buckets.contract import Buckets
+from weft.techniques.compression.contract import Compression
+from weft.techniques.context.contract import Context
+from weft.techniques.contract import Held, Technique
+from weft.techniques.data.contract import Data
+from weft.techniques.expert.contract import Expert
+from weft.techniques.fused_loss.contract import FusedLoss
+from weft.techniques.local_steps.contract import LocalSteps
+from weft.techniques.offload.contract import Offloading
+from weft.techniques.pipeline.contract import Pipeline
+from weft.techniques.recompute.contract import Recomputation
+from weft.techniques.tensor.contract import Tensor
+from weft.techniques.zero.contract import Zero
+
+if TYPE_CHECKING:
+    from weft.plan import Plan
+
+TECHNIQUES: tuple[Technique, ...] = (
+    Tensor(),
+    Context(),
+    Pipeline(),
+    Expert(),
+    Data(),
+    Zero(),
+    Buckets(),
+    Compression(),
+    LocalSteps(),
+    Recomputation(),
+    FusedLoss(),
+    Offloading(),
+)
+"""In the order in which they are checked."""
+
+
+def held(settings: Any) -> Held:
+    """Return what all techniques keep together, by the settings that `settings` has."""
+    each = [technique.held(settings) for technique in TECHNIQUES if isinstance(settings, technique.part)]
+    return Held(sum(one.gradient_bytes for one in each), sum(one.master_copies for one in each))
+
+
+def problems(settings: Any, *, on_cores: bool) -> Iterator[str]:
+    """Yield what stands against a layout's techniques, whatever the model."""
+    for technique in TECHNIQUES:
+        if isinstance(settings, technique.part):
+            yield from technique.problems(settings, on_cores=on_cores)
+
+
+def words(settings: Any) -> Iterator[str]:
+    """Yield how a line about a layout names its techniques."""
+    for technique in TECHNIQUES:
+        if isinstance(settings, technique.part):
+            yield from technique.words(settings)
+
+
+def elsewhere(settings: Any) -> Iterator[str]:
+    """Yield what no other system can be told of a layout's techniques."""
+    for technique in TECHNIQUES:
+        if isinstance(settings, technique.part):
+            yield from technique.elsewhere(settings)
+
+
+def check_no_loop(plan: Plan) -> None:
+    """Raise unless a plan can run in a loop that is not Weft's.
+
+    Raises:
+        PlanError: with every technique that needs Weft's own loop, and the change to make.
+    """
+    if reasons := [reason for technique in TECHNIQUES for reason in technique.needs_loop(plan)]:
+        raise PlanError("\n".join(reasons))
+
+
+def unwritten(plan: Plan) -> Iterator[str]:
+    """Yield why no script of plain torch has a plan's techniques, with the changes to make."""
+    for technique in TECHNIQUES:
+        yield from technique.unwritten(plan)
+
+
+def exact(plan: Plan) -> tuple[Plan, list[str]]:
+    """Return the plan as it can be compared with one process, and what was left out."""
+    told: list[str] = []
+    for technique in TECHNIQUES:
+        plan, line = technique.exact(plan)
+        told += [line] if line else []
+    return plan, told

@@ -1,0 +1,85 @@
+"""Tensor and sequence parallelism: settings, and which models they fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, final
+
+from weft.techniques.contract import Case, Removal, Technique, list_choices
+from weft.techniques.settings import setting
+
+if TYPE_CHECKING:
+    from weft.plan import Plan
+
+TensorScheme = Literal["1d", "2d", "2.5d", "3d"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSettings:
+    """The section `tensor_parallel`."""
+
+    scheme: TensorScheme = setting("1d", layout="tensor_scheme", space="tensor_schemes", asked=("scheme",))
+    """How many dimensions a matrix is cut in."""
+    sequence: bool = setting(
+        False, layout="sequence_parallel", space="sequence_parallels", asked=("sequence", "sequence_parallel")
+    )
+    """Between the split layers, keep activations split along the sequence (Megatron's sequence parallelism)."""
+
+
+def _without_sequence(plan: Plan) -> Plan:
+    return replace(plan, tensor_parallel=replace(plan.tensor_parallel, sequence=False))
+
+
+def _without(plan: Plan) -> Plan:
+    return _without_sequence(replace(plan, mesh=replace(plan.mesh, tensor=1)))
+
+
+@final
+class Tensor(Technique):
+    """Matrices split over ranks."""
+
+    name = "tensor parallelism"
+    part = TensorSettings
+    removals = (
+        Removal("tensor ranks", _without, frees_ranks=True),
+        Removal("sequence parallelism", _without_sequence),
+    )
+
+    def unrunnable(self, plan: Plan) -> Iterator[str]:
+        scheme = plan.tensor_parallel.scheme
+        if scheme != "1d":
+            yield (
+                f'plan.tensor_parallel.scheme = "{scheme}" can be predicted but not run yet: the engine has not got'
+                ' it. Use "1d".'
+            )
+
+    def check_model(self, case: Case) -> None:
+        self._check_sequence(case)
+        sizes, tensor = case.facts.divisible, case.plan.mesh.tensor
+        if tensor == 1 or sizes is None or case.recipe.model.split:
+            return  # A split table of one's own says itself what must divide; it is looked at when the model is built.
+        if not sizes:
+            why = case.facts.no_tensor or f"a {case.facts.name} has no layers for the tensor axis"
+            raise case.refuse(("mesh", "tensor"), f"has nothing to split: {why}.\nUse 1, and data ranks.")
+        wrong = {name: size for name, size in sizes.items() if size % tensor}
+        if wrong:
+            common = math.gcd(*sizes.values())
+            choices = [n for n in range(1, common + 1) if common % n == 0]
+            listed = ", ".join(f"{name} = {size}" for name, size in wrong.items())
+            raise case.refuse(("mesh", "tensor"), f"does not divide {listed}.\nUse {list_choices(choices)}.")
+
+    def _check_sequence(self, case: Case) -> None:
+        facts, path = case.facts, ("tensor_parallel", "sequence")
+        if not case.plan.tensor_parallel.sequence:
+            return
+        if case.plan.mesh.tensor == 1:
+            problem = "has no effect with mesh.tensor = 1: the tensor ranks share the sequence.\nUse false."
+            raise case.refuse(path, problem)
+        if facts.no_stages:
+            problem = f"needs to know where the blocks begin and end: {facts.no_stages}.\nUse false."
+            raise case.refuse(path, problem)
+        if facts.num_blocks is not None and facts.sequence_length is None:
+            problem = f"has no sequence to split: samples of a {facts.name} are no sequences.\nUse false."
+            raise case.refuse(path, problem)

@@ -1,0 +1,178 @@
+"""ZeRO: its stage, how often gradients are reduced, and what cannot be joined with them.
+
+Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (arXiv 1910.02054).
+Under stages 2 and 3 a rank keeps its share of the summed gradients.  Reduced after every microbatch, nothing else
+outlives a backward, and each microbatch sends all gradients.  Reduced once per step, they travel once and stay whole
+until then: between a step's first backward and its last nothing of what these stages save of gradients is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self, final
+
+from weft.document import spell
+from weft.errors import PlanError
+from weft.techniques.contract import Case, Removal, Technique
+from weft.techniques.settings import setting
+
+if TYPE_CHECKING:
+    from weft.plan import Plan
+
+Stage = Literal[0, 1, 2, 3]
+ReduceEvery = Literal["auto", "step", "microbatch"]
+
+
+def stage_of(number: int) -> Stage:
+    """Return a stage.
+
+    Raises:
+        PlanError: the number is none.
+    """
+    match number:
+        case 0 | 1 | 2 | 3:
+            return number
+        case _:
+            raise PlanError(f"data_parallel.zero = {number} is no stage. Use 0, 1, 2 or 3.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroSettings:
+    """The part of `data_parallel` that is about what data ranks share out."""
+
+    zero: Stage = setting(1, space="zeros", asked=("zero",), explained=True)
+    """1 and 2 shard over replicate × shard; 3 shards the weights over shard only."""
+    reduce_every: ReduceEvery = setting("auto", space="reductions", asked=("reduce_every",), explained=True)
+    """How often ZeRO-2 and 3 reduce-scatter gradients.  `microbatch`: each rank keeps its share only, and every
+    microbatch sends all gradients.  `step`: they travel once, and stay whole from the first backward to the last.
+    `auto`: `microbatch` with ZeRO-2 and 3 without a pipeline, `step` otherwise; a search names what is faster and fits.
+    Copies of hybrid sharding are summed once per step in either case."""
+
+    @property
+    def stage_name(self) -> str:
+        """`ZeRO-3`."""
+        return f"ZeRO-{self.zero}"
+
+    @property
+    def shards_states(self) -> bool:
+        """Whether data ranks share out optimizer states."""
+        return self.zero >= 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether data ranks share out gradients, once they are reduced."""
+        return self.zero >= 2
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether the ranks of `mesh.shard` share out the weights, and gather them where they compute."""
+        return self.zero == 3
+
+    @property
+    def shards_gradients_alone(self) -> bool:
+        """Whether gradients are shared out bucket by bucket, and the weights stay whole."""
+        return self.zero == 2
+
+    @property
+    def bucket_stage(self) -> Literal[0, 1, 2]:
+        """The stage of parameters whose weights stay whole: ZeRO-3 over one shard is ZeRO-1 over the replicas."""
+        return 1 if self.zero == 3 else self.zero
+
+    def unsharded(self) -> Self:
+        """Return the same with everything whole on every data rank."""
+        return replace(self, zero=0)
+
+    @property
+    def gathers_after_step(self) -> bool:
+        """Whether every data rank renews a part of the weights, which all then gather."""
+        return self.zero in (1, 2)
+
+
+def _without(plan: Plan) -> Plan:
+    if plan.mesh.data == 1:
+        return plan
+    mesh = replace(plan.mesh, replicate=plan.mesh.data, shard=1)
+    return replace(plan, mesh=mesh, data_parallel=plan.data_parallel.unsharded())
+
+
+@final
+class Zero(Technique):
+    """Data ranks that share out what each of them would hold."""
+
+    name = "ZeRO"
+    part = ZeroSettings
+    removals = (Removal("ZeRO", _without),)
+
+    def check(self, case: Case) -> None:
+        mesh, data = case.plan.mesh, case.plan.data_parallel
+        if not data.shards_states and mesh.shard > 1:
+            problem = f"has nothing to shard with data_parallel.zero = 0.\nUse replicate = {mesh.data} and shard = 1,"
+            raise case.refuse(("mesh", "shard"), f"{problem} or zero = 1, 2 or 3.")
+        if data.shards_weights and mesh.shard == 1 and mesh.replicate > 1:
+            problem = "shards the weights over mesh.shard only, which is 1: every rank would hold all of them."
+            fix = f"Use replicate = 1 and shard = {mesh.replicate}, or zero = 1 or 2, which shard over replicate ×"
+            raise case.refuse(("data_parallel", "zero"), f"{problem}\n{fix} shard.")
+        conflict = reduction_conflict(case.plan)
+        if conflict is not None:
+            raise case.refuse(("data_parallel", "reduce_every"), conflict)
+
+    def unwritten(self, plan: Plan) -> Iterator[str]:
+        if plan.mesh.pipeline > 1 and reduces_every_microbatch(plan):
+            yield (
+                'plan.data_parallel.reduce_every = "microbatch": torch\'s own schedules reduce gradients once per step.'
+                ' Use "step".'
+            )
+        if plan.data_parallel.shards_gradients and plan.microbatch.has_unequal_shares:
+            yield (
+                f"plan.microbatch.per_step = {spell(plan.microbatch.per_step)}: `fully_shard` communicates in every"
+                " microbatch, so ranks with fewer of them would be waited for. Use equal shares, or zero = 1."
+            )
+
+
+def reduction_rounds(plan: Plan) -> int:
+    """Return how many microbatches of a step end with a reduction, the same on all data ranks, 1 or more.
+
+    Collectives must match, so data ranks with unequal shares reduce as often as the one with the fewest microbatches
+    has some; what the others compute before that stays whole until their first reduction.
+    """
+    return min(plan.microbatch.shares(plan.mesh.data)) if reduces_every_microbatch(plan) else 1
+
+
+def reduces_every_microbatch(plan: Plan) -> bool:
+    """Whether gradients are reduced after every microbatch: what the plan says, and under `auto` ZeRO-2 and 3 without a
+    pipeline, whose microbatches follow so close on one another that once per step is usual."""
+    if plan.data_parallel.reduce_every == "auto":
+        return plan.data_parallel.shards_gradients and plan.mesh.pipeline == 1
+    return plan.data_parallel.reduce_every == "microbatch"
+
+
+def keeps_whole_gradients(plan: Plan) -> bool:
+    """Whether some rank holds all of its gradients between two microbatches although ZeRO-2 or 3 shares them out."""
+    shares = plan.microbatch.shares(plan.mesh.data)
+    return plan.data_parallel.shards_gradients and max(shares) > reduction_rounds(plan)
+
+
+def reduction_conflict(plan: Plan) -> str | None:
+    """Return why gradients cannot be reduced as often as the plan says, with the change to make."""
+    data, chosen = plan.data_parallel, plan.pipeline_parallel
+    if data.reduce_every != "microbatch":
+        return None
+    if not data.shards_gradients:
+        problem = f"has no effect with zero = {data.zero}: every rank keeps whole gradients, which meet once per step."
+        return f'{problem}\nUse "auto", or zero = 2 or 3.'
+    if plan.mesh.pipeline == 1:
+        return None
+    if not data.shards_weights:
+        problem = "cannot join mesh.pipeline > 1 with zero = 2: buckets of gradients fill up over all microbatches."
+        return f'{problem}\nUse "step", or zero = 3.'
+    if chosen.splits_backward:
+        problem = f'cannot join schedule = "{chosen.schedule}": weight gradients come in passes of their own, after the'
+        return f'{problem} backward that would reduce them.\nUse "step", or schedule = "1f1b".'
+    if chosen.chunks_per_rank > 1 and len(set(plan.microbatch.shares(plan.mesh.data))) > 1:
+        problem = (
+            f"cannot join chunks_per_rank = {chosen.chunks_per_rank} with unequal shares, per_step = "
+            f"{spell(plan.microbatch.per_step)}: data ranks would reduce their chunks in different orders."
+        )
+        return f'{problem}\nUse "step", or equal shares.'
+    return None

@@ -152,9 +152,7 @@ def _restrictions(random: Random) -> Iterator[tuple[str, Any]]:
 def _with_memory(random: Random, profile: Profile, cluster: Cluster, layouts: list[Layout]) -> Cluster:
     """The cluster with memory for a drawn share of the layouts."""
     pricer = _pricer(profile, cluster)
-    needs = sorted(
-        pricer.predict(layout).fullest.device for layout in random.sample(layouts, min(40, len(layouts)))
-    )
+    needs = sorted(pricer.predict(layout).fullest.device for layout in random.sample(layouts, min(40, len(layouts))))
     wanted = random.choice(needs) * random.choice((1.0, 1.0, 1.3, 10.0))
     share = wanted / cluster.usable_memory_bytes
     nodes = tuple(

@@ -100,9 +100,17 @@ def all_rows(case: Drawn) -> dict[tuple[object, ...], list[Row]]:
 
 
 def above(case: Drawn) -> list[tuple[float, float, Layout]]:
-    """Layouts that fit and are priced below all bounds of their rows: (bound, price, layout)."""
+    """Layouts that fit and are priced below all bounds of their rows: (bound, price, layout).  Splits that others
+    outdo, which have no rows, are left to the test of what a search finds."""
     rows, found = all_rows(case), list[tuple[float, float, Layout]]()
+    splits, _ = enumerate_splits(case.space, devices=case.cluster.num_devices, global_batch_size=case.batch)
+    there = set(
+        zip(splits.pipeline, splits.tensor, splits.context, splits.expert, splits.data, splits.size, strict=True)
+    )
     for layout in case.layouts:
+        sizes = (layout.pipeline, layout.tensor, layout.context, layout.expert, layout.data, layout.microbatch_size)
+        if sizes not in there:
+            continue
         score = score_of(case.pricer, layout, case.objective)
         held = [row.bound for row in rows.get(key_of(layout), ()) if row.least_shard <= layout.shard <= row.shard]
         if min(held, default=math.inf) > score * (1 + 1e-9) and case.pricer.predict(layout).fits:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.cluster import Collective
-from weft.plan import SPLIT_BACKWARD, Schedule
 from weft.price import (
     LARGEST_BUCKET,
     PROCESS_BYTES,
@@ -23,9 +22,10 @@ from weft.price import (
     Pricer,
     activation_bytes,
 )
-from weft.search._bounds import CLOSED_FORM_EXCESS, LONG_FORM_EXCESS, Floats
+from weft.search._bounds import Floats
 from weft.search._group import GroupCosts, Held, Passes
 from weft.search._options import Options, Way
+from weft.search._pipelines import pipeline_seconds, stage_blocks
 from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints
 from weft.techniques.zero.contract import stage_of
@@ -34,68 +34,6 @@ _SIZES = (float(1 << 20), float(1 << 22), float(1 << 24), float(1 << 26), float(
 """Bytes of collectives, of whose speeds the best is taken."""
 _QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Pipeline ranks at which the need of memory is looked at, as shares of the pipeline."""
-
-
-def pipeline_seconds(
-    schedules: tuple[Schedule, ...], blocks: int, hop: Floats, options: Options, passes: Passes, waits: Floats | float
-) -> Floats:
-    """Return seconds from the first forward to the last backward, at least: `weft.price.closed_form` of equal stages.
-
-    Args:
-        hop: seconds from a stage to the next.
-        waits: seconds that every rank waits in each microbatch besides.
-    """
-    p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
-    whole = passes.whole + waits * p
-    hop_here = np.where(p > 1, hop, 0.0)
-    slowest = np.maximum(whole / p, -(-blocks // p) * passes.least_block)
-    hops = 2.0 * (p * v - 1) * hop_here
-    plain = whole + hops + (m - 1) * np.maximum(slowest, whole / p + 2.0 * hop_here * (p - 1) / p)
-    late = np.where(options.splits_backward, passes.weight, 0.0)
-    # The first microbatch passes all stages, and the others follow it through one.
-    passing = (whole - late) * (1.0 + (m - 1) / (p * v)) + np.where(m < p, late / (p * v), 0.0)
-    chunked = np.maximum(m * slowest + _waits(schedules, options, passes), passing)
-    chunked = np.maximum(chunked, _last_rounds(schedules, options, passes)) + hops
-    # Of unequal stages schedules as played fall short by as much as the mean is below the slowest; see `least_share`.
-    mean = whole / (p * v)
-    balance = mean / np.maximum(mean, -(-blocks // (p * v)) * passes.least_block)
-    share = np.where(m >= 4 * p, np.maximum(CLOSED_FORM_EXCESS * balance, LONG_FORM_EXCESS), LONG_FORM_EXCESS * balance)
-    return np.where(options.is_plain, plain, chunked) * np.where(p == 1, 1.0, share)
-
-
-def _waits(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:
-    """The bubbles of `weft.plan.bubble_seconds`."""
-    p = options.splits.pipeline
-    stages = p * options.chunks
-    forward, inputs, weight = (part / stages for part in (passes.forward, passes.input, passes.weight))
-    waits = (p - 1) * (forward + inputs + weight)
-    for index, name in enumerate(schedules):
-        if name == "zbv":
-            split = (p - 1) * np.maximum(np.maximum(forward, inputs), weight)
-        elif name in SPLIT_BACKWARD:
-            split = (p - 1) * np.maximum(0.0, forward + inputs - weight)
-        else:
-            continue
-        waits = np.where(options.schedule == index, split, waits)
-    return waits
-
-
-def _last_rounds(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:
-    """`weft.plan.last_round_seconds`, over arrays."""
-    p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
-    last = (m - 1) % p + 1
-    before = (m - last) * v + last - 1
-    forward, inputs, weight = (part / (p * v) for part in (passes.forward, passes.input, passes.weight))
-    seconds = (p - 1 + m * v) * forward + before * (inputs + weight)
-    found = np.zeros_like(seconds)
-    for index, name in enumerate(schedules):
-        here = options.schedule == index
-        if name == "interleaved_1f1b":
-            found = np.where(here, seconds + p * v * (inputs + weight), found)
-        elif name == "interleaved_zero_bubble":
-            owed = np.minimum(p - 1, before) * weight
-            found = np.where(here, seconds - owed + p * v * inputs + weight, found)
-    return found
 
 
 class Rates(NamedTuple):
@@ -193,21 +131,19 @@ class Estimates:
     def __init__(
         self,
         pricer: Pricer,
-        schedules: tuple[Schedule, ...],
+        space: Space,
         costs: GroupCosts,
         options: Options,
         way: Way,
         rates: RateTable,
     ) -> None:
-        self._pricer, self._schedules, self._costs, self._options = pricer, schedules, costs, options
+        self._pricer, self._space, self._costs, self._options = pricer, space, costs, options
         zero, shard = self._zero, self._shard = way.zero, way.shard
         splits = options.splits
         self._ranks = splits.data * splits.context
         self._shards = np.ones_like(shard) if zero == 0 else self._ranks if zero < 3 else shard * splits.context
         self._expert_shards = np.maximum(1, self._shards * (splits.tensor if zero else 1) // splits.expert)
         weights, p, blocks = costs.weights, splits.pipeline, len(pricer.profile.blocks)
-        self._dense = weights.dense / p + np.where(options.joined_ends, weights.stem + weights.tail, weights.stem)
-        self._last_dense = weights.dense / p + np.where(options.joined_ends, weights.stem + weights.tail, weights.tail)
         self._least_dense = weights.dense / p + np.where(p == 1, weights.stem + weights.tail, 0.0)
         self._experts = weights.experts / p
         self._uneven = -(-blocks // p) * p / blocks
@@ -231,7 +167,7 @@ class Estimates:
         if offloads == ("activations",):
             ahead, back = self._unloading(passes, ahead, back)
         blocks = len(self._pricer.profile.blocks)
-        pipeline = pipeline_seconds(self._schedules, blocks, self._costs.hop, self._options, passes, ahead + back)
+        pipeline = pipeline_seconds(self._space.schedules, blocks, self._costs.hop, self._options, passes, ahead + back)
         optimizer = np.minimum.reduce([self._optimizer(offload) for offload in offloads])
         step = pipeline + once + self._reductions(passes, ahead, back) + optimizer
         worlds, rows = np.unique(self._options.splits.world, return_inverse=True)
@@ -272,13 +208,21 @@ class Estimates:
         whole = whole * (self._zero < 3)  # what ZeRO-3 sends, microbatches wait for; its copies' sum is left out
         times = np.where(self._once, 1, self._options.splits.microbatches) if self._zero == 2 else 1
         window = overlap * ((passes.input + passes.weight) / p + back) * self._uneven * stack.overlap_gradients
-        exposed = self._beside(whole, window) * times
+        # The bucket that comes last is waited for in the last microbatch alone, which makes that one no shorter.
+        exposed = self._beside(whole, window) + (times - 1) * self._beside(whole * (1.0 - self._last_share), window)
         if self._zero in (1, 2):
             publish = self._least_dense * rates.gather + self._experts * rates.gather_experts
             exposed = exposed + self._beside(
                 publish, overlap * (passes.forward / p + ahead) * self._uneven * stack.overlap_parameters
             )
         return exposed.astype(np.float64)
+
+    @property
+    def _last_share(self) -> Floats:
+        """Of a rank's gradients, what may travel in the last bucket."""
+        largest = max(self._space.bucket_bytes or (), default=LARGEST_BUCKET)
+        sizes = [part * self._gradient for part in (self._least_dense, self._experts) if np.any(part)]
+        return np.minimum(1.0 / self._options.chunks, largest / np.maximum(np.minimum.reduce(sizes), 1.0))
 
     def _beside(self, whole: Floats, window: Floats) -> Floats:
         """What no window hides, and what the rest slows down: see `weft.price._update`."""
@@ -302,19 +246,40 @@ class Estimates:
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def device_bytes(self, held: Held, offload: Offload) -> Floats:
-        """Return the bytes of the fullest of the first and the last rank, at least."""
-        options = self._options
-        kept = held.kept / options.splits.pipeline / self._uneven
-        first, last = kept * options.flight, kept * options.last_flight
-        if offload == "activations":
-            first = last = np.minimum(2.0 * kept / options.chunks, first)
+    def device_bytes(self, held: Held, passes: Passes, offload: Offload) -> Floats:
+        """Return the bytes of the fullest rank, at least: of the first, the last, and of those between that have the
+        most blocks the first."""
+        options, p, v = self._options, self._options.splits.pipeline, self._options.chunks
+        blocks = len(self._pricer.profile.blocks)
+        stages = stage_blocks(blocks, options, passes)
+        joined = options.joined_ends
         loss = np.maximum(held.live, self._costs.logits) + held.tail
-        fixed = self._fixed_bytes()
-        outer = self._states(self._dense, offload) + first + held.stem
-        outer = outer + np.where(options.joined_ends, loss, held.live)
-        inner = self._states(self._last_dense, offload) + last + loss
-        return self._outside(np.maximum(outer, inner) + fixed)
+        outer = np.where(p == 1, blocks, np.where(joined, stages.first + stages.last, v * stages.first))
+        waiting = np.where(joined & (p > 1), 2.0 * np.minimum(stages.first, stages.last), outer)
+        ends = self._costs.weights.stem + np.where(joined, self._costs.weights.tail, 0.0)
+        first = self._rank_bytes(held, outer, waiting, options.flight, ends, offload) + held.stem
+        first = first + np.where(joined, loss, held.live)
+        inner = np.where(joined, 2.0 * stages.first, (v - 1) * stages.first + stages.last)
+        tail = np.where(joined, 0.0, self._costs.weights.tail)
+        last = self._rank_bytes(held, inner, inner, options.last_flight, tail, offload)
+        last = np.where(p == 1, 0.0, last + np.where(joined, held.live, loss))
+        # Flights fall from rank to rank, in a straight line or more slowly.
+        rank = np.where(stages.extras > 0, p - 1 - stages.extras, 0.0) / np.maximum(p - 1, 1)
+        flight = np.where(v == 1, options.flight + (options.last_flight - options.flight) * rank, options.last_flight)
+        most = np.where(v == 1, stages.most, blocks / p)
+        between = np.where(p == 1, 0.0, self._rank_bytes(held, most, most, flight, 0.0, offload) + held.live)
+        return self._outside(np.maximum(np.maximum(first, last), between) + self._workspace)
+
+    def _rank_bytes(
+        self, held: Held, blocks: Floats, waiting: Floats, flight: Floats, ends: Floats | float, offload: Offload
+    ) -> Floats:
+        """Bytes of so many blocks and the ends' weights: model states, what they travel in, and activations of `flight`
+        microbatches of the `waiting` ones."""
+        weights, count = self._costs.weights, len(self._pricer.profile.blocks)
+        dense, experts = weights.dense * blocks / count + ends, weights.experts * blocks / count
+        kept = held.kept / count * waiting
+        flight = np.minimum(2.0 / self._options.chunks, flight) if offload == "activations" else flight
+        return self._states(dense, experts, offload) + self._buffers(dense + experts) + kept * flight
 
     def least_share(self, light: Held, heavy: Held, need: Floats, usable: float) -> Floats:
         """Return the share of all blocks that must be computed again like `heavy` so that every rank fits: later ranks
@@ -325,8 +290,8 @@ class Estimates:
         over = [np.clip((need - usable - fewer * part) / np.maximum(saved, 1.0), 0.0, 1.0) for part in _QUANTILES]
         return np.where(p > 1, sum(over) / len(over), over[0])
 
-    def _states(self, dense: Floats, offload: Offload) -> Floats:
-        return dense * self._state_bytes(self._shards, offload) + self._experts * self._state_bytes(
+    def _states(self, dense: Floats, experts: Floats, offload: Offload) -> Floats:
+        return dense * self._state_bytes(self._shards, offload) + experts * self._state_bytes(
             self._expert_shards, offload
         )
 
@@ -350,20 +315,22 @@ class Estimates:
             return np.full(len(pipeline), way.every == "step")
         return (pipeline > 1) & self._pricer.stack.memory.accumulates_whole | (way.zero < 2)
 
-    def _fixed_bytes(self) -> Floats:
+    @property
+    def _workspace(self) -> float:
+        return self._pricer.stack.memory.workspace_bytes if self._pricer.memories.on_accelerator else 0.0
+
+    def _buffers(self, held: Floats) -> Floats:
+        """Bytes in which a rank with so many elements of weights gathers them and sends gradients."""
         habits = self._pricer.stack.memory
-        workspace = habits.workspace_bytes if self._pricer.memories.on_accelerator else 0.0
-        if self._zero == 3:
-            wide = self._costs.weights.widest
-            size = habits.gathered_blocks * wide * self._element
-            summed = wide * (self._element + (self._gradient if self._gradient > self._element else 0.0))
-            size += np.where(self._waiting, 0.0, summed)
-            ends = (self._costs.weights.stem + self._costs.weights.tail) * self._element * habits.gathers_ends
-            held = np.maximum(self._dense, self._last_dense) + self._experts
-            holds = ((self._options.splits.pipeline > 1) | self._options.splits.uneven) & habits.holds_gathered
-            size = np.where(holds, held * self._element, size + ends)
-            return np.where(self._shards > 1, size, 0.0) + workspace
-        return np.where(self._ranks > 1, habits.bucket_copies * SMALLEST_BUCKET, 0.0) + workspace
+        if self._zero != 3:
+            return np.where(self._ranks > 1, habits.bucket_copies * SMALLEST_BUCKET, 0.0)
+        wide = self._costs.weights.widest
+        size = habits.gathered_blocks * wide * self._element
+        holds = ((self._options.splits.pipeline > 1) | self._options.splits.uneven) & habits.holds_gathered
+        ends = (self._costs.weights.stem + self._costs.weights.tail) * self._element * habits.gathers_ends
+        summed = wide * (self._element + (self._gradient if self._gradient > self._element else 0.0))
+        size = np.where(holds, held * self._element, size + ends) + np.where(self._waiting, 0.0, summed)
+        return np.where(self._shards > 1, size, 0.0)
 
     @property
     def _fragmented(self) -> float:

@@ -26,6 +26,15 @@ class Passes(NamedTuple):
     weight: Floats
     least_block: Floats
     """All three passes of the cheapest block."""
+    block: Floats
+    """The same, of blocks in the mean."""
+    stem: Floats
+    tail: Floats
+
+    @property
+    def alike(self) -> Bools:
+        """Whether all blocks cost the same."""
+        return self.least_block >= self.block * (1.0 - 1e-12)
 
     @property
     def whole(self) -> Floats:
@@ -171,10 +180,14 @@ def _passes(costs: list[tuple[BlockCost, int]], ends: list[BlockCost], word: Rec
     forward = sum(cost.forward.seconds * count for cost, count in costs) + sum(end.forward.seconds for end in ends)
     inputs = sum((cost.input.seconds + cost.again(word).seconds) * count for cost, count in costs)
     weight = sum(cost.weight.seconds * count for cost, count in costs) + sum(end.weight.seconds for end in ends)
-    least = min(
-        cost.forward.seconds + cost.input.seconds + cost.again(word).seconds + cost.weight.seconds for cost, _ in costs
-    )
-    return forward, inputs + sum(end.input.seconds for end in ends), weight, least
+    each = [_seconds(cost) + cost.again(word).seconds for cost, _ in costs]
+    mean = sum(seconds * count for seconds, (_, count) in zip(each, costs, strict=True)) / sum(n for _, n in costs)
+    inputs += sum(end.input.seconds for end in ends)
+    return forward, inputs, weight, min(each), mean, *map(_seconds, ends)
+
+
+def _seconds(cost: BlockCost) -> float:
+    return cost.forward.seconds + cost.input.seconds + cost.weight.seconds
 
 
 def _held(pricer: Pricer, base: Layout, counted: Counted, word: Recompute) -> tuple[float, ...]:

@@ -9,9 +9,10 @@ import numpy as np
 from weft.plan import Recompute
 from weft.price import Pricer
 from weft.search._bounds import Floats
-from weft.search._estimate import Estimates, RateTable, pipeline_seconds, power_below
+from weft.search._estimate import Estimates, RateTable, power_below
 from weft.search._group import GroupCosts
 from weft.search._options import Choices, Options, Way, ways_of_sharding
+from weft.search._pipelines import pipeline_seconds
 from weft.search._rows import REDUCE_EVERY, Rows, levels_of
 from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints, Splits
@@ -76,14 +77,14 @@ class Screen:
     def _sharded(self, costs: GroupCosts, options: Options, way: Way, limit: Floats) -> list[Rows]:
         """Rows under one way of sharding."""
         first, offloads = costs.passes[self._levels[0].light], self._space.offloads
-        estimates = Estimates(self._pricer, self._space.schedules, costs, options, way, self._rates)
+        estimates = Estimates(self._pricer, self._space, costs, options, way, self._rates)
         # More recomputation makes a step longer, and so does offloading, but for the optimizer's where a rank has
         # little of it.  What is too slow without them stays so.
         near = estimates.seconds(first, "none", *offloads) < limit
         if not near.any():
             return []
         costs, options, way, limit = costs.take(near), options.take(near), way.take(near), limit[near]
-        estimates = Estimates(self._pricer, self._space.schedules, costs, options, way, self._rates)
+        estimates = Estimates(self._pricer, self._space, costs, options, way, self._rates)
         least = self._least(estimates, costs, len(options))
         return self._table(costs, options, least < limit, way, least)
 
@@ -101,7 +102,7 @@ class Screen:
             if fits_all and usual == "none":
                 continue  # a heavier level takes longer; but where activations must be offloaded, it moves less
             for offload in self._space.offloads:
-                need = needs[light, offload] = estimates.device_bytes(costs.held[light], offload)
+                need = needs[light, offload] = estimates.device_bytes(costs.held[light], costs.passes[light], offload)
                 if offload == usual:
                     fits_all = bool((need <= self._usable).all())
                 seconds = estimates.seconds(costs.passes[light], offload)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.blueprint import build_blueprint
 from weft.cli._main import run
-from weft.describe import build_blueprint
 from weft.recipe import load_recipe
 
 RECIPE = """

@@ -157,7 +157,7 @@ def changed(trials: list[Trial], kind: str, scale: float, only: str = "") -> lis
         (0.0, "zero: it never arrives"),
         (-1.0, "right but for its sign"),
         (1.25, "exactly 1.25 times the right one: a wrong divisor"),
-        (3.0000001e-7, "exactly 0.0000003 times the right one: a wrong divisor"),
+        (3.0000001e-7, "exactly 0.00000030000001 times the right one: a wrong divisor"),
     ],
 )
 def test_factors(bench: Bench, sound: tuple[Recipe, list[Trial]], factor: float, sentence: str) -> None:

@@ -180,7 +180,7 @@ def _shapes(recipe: Path | None, parameters: str | None, overrides: tuple[str, .
         if overrides:
             raise PlanError("--set changes a recipe, and none is given. Use --parameters alone, or a RECIPE.")
         return shapes_of_model(int(parse_count(parameters, "--parameters")))
-    from weft.describe import build_blueprint
+    from weft.blueprint import build_blueprint
     from weft.plan import Plan, apply_overrides
     from weft.recipe import load_recipe
 

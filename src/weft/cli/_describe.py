@@ -44,7 +44,8 @@ def describe(
 
     import torch
 
-    from weft.describe import build_blueprint, examine, propose_split
+    from weft.blueprint import build_blueprint
+    from weft.describe import examine, propose_split
     from weft.models import build_model
 
     blueprint = build_blueprint(given)

@@ -24,7 +24,7 @@ def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:
         PlanError: the plan cannot be run, a rank is outside its world, or ranks of a group would start different
             collectives (status 1).
     """
-    from weft.describe import build_blueprint
+    from weft.blueprint import build_blueprint
     from weft.plan import check_runnable
     from weft.rehearse import rehearse_world
 

@@ -1,6 +1,5 @@
 """Describe: any module to its profile, and a proposal of how it splits."""
 
-from weft.describe._build import build_blueprint as build_blueprint
 from weft.describe._describe import Description as Description
 from weft.describe._describe import describe as describe
 from weft.describe._describe import examine as examine
@@ -8,4 +7,3 @@ from weft.describe._proposal import Proposal as Proposal
 from weft.describe._proposal import ProposedRule as ProposedRule
 from weft.describe._proposal import lines_of as lines_of
 from weft.describe._propose import propose_split as propose_split
-from weft.describe._stand_in import StandIns as StandIns

@@ -13,13 +13,13 @@ from weft.describe._events import Event, Trace
 from weft.describe._flow import Flow, Layer, follow
 from weft.describe._graph import Graph
 from weft.describe._groups import Choice, Group, Member, choose
-from weft.describe._names import glob_of, globs_of
 from weft.describe._proposal import Confidence, Proposal, ProposedRule
 from weft.describe._rehearse import Attribute, Rehearsal
 from weft.describe._segment import find_blocks
 from weft.describe._trace import trace
 from weft.models import Blueprint, Localise, SplitRule, SplitTable, token_loss
 from weft.recipe import SplitKind
+from weft.stand_ins import glob_of, globs_of
 
 _SMALL_TABLE = 0.01
 """Share of the parameters below which splitting a table is not worth a collective."""

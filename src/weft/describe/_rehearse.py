@@ -17,9 +17,9 @@ from weft.describe._events import Event, Trace, Value
 from weft.describe._flow import Flow
 from weft.describe._fused import FUSED_NAMES
 from weft.describe._groups import Group
-from weft.describe._names import glob_of
 from weft.describe._trace import Unfinished, trace
 from weft.models import Blueprint
+from weft.stand_ins import glob_of
 
 _SIZES_OF_WEIGHTS = frozenset({"in_features", "out_features", "nf", "nx", "num_embeddings", "embedding_dim"})
 _ATTEMPTS = 8

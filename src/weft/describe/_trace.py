@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.describe._events import Event, Save, Trace, Value
 from weft.describe._fused import FUSED, FusedCall
-from weft.describe._stand_in import StandIns
 from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
+from weft.stand_ins import StandIns
 
 SAMPLES = 2
 """Of a traced batch: batch statistics want more than one."""

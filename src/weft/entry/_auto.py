@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, KnownMachine, known_machine
-from weft.describe import build_blueprint, describe
+from weft.describe import describe
 from weft.errors import RecipeError
 from weft.launch import Place
 from weft.models import Blueprint

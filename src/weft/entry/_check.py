@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, known_machine
-from weft.describe import build_blueprint
 from weft.entry._auto import profile_of_built
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
 from weft.errors import LaunchError, RecipeError, WeftError

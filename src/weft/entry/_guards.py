@@ -37,6 +37,8 @@ class Guard:
     def __init__(self) -> None:
         self._depth = 0
         self._handles: list[RemovableHandle] = []
+        self.refused_backward = False
+        """Whether a backward outside a step was refused half way, since somebody last set this back."""
 
     @contextmanager
     def inside(self) -> Generator[None]:
@@ -61,7 +63,7 @@ class Guard:
         """Refuse a backward outside a step into `parameters`; where these are gathered for each forward, a forward of
         `roots` that would lead to one."""
         for parameter in parameters:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._refusal(_BACKWARD)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._refuse_backward))
         for root in roots:
             self._handles.append(root.register_forward_pre_hook(self._refuse_forward, prepend=True))
 
@@ -79,6 +81,11 @@ class Guard:
             module.register_state_dict_pre_hook(self._refusal(_MODEL_STATE))
         if is_cut or plan.compute.precision in ("bf16", "fp16"):
             model.register_load_state_dict_pre_hook(self._refusal(_MODEL_LOAD))
+
+    def _refuse_backward(self, *_: Any) -> None:
+        if not self.is_inside:
+            self.refused_backward = True
+            raise RecipeError(_BACKWARD)
 
     def _refuse_forward(self, root: nn.Module, *_: Any) -> None:
         """Before anything is gathered: a backward that is given up half way would leave its gathers behind."""

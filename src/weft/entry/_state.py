@@ -173,7 +173,7 @@ class TrainState:
                 changed (clipped) after the last step.
         """
         refuse_untrainable(self.model, self._frozen)
-        if self._left is not None:
+        if self._left is not None and not self._guard.refused_backward:  # which has left a part of itself
             self._left.check()
         with self._calls.call(f"{self._name}.step()"), self._guard.inside():
             batch = trainable(batch)
@@ -190,7 +190,7 @@ class TrainState:
                 on_difference=self._name_difference,
             )
         self._steps += 1
-        self._left = LeftGradients(self.model)
+        self._left, self._guard.refused_backward = LeftGradients(self.model), False
         self._recording.step(result, self._batch_size, self.optimizer)
         return StepInfo(
             number=self._steps, loss=result.loss, gradient_norm=result.gradient_norm, skipped=result.skipped

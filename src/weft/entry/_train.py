@@ -15,11 +15,11 @@ from typing import Any
 import torch.distributed as dist
 
 import weft
+from weft.blueprint import build_blueprint
 from weft.checkpoint import export_checkpoint
 from weft.cluster import Cluster
 from weft.comm import backend_for, device_for_rank
 from weft.data import ConsoleProgress, PreparedData, data_shape, prepare_data, silent
-from weft.describe import build_blueprint
 from weft.engine.optimizers import check_group_globs
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import machine_for, profile_of_blueprint

@@ -65,7 +65,7 @@ class _OfItsOwn(TorchDispatchMode):
             return func(*args, **given)
         if not self._is_on_cpu(args, given):
             return func(*args, **given)
-        return call(*args, **given, generator=self._follow())
+        return call(*args, **{**given, "generator": self._follow()})
 
     def _is_on_cpu(self, args: Any, given: Any) -> bool:
         first = next((value for value in args if isinstance(value, torch.Tensor)), None)

@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.describe import StandIns
 from weft.models import Blueprint, others_draw, token_example
 from weft.parallel._draw_net import OwnPython, is_draw, numpy_lock
+from weft.stand_ins import StandIns
 
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from weft.blueprint import build_blueprint
 from weft.comm import Mesh
-from weft.describe import build_blueprint
 from weft.launch import Place, initialise_distributed
 from weft.models import Blueprint
 from weft.plan import Plan, parse_plan

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from weft.blueprint import build_blueprint
 from weft.checkpoint import Checkpointer, Peers
 from weft.comm import Mesh
 from weft.data import PreparedData, data_shape, open_data
-from weft.describe import build_blueprint
 from weft.engine import Outcome, Trainer, create_training
 from weft.errors import CollectiveError
 from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, TerminalSink, WarningSink, loggers_to

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.blueprint import build_blueprint
 from weft.comm import Mesh, peak_memory_bytes, synchronize
-from weft.describe import build_blueprint
 from weft.engine import create_training, learning_rate
 from weft.errors import WeftError
 from weft.launch import Place, initialise_distributed

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from weft.blueprint import build_blueprint
 from weft.comm import device_for_rank
-from weft.describe import build_blueprint
 from weft.launch import Place
 from weft.plan import parse_plan
 from weft.recipe import parse_recipe

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weft.describe._names import glob_of
 from weft.errors import RecipeError
+from weft.stand_ins._names import glob_of
 
 _CARRIED_ELEMENTS = 1 << 22
 """Larger integer tensors are not carried: a causal mask of 32,768 positions is a gigabyte."""

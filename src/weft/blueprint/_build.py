@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from weft.describe._propose import propose_split
 from weft.models import Blueprint, build_model
 from weft.recipe import Recipe
 
@@ -19,6 +18,9 @@ def build_blueprint(recipe: Recipe) -> Blueprint:
     """
     blueprint = build_model(recipe)
     if recipe.model.propose_split:
+        # Ranks do without the analysis of graphs and the profiles it makes, thousands of lines, unless they need it.
+        from weft.describe import propose_split
+
         proposal = propose_split(blueprint)
         proposal.apply_to(blueprint)
         modules = sum(proposed.rule.kind in _CUTTING for proposed in proposal.rules)

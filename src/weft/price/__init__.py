@@ -49,7 +49,9 @@ from weft.price._stack import WEFT as WEFT
 from weft.price._stack import Stack as Stack
 from weft.price._stages import BlockCost as BlockCost
 from weft.price._stages import PassCost as PassCost
+from weft.price._timeline import LONG as LONG
 from weft.price._timeline import StageTimes as StageTimes
 from weft.price._timeline import Timelines as Timelines
 from weft.price._timeline import closed_form as closed_form
+from weft.price._timeline import shares_of_closed_form as shares_of_closed_form
 from weft.price._update import Gathers as Gathers

@@ -139,7 +139,7 @@ class Pricer:
     def least_seconds(self, layout: Layout, *, update: bool = True) -> float:
         """Return seconds that `step_seconds(..., exact=True)` is not below, by closed form; without `update`, of the
         pipeline alone.  A bound that holds for all that was drawn, not a proved one."""
-        share = least_share(layout.pipeline, layout.microbatches, self._case(layout).times)
+        share = least_share(layout.schedule, layout.pipeline, layout.microbatches, self._case(layout).times)
         return self.step_seconds(layout, update=update) * share
 
     def slowdown(self, world_size: int) -> float:

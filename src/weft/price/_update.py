@@ -111,7 +111,7 @@ class _Rates:
             self._parts, self._expert_parts = groups.shard.size, groups.expert_shard.size
         often = layout.shards_gradients_alone and not reduces_once(layout, device.stack)
         self._times = layout.microbatches if often else 1
-        self._silent = layout.replicas_step_alone and self._parts > 1
+        self._silent = layout.replicas_step_alone and self._parts > 1 or dense.size * experts.size == 1
         self.first = first_bytes(layout, device.stack)
         self.dense, self.experts = (self._stream(self._reduced(group)) for group in (dense, experts))
         self.gathered_dense, self.gathered_experts = (self._stream(self._gathered(group)) for group in (dense, experts))

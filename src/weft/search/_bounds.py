@@ -19,10 +19,6 @@ from weft.search._splits import Splits
 
 Floats = npt.NDArray[np.float64]
 
-CLOSED_FORM_EXCESS = 0.975
-"""Of a closed form: no schedule of balanced stages, as played, was found to be shorter."""
-LONG_FORM_EXCESS = 0.95
-"""The same of any stages, where there are at least four times as many microbatches as ranks."""
 _CRITICAL_SHARE = 2 / 3
 """Of a microbatch's work that no schedule runs side by side: forward and gradients of inputs, where each of the three
 passes takes a third."""

@@ -125,6 +125,14 @@ def power_below(numbers: Ints) -> Ints:
     return (1 << np.log2(np.maximum(numbers, 1)).astype(np.int64)).astype(np.int64)
 
 
+class _Block(NamedTuple):
+    """What one block holds: elements of its weights, and bytes of one microbatch, by row."""
+
+    dense: float
+    experts: float
+    kept: Floats
+
+
 class Estimates:
     """Of options of a group, each in one of its cases, that share a way of sharding."""
 
@@ -250,36 +258,43 @@ class Estimates:
         """Return the bytes of the fullest rank, at least: of the first, the last, and of those between that have the
         most blocks the first."""
         options, p, v = self._options, self._options.splits.pipeline, self._options.chunks
-        blocks = len(self._pricer.profile.blocks)
-        stages = stage_blocks(blocks, options, passes)
-        joined = options.joined_ends
+        blocks, weights = len(self._pricer.profile.blocks), self._costs.weights
+        stages, joined, alone = stage_blocks(blocks, options, passes), options.joined_ends, p == 1
+        least = _Block(weights.least_dense, weights.least_experts, held.least)
+        mean = _Block(weights.dense / blocks, weights.experts / blocks, held.kept / blocks)
         loss = np.maximum(held.live, self._costs.logits) + held.tail
-        outer = np.where(p == 1, blocks, np.where(joined, stages.first + stages.last, v * stages.first))
-        waiting = np.where(joined & (p > 1), 2.0 * np.minimum(stages.first, stages.last), outer)
-        ends = self._costs.weights.stem + np.where(joined, self._costs.weights.tail, 0.0)
-        first = self._rank_bytes(held, outer, waiting, options.flight, ends, offload) + held.stem
-        first = first + np.where(joined, loss, held.live)
+        outer = np.where(joined, stages.first + stages.last, v * stages.first)
+        waiting = np.where(joined, 2.0 * np.minimum(stages.first, stages.last), outer)
+        ends = weights.stem + np.where(joined, weights.tail, 0.0)
+        first = self._rank_bytes(least, outer, waiting, options.flight, ends, offload)
+        whole = self._rank_bytes(mean, blocks, blocks, options.flight, ends, offload)
+        first = np.where(alone, whole, first) + held.stem + np.where(joined, loss, held.live)
         inner = np.where(joined, 2.0 * stages.first, (v - 1) * stages.first + stages.last)
-        tail = np.where(joined, 0.0, self._costs.weights.tail)
-        last = self._rank_bytes(held, inner, inner, options.last_flight, tail, offload)
-        last = np.where(p == 1, 0.0, last + np.where(joined, held.live, loss))
+        tail = np.where(joined, 0.0, weights.tail)
+        last = self._rank_bytes(least, inner, inner, options.last_flight, tail, offload)
+        last = np.where(alone, 0.0, last + np.where(joined, held.live, loss))
         # Flights fall from rank to rank, in a straight line or more slowly.
+        counted = passes.alike & (v == 1)
         rank = np.where(stages.extras > 0, p - 1 - stages.extras, 0.0) / np.maximum(p - 1, 1)
-        flight = np.where(v == 1, options.flight + (options.last_flight - options.flight) * rank, options.last_flight)
-        most = np.where(v == 1, stages.most, blocks / p)
-        between = np.where(p == 1, 0.0, self._rank_bytes(held, most, most, flight, 0.0, offload) + held.live)
+        flight = options.flight + (options.last_flight - options.flight) * np.where(counted, rank, 1.0)
+        most = np.where(counted, stages.most, blocks / p)
+        between = np.where(alone, 0.0, self._rank_bytes(mean, most, most, flight, np.zeros(len(most)), offload) + held.live)
         return self._outside(np.maximum(np.maximum(first, last), between) + self._workspace)
 
     def _rank_bytes(
-        self, held: Held, blocks: Floats, waiting: Floats, flight: Floats, ends: Floats | float, offload: Offload
+        self,
+        block: _Block,
+        count: Floats | int,
+        waiting: Floats | int,
+        flight: Floats,
+        ends: Floats,
+        offload: Offload,
     ) -> Floats:
-        """Bytes of so many blocks and the ends' weights: model states, what they travel in, and activations of `flight`
-        microbatches of the `waiting` ones."""
-        weights, count = self._costs.weights, len(self._pricer.profile.blocks)
-        dense, experts = weights.dense * blocks / count + ends, weights.experts * blocks / count
-        kept = held.kept / count * waiting
+        """Bytes of `count` blocks and the ends' weights: model states, what they travel in, and activations of `flight`
+        microbatches of the `waiting` blocks."""
+        dense, experts = block.dense * count + ends, block.experts * count
         flight = np.minimum(2.0 / self._options.chunks, flight) if offload == "activations" else flight
-        return self._states(dense, experts, offload) + self._buffers(dense + experts) + kept * flight
+        return self._states(dense, experts, offload) + self._buffers(dense + experts) + block.kept * waiting * flight
 
     def least_share(self, light: Held, heavy: Held, need: Floats, usable: float) -> Floats:
         """Return the share of all blocks that must be computed again like `heavy` so that every rank fits: later ranks

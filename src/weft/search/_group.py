@@ -46,6 +46,8 @@ class Held(NamedTuple):
 
     kept: Floats
     """Of all blocks."""
+    least: Floats
+    """Of the block that keeps least."""
     live: Floats
     """Besides, during a block's backward."""
     stem: Floats
@@ -62,6 +64,9 @@ class Weights(NamedTuple):
     tail: float
     widest: float
     """Of the largest block, experts included."""
+    least_dense: float
+    """Of the block that has fewest, as are `least_experts`."""
+    least_experts: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +162,8 @@ def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[
             stem=pricer.block_cost(profile.stem, bases[0]).dense_parameters,
             tail=pricer.block_cost(profile.tail, bases[0]).dense_parameters,
             widest=max(each.dense_parameters + each.expert_parameters for each, _ in costs),
+            least_dense=min(each.dense_parameters for each, _ in costs),
+            least_experts=min(each.expert_parameters for each, _ in costs),
         ),
         hop=np.array([_hop(pricer, base) for base in bases]),
         moved=np.array(moved),
@@ -195,7 +202,8 @@ def _held(pricer: Pricer, base: Layout, counted: Counted, word: Recompute) -> tu
     found = [(blocks.memory(block, key, word), count) for block, count in counted]
     stem, tail = (blocks.memory(end, key).kept_bytes for end in (pricer.profile.stem, pricer.profile.tail))
     kept = sum(each.kept_bytes * count for each, count in found)
-    return kept, max(each.live_bytes for each, _ in found), stem, tail
+    least = min(each.kept_bytes for each, _ in found)
+    return kept, least, min(each.live_bytes for each, _ in found), stem, tail
 
 
 def _hop(pricer: Pricer, base: Layout) -> float:

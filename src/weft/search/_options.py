@@ -159,10 +159,13 @@ def ways_of_sharding(space: Space, options: Options, islands: Sequence[int], *, 
         elif zero < 3:
             rows = [("auto", np.ones_like(can))]
         else:
-            # With unequal shares gradients wait whole either way, and once per step sends less.
             several = (splits.microbatches > 1) | (splits.pipeline > 1)
             is_choice = several & (shard * splits.context * (splits.tensor if has_experts else 1) > 1)
-            rows = [("auto", ~is_choice), ("step", is_choice), ("microbatch", is_choice & can & ~splits.uneven)]
+            rows = [
+                ("auto", ~is_choice),
+                ("step", is_choice),
+                ("microbatch", is_choice & can),
+            ]
         found += [Way(zero, every, np.where(here, shard, 0), least) for every, here in rows]
     return found
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.plan import SPLIT_BACKWARD, Schedule
-from weft.search._bounds import CLOSED_FORM_EXCESS, LONG_FORM_EXCESS, Floats
+from weft.price import LONG, shares_of_closed_form
+from weft.search._bounds import Floats
 from weft.search._group import Passes
 from weft.search._options import Options
 
@@ -67,8 +68,9 @@ def pipeline_seconds(
     # Of unequal stages schedules as played fall short by as much as the mean is below the slowest; see `least_share`.
     mean = whole / (p * v)
     balance = mean / np.maximum(mean, _slowest_stage(blocks, held, options, passes))
-    share = CLOSED_FORM_EXCESS * balance
-    share = np.where(m >= 4 * p, np.maximum(share, LONG_FORM_EXCESS), share)
+    equal, long = np.array([shares_of_closed_form(name) for name in schedules])[options.schedule].T
+    share = equal * balance
+    share = np.where(m >= LONG * p, np.maximum(share, long), share)
     sure = _busy_ranks(blocks, held, hop_here, options, passes, waits)
     found = np.where(options.is_plain, np.maximum(plain * share, sure), chunked * share)
     return np.where(p == 1, m * whole, found)

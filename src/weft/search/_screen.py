@@ -30,8 +30,11 @@ class Screen:
         self._usable = pricer.cluster.usable_memory_bytes
         self._rates = RateTable(pricer, space)
         self._choices = Choices(space, len(pricer.profile.blocks))
+        self._parts_data = any(abs(order.index("replicate") - order.index("shard")) > 1 for order in space.orders or ())
         self._has_experts = bool(pricer.profile.num_experts)
         self._islands = tuple(tier.devices for tier in pricer.cluster.links)
+        if any(size & (size - 1) for size in self._islands[:-1]):
+            self._islands = ()  # 3 ranks may lie in one of 3 devices where 2 of 6 lie in two
 
     def count(self, splits: Splits) -> int:
         """Return how many layouts there are of some splits."""
@@ -53,11 +56,14 @@ class Screen:
         return found
 
     def _is_case(self, costs: GroupCosts, options: Options, way: Way, farthest: int) -> Bools:
-        """Whether the figures of a row's case hold for it."""
+        """Whether the figures of a row's case hold for it; where a given order puts other axes between the data ranks,
+        how many of them lie inside depends on the shards too, and all cases are taken."""
         data = way.least if way.zero == 3 else options.splits.data
         alike = np.minimum(power_below(data), farthest)
         lent = np.gcd(way.shard, options.splits.expert)
-        return ((costs.inside == 0) | (costs.inside == alike)) & ((costs.lent == 0) | (costs.lent == lent))
+        return (self._parts_data | (costs.inside == 0) | (costs.inside == alike)) & (
+            (costs.lent == 0) | (costs.lent == lent)
+        )
 
     def _near(self, costs: GroupCosts, options: Options, limit: Floats) -> Iterator[tuple[Ints, Ints]]:
         """Yield cases and options whose pipelines alone, nothing computed again, are below the limit; not too many at

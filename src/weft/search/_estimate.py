@@ -28,6 +28,7 @@ from weft.search._options import Options, Way
 from weft.search._pipelines import pipeline_seconds, stage_blocks
 from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints
+from weft.search._variants import has_even_islands
 from weft.techniques.zero.contract import stage_of
 
 _SIZES = (float(1 << 20), float(1 << 22), float(1 << 24), float(1 << 26), float(LARGEST_BUCKET))
@@ -50,9 +51,7 @@ class RateTable:
 
     def __init__(self, pricer: Pricer, space: Space) -> None:
         self._pricer, self._space = pricer, space
-        islands = [tier.devices for tier in pricer.cluster.links[:-1]]
-        self._regular = pricer.cluster.has_accelerators and not any(size & (size - 1) for size in islands)
-        """Whether fewer ranks never lie across more islands than more ranks do."""
+        self._regular = pricer.cluster.has_accelerators and has_even_islands(pricer.cluster)
         self._found: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
 
     def rates(self, costs: GroupCosts, way: Way, data: Ints, block_bytes: tuple[float, float]) -> Rates:
@@ -278,7 +277,9 @@ class Estimates:
         rank = np.where(stages.extras > 0, p - 1 - stages.extras, 0.0) / np.maximum(p - 1, 1)
         flight = options.flight + (options.last_flight - options.flight) * np.where(counted, rank, 1.0)
         most = np.where(counted, stages.most, blocks / p)
-        between = np.where(alone, 0.0, self._rank_bytes(mean, most, most, flight, np.zeros(len(most)), offload) + held.live)
+        between = np.where(
+            alone, 0.0, self._rank_bytes(mean, most, most, flight, np.zeros(len(most)), offload) + held.live
+        )
         return self._outside(np.maximum(np.maximum(first, last), between) + self._workspace)
 
     def _rank_bytes(
@@ -305,7 +306,7 @@ class Estimates:
         over = [np.clip((need - usable - fewer * part) / np.maximum(saved, 1.0), 0.0, 1.0) for part in _QUANTILES]
         return np.where(p > 1, sum(over) / len(over), over[0])
 
-    def _states(self, dense: Floats, experts: Floats, offload: Offload) -> Floats:
+    def _states(self, dense: Floats, experts: Floats | float, offload: Offload) -> Floats:
         return dense * self._state_bytes(self._shards, offload) + experts * self._state_bytes(
             self._expert_shards, offload
         )

@@ -178,8 +178,10 @@ def _shardings(
     one, of which the first above 0 is taken (Weft's default).  Experts borrow their ranks from those that shard."""
     data, context, expert = splits.data, splits.context, splits.expert
     alone, one = data * context * (splits.tensor if has_experts else 1) == 1, np.ones_like(data)
-    often = space.reductions == ("microbatch",)  # under ZeRO-0 and 1 there is no such choice
-    default = next((zero for zero in space.zeros if zero in ((2,) if often else (1, 2))), space.zeros[-often])
+    usual = next((zero for zero in space.zeros if zero in (1, 2)), space.zeros[0])
+    if space.reductions == ("microbatch",):  # no choice of ZeRO-0 and 1, nor of ZeRO-2 in a pipeline
+        usual = np.where((splits.pipeline == 1) & (2 in space.zeros), 2, space.zeros[-1])
+    default = np.broadcast_to(usual, data.shape)
     one_shard = space.shards is None or 1 in space.shards
     found: list[tuple[int, Ints, Ints]] = []
     for zero in space.zeros:
@@ -187,11 +189,10 @@ def _shardings(
             shard = np.where((expert > 1) & (zero > 0), data, one)
             found.append((zero, np.where(alone & (zero != default), 0, shard), shard))
             continue
-        if default == 3 and one_shard:
-            found.append((3, np.where(alone, 1, 0), one))
-        if (~alone).any() and one_shard:
+        if one_shard:
             # Data ranks keep copies, and weights are shared out over the context alone.
-            found.append((3, np.where(~alone & ((data == 1) | (space.replicas & (context > 1))), 1, 0), one))
+            copies = ~alone & ((data == 1) | (space.replicas & (context > 1)))
+            found.append((3, np.where(copies | (alone & (default == 3)), 1, 0), one))
         shards = _shards(space, data, islands if (expert == 1).all() else ())
         found += [(3, np.where(data == 1, 0, most), least) for most, least in shards]
     borrows = [np.maximum(shard, 1) * context % expert == 0 for _, shard, _ in found]

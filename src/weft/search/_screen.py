@@ -16,6 +16,7 @@ from weft.search._pipelines import pipeline_seconds
 from weft.search._rows import REDUCE_EVERY, Rows, levels_of
 from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints, Splits
+from weft.search._variants import has_even_islands
 
 _ROWS_AT_ONCE = 100_000
 """Options and cases that are computed together: few enough that their columns stay small."""
@@ -32,9 +33,8 @@ class Screen:
         self._choices = Choices(space, len(pricer.profile.blocks))
         self._parts_data = any(abs(order.index("replicate") - order.index("shard")) > 1 for order in space.orders or ())
         self._has_experts = bool(pricer.profile.num_experts)
-        self._islands = tuple(tier.devices for tier in pricer.cluster.links)
-        if any(size & (size - 1) for size in self._islands[:-1]):
-            self._islands = ()  # 3 ranks may lie in one of 3 devices where 2 of 6 lie in two
+        even = has_even_islands(pricer.cluster)  # else shards are looked at one by one
+        self._islands = tuple(tier.devices for tier in pricer.cluster.links) if even else ()
 
     def count(self, splits: Splits) -> int:
         """Return how many layouts there are of some splits."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import permutations, product
 from typing import NamedTuple
 
+from weft.cluster import Cluster
 from weft.plan import AXES, Axis
 from weft.price import Layout, Pricer, check_layout
 from weft.search._space import Space, divisors
@@ -25,6 +26,11 @@ def variants(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
         found = replace(layout, sequence_parallel=parallel, tensor_scheme=scheme, context_scheme=way)
         if not has_tensor or not check_layout(pricer.profile, pricer.cluster, found):
             yield found
+
+
+def has_even_islands(cluster: Cluster) -> bool:
+    """Whether fewer ranks never lie across more islands than more ranks do: 2 of 6 lie across two islands of 3."""
+    return not any(tier.devices & (tier.devices - 1) for tier in cluster.links[:-1])
 
 
 class Arrangement(NamedTuple):
@@ -79,7 +85,7 @@ def _one_stage(
 ) -> Layout:
     if not pricer.cluster.has_accelerators:  # a group has one split, of which all is known
         return replace(layout, order=order)
-    shard = inside or min(2, most_data)
+    shard = inside or (min(2, most_data) if has_even_islands(pricer.cluster) else 1)
     if lent:
         shard = lent if lent < layout.expert else -(-shard // lent) * lent
     return replace(layout, pipeline=1, replicate=1, shard=shard, order=order)

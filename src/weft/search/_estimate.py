@@ -52,6 +52,7 @@ class RateTable:
     def __init__(self, pricer: Pricer, space: Space) -> None:
         self._pricer, self._space = pricer, space
         self._regular = pricer.cluster.has_accelerators and has_even_islands(pricer.cluster)
+        self._island = pricer.cluster.links[0].devices if pricer.cluster.links else 1
         self._found: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
 
     def rates(self, costs: GroupCosts, way: Way, data: Ints, block_bytes: tuple[float, float]) -> Rates:
@@ -62,8 +63,9 @@ class RateTable:
         """
         least = way.least if way.zero == 3 else data
         if self._regular and costs.bases[0].expert == 1:
-            # More ranks take no less per byte, so that powers of two stand for the others.
-            data, least = power_below(data), power_below(least)
+            # Beyond an island, whose switch may do the sums, more ranks take no less per byte, so that powers of two
+            # stand for the others.
+            data, least = (np.where(ranks <= self._island, ranks, power_below(ranks)) for ranks in (data, least))
         wide = int(max(data.max(initial=0), least.max(initial=0))) + 1
         keys, rows = np.unique((costs.case * wide + data) * wide + least, return_inverse=True)
         found = [

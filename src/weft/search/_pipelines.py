@@ -59,7 +59,9 @@ def pipeline_seconds(
     hop_here = np.where(p > 1, hop, 0.0)
     slowest = np.maximum(whole / p, _last_rank(held, options, passes))
     hops = 2.0 * (p * v - 1) * hop_here
-    plain = whole + hops + (m - 1) * np.maximum(slowest, whole / p + 2.0 * hop_here * (p - 1) / p)
+    # Under 1F1B a rank waits for its neighbour in every microbatch; GPipe sends them one behind the other.
+    answered = np.array([name != "gpipe" for name in schedules])[options.schedule]
+    plain = whole + hops + (m - 1) * np.maximum(slowest, whole / p + answered * 2.0 * hop_here * (p - 1) / p)
     late = np.where(options.splits_backward, passes.weight, 0.0)
     # The first microbatch passes all stages, and the others follow it through one.
     passing = (whole - late) * (1.0 + (m - 1) / (p * v)) + np.where(m < p, late / (p * v), 0.0)

@@ -294,7 +294,10 @@ class SearchState:
         group.seen[:] |= near
         self.estimated += sum(len(table) for table in found)
         for table in found:
-            weighed = self._weighed(table.seconds, table.splits.world)
+            # A rank's own work bounds a row, too; it has decided which splits and cases were looked at in which window.
+            work = np.array([whole for whole, _ in cases])[table.case] * table.splits.microbatches
+            seconds = np.maximum(table.seconds, work / table.splits.pipeline)
+            weighed = self._weighed(seconds, table.splits.world)
             if windows is _WINDOWS:  # the whole group's bound holds for its rows too
                 weighed = np.maximum(weighed, above)
             table, weighed = table.take(weighed >= above), weighed[weighed >= above]

@@ -83,8 +83,12 @@ def _sizes(pricer: Pricer, space: Space, most: int) -> list[int]:
 def _one_stage(
     pricer: Pricer, layout: Layout, order: tuple[Axis, ...], inside: int, lent: int, most_data: int
 ) -> Layout:
-    if not pricer.cluster.has_accelerators:  # a group has one split, of which all is known
-        return replace(layout, order=order)
+    if (
+        not pricer.cluster.has_accelerators
+    ):  # a group has one split, of which all is known but who lends ranks to experts
+        data = layout.data
+        shard = data if lent == layout.expert else lent or layout.shard
+        return replace(layout, order=order, shard=shard, replicate=data // shard) if data % shard == 0 else layout
     shard = inside or (min(2, most_data) if has_even_islands(pricer.cluster) else 1)
     if lent:
         shard = lent if lent < layout.expert else -(-shard // lent) * lent

@@ -25,7 +25,7 @@ from weft.price import (
 from weft.search._bounds import Floats
 from weft.search._group import GroupCosts, Held, Passes
 from weft.search._options import Options, Way
-from weft.search._pipelines import pipeline_seconds, stage_blocks
+from weft.search._pipelines import StageBlocks, pipeline_seconds, stage_blocks
 from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints
 from weft.search._variants import has_even_islands
@@ -258,31 +258,40 @@ class Estimates:
     def device_bytes(self, held: Held, passes: Passes, offload: Offload) -> Floats:
         """Return the bytes of the fullest rank, at least: of the first, the last, and of those between that have the
         most blocks the first."""
-        options, p, v = self._options, self._options.splits.pipeline, self._options.chunks
+        options, p = self._options, self._options.splits.pipeline
         blocks, weights = len(self._pricer.profile.blocks), self._costs.weights
         stages, joined, alone = stage_blocks(blocks, options, passes), options.joined_ends, p == 1
         least = _Block(weights.least_dense, weights.least_experts, held.least)
         mean = _Block(weights.dense / blocks, weights.experts / blocks, held.kept / blocks)
         loss = np.maximum(held.live, self._costs.logits) + held.tail
-        outer = np.where(joined, stages.first + stages.last, v * stages.first)
-        waiting = np.where(joined, 2.0 * np.minimum(stages.first, stages.last), outer)
+        outer = stages.first_rank
+        waiting = np.where(joined & ~alone, 2.0 * np.minimum(stages.first, stages.last), outer)
         ends = weights.stem + np.where(joined, weights.tail, 0.0)
         first = self._rank_bytes(least, outer, waiting, options.flight, ends, offload)
         whole = self._rank_bytes(mean, blocks, blocks, options.flight, ends, offload)
         first = np.where(alone, whole, first) + held.stem + np.where(joined, loss, held.live)
-        inner = np.where(joined, 2.0 * stages.first, (v - 1) * stages.first + stages.last)
         tail = np.where(joined, 0.0, weights.tail)
-        last = self._rank_bytes(least, inner, inner, options.last_flight, tail, offload)
+        last = self._rank_bytes(least, stages.last_rank, stages.last_rank, options.last_flight, tail, offload)
         last = np.where(alone, 0.0, last + np.where(joined, held.live, loss))
-        # Flights fall from rank to rank, in a straight line or more slowly.
-        counted = passes.alike & (v == 1)
-        rank = np.where(stages.extras > 0, p - 1 - stages.extras, 0.0) / np.maximum(p - 1, 1)
-        flight = options.flight + (options.last_flight - options.flight) * np.where(counted, rank, 1.0)
-        most = np.where(counted, stages.most, blocks / p)
-        between = np.where(
-            alone, 0.0, self._rank_bytes(mean, most, most, flight, np.zeros(len(most)), offload) + held.live
-        )
+        between = np.where(alone, 0.0, self._between(stages, mean, passes, offload) + held.live)
         return self._outside(np.maximum(np.maximum(first, last), between) + self._workspace)
+
+    def _between(self, stages: StageBlocks, block: _Block, passes: Passes, offload: Offload) -> Floats:
+        """Bytes of the first rank that has the most blocks, where ranks have one stage; else of ranks in the mean.
+
+        Flights fall from rank to rank, in a straight line or more slowly, and the later ranks have the more blocks.
+        """
+        options, p, v = self._options, self._options.splits.pipeline, self._options.chunks
+        none = np.zeros(len(p))
+        flight, last_flight = options.flight, options.last_flight
+        rank = np.where(stages.extras > 0, p - 1 - stages.extras, 0.0) / np.maximum(p - 1, 1)
+        there = flight + (last_flight - flight) * rank
+        fullest = self._rank_bytes(block, stages.most, stages.most, there, none, offload)
+        each, evenly = len(self._pricer.profile.blocks) / p, v * stages.first * passes.alike
+        evenly = np.minimum(evenly, each)
+        falling = (evenly * (flight + last_flight) / 2.0 + (each - evenly) * last_flight) / each
+        mean = self._rank_bytes(block, each, each, falling, none, offload)
+        return np.where(passes.alike & (v == 1), np.maximum(fullest, mean), mean)
 
     def _rank_bytes(
         self,

@@ -14,16 +14,22 @@ from weft.search._options import Options
 
 
 class StageBlocks(NamedTuple):
-    """Blocks of stages as `weft.plan.balanced_cuts` makes them, by row: exact where all blocks cost the same and the
-    stem less than one; else about as many."""
+    """Blocks of stages and ranks as `weft.plan.balanced_cuts` makes them, by row: exact where all blocks cost the same
+    and the stem less than one; else about as many."""
 
     first: Floats
     """Of the first stage, and of any but the last at least."""
-    most: Floats
-    """Of the fullest of all but the last."""
     last: Floats
+    """Of the last stage."""
     extras: Floats
     """Of the stages before the last, how many have one block more than the first; they are the later ones."""
+    first_rank: Floats
+    last_rank: Floats
+
+    @property
+    def most(self) -> Floats:
+        """Of the fullest stage but the last."""
+        return np.where(self.extras > 0, self.first + 1, self.first)
 
 
 def stage_blocks(blocks: int, options: Options, passes: Passes) -> StageBlocks:
@@ -32,16 +38,29 @@ def stage_blocks(blocks: int, options: Options, passes: Passes) -> StageBlocks:
     The last stage begins with the tail, so it gets its k-th block when each of the others has as many as outweigh the
     tail and k - 1 blocks.
     """
-    stages = np.asarray(options.splits.pipeline * options.chunks, dtype=np.float64)
+    p, v = options.splits.pipeline, options.chunks
+    stages = np.asarray(p * v, dtype=np.float64)
     others = np.maximum(stages - 1, 1)
     behind = np.ceil(passes.tail / passes.block - 1e-9)
-    last = np.clip(np.floor((blocks + (stages - 1) * (1.0 - behind)) / stages), 1.0, blocks - stages + 1)
+    behind_first = np.ceil((passes.tail - passes.stem) / passes.block - 1e-9)
+    given = blocks + (others - 1) * (1.0 - behind) + (1.0 - behind_first)
+    last = np.clip(np.floor(given / stages), 1.0, blocks - stages + 1)
     usual = passes.alike & (passes.stem < passes.block)
-    last = np.where(stages == 1, blocks, np.where(usual, last, 1.0))
+    last = np.where(usual, last, 1.0)
     least = np.floor(blocks / stages)
     first = np.where(usual, np.floor((blocks - last) / others), np.where(passes.stem < passes.block, least, 1.0))
     extras = np.where(usual, blocks - last - first * others, 0.0)
-    return StageBlocks(first, np.where(extras > 0, first + 1, first), last, extras)
+    # Ranks have stages r, r + p, …; or, folded, r and 2p - 1 - r.
+    from_stage = stages - 1 - extras
+    chunks_before = np.maximum(0.0, np.ceil((from_stage - p + 1) / p))
+    of_first = v * first + np.maximum(0.0, v - np.ceil(from_stage / p))
+    of_last = (v - 1) * first + np.maximum(0.0, v - 1 - chunks_before) + last
+    folded_last = 2 * first + (p - 1 >= from_stage) + (p >= from_stage)
+    of_first = np.where(options.joined_ends, first + last, of_first)
+    of_last = np.where(options.joined_ends, folded_last, of_last)
+    first, last = (np.where(stages == 1, blocks, count) for count in (first, last))
+    of_first, of_last = (np.where(p == 1, blocks, count) for count in (of_first, of_last))
+    return StageBlocks(first, last, extras, of_first, of_last)
 
 
 def pipeline_seconds(
@@ -69,29 +88,31 @@ def pipeline_seconds(
     chunked = np.maximum(chunked, _last_rounds(schedules, options, passes)) + hops
     # Of unequal stages schedules as played fall short by as much as the mean is below the slowest; see `least_share`.
     mean = whole / (p * v)
-    balance = mean / np.maximum(mean, _slowest_stage(blocks, held, options, passes))
+    balance = mean / np.maximum(mean, _slowest_stage(blocks, held, options, passes, waits))
     equal, long = np.array([shares_of_closed_form(name) for name in schedules])[options.schedule].T
     share = equal * balance
     share = np.where(m >= LONG * p, np.maximum(share, long), share)
-    sure = _busy_ranks(blocks, held, hop_here, options, passes, waits)
-    found = np.where(options.is_plain, np.maximum(plain * share, sure), chunked * share)
-    return np.where(p == 1, m * whole, found)
+    found = np.where(options.is_plain, plain, chunked) * share
+    found = np.maximum(
+        found, np.where(options.is_plain, _busy_ranks(blocks, held, hop_here, options, passes, waits), 0.0)
+    )
+    return np.where(p == 1, m * whole, np.maximum(found, _busy_in_the_mean(blocks, held, options, passes, waits)))
 
 
-def _slowest_stage(blocks: int, held: StageBlocks, options: Options, passes: Passes) -> Floats:
+def _slowest_stage(blocks: int, held: StageBlocks, options: Options, passes: Passes, waits: Floats | float) -> Floats:
     """Seconds of one microbatch on the slowest stage; unequal blocks may be cut however they are."""
-    exact = np.maximum(held.most * passes.block, held.last * passes.block + passes.tail)
-    exact = np.maximum(exact, held.first * passes.block + passes.stem)
+    each = passes.block + waits * options.splits.pipeline / blocks
+    exact = np.maximum(held.most * each, held.last * each + passes.tail)
+    exact = np.maximum(exact, held.first * each + passes.stem)
     least = -(-blocks // (options.splits.pipeline * options.chunks)) * passes.least_block
     return np.where(passes.alike, exact, np.maximum(least, passes.tail + passes.least_block))
 
 
 def _last_rank(held: StageBlocks, options: Options, passes: Passes) -> Floats:
     """Seconds of one microbatch on the rank that has the head."""
-    v = options.chunks
     each = np.where(passes.alike, passes.block, passes.least_block)
-    folded = (held.first + held.last) * each + passes.stem + passes.tail
-    return np.where(options.joined_ends, folded, ((v - 1) * held.first + held.last) * each + passes.tail)
+    folded = held.first_rank * each + passes.stem + passes.tail
+    return np.where(options.joined_ends, folded, held.last_rank * each + passes.tail)
 
 
 def _busy_ranks(
@@ -110,6 +131,17 @@ def _busy_ranks(
     behind_most = m * held.most * each + ahead - held.most * each + 2.0 * before * hop
     evened = (passes.whole + waits * p) / (1.0 - (1.0 - 1.0 / m) ** p)
     return np.where(passes.alike, np.maximum(behind_last, behind_most), evened)
+
+
+def _busy_in_the_mean(
+    blocks: int, held: StageBlocks, options: Options, passes: Passes, waits: Floats | float
+) -> Floats:
+    """The same bound of every rank, in the mean over ranks, of which one is not below it.  Where gradients of weights
+    are put off, no backward need come after a rank's last action."""
+    p, m = options.splits.pipeline, options.splits.microbatches
+    share = np.where(options.splits_backward, passes.forward / passes.whole, 1.0)
+    ahead = held.first * np.where(passes.alike, passes.block, passes.least_block) * share * passes.alike
+    return m * (passes.whole / p + waits) + (p - 1) / 2.0 * ahead
 
 
 def _waits(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:

@@ -108,7 +108,8 @@ class RateTable:
             )
         gradient *= is_whole
         kind: Collective = "all_reduce" if zero == 0 else "reduce_scatter"
-        sharded, by = element if zero else 0.0, self._space.algorithms
+        # What is compressed obeys no algorithm.
+        sharded, by = element if zero else 0.0, self._space.algorithms if is_whole else (*self._space.algorithms, "auto")
         return (
             self._best(kind, groups.data, by) * gradient,
             self._best("all_gather", groups.data, by) * sharded if sharded else 0.0,

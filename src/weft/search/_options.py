@@ -117,11 +117,20 @@ def _in_flight(name: Schedule, p: Ints, v: Ints, m: Ints) -> tuple[Floats, Float
     if name in ("zbv", "dualpipev"):
         first = np.minimum(2 * p - (name == "zbv"), m) + np.minimum(1, m)
         return first / 2, first / 2
+    first, end = (p - 1) * np.where(v == 1, 1, 2) + (v - 1) * p + 1, (v - 1) * p + 1
     if name == "interleaved_zero_bubble":
         first, end = p - 1 + (v - 1) * p + 1, (v - 1) * p + p
-    else:
-        first, end = (p - 1) * np.where(v == 1, 1, 2) + (v - 1) * p + 1, (v - 1) * p + 1
-    return np.minimum(first / v, m), np.minimum(end / v, m)
+    return _in_rounds(first, p, v, m), _in_rounds(end, p, v, m)
+
+
+def _in_rounds(held: Ints, p: Ints, v: Ints, m: Ints) -> Floats:
+    """Of passes that are held, the mean over a rank's chunks: `p` microbatches of a chunk, then of the next."""
+    whole, rest = np.divmod(held, p * v)
+    counts = np.zeros(len(p))
+    for chunk in range(int(v.max(initial=1))):
+        count = np.minimum(whole * p + np.clip(rest - chunk * p, 0, p), m)
+        counts += np.where(chunk < v, count, 0)
+    return np.where(v == 1, np.minimum(held, m), counts / v)
 
 
 class Way(NamedTuple):

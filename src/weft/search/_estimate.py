@@ -24,7 +24,7 @@ from weft.price import (
 )
 from weft.search._bounds import Floats
 from weft.search._group import GroupCosts, Held, Passes
-from weft.search._options import Options, Way
+from weft.search._options import Options, Way, flights
 from weft.search._pipelines import StageBlocks, pipeline_seconds, stage_blocks
 from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints
@@ -109,7 +109,10 @@ class RateTable:
         gradient *= is_whole
         kind: Collective = "all_reduce" if zero == 0 else "reduce_scatter"
         # What is compressed obeys no algorithm.
-        sharded, by = element if zero else 0.0, self._space.algorithms if is_whole else (*self._space.algorithms, "auto")
+        sharded, by = (
+            element if zero else 0.0,
+            self._space.algorithms if is_whole else (*self._space.algorithms, "auto"),
+        )
         return (
             self._best(kind, groups.data, by) * gradient,
             self._best("all_gather", groups.data, by) * sharded if sharded else 0.0,
@@ -257,57 +260,78 @@ class Estimates:
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def device_bytes(self, held: Held, passes: Passes, offload: Offload) -> Floats:
-        """Return the bytes of the fullest rank, at least: of the first, the last, and of those between that have the
-        most blocks the first."""
+        """Return the bytes of the fullest rank, at least: of the first, the last, and the first of those between that
+        have the most blocks."""
         options, p = self._options, self._options.splits.pipeline
         blocks, weights = len(self._pricer.profile.blocks), self._costs.weights
         stages, joined, alone = stage_blocks(blocks, options, passes), options.joined_ends, p == 1
         least = _Block(weights.least_dense, weights.least_experts, held.least)
         mean = _Block(weights.dense / blocks, weights.experts / blocks, held.kept / blocks)
         loss = np.maximum(held.live, self._costs.logits) + held.tail
-        outer = stages.first_rank
-        waiting = np.where(joined & ~alone, 2.0 * np.minimum(stages.first, stages.last), outer)
         ends = weights.stem + np.where(joined, weights.tail, 0.0)
-        first = self._rank_bytes(least, outer, waiting, options.flight, ends, offload)
-        whole = self._rank_bytes(mean, blocks, blocks, options.flight, ends, offload)
-        first = np.where(alone, whole, first) + held.stem + np.where(joined, loss, held.live)
         tail = np.where(joined, 0.0, weights.tail)
-        last = self._rank_bytes(least, stages.last_rank, stages.last_rank, options.last_flight, tail, offload)
-        last = np.where(alone, 0.0, last + np.where(joined, held.live, loss))
-        between = np.where(alone, 0.0, self._between(stages, mean, passes, offload) + held.live)
-        return self._outside(np.maximum(np.maximum(first, last), between) + self._workspace)
+        one = np.full(len(p), float(blocks))
+        whole = self._rank_bytes(mean, one, one, one, ends, offload)
+        first = self._rank_bytes(least, stages.first_rank, *self._first_waiting(stages), ends, offload)
+        first = np.where(alone, whole, first) + held.stem + np.where(joined, loss, held.live)
+        flight, least_flight = self._flights(p - 1)
+        waiting = np.where(joined, (flight + least_flight) * stages.first, least_flight * stages.last_rank)
+        stage = np.where(joined, stages.first, np.minimum(stages.first, stages.last))
+        last = self._rank_bytes(least, stages.last_rank, waiting, stage, tail, offload)
+        last = last + np.where(joined, held.live, loss)
+        between = self._between(stages, mean, passes, offload) + held.live
+        return self._outside(np.where(alone, first, np.maximum(np.maximum(first, last), between)) + self._workspace)
+
+    def _first_waiting(self, stages: StageBlocks) -> tuple[Floats, Floats]:
+        """Blocks of the first rank times the microbatches whose activations they keep; and blocks of one stage."""
+        options = self._options
+        flight, least = self._flights(np.zeros_like(options.splits.pipeline))
+        folded = flight * stages.first + least * stages.last
+        evenly = options.chunks * stages.first
+        waiting = np.where(options.joined_ends, folded, flight * evenly + least * (stages.first_rank - evenly))
+        return waiting, stages.first
 
     def _between(self, stages: StageBlocks, block: _Block, passes: Passes, offload: Offload) -> Floats:
-        """Bytes of the first rank that has the most blocks, where ranks have one stage; else of ranks in the mean.
-
-        Flights fall from rank to rank, in a straight line or more slowly, and the later ranks have the more blocks.
-        """
+        """Bytes of the fullest of the ranks between; where blocks differ, of ranks in the mean."""
         options, p, v = self._options, self._options.splits.pipeline, self._options.chunks
         none = np.zeros(len(p))
-        flight, last_flight = options.flight, options.last_flight
-        rank = np.where(stages.extras > 0, p - 1 - stages.extras, 0.0) / np.maximum(p - 1, 1)
-        there = flight + (last_flight - flight) * rank
-        fullest = self._rank_bytes(block, stages.most, stages.most, there, none, offload)
-        each, evenly = len(self._pricer.profile.blocks) / p, v * stages.first * passes.alike
-        evenly = np.minimum(evenly, each)
-        falling = (evenly * (flight + last_flight) / 2.0 + (each - evenly) * last_flight) / each
-        mean = self._rank_bytes(block, each, each, falling, none, offload)
-        return np.where(passes.alike & (v == 1), np.maximum(fullest, mean), mean)
+        each = len(self._pricer.profile.blocks) / p
+        fewest = np.where(options.joined_ends, options.flight, options.last_flight)
+        mean = self._rank_bytes(block, each, each * fewest, each / v, none, offload)
+        folds = options.joined_ends
+        flight, least = self._flights(np.minimum(stages.full_rank, p - 1))
+        evenly = np.where(folds, 2, v) * stages.first
+        both = stages.more > 1  # folded: one more on either stage
+        folded = flight * (stages.first + both) + least * (stages.first + (stages.more > 0))
+        waiting = np.where(folds, folded, flight * evenly + least * stages.more)
+        fullest = self._rank_bytes(block, evenly + stages.more, waiting, stages.first, none, offload)
+        return np.where(passes.alike, fullest, mean)
+
+    def _flights(self, rank: Ints) -> tuple[Floats, Floats]:
+        """`flights`, by row."""
+        options, splits = self._options, self._options.splits
+        found = np.ones((2, len(rank)))
+        for index, name in enumerate(self._space.schedules):
+            here = (options.schedule == index) & (splits.pipeline > 1)
+            if here.any():
+                columns = (splits.pipeline, options.chunks, splits.microbatches, rank)
+                found[:, here] = flights(name, *(column[here] for column in columns))
+        return found[0], found[1]
 
     def _rank_bytes(
         self,
         block: _Block,
-        count: Floats | int,
-        waiting: Floats | int,
-        flight: Floats,
+        count: Floats,
+        waiting: Floats,
+        stage: Floats,
         ends: Floats,
         offload: Offload,
     ) -> Floats:
-        """Bytes of `count` blocks and the ends' weights: model states, what they travel in, and activations of `flight`
-        microbatches of the `waiting` blocks."""
+        """Bytes of `count` blocks and the ends' weights: model states, what they travel in, and activations of the
+        `waiting` ones; offloaded, of two microbatches of a `stage`'s."""
         dense, experts = block.dense * count + ends, block.experts * count
-        flight = np.minimum(2.0 / self._options.chunks, flight) if offload == "activations" else flight
-        return self._states(dense, experts, offload) + self._buffers(dense + experts) + block.kept * waiting * flight
+        waiting = np.minimum(waiting, 2.0 * stage) if offload == "activations" else waiting
+        return self._states(dense, experts, offload) + self._buffers(dense + experts) + block.kept * waiting
 
     def least_share(self, light: Held, heavy: Held, need: Floats, usable: float) -> Floats:
         """Return the share of all blocks that must be computed again like `heavy` so that every rank fits: later ranks
@@ -318,7 +342,7 @@ class Estimates:
         over = [np.clip((need - usable - fewer * part) / np.maximum(saved, 1.0), 0.0, 1.0) for part in _QUANTILES]
         return np.where(p > 1, sum(over) / len(over), over[0])
 
-    def _states(self, dense: Floats, experts: Floats | float, offload: Offload) -> Floats:
+    def _states(self, dense: Floats, experts: Floats, offload: Offload) -> Floats:
         return dense * self._state_bytes(self._shards, offload) + experts * self._state_bytes(
             self._expert_shards, offload
         )

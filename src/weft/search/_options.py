@@ -109,28 +109,35 @@ class Choices:
         )
 
 
-def _in_flight(name: Schedule, p: Ints, v: Ints, m: Ints) -> tuple[Floats, Floats]:
-    """Microbatches in flight on the first rank and on the head's, in all of a rank's blocks: the sums of
-    `weft.price.in_flight`, over arrays."""
+def flights(name: Schedule, p: Ints, v: Ints, m: Ints, rank: Ints) -> tuple[Floats, Floats]:
+    """Return the microbatches in flight on a rank: in the mean over its chunks, and in the chunk that has fewest; of
+    folded schedules, in the first chunk and in the second.  `weft.price.in_flight`, over arrays."""
     if name == "gpipe":
         return m.astype(float), m.astype(float)
     if name in ("zbv", "dualpipev"):
-        first = np.minimum(2 * p - (name == "zbv"), m) + np.minimum(1, m)
-        return first / 2, first / 2
-    first, end = (p - 1) * np.where(v == 1, 1, 2) + (v - 1) * p + 1, (v - 1) * p + 1
+        return np.minimum(2 * p - rank - (name == "zbv"), m).astype(float), np.minimum(rank + 1, m).astype(float)
+    ahead = p - 1 - rank
     if name == "interleaved_zero_bubble":
-        first, end = p - 1 + (v - 1) * p + 1, (v - 1) * p + p
-    return _in_rounds(first, p, v, m), _in_rounds(end, p, v, m)
-
-
-def _in_rounds(held: Ints, p: Ints, v: Ints, m: Ints) -> Floats:
-    """Of passes that are held, the mean over a rank's chunks: `p` microbatches of a chunk, then of the next."""
+        held = ahead + (v - 1) * p + 1 + rank
+    else:
+        held = ahead * np.where(v == 1, 1, 2) + (v - 1) * p + 1
+    # Passes go to chunks as interleaving does it: `p` microbatches of a chunk, then of the next.
     whole, rest = np.divmod(held, p * v)
-    counts = np.zeros(len(p))
+    total, least = np.zeros(len(p)), np.minimum(held, m).astype(float)
     for chunk in range(int(v.max(initial=1))):
         count = np.minimum(whole * p + np.clip(rest - chunk * p, 0, p), m)
-        counts += np.where(chunk < v, count, 0)
-    return np.where(v == 1, np.minimum(held, m), counts / v)
+        total += np.where(chunk < v, count, 0)
+        least = np.where((chunk < v) & (v > 1), np.minimum(least, count), least)
+    return np.where(v == 1, least, total / v), least
+
+
+def _in_flight(name: Schedule, p: Ints, v: Ints, m: Ints) -> tuple[Floats, Floats]:
+    """Microbatches in flight on the first rank and on the head's, in all of a rank's blocks."""
+    first, least = flights(name, p, v, m, np.zeros_like(p))
+    if name in ("zbv", "dualpipev"):
+        mean = (first + least) / 2.0
+        return mean, mean
+    return first, flights(name, p, v, m, p - 1)[0]
 
 
 class Way(NamedTuple):
@@ -148,18 +155,21 @@ class Way(NamedTuple):
         return self._replace(shard=self.shard[rows], least=self.least[rows])
 
 
-def ways_of_sharding(space: Space, options: Options, islands: Sequence[int], *, has_experts: bool) -> list[Way]:
+def ways_of_sharding(
+    space: Space, options: Options, islands: Sequence[int], *, has_experts: bool, accumulates: bool
+) -> list[Way]:
     """Return ZeRO stages and shards with how often gradients are reduced, where that is a choice.
 
     Args:
         has_experts: whether the model is a mixture, whose experts are shared out over the tensor axis too.
+        accumulates: whether the stack's pipelines keep whole gradients until the end of a step.
         islands: devices of each tier of links: ZeRO-3's shards inside of them and across are told apart.
     """
     splits = options.splits
     can = (splits.pipeline == 1) | (~options.splits_backward & ((options.chunks == 1) | ~splits.uneven))
     found: list[Way] = []
     rows: list[tuple[ReduceEvery, Bools]]
-    for zero, shard, least in _shardings(space, splits, islands, has_experts=has_experts):
+    for zero, shard, least in _shardings(space, splits, islands, has_experts=has_experts, accumulates=accumulates):
         if space.reductions is not None:
             possible = np.zeros_like(can) if zero < 2 else (splits.pipeline == 1) if zero == 2 else can
             rows: list[tuple[ReduceEvery, Bools]] = [
@@ -180,7 +190,7 @@ def ways_of_sharding(space: Space, options: Options, islands: Sequence[int], *, 
 
 
 def _shardings(
-    space: Space, splits: Splits, islands: Sequence[int], *, has_experts: bool
+    space: Space, splits: Splits, islands: Sequence[int], *, has_experts: bool, accumulates: bool
 ) -> list[tuple[int, Ints, Ints]]:
     """ZeRO stages with the ranks over which each row is sharded, at most (0 where a row has no such choice) and at
     least.  Where nothing is shared out, over data ranks or the context or experts over the tensor axis, all stages are
@@ -196,7 +206,9 @@ def _shardings(
     for zero in space.zeros:
         if zero < 3:
             shard = np.where((expert > 1) & (zero > 0), data, one)
-            found.append((zero, np.where(alone & (zero != default), 0, shard), shard))
+            # A pipeline reduces gradients once per step, which leaves them whole: ZeRO-2 is ZeRO-1.
+            same = (zero == 2) & (1 in space.zeros) & (splits.pipeline > 1) & (accumulates and space.reductions is None)
+            found.append((zero, np.where((alone & (zero != default)) | same, 0, shard), shard))
             continue
         if one_shard:
             # Data ranks keep copies, and weights are shared out over the context alone.

@@ -11,6 +11,7 @@ from weft.price import LONG, shares_of_closed_form
 from weft.search._bounds import Floats
 from weft.search._group import Passes
 from weft.search._options import Options
+from weft.search._splits import Ints
 
 
 class StageBlocks(NamedTuple):
@@ -25,6 +26,10 @@ class StageBlocks(NamedTuple):
     """Of the stages before the last, how many have one block more than the first; they are the later ones."""
     first_rank: Floats
     last_rank: Floats
+    full_rank: Ints
+    """Of the ranks between that have the most blocks, the one that holds them longest."""
+    more: Floats
+    """How many more these have than the first stage's as often as they have stages."""
 
     @property
     def most(self) -> Floats:
@@ -60,7 +65,17 @@ def stage_blocks(blocks: int, options: Options, passes: Passes) -> StageBlocks:
     of_last = np.where(options.joined_ends, folded_last, of_last)
     first, last = (np.where(stages == 1, blocks, count) for count in (first, last))
     of_first, of_last = (np.where(p == 1, blocks, count) for count in (of_first, of_last))
-    return StageBlocks(first, last, extras, of_first, of_last)
+    chunk, rank = np.divmod(from_stage.astype(np.int64), p)
+    is_last = rank == p - 1
+    full_rank = np.where(extras > 0, np.where(is_last, np.maximum(p - 2, 0), rank), 0)
+    more = np.where(extras > 0, v - chunk - is_last, 0.0)
+    folds = options.joined_ends & (p > 1)
+    both = from_stage <= p - 1
+    # Folded, the second stage of a later rank waits longer, and so do its additional blocks.
+    mirrored = np.where(extras > 0, 2 * p - 1 - from_stage, 1)
+    full_rank = np.where(folds, np.where(both, from_stage, mirrored), full_rank).astype(np.int64)
+    more = np.where(folds, np.where(both, 2.0, np.minimum(extras, 1.0)), more)
+    return StageBlocks(first, last, extras, of_first, of_last, full_rank, more)
 
 
 def pipeline_seconds(
@@ -76,7 +91,8 @@ def pipeline_seconds(
     held = stage_blocks(blocks, options, passes)
     whole = passes.whole + waits * p
     hop_here = np.where(p > 1, hop, 0.0)
-    slowest = np.maximum(whole / p, _last_rank(held, options, passes))
+    fullest = _full_rank(blocks, held, options, passes, waits)
+    slowest = np.maximum(np.maximum(whole / p, _last_rank(held, options, passes)), fullest)
     hops = 2.0 * (p * v - 1) * hop_here
     # Under 1F1B a rank waits for its neighbour in every microbatch; GPipe sends them one behind the other.
     answered = np.array([name != "gpipe" for name in schedules])[options.schedule]
@@ -89,8 +105,11 @@ def pipeline_seconds(
     # Of unequal stages schedules as played fall short by as much as the mean is below the slowest; see `least_share`.
     mean = whole / (p * v)
     balance = mean / np.maximum(mean, _slowest_stage(blocks, held, options, passes, waits))
-    equal, long = np.array([shares_of_closed_form(name) for name in schedules])[options.schedule].T
-    share = equal * balance
+    sizes, size = np.unique(p, return_inverse=True)
+    shares = np.array([[shares_of_closed_form(name, int(ranks)) for ranks in sizes] for name in schedules])
+    shares = shares.reshape(len(schedules), len(sizes), 3)
+    equal, least, long = shares[options.schedule, size].T
+    share = np.maximum(equal * balance, least)
     share = np.where(m >= LONG * p, np.maximum(share, long), share)
     found = np.where(options.is_plain, plain, chunked) * share
     found = np.maximum(
@@ -106,6 +125,14 @@ def _slowest_stage(blocks: int, held: StageBlocks, options: Options, passes: Pas
     exact = np.maximum(exact, held.first * each + passes.stem)
     least = -(-blocks // (options.splits.pipeline * options.chunks)) * passes.least_block
     return np.where(passes.alike, exact, np.maximum(least, passes.tail + passes.least_block))
+
+
+def _full_rank(blocks: int, held: StageBlocks, options: Options, passes: Passes, waits: Floats | float) -> Floats:
+    """Seconds of one microbatch on the rank between that has the most blocks, or on any that has more than its part."""
+    p = options.splits.pipeline
+    each = passes.block + waits * p / blocks
+    counted = (np.where(options.joined_ends, 2, options.chunks) * held.first + held.more) * each
+    return np.where(passes.alike, np.where(p > 2, counted, 0.0), -(-blocks // p) * passes.least_block)
 
 
 def _last_rank(held: StageBlocks, options: Options, passes: Passes) -> Floats:
@@ -136,12 +163,16 @@ def _busy_ranks(
 def _busy_in_the_mean(
     blocks: int, held: StageBlocks, options: Options, passes: Passes, waits: Floats | float
 ) -> Floats:
-    """The same bound of every rank, in the mean over ranks, of which one is not below it.  Where gradients of weights
-    are put off, no backward need come after a rank's last action."""
+    """The same bound of every rank, in the mean over ranks, of which one is not below it."""
     p, m = options.splits.pipeline, options.splits.microbatches
-    share = np.where(options.splits_backward, passes.forward / passes.whole, 1.0)
-    ahead = held.first * np.where(passes.alike, passes.block, passes.least_block) * share * passes.alike
+    ahead = held.first * passes.block * _unhidden(options, passes) * passes.alike
     return m * (passes.whole / p + waits) + (p - 1) / 2.0 * ahead
+
+
+def _unhidden(options: Options, passes: Passes) -> Floats:
+    """Of what a microbatch takes in the ranks before one, the share beside which that one has nothing to do.  Where
+    gradients of weights are put off, no backward need come after a rank's last action."""
+    return np.where(options.splits_backward, passes.forward / passes.whole, 1.0)
 
 
 def _waits(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:

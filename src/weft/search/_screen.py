@@ -49,11 +49,15 @@ class Screen:
         found: list[Rows] = []
         for cases, near in self._near(costs, options, limit):
             some, here, below = costs.take(cases), options.take(near), limit[near]
-            for way in ways_of_sharding(self._space, here, self._islands, has_experts=self._has_experts):
+            for way in self._ways(here):
                 valid = (way.shard > 0) & self._is_case(some, here, way, farthest)
                 if valid.any():
                     found += self._sharded(some.take(valid), here.take(valid), way.take(valid), below[valid])
         return found
+
+    def _ways(self, options: Options) -> list[Way]:
+        whole = self._pricer.stack.memory.accumulates_whole
+        return ways_of_sharding(self._space, options, self._islands, has_experts=self._has_experts, accumulates=whole)
 
     def _is_case(self, costs: GroupCosts, options: Options, way: Way, farthest: int) -> Bools:
         """Whether the figures of a row's case hold for it; where a given order puts other axes between the data ranks,

@@ -81,6 +81,8 @@ def key_of(layout: Layout) -> tuple[object, ...]:
         return same
     several = layout.microbatches > 1 or layout.pipeline > 1
     once = layout.uneven or reduces_once(layout, WEFT)  # shares that differ leave whole gradients either way
+    if layout.zero == 2 and layout.pipeline > 1 and layout.reduce_every == "auto":
+        return *same, 1, False  # gradients stay whole, as under ZeRO-1
     return *same, layout.zero, layout.zero >= 2 and several and once
 
 

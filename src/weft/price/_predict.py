@@ -19,7 +19,7 @@ from weft.price._placement import Group, Groups, Network
 from weft.price._prediction import Prediction, Span, TimeTerms
 from weft.price._stack import WEFT, Stack
 from weft.price._stages import BlockCost, BlockCosts, CostKey, key_of
-from weft.price._timeline import StageTimes, Step, Timelines, closed_form, least_share
+from weft.price._timeline import StageTimes, Step, Timelines, busy_seconds, closed_form, least_share
 from weft.price._update import RankLoad, Update, bucket_of, element_bytes, gathers_of, update_of
 from weft.price._whole import Stages, Whole, whole_of
 from weft.profile import Block, Profile
@@ -139,8 +139,13 @@ class Pricer:
     def least_seconds(self, layout: Layout, *, update: bool = True) -> float:
         """Return seconds that `step_seconds(..., exact=True)` is not below, by closed form; without `update`, of the
         pipeline alone.  A bound that holds for all that was drawn, not a proved one."""
-        share = least_share(layout.schedule, layout.pipeline, layout.microbatches, self._case(layout).times)
-        return self.step_seconds(layout, update=update) * share
+        case, name, ranks = self._case(layout), layout.schedule, layout.pipeline
+        step, share = self._step(case, exact=False), least_share(name, ranks, layout.microbatches, case.times)
+        inside = step.seconds * share
+        if ranks > 1:
+            inside = max(inside, busy_seconds(name, ranks, layout.chunks, layout.microbatches, case.times))
+        inside += sum(self._update(case, step)) * share if update else 0.0
+        return inside * self.slowdown(layout.world_size) + self.calibration.step_seconds
 
     def slowdown(self, world_size: int) -> float:
         """Return how many times as long as its parts a step of so many ranks takes."""

@@ -112,10 +112,11 @@ def pipeline_seconds(
     share = np.maximum(equal * balance, least)
     share = np.where(m >= LONG * p, np.maximum(share, long), share)
     found = np.where(options.is_plain, plain, chunked) * share
-    found = np.maximum(
-        found, np.where(options.is_plain, _busy_ranks(blocks, held, hop_here, options, passes, waits), 0.0)
-    )
-    return np.where(p == 1, m * whole, np.maximum(found, _busy_in_the_mean(blocks, held, options, passes, waits)))
+    ahead = held.full_rank * held.first * passes.block * _unhidden(options, passes)
+    busy = m * fullest + np.where(passes.alike & (p > 2), ahead, 0.0)
+    busy = np.maximum(busy, _busy_ranks(blocks, held, hop_here, options, passes, waits))
+    busy = np.maximum(busy, _busy_in_the_mean(blocks, held, options, passes, waits))
+    return np.where(p == 1, m * whole, np.maximum(found, busy))
 
 
 def _slowest_stage(blocks: int, held: StageBlocks, options: Options, passes: Passes, waits: Floats | float) -> Floats:
@@ -145,18 +146,21 @@ def _last_rank(held: StageBlocks, options: Options, passes: Passes) -> Floats:
 def _busy_ranks(
     blocks: int, held: StageBlocks, hop: Floats, options: Options, passes: Passes, waits: Floats | float
 ) -> Floats:
-    """Seconds of a rank's own work on all microbatches, with the forwards and backwards that the first and the last
-    microbatch take in the ranks before it: no order of whole passes is shorter.  Of the last rank, and of the last of
-    those with the most blocks.  Where blocks are unequal, of stages cut as well as can be for this bound: then every
-    rank's is as long as the others'."""
-    p, m = options.splits.pipeline, options.splits.microbatches
+    """`weft.price.busy_seconds` of the last rank, and of the last of those with the most blocks, where ranks have one
+    stage.  Where blocks are unequal, of such stages cut as well as can be for this bound: then every rank's is as long
+    as the others'."""
+    p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
     before = np.maximum(p - 2, 0)
-    each = passes.block + waits * p / blocks
-    last = held.last * passes.block + passes.tail
-    ahead = (blocks - held.last) * each + passes.stem
-    behind_last = m * last + ahead + 2.0 * (p - 1) * hop
+    each, unhidden = passes.block + waits * p / blocks, _unhidden(options, passes)
+    last = held.last_rank * passes.block + passes.tail
+    ahead = np.where(v == 1, blocks - held.last, (p - 1) * held.first) * each
+    behind_last = m * last + ahead * unhidden + (1.0 + (unhidden == 1.0)) * (p - 1) * hop
+    behind_last = np.where(options.joined_ends, 0.0, behind_last)
+    ahead = ahead + passes.stem
     behind_most = m * held.most * each + ahead - held.most * each + 2.0 * before * hop
     evened = (passes.whole + waits * p) / (1.0 - (1.0 - 1.0 / m) ** p)
+    behind_most = np.where(options.is_plain, behind_most, 0.0)
+    evened = np.where(options.is_plain, evened, 0.0)
     return np.where(passes.alike, np.maximum(behind_last, behind_most), evened)
 
 

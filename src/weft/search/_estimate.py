@@ -165,6 +165,9 @@ class Estimates:
         base = costs.bases[0]
         self._element = float(activation_bytes(base.precision))
         self._gradient, self._master = float(base.gradient_bytes), float(base.master_bytes)
+        self._cut: dict[int, StageBlocks] = {}
+        first, last = np.zeros_like(p), p - 1
+        self._first_flights, self._last_flights = self._flights(first), self._flights(last)
         self._once = self._reduces_once(way)
         self._waiting = self._whole_gradients()
         dense_bytes = (weights.dense + weights.stem + weights.tail) / blocks * self._element
@@ -180,7 +183,9 @@ class Estimates:
         if offloads == ("activations",):
             ahead, back = self._unloading(passes, ahead, back)
         blocks = len(self._pricer.profile.blocks)
-        pipeline = pipeline_seconds(self._space.schedules, blocks, self._costs.hop, self._options, passes, ahead + back)
+        pipeline = pipeline_seconds(
+            self._space.schedules, blocks, self._costs.hop, self._options, passes, ahead + back, self._stages(passes)
+        )
         optimizer = np.minimum.reduce([self._optimizer(offload) for offload in offloads])
         step = pipeline + once + self._reductions(passes, ahead, back) + optimizer
         worlds, rows = np.unique(self._options.splits.world, return_inverse=True)
@@ -264,7 +269,7 @@ class Estimates:
         have the most blocks."""
         options, p = self._options, self._options.splits.pipeline
         blocks, weights = len(self._pricer.profile.blocks), self._costs.weights
-        stages, joined, alone = stage_blocks(blocks, options, passes), options.joined_ends, p == 1
+        stages, joined, alone = self._stages(passes), options.joined_ends, p == 1
         least = _Block(weights.least_dense, weights.least_experts, held.least)
         mean = _Block(weights.dense / blocks, weights.experts / blocks, held.kept / blocks)
         loss = np.maximum(held.live, self._costs.logits) + held.tail
@@ -274,7 +279,7 @@ class Estimates:
         whole = self._rank_bytes(mean, one, one, one, ends, offload)
         first = self._rank_bytes(least, stages.first_rank, *self._first_waiting(stages), ends, offload)
         first = np.where(alone, whole, first) + held.stem + np.where(joined, loss, held.live)
-        flight, least_flight = self._flights(p - 1)
+        flight, least_flight = self._last_flights
         waiting = np.where(joined, (flight + least_flight) * stages.first, least_flight * stages.last_rank)
         stage = np.where(joined, stages.first, np.minimum(stages.first, stages.last))
         last = self._rank_bytes(least, stages.last_rank, waiting, stage, tail, offload)
@@ -285,7 +290,7 @@ class Estimates:
     def _first_waiting(self, stages: StageBlocks) -> tuple[Floats, Floats]:
         """Blocks of the first rank times the microbatches whose activations they keep; and blocks of one stage."""
         options = self._options
-        flight, least = self._flights(np.zeros_like(options.splits.pipeline))
+        flight, least = self._first_flights
         folded = flight * stages.first + least * stages.last
         evenly = options.chunks * stages.first
         waiting = np.where(options.joined_ends, folded, flight * evenly + least * (stages.first_rank - evenly))
@@ -306,6 +311,11 @@ class Estimates:
         waiting = np.where(folds, folded, flight * evenly + least * stages.more)
         fullest = self._rank_bytes(block, evenly + stages.more, waiting, stages.first, none, offload)
         return np.where(passes.alike, fullest, mean)
+
+    def _stages(self, passes: Passes) -> StageBlocks:
+        if id(passes) not in self._cut:
+            self._cut[id(passes)] = stage_blocks(len(self._pricer.profile.blocks), self._options, passes)
+        return self._cut[id(passes)]
 
     def _flights(self, rank: Ints) -> tuple[Floats, Floats]:
         """`flights`, by row."""

@@ -79,16 +79,23 @@ def stage_blocks(blocks: int, options: Options, passes: Passes) -> StageBlocks:
 
 
 def pipeline_seconds(
-    schedules: tuple[Schedule, ...], blocks: int, hop: Floats, options: Options, passes: Passes, waits: Floats | float
+    schedules: tuple[Schedule, ...],
+    blocks: int,
+    hop: Floats,
+    options: Options,
+    passes: Passes,
+    waits: Floats | float,
+    held: StageBlocks | None = None,
 ) -> Floats:
     """Return seconds from the first forward to the last backward, at least.
 
     Args:
         hop: seconds from a stage to the next.
         waits: seconds that every rank waits in each microbatch besides.
+        held: `stage_blocks` of the same, where they are known.
     """
     p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
-    held = stage_blocks(blocks, options, passes)
+    held = held or stage_blocks(blocks, options, passes)
     whole = passes.whole + waits * p
     hop_here = np.where(p > 1, hop, 0.0)
     fullest = _full_rank(blocks, held, options, passes, waits)

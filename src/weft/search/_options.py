@@ -123,12 +123,12 @@ def flights(name: Schedule, p: Ints, v: Ints, m: Ints, rank: Ints) -> tuple[Floa
         held = ahead * np.where(v == 1, 1, 2) + (v - 1) * p + 1
     # Passes go to chunks as interleaving does it: `p` microbatches of a chunk, then of the next.
     whole, rest = np.divmod(held, p * v)
-    total, least = np.zeros(len(p)), np.minimum(held, m).astype(float)
-    for chunk in range(int(v.max(initial=1))):
-        count = np.minimum(whole * p + np.clip(rest - chunk * p, 0, p), m)
-        total += np.where(chunk < v, count, 0)
-        least = np.where((chunk < v) & (v > 1), np.minimum(least, count), least)
-    return np.where(v == 1, least, total / v), least
+    full, part = np.divmod(rest, p)
+    more, some, fewer = (np.minimum(whole * p + extra, m) for extra in (p, part, 0))
+    total = full * more + some + (v - full - 1) * fewer
+    least = np.where(full == v - 1, some, fewer)
+    alone = np.minimum(held, m).astype(float)
+    return np.where(v == 1, alone, total / v), np.where(v == 1, alone, least)
 
 
 def _in_flight(name: Schedule, p: Ints, v: Ints, m: Ints) -> tuple[Floats, Floats]:

@@ -207,18 +207,22 @@ def busy_seconds(schedule: PricedSchedule, pipeline: int, chunks: int, microbatc
 
     Rank r begins with the first forward that reaches stage r, and the stages before r have their backwards after its
     last one there.  Where gradients of weights are put off, only those of inputs need do so, and r puts off no more
-    than its own.
+    than its own; under the interleaved zero bubble schedule, no more than r + 1 of them at a time.
     """
-    busy, apart = [0.0] * pipeline, [0.0] * pipeline
+    busy, apart, largest = [0.0] * pipeline, [0.0] * pipeline, [0.0] * pipeline
     rows = zip(stage_ranks(schedule, pipeline, chunks), times.forward, times.input, times.weight, strict=True)
     for rank, forward, inputs, weight in rows:
         busy[rank] += forward + inputs
         apart[rank] += weight
+        largest[rank] = max(largest[rank], weight)
     splits = schedule in SPLIT_BACKWARD
     longest = ahead = behind = 0.0
     for rank in range(pipeline):
         own, owed = microbatches * busy[rank], microbatches * apart[rank]
-        longest = max(longest, ahead + (max(own + owed, own + behind) if splits else own + owed + behind))
+        put_off = owed if splits else 0.0
+        if schedule == "interleaved_zero_bubble":
+            put_off = min(owed, (rank + 1) * largest[rank])
+        longest = max(longest, ahead + own + owed + max(0.0, behind - put_off))
         ahead += times.forward[rank] + times.transfer
         behind += times.input[rank] + times.transfer + (0.0 if splits else times.weight[rank])
     return longest

@@ -119,10 +119,11 @@ def pipeline_seconds(
     share = np.maximum(equal * balance, least)
     share = np.where(m >= LONG * p, np.maximum(share, long), share)
     found = np.where(options.is_plain, plain, chunked) * share
-    ahead = held.full_rank * held.first * passes.block * _unhidden(options, passes)
+    before = held.full_rank
+    ahead = _ahead(schedules, options, passes, passes.block, before * held.first, (before + 1) * held.most)
     busy = m * fullest + np.where(passes.alike & (p > 2), ahead, 0.0)
-    busy = np.maximum(busy, _busy_ranks(blocks, held, hop_here, options, passes, waits))
-    busy = np.maximum(busy, _busy_in_the_mean(blocks, held, options, passes, waits))
+    busy = np.maximum(busy, _busy_ranks(schedules, blocks, held, hop_here, options, passes, waits))
+    busy = np.maximum(busy, _busy_in_the_mean(schedules, blocks, held, options, passes, waits))
     return np.where(p == 1, m * whole, np.maximum(found, busy))
 
 
@@ -151,19 +152,27 @@ def _last_rank(held: StageBlocks, options: Options, passes: Passes) -> Floats:
 
 
 def _busy_ranks(
-    blocks: int, held: StageBlocks, hop: Floats, options: Options, passes: Passes, waits: Floats | float
+    schedules: tuple[Schedule, ...],
+    blocks: int,
+    held: StageBlocks,
+    hop: Floats,
+    options: Options,
+    passes: Passes,
+    waits: Floats | float,
 ) -> Floats:
     """`weft.price.busy_seconds` of the last rank, and of the last of those with the most blocks, where ranks have one
     stage.  Where blocks are unequal, of such stages cut as well as can be for this bound: then every rank's is as long
     as the others'."""
     p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
     before = np.maximum(p - 2, 0)
-    each, unhidden = passes.block + waits * p / blocks, _unhidden(options, passes)
+    each = passes.block + waits * p / blocks
     last = held.last_rank * passes.block + passes.tail
-    ahead = np.where(v == 1, blocks - held.last, (p - 1) * held.first) * each
-    behind_last = m * last + ahead * unhidden + (1.0 + (unhidden == 1.0)) * (p - 1) * hop
+    others = np.where(v == 1, blocks - held.last, (p - 1) * held.first)
+    own = p * np.maximum(held.most, held.last + passes.tail / passes.block)
+    ways = np.where(options.splits_backward, 1.0, 2.0)
+    behind_last = m * last + _ahead(schedules, options, passes, each, others, own) + ways * (p - 1) * hop
     behind_last = np.where(options.joined_ends, 0.0, behind_last)
-    ahead = ahead + passes.stem
+    ahead = others * each + passes.stem
     behind_most = m * held.most * each + ahead - held.most * each + 2.0 * before * hop
     evened = (passes.whole + waits * p) / (1.0 - (1.0 - 1.0 / m) ** p)
     behind_most = np.where(options.is_plain, behind_most, 0.0)
@@ -172,18 +181,31 @@ def _busy_ranks(
 
 
 def _busy_in_the_mean(
-    blocks: int, held: StageBlocks, options: Options, passes: Passes, waits: Floats | float
+    schedules: tuple[Schedule, ...],
+    blocks: int,
+    held: StageBlocks,
+    options: Options,
+    passes: Passes,
+    waits: Floats | float,
 ) -> Floats:
     """The same bound of every rank, in the mean over ranks, of which one is not below it."""
     p, m = options.splits.pipeline, options.splits.microbatches
-    ahead = held.first * passes.block * _unhidden(options, passes) * passes.alike
-    return m * (passes.whole / p + waits) + (p - 1) / 2.0 * ahead
+    before = (p - 1) / 2.0
+    ahead = _ahead(schedules, options, passes, passes.block, before * held.first, (before + 1) * held.most)
+    return m * (passes.whole / p + waits) + ahead * passes.alike
 
 
-def _unhidden(options: Options, passes: Passes) -> Floats:
-    """Of what a microbatch takes in the ranks before one, the share beside which that one has nothing to do.  Where
-    gradients of weights are put off, no backward need come after a rank's last action."""
-    return np.where(options.splits_backward, passes.forward / passes.whole, 1.0)
+def _ahead(
+    schedules: tuple[Schedule, ...], options: Options, passes: Passes, each: Floats, blocks: Floats, own: Floats
+) -> Floats:
+    """Seconds of a step for which a rank has nothing to do while the first and the last microbatch pass the `blocks`
+    before it, of `each` seconds: all of them, or forwards where gradients of weights are put off that may come beside
+    the others' backwards.  Under the interleaved zero bubble schedule they are put off for no more microbatches than
+    there are ranks before and one more: of `own` blocks of its own."""
+    forward, inputs, weight = (part / passes.whole for part in (passes.forward, passes.input, passes.weight))
+    limited = forward * blocks + np.maximum(0.0, inputs * blocks - weight * own)
+    is_limited = np.array([name == "interleaved_zero_bubble" for name in schedules])[options.schedule]
+    return each * np.where(options.splits_backward, np.where(is_limited, limited, forward * blocks), blocks)
 
 
 def _waits(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:

@@ -112,21 +112,21 @@ class Finalists:
 
     def _recomputed(self, layout: Layout, limit: float) -> float:
         """Price every recomputation and offloading that is of use: none where less fits, which takes no longer, unless
-        activations are offloaded, of which there are fewer where more is computed again."""
-        words = self._space.recomputes
+        activations are offloaded, of which there are fewer where more is computed again.  Of losses by chunks and
+        whole ones, which take as long, the one that holds less."""
+        words, logits = self._space.recomputes, self._pricer.memories.logits
+        layout = min((replace(layout, fused_loss=fused) for fused in self._space.fused_losses), key=logits)
         for place, light in enumerate(words):
             plain = replace(layout, recompute=light)
             if self._bound(replace(plain, offload="none")) >= limit:
                 break
-            for fused in self._space.fused_losses:
+            for offload in self._space.offloads:
+                limit = min(limit, self._with_bucket(replace(plain, offload=offload), limit))
+            if plain.offload == "none" and self._fits(plain):
+                return limit
+            for heavy in words[place + 1 :] if self._space.per_block_recompute else ():
                 for offload in self._space.offloads:
-                    limit = min(limit, self._with_bucket(replace(plain, fused_loss=fused, offload=offload), limit))
-                if plain.offload == "none" and self._fits(replace(plain, fused_loss=fused)):
-                    return limit
-                for heavy in words[place + 1 :] if self._space.per_block_recompute else ():
-                    for offload in self._space.offloads:
-                        start = replace(plain, fused_loss=fused, offload=offload)
-                        limit = min(limit, self._with_mixture(start, Level(light, heavy), limit))
+                    limit = min(limit, self._with_mixture(replace(plain, offload=offload), Level(light, heavy), limit))
         return limit
 
     def _with_bucket(self, layout: Layout, limit: float) -> float:

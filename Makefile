@@ -19,7 +19,7 @@ STAMP := $(VENV)/.weft-$(firstword $(shell cat $(BUILT_FROM) | cksum))
 
 help:
 	@echo "make demo     train a small language model on Python's own source, 8 processes in 3 dimensions"
-	@echo "make test     the test suite (about half an hour on 2 cores)"
+	@echo "make test     the test suite (about 20 minutes on 2 cores)"
 	@echo "make slow     what 'make test' leaves out because a shorter test stands for it (about 20 minutes)"
 	@echo "make parity   every plan against one process: gradients and 20 optimizer steps (about 40 minutes);"
 	@echo "              BACKEND=cpu:weft for ranks that share memory"
@@ -52,7 +52,7 @@ demo: setup
 	@$(BIN)/weft train examples/demo/recipe.toml --plan examples/demo/plan.toml
 
 test: setup
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python tests/suite.py
 
 slow: setup
 	@$(BIN)/python -m pytest -q -m slow

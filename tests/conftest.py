@@ -34,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-report", metavar="PATH", help="write the table of `make parity` as Markdown")
     backends = ("gloo", "cpu:weft")
     parser.addoption("--parity-backend", default="gloo", choices=backends, help="of the ranks of `make parity`")
+    halves = ("pooled", "alone")
+    parser.addoption("--half", choices=halves, help="only tests that share a pool of processes, or only the others")
 
 
 @pytest.fixture(scope="session")
@@ -83,6 +85,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         found = tiers.mistakes([item.nodeid for item in items], families)
         if found:
             raise pytest.UsageError(f"{tiers.TABLE.name}: " + "; ".join(found))
+    if half := config.getoption("--half"):
+        left_out = [item for item in items if _is_pooled(item) != (half == "pooled")]
+        items[:] = [item for item in items if _is_pooled(item) == (half == "pooled")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _is_pooled(item: pytest.Item) -> bool:
+    """Whether a test uses what is started once for the whole suite."""
+    return isinstance(item, pytest.Function) and not {"ranks", "nursery"}.isdisjoint(item.fixturenames)
 
 
 NEEDS = {

@@ -126,8 +126,16 @@ def test_each_rank_logs_to_its_file_and_rank_0_speaks_plainly(
     assert not logging.getLogger("weft").handlers
 
 
-def test_a_log_on_a_full_disk_loses_lines_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running(tmp_path, 1), file_size_limit(10):
-        for _ in range(3):
-            logging.getLogger("weft").warning("words that find no room " * 1000)
+def test_a_log_on_a_full_disk_says_later_how_many_lines_it_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(tmp_path, 1):
+        with file_size_limit(10):
+            for _ in range(3):
+                logging.getLogger("weft").warning("words that find no room " * 1000)
+        logging.getLogger("weft").warning("there is room again")
+        logging.getLogger("weft").warning("and still")
     assert capsys.readouterr().err == ""
+    _begun, told, *rest = (tmp_path / "rank-1.log").read_text().splitlines()
+    assert told.endswith("rank 1 WARNING weft: 3 lines before this one found no room")
+    assert [line.rpartition(": ")[2] for line in rest] == ["there is room again", "and still"]

@@ -36,13 +36,17 @@ _LEVELS: dict[type[Event], str] = {
 class LogSink:
     """Appends what a rank says to its log, a line for each event that has words.
 
-    The file comes with the first line.  A full disk costs lines, in silence: the terminal is for the training.
+    The file comes with the first line.  A full disk costs lines, of which the terminal hears nothing, for it is there
+    for the training: the next line that finds room says how many.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.dropped = 0
         """Lines that could not be written."""
+        self._untold = 0
+        self._begun = False
+        """Whether the last line was written in part."""
         self._descriptor: int | None = None
 
     def take(self, emitted: Emitted) -> None:
@@ -53,14 +57,23 @@ class LogSink:
         who = "launcher" if emitted.rank is None else f"rank {emitted.rank}"
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"
         source = event.source if isinstance(event, MessageEvent | WarningEvent) else "weft"
-        line = f"{when} {who} {_LEVELS.get(type(event), 'INFO')} {source}: {words}\n".encode()
+        line = f"{when} {who} {_LEVELS.get(type(event), 'INFO')} {source}: {words}\n"
+        if self._untold:
+            line = f"{when} {who} WARNING weft: {self._untold} lines before this one found no room\n{line}"
+        self._append((b"\n" if self._begun else b"") + line.encode())
+
+    def _append(self, line: bytes) -> None:
+        written = 0
         try:
             if self._descriptor is None:
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            if os.write(self._descriptor, line) != len(line):
-                self.dropped += 1
+            written = os.write(self._descriptor, line)
         except OSError:
-            self.dropped += 1
+            pass
+        self._begun = 0 < written < len(line) or (self._begun and not written)
+        lost = written < len(line)
+        self.dropped += lost
+        self._untold = self._untold + 1 if lost else 0
 
     def close(self) -> None:
         if self._descriptor is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -54,19 +54,21 @@ class _Costs:
     def __init__(self, block_costs: Sequence[float], num_stages: int) -> None:
         self.num_blocks = len(block_costs) - 2
         self.num_stages = num_stages
-        self._before = [0.0, *accumulate(block_costs[1:-1])]
-        self._stem, self._tail = block_costs[0], block_costs[-1]
+        self.before = [0.0, *accumulate(block_costs[1:-1])]
+        """Of all blocks before each, and of all."""
+        self.ends = [0.0] * num_stages
+        """What each stage has besides blocks."""
+        self.ends[0] += block_costs[0]
+        self.ends[-1] += block_costs[-1]
 
     def of(self, stage: int, start: int, end: int) -> float:
-        cost = self._before[end] - self._before[start]
-        cost += self._stem if stage == 0 else 0.0
-        return cost + (self._tail if stage == self.num_stages - 1 else 0.0)
+        return self.before[end] - self.before[start] + self.ends[stage]
 
     def first_end(self, stage: int, limit: float) -> int:
         """Blocks that the stages up to this one must have at least, if all later ones keep a limit."""
         rest = (self.num_stages - 1 - stage) * limit
-        least = self._before[-1] + self._tail - rest
-        return bisect_left(self._before, least - 1e-9 * abs(limit)) if rest else 0
+        least = self.before[-1] + self.ends[-1] - rest
+        return bisect_left(self.before, least - 1e-9 * abs(limit)) if rest else 0
 
     def last_end(self, stage: int) -> int:
         """Blocks that the stages up to this one may have at most: each later stage needs one."""
@@ -75,7 +77,7 @@ class _Costs:
 
 def _least_limit(costs: _Costs) -> float:
     """The cost of the slowest stage when it is as fast as can be."""
-    whole = costs.of(0, 0, costs.num_blocks) + (costs.of(costs.num_stages - 1, 0, 0) if costs.num_stages > 1 else 0.0)
+    whole = costs.before[-1] + sum(costs.ends)
     low, high = whole / costs.num_stages, whole
     while low < high / _ROUNDING:
         middle = (low + high) / 2
@@ -91,14 +93,15 @@ def _fill(costs: _Costs, limit: float) -> tuple[float, float]:
     """Fill stage after stage up to a limit.  Return the slowest stage, and the least limit that fills otherwise."""
     start, slowest, following = 0, 0.0, math.inf
     for stage in range(costs.num_stages):
+        last_end = costs.last_end(stage)
         end = costs.num_blocks if stage == costs.num_stages - 1 else start + 1
-        while end < costs.last_end(stage) and costs.of(stage, start, end + 1) <= limit:
-            end += 1
+        highest = limit + costs.before[start] - costs.ends[stage]
+        end = max(end, min(last_end, bisect_right(costs.before, highest) - 1))
         cost = costs.of(stage, start, end)
         slowest = max(slowest, cost)
         if cost > limit:
             following = min(following, cost)
-        if end < costs.last_end(stage):
+        if end < last_end:
             following = min(following, costs.of(stage, start, end + 1))
         start = end
     return slowest, following
@@ -111,9 +114,11 @@ def _most_even(costs: _Costs, limit: float) -> tuple[int, ...]:
     for stage in range(costs.num_stages):
         following: dict[int, tuple[float, int]] = {}
         first_end = costs.num_blocks if stage == costs.num_stages - 1 else costs.first_end(stage, limit)
+        last_end = costs.last_end(stage)
         for start, (squares, _) in sorted(reached.items()):
-            for end in range(max(first_end, start + 1), costs.last_end(stage) + 1):
-                cost = costs.of(stage, start, end)
+            less = costs.before[start] - costs.ends[stage]
+            for end in range(max(first_end, start + 1), last_end + 1):
+                cost = costs.before[end] - less
                 if cost > limit:
                     break
                 total = squares + cost * cost

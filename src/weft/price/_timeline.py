@@ -9,10 +9,10 @@ forward waits for the backward of the microbatch that went ahead of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from weft.plan import (
     SPLIT_BACKWARD,
@@ -49,11 +49,25 @@ class Step(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """Orders as one list in which everything comes after what it needs."""
+    """Orders as one list of actions in which everything comes after what it needs, a row each; in columns, since so
+    many small objects would keep the garbage collector busy (a seventh of the search for 16,384 devices)."""
 
-    rows: tuple[tuple[int, int, int, bool], ...]
-    """(position of the cost, rank, row that it waits for or −1, whether that lies on another rank)."""
-    actions: tuple[Action, ...]
+    costs: list[int]
+    """Position of each action's seconds: its kind's place in `_COSTS` times the stages, plus its stage."""
+    ranks: list[int]
+    befores: list[int]
+    """The row that it waits for, or -1."""
+    remote: list[bool]
+    """Whether that lies on another rank."""
+    microbatches: list[int]
+
+    def actions(self, num_stages: int) -> Iterator[Action]:
+        for cost, microbatch in zip(self.costs, self.microbatches, strict=True):
+            yield Action(_COSTS[cost // num_stages], cost % num_stages, microbatch)
+
+
+_COSTS: tuple[Literal["F", "B", "I", "W"], ...] = ("F", "B", "I", "W")
+"""Kinds of actions in the order of `_costs_of`."""
 
 
 class Timelines:
@@ -91,10 +105,10 @@ class Timelines:
             return _spans_alone(microbatches, times)
         program = self._program(schedule, pipeline, chunks, microbatches)
         done = _run(program, pipeline, times)[0]
-        costs = _costs(times)
+        costs, actions = _costs_of(times), program.actions(pipeline * chunks)
         return [
-            (row[1], action, end - costs[row[0]], end)
-            for row, action, end in zip(program.rows, program.actions, done, strict=True)
+            (rank, action, end - costs[cost], end)
+            for cost, rank, action, end in zip(program.costs, program.ranks, actions, done, strict=True)
         ]
 
     def _played(
@@ -262,18 +276,18 @@ def _spans_alone(microbatches: int, times: StageTimes) -> list[tuple[int, Action
     return spans
 
 
-def _costs(times: StageTimes) -> list[float]:
+def _costs_of(times: StageTimes) -> list[float]:
     both = [inner + outer for inner, outer in zip(times.input, times.weight, strict=True)]
     return [*times.forward, *both, *times.input, *times.weight]
 
 
 def _run(program: _Program, pipeline: int, times: StageTimes) -> tuple[list[float], list[float]]:
     """Return the end of every row, and of every rank."""
-    costs, hop = _costs(times), times.transfer
+    costs, hop = _costs_of(times), times.transfer
     free = [0.0] * pipeline
     done: list[float] = []
     append = done.append
-    for cost, rank, before, remote in program.rows:
+    for cost, rank, before, remote in zip(program.costs, program.ranks, program.befores, program.remote, strict=True):
         start = free[rank]
         if before >= 0:
             arrival = done[before] + hop if remote else done[before]
@@ -288,28 +302,35 @@ def _compile(schedule: PricedSchedule, pipeline: int, chunks: int, microbatches:
     """Bring the orders of all ranks into one list."""
     orders = schedule_orders(schedule, pipeline, chunks, microbatches)
     ranks, stages = stage_ranks(schedule, pipeline, chunks), pipeline * chunks
-    kinds = {"F": 0, "B": 1, "I": 2, "W": 3}
-    row_of: dict[tuple[bool, int, int], int] = {}
-    rows: list[tuple[int, int, int, bool]] = []
-    actions: list[Action] = []
-    places = [0] * pipeline
+    first_cost = {kind: place * stages for place, kind in enumerate(_COSTS)}
+    # The row of what each stage has done of each microbatch, forward and backward; -1 before it has.
+    forwards, backwards = ([-1] * (stages * microbatches) for _ in range(2))
+    program = _Program([], [], [], [], [])
+    add_cost, add_rank, add_before, add_remote, add_microbatch = (column.append for column in program)
+    places, count = [0] * pipeline, 0
     progress = True
     while progress:
         progress = False
         for rank, order in enumerate(orders):
-            while places[rank] < len(order):
-                action = order[places[rank]]
-                kind, stage, microbatch = action
-                neighbour = stage - 1 if kind == "F" else stage + 1
-                waits = kind != "W" and 0 <= neighbour < stages
-                before = row_of.get((kind == "F", neighbour, microbatch), -1) if waits else -1
-                if waits and before < 0:
-                    break
+            begun = place = places[rank]
+            while place < len(order):
+                kind, stage, microbatch = order[place]
+                before, remote = -1, False
                 if kind != "W":
-                    row_of[kind == "F", stage, microbatch] = len(rows)
-                rows.append((kinds[kind] * stages + stage, rank, before, waits and ranks[neighbour] != rank))
-                actions.append(action)
-                places[rank] += 1
-                progress = True
-    assert len(rows) == sum(len(order) for order in orders), "actions wait for one another"
-    return _Program(tuple(rows), tuple(actions))
+                    done, neighbour = (forwards, stage - 1) if kind == "F" else (backwards, stage + 1)
+                    if 0 <= neighbour < stages:
+                        before, remote = done[neighbour * microbatches + microbatch], ranks[neighbour] != rank
+                        if before < 0:
+                            break
+                    done[stage * microbatches + microbatch] = count
+                add_cost(first_cost[kind] + stage)
+                add_rank(rank)
+                add_before(before)
+                add_remote(remote)
+                add_microbatch(microbatch)
+                place += 1
+                count += 1
+            places[rank] = place
+            progress = progress or place > begun
+    assert count == sum(len(order) for order in orders), "actions wait for one another"
+    return program

@@ -166,8 +166,6 @@ class Estimates:
         self._element = float(activation_bytes(base.precision))
         self._gradient, self._master = float(base.gradient_bytes), float(base.master_bytes)
         self._cut: dict[int, StageBlocks] = {}
-        first, last = np.zeros_like(p), p - 1
-        self._first_flights, self._last_flights = self._flights(first), self._flights(last)
         self._once = self._reduces_once(way)
         self._waiting = self._whole_gradients()
         dense_bytes = (weights.dense + weights.stem + weights.tail) / blocks * self._element
@@ -279,7 +277,7 @@ class Estimates:
         whole = self._rank_bytes(mean, one, one, one, ends, offload)
         first = self._rank_bytes(least, stages.first_rank, *self._first_waiting(stages), ends, offload)
         first = np.where(alone, whole, first) + held.stem + np.where(joined, loss, held.live)
-        flight, least_flight = self._last_flights
+        flight, least_flight = self._flights(p - 1)
         waiting = np.where(joined, (flight + least_flight) * stages.first, least_flight * stages.last_rank)
         stage = np.where(joined, stages.first, np.minimum(stages.first, stages.last))
         last = self._rank_bytes(least, stages.last_rank, waiting, stage, tail, offload)
@@ -290,7 +288,7 @@ class Estimates:
     def _first_waiting(self, stages: StageBlocks) -> tuple[Floats, Floats]:
         """Blocks of the first rank times the microbatches whose activations they keep; and blocks of one stage."""
         options = self._options
-        flight, least = self._first_flights
+        flight, least = self._flights(np.zeros_like(options.chunks))
         folded = flight * stages.first + least * stages.last
         evenly = options.chunks * stages.first
         waiting = np.where(options.joined_ends, folded, flight * evenly + least * (stages.first_rank - evenly))

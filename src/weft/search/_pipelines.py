@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -112,10 +113,7 @@ def pipeline_seconds(
     # Of unequal stages schedules as played fall short by as much as the mean is below the slowest; see `least_share`.
     mean = whole / (p * v)
     balance = mean / np.maximum(mean, _slowest_stage(blocks, held, options, passes, waits))
-    sizes, size = np.unique(p, return_inverse=True)
-    shares = np.array([[shares_of_closed_form(name, int(ranks)) for ranks in sizes] for name in schedules])
-    shares = shares.reshape(len(schedules), len(sizes), 3)
-    equal, least, long = shares[options.schedule, size].T
+    equal, least, long = _shares(schedules, 1 << int(p.max(initial=1)).bit_length())[:, options.schedule, p]
     share = np.maximum(equal * balance, least)
     share = np.where(m >= LONG * p, np.maximum(share, long), share)
     found = np.where(options.is_plain, plain, chunked) * share
@@ -125,6 +123,14 @@ def pipeline_seconds(
     busy = np.maximum(busy, _busy_ranks(schedules, blocks, held, hop_here, options, passes, waits))
     busy = np.maximum(busy, _busy_in_the_mean(schedules, blocks, held, options, passes, waits))
     return np.where(p == 1, m * whole, np.maximum(found, busy))
+
+
+@functools.cache
+def _shares(schedules: tuple[Schedule, ...], pipelines: int) -> Floats:
+    """`weft.price.shares_of_closed_form` of pipelines of fewer ranks than `pipelines`, [share, schedule, ranks]."""
+    return np.array([[shares_of_closed_form(name, p) for p in range(pipelines)] for name in schedules]).transpose(
+        2, 0, 1
+    )
 
 
 def _slowest_stage(blocks: int, held: StageBlocks, options: Options, passes: Passes, waits: Floats | float) -> Floats:

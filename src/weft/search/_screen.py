@@ -10,7 +10,7 @@ from weft.plan import Recompute
 from weft.price import Pricer
 from weft.search._bounds import Floats
 from weft.search._estimate import Estimates, RateTable, power_below
-from weft.search._group import GroupCosts
+from weft.search._group import GroupCosts, Passes
 from weft.search._options import Choices, Options, Way, ways_of_sharding
 from weft.search._pipelines import pipeline_seconds
 from weft.search._rows import REDUCE_EVERY, Rows, levels_of
@@ -74,10 +74,13 @@ class Screen:
         once."""
         blocks, schedules = len(self._pricer.profile.blocks), self._space.schedules
         cases, rows, count = list[Ints](), list[Ints](), 0
+        passes, below = costs.passes[self._levels[0].light], dict[tuple[float, ...], Ints]()
         for case in range(len(costs.bases)):
-            one = costs.take(np.array([case]))
-            fastest = pipeline_seconds(schedules, blocks, one.hop, options, one.passes[self._levels[0].light], 0.0)
-            rows.append(np.flatnonzero(fastest < limit))
+            hop, one = costs.hop[[case]], Passes(*(part[[case]] for part in passes))
+            key = (float(hop[0]), *(float(part[0]) for part in one))  # many cases differ in what is sent besides
+            if key not in below:
+                below[key] = np.flatnonzero(pipeline_seconds(schedules, blocks, hop, options, one, 0.0) < limit)
+            rows.append(below[key])
             cases.append(np.full(len(rows[-1]), case, dtype=np.int64))
             count += len(rows[-1])
             if count > _ROWS_AT_ONCE or (count and case == len(costs.bases) - 1):

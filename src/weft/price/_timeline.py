@@ -306,7 +306,8 @@ def _compile(schedule: PricedSchedule, pipeline: int, chunks: int, microbatches:
     # The row of what each stage has done of each microbatch, forward and backward; -1 before it has.
     forwards, backwards = ([-1] * (stages * microbatches) for _ in range(2))
     program = _Program([], [], [], [], [])
-    add_cost, add_rank, add_before, add_remote, add_microbatch = (column.append for column in program)
+    add_cost, add_rank, add_before = program.costs.append, program.ranks.append, program.befores.append
+    add_remote, add_microbatch = program.remote.append, program.microbatches.append
     places, count = [0] * pipeline, 0
     progress = True
     while progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,9 @@ class Passes(NamedTuple):
     """All three passes of the cheapest block."""
     block: Floats
     """The same, of blocks in the mean."""
+    block_forward: Floats
+    """Of blocks in the mean, as is `block_input`."""
+    block_input: Floats
     stem: Floats
     tail: Floats
 
@@ -35,6 +39,10 @@ class Passes(NamedTuple):
     def alike(self) -> Bools:
         """Whether all blocks cost the same."""
         return self.least_block >= self.block * (1.0 - 1e-12)
+
+    @property
+    def block_weight(self) -> Floats:
+        return self.block - self.block_forward - self.block_input
 
     @property
     def whole(self) -> Floats:
@@ -183,14 +191,21 @@ def count_blocks(profile: Profile) -> list[tuple[Block, int]]:
     return list(counts.values())
 
 
+_PARTS = (attrgetter("forward"), attrgetter("input"), attrgetter("weight"))
+
+
 def _passes(costs: list[tuple[BlockCost, int]], ends: list[BlockCost], word: Recompute) -> tuple[float, ...]:
-    forward = sum(cost.forward.seconds * count for cost, count in costs) + sum(end.forward.seconds for end in ends)
+    number = sum(count for _, count in costs)
+    forward = sum(cost.forward.seconds * count for cost, count in costs)
     inputs = sum((cost.input.seconds + cost.again(word).seconds) * count for cost, count in costs)
-    weight = sum(cost.weight.seconds * count for cost, count in costs) + sum(end.weight.seconds for end in ends)
-    each = [_seconds(cost) + cost.again(word).seconds for cost, _ in costs]
-    mean = sum(seconds * count for seconds, (_, count) in zip(each, costs, strict=True)) / sum(n for _, n in costs)
-    inputs += sum(end.input.seconds for end in ends)
-    return forward, inputs, weight, min(each), mean, *map(_seconds, ends)
+    weight = sum(cost.weight.seconds * count for cost, count in costs)
+    least = min(_seconds(cost) + cost.again(word).seconds for cost, _ in costs)
+    means = ((forward + inputs + weight) / number, forward / number, inputs / number)
+    forward, inputs, weight = (
+        blocks + sum(part(end).seconds for end in ends)
+        for blocks, part in zip((forward, inputs, weight), _PARTS, strict=True)
+    )
+    return forward, inputs, weight, least, *means, *map(_seconds, ends)
 
 
 def _seconds(cost: BlockCost) -> float:

@@ -118,7 +118,8 @@ def pipeline_seconds(
     share = np.where(m >= LONG * p, np.maximum(share, long), share)
     found = np.where(options.is_plain, plain, chunked) * share
     before = held.full_rank
-    ahead = _ahead(schedules, options, passes, passes.block, before * held.first, (before + 1) * held.most)
+    owed = (before + 1) * held.most * passes.block_weight
+    ahead = _ahead(schedules, options, passes, passes.block, before * held.first, owed)
     busy = m * fullest + np.where(passes.alike & (p > 2), ahead, 0.0)
     busy = np.maximum(busy, _busy_ranks(schedules, blocks, held, hop_here, options, passes, waits))
     busy = np.maximum(busy, _busy_in_the_mean(schedules, blocks, held, options, passes, waits))
@@ -174,9 +175,9 @@ def _busy_ranks(
     each = passes.block + waits * p / blocks
     last = held.last_rank * passes.block + passes.tail
     others = np.where(v == 1, blocks - held.last, (p - 1) * held.first)
-    own = p * np.maximum(held.most, held.last + passes.tail / passes.block)
+    owed = p.astype(np.float64) * np.maximum(held.most * passes.block_weight, _weights_of_last(blocks, held, passes))
     ways = np.where(options.splits_backward, 1.0, 2.0)
-    behind_last = m * last + _ahead(schedules, options, passes, each, others, own) + ways * (p - 1) * hop
+    behind_last = m * last + _ahead(schedules, options, passes, each, others, owed) + ways * (p - 1) * hop
     behind_last = np.where(options.joined_ends, 0.0, behind_last)
     ahead = others * each + passes.stem
     behind_most = m * held.most * each + ahead - held.most * each + 2.0 * before * hop
@@ -197,21 +198,28 @@ def _busy_in_the_mean(
     """The same bound of every rank, in the mean over ranks, of which one is not below it."""
     p, m = options.splits.pipeline, options.splits.microbatches
     before = (p - 1) / 2.0
-    ahead = _ahead(schedules, options, passes, passes.block, before * held.first, (before + 1) * held.most)
+    most = held.most * passes.block_weight
+    owed = (before + 1) * most + np.maximum(0.0, _weights_of_last(blocks, held, passes) - most)
+    ahead = _ahead(schedules, options, passes, passes.block, before * held.first, owed)
     return m * (passes.whole / p + waits) + ahead * passes.alike
 
 
+def _weights_of_last(blocks: int, held: StageBlocks, passes: Passes) -> Floats:
+    """Seconds of one microbatch's gradients of weights in the last stage, at most."""
+    return held.last * passes.block_weight + passes.weight - blocks * passes.block_weight
+
+
 def _ahead(
-    schedules: tuple[Schedule, ...], options: Options, passes: Passes, each: Floats, blocks: Floats, own: Floats
+    schedules: tuple[Schedule, ...], options: Options, passes: Passes, each: Floats, blocks: Floats, owed: Floats
 ) -> Floats:
     """Seconds of a step for which a rank has nothing to do while the first and the last microbatch pass the `blocks`
     before it, of `each` seconds: all of them, or forwards where gradients of weights are put off that may come beside
     the others' backwards.  Under the interleaved zero bubble schedule they are put off for no more microbatches than
-    there are ranks before and one more: of `own` blocks of its own."""
-    forward, inputs, weight = (part / passes.whole for part in (passes.forward, passes.input, passes.weight))
-    limited = forward * blocks + np.maximum(0.0, inputs * blocks - weight * own)
+    there are ranks before and one more, which take `owed` seconds."""
+    forward, inputs = blocks * passes.block_forward, blocks * passes.block_input
+    limited = forward + np.maximum(0.0, inputs - owed)
     is_limited = np.array([name == "interleaved_zero_bubble" for name in schedules])[options.schedule]
-    return each * np.where(options.splits_backward, np.where(is_limited, limited, forward * blocks), blocks)
+    return np.where(options.splits_backward, np.where(is_limited, limited, forward), blocks * each)
 
 
 def _waits(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:

@@ -165,6 +165,8 @@ class Shares(NamedTuple):
     """With equal stages; of unequal ones as much less as the mean stage is below the slowest."""
     any: float
     """With any stages."""
+    short: float
+    """With any stages, and fewer microbatches than ranks."""
     long: float
     """With any stages, and at least `LONG` times as many microbatches as ranks."""
 
@@ -174,11 +176,11 @@ def shares_of_closed_form(schedule: PricedSchedule, pipeline: int) -> Shares:
     that wait for one another."""
     if schedule == "interleaved_zero_bubble":
         if pipeline == 2:
-            return Shares(0.92, 0.76, 0.92)
-        return Shares(0.96, 0.8, 0.96) if pipeline < 9 else Shares(0.97, 0.9, 0.97)
+            return Shares(0.92, 0.76, 0.65, 0.92)
+        return Shares(0.96, 0.8, 0.64, 0.96) if pipeline < 9 else Shares(0.97, 0.9, 0.75, 0.97)
     if pipeline < 5:
-        return Shares(0.96, 0.85, 0.94) if pipeline == 2 else Shares(0.965, 0.85, 0.965)
-    return Shares(0.97, 0.88, 0.96) if pipeline < 9 else Shares(0.975, 0.95, 0.975)
+        return Shares(0.96, 0.85, 0.84, 0.94) if pipeline == 2 else Shares(0.965, 0.85, 0.84, 0.965)
+    return Shares(0.97, 0.88, 0.88, 0.96) if pipeline < 9 else Shares(0.975, 0.95, 0.95, 0.975)
 
 
 def least_share(schedule: PricedSchedule, pipeline: int, microbatches: int, times: StageTimes) -> float:
@@ -187,7 +189,8 @@ def least_share(schedule: PricedSchedule, pipeline: int, microbatches: int, time
         return 1.0
     work = [sum(passes) for passes in zip(times.forward, times.input, times.weight, strict=True)]
     shares = shares_of_closed_form(schedule, pipeline)
-    share = max(shares.equal * sum(work) / len(work) / max(work), shares.any)
+    least = shares.any if microbatches >= pipeline else shares.short
+    share = max(shares.equal * sum(work) / len(work) / max(work), least)
     return max(share, shares.long) if microbatches >= LONG * pipeline else share
 
 

@@ -113,8 +113,8 @@ def pipeline_seconds(
     # Of unequal stages schedules as played fall short by as much as the mean is below the slowest; see `least_share`.
     mean = whole / (p * v)
     balance = mean / np.maximum(mean, _slowest_stage(blocks, held, options, passes, waits))
-    equal, least, long = _shares(schedules, 1 << int(p.max(initial=1)).bit_length())[:, options.schedule, p]
-    share = np.maximum(equal * balance, least)
+    equal, least, short, long = _shares(schedules, 1 << int(p.max(initial=1)).bit_length())[:, options.schedule, p]
+    share = np.maximum(equal * balance, np.where(m < p, short, least))
     share = np.where(m >= LONG * p, np.maximum(share, long), share)
     found = np.where(options.is_plain, plain, chunked) * share
     before = held.full_rank
@@ -144,11 +144,16 @@ def _slowest_stage(blocks: int, held: StageBlocks, options: Options, passes: Pas
 
 
 def _full_rank(blocks: int, held: StageBlocks, options: Options, passes: Passes, waits: Floats | float) -> Floats:
-    """Seconds of one microbatch on the rank between that has the most blocks, or on any that has more than its part."""
+    """Seconds of one microbatch on the rank between that has the most blocks, or on any that has more than its part.
+
+    With waits, of a rank that has no more than its part: in an order of the axes that makes blocks slower, which may
+    hide in the waits, stages are cut otherwise.
+    """
     p = options.splits.pipeline
-    each = passes.block + waits * p / blocks
-    counted = (np.where(options.joined_ends, 2, options.chunks) * held.first + held.more) * each
-    return np.where(passes.alike, np.where(p > 2, counted, 0.0), -(-blocks // p) * passes.least_block)
+    part = -(-blocks // p)
+    counted = (np.where(options.joined_ends, 2, options.chunks) * held.first + held.more) * passes.block
+    alike = np.maximum(counted, part * (passes.block + waits * p / blocks))
+    return np.where(passes.alike, np.where(p > 2, alike, 0.0), part * passes.least_block)
 
 
 def _last_rank(held: StageBlocks, options: Options, passes: Passes) -> Floats:
@@ -180,7 +185,8 @@ def _busy_ranks(
     behind_last = m * last + _ahead(schedules, options, passes, each, others, owed) + ways * (p - 1) * hop
     behind_last = np.where(options.joined_ends, 0.0, behind_last)
     ahead = others * each + passes.stem
-    behind_most = m * held.most * each + ahead - held.most * each + 2.0 * before * hop
+    most = np.maximum(held.most * passes.block, -(-blocks // p) * each)  # see `_full_rank`
+    behind_most = m * most + ahead - held.most * each + 2.0 * before * hop
     evened = (passes.whole + waits * p) / (1.0 - (1.0 - 1.0 / m) ** p)
     behind_most = np.where(options.is_plain, behind_most, 0.0)
     evened = np.where(options.is_plain, evened, 0.0)

@@ -162,8 +162,12 @@ class SearchState:
         self._sums = BlockSums(self.pricer, self._counted)
 
     def run(self, top: int) -> tuple[list[Priced], Counts]:
+        cluster = self.pricer.cluster
         splits, dropped = enumerate_splits(
-            self.space, devices=self.pricer.cluster.num_devices, global_batch_size=self.global_batch_size
+            self.space,
+            devices=cluster.num_devices,
+            global_batch_size=self.global_batch_size,
+            on_cores=not cluster.has_accelerators,
         )
         finalists = Finalists(self.pricer, self.space, self.objective)
         frontier = Frontier()

@@ -52,7 +52,7 @@ class Dropped:
     """The expert axis does not divide the ranks that it borrows."""
 
 
-def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> tuple[Splits, Dropped]:
+def enumerate_splits(space: Space, *, devices: int, global_batch_size: int, on_cores: bool) -> tuple[Splits, Dropped]:
     """Return all splits of at most `devices` devices that keep the global batch exactly."""
     tensor, context, pipeline = _product(space.tensors, space.contexts, space.pipelines)
     most = devices // (tensor * context * pipeline)
@@ -61,8 +61,6 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
     sizes = np.array([size for size in space.microbatch_sizes if global_batch_size % size == 0], dtype=np.int64)
     rows, size = (column.ravel() for column in np.meshgrid(np.arange(len(most)), sizes, indexing="ij"))
     tensor, context, pipeline, most = (column[rows] for column in (tensor, context, pipeline, most))
-    kept = ~np.all([_is_dominated(space, context, size, expert) for expert in space.experts], axis=0)
-    tensor, context, pipeline, most, size = (column[kept] for column in (tensor, context, pipeline, most, size))
     total = global_batch_size // size
     row, data = _data_ranks(space, np.minimum(most, total), total, most)
     kept = (data >= 1) & (data <= total[row])
@@ -80,22 +78,41 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
         microbatches=-(-total[row] // data),
         uneven=total[row] % data > 0,
     )
-    splits, unborrowed = _with_experts(space, splits)
+    splits, unborrowed = _with_experts(space, splits, on_cores)
     return splits, Dropped(devices=int((~fits).sum()), batch=int((~kept).sum()), experts=unborrowed)
 
 
-def _is_dominated(space: Space, context: Ints, size: Ints, expert: Ints | int) -> Bools:
-    """Which rows share sequences out where they could share samples out instead, more data ranks taking smaller
-    microbatches: that computes, keeps and reduces as much, and nothing travels between parts of a sequence.
+def _is_dominated(space: Space, splits: Splits, on_cores: bool) -> Bools:
+    """Which rows share sequences out where another row shares samples out instead, more data ranks taking as many
+    smaller microbatches, or fewer: that computes, keeps and reduces as much, and nothing travels between parts of a
+    sequence.
 
-    Under ZeRO-0 experts borrow ranks of the context alone, so there the smaller context must have enough of them.
+    Not where the ranks that shard are given: there they would be fewer.  Where fewer devices may be better, the other
+    row has as many.
     """
-    if space.datas is not None:
-        return np.zeros(len(size), dtype=np.bool_)
-    common = np.gcd(context, size)
-    is_there = np.isin(context // common, space.contexts) & np.isin(size // common, space.microbatch_sizes)
-    borrows_more = (context % expert == 0) & (context // common % expert != 0) & (0 in space.zeros)
-    return (common > 1) & is_there & ~borrows_more
+    if space.shards is not None:
+        return np.zeros(len(splits), dtype=np.bool_)
+    common = np.gcd(splits.context, splits.size)
+    data = splits.data * common if space.fewer_devices or on_cores else np.zeros_like(common)
+    columns = (splits.context, splits.size, data, splits.tensor, splits.pipeline)
+    wide = [int(column.max(initial=0)) + 1 for column in columns]
+    own = splits.data * (data > 0)
+    here = np.ravel_multi_index((splits.context, splits.size, own, splits.tensor, splits.pipeline), wide)
+    others = (splits.context // common, splits.size // common, data, splits.tensor, splits.pipeline)
+    there = np.ravel_multi_index(others, wide)
+    known, place = np.unique(here, return_inverse=True)
+    fewest = np.full(len(known) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(fewest, place, splits.microbatches)
+    found = np.searchsorted(known, there)
+    is_there = np.append(known, -1)[found] == there
+    return (common > 1) & is_there & (fewest[found] <= splits.microbatches)
+
+
+def _borrows_more(space: Space, splits: Splits, expert: Ints) -> Bools:
+    """Where experts borrow ranks of the context alone, under ZeRO-0, which rows have enough of them and the row that
+    dominates them has not."""
+    less = splits.context // np.gcd(splits.context, splits.size)
+    return (splits.context % expert == 0) & (less % expert != 0) & (0 in space.zeros)
 
 
 def _is_permitted(space: Space, total: Ints, data: Ints, world: Ints) -> Bools:
@@ -146,13 +163,14 @@ def _largest_divisor_up_to(total: Ints, limit: Ints) -> Ints:
     return found
 
 
-def _with_experts(space: Space, splits: Splits) -> tuple[Splits, int]:
-    """Add the expert axis, which borrows its ranks from data × context."""
+def _with_experts(space: Space, splits: Splits, on_cores: bool) -> tuple[Splits, int]:
+    """Add the expert axis, which borrows its ranks from data × context; leave out what is dominated."""
+    dominated = _is_dominated(space, splits, on_cores)
     if space.experts == (1,):
-        return splits, 0
+        return splits.take(~dominated), 0
     experts = np.array(space.experts, dtype=np.int64)
     row, expert = (column.ravel() for column in np.meshgrid(np.arange(len(splits)), experts, indexing="ij"))
-    room = splits.data[row] * splits.context[row]
-    fits = room % expert == 0
-    kept = fits & ~_is_dominated(space, splits.context[row], splits.size[row], expert)
-    return replace(splits.take(row[kept]), expert=expert[kept]), int((~fits).sum())
+    found = replace(splits.take(row), expert=expert)
+    fits = found.data * found.context % expert == 0
+    kept = fits & (~dominated[row] | _borrows_more(space, found, expert))
+    return found.take(kept), int((~fits).sum())

@@ -51,6 +51,7 @@ from weft.techniques.pipeline.schedules import forward_orders as forward_orders
 from weft.techniques.pipeline.schedules import last_round_seconds as last_round_seconds
 from weft.techniques.pipeline.schedules import peak_activations as peak_activations
 from weft.techniques.pipeline.schedules import schedule_orders as schedule_orders
+from weft.techniques.pipeline.schedules import schedule_streams as schedule_streams
 from weft.techniques.pipeline.schedules import simulate as simulate
 from weft.techniques.pipeline.schedules import stage_ranks as stage_ranks
 from weft.techniques.recompute.contract import Recompute as Recompute

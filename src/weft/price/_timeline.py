@@ -20,7 +20,7 @@ from weft.plan import (
     PricedSchedule,
     bubble_seconds,
     last_round_seconds,
-    schedule_orders,
+    schedule_streams,
     stage_ranks,
 )
 
@@ -303,7 +303,7 @@ def _run(program: _Program, pipeline: int, times: StageTimes) -> tuple[list[floa
 
 def _compile(schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int) -> _Program:
     """Bring the orders of all ranks into one list."""
-    orders = schedule_orders(schedule, pipeline, chunks, microbatches)
+    streams = schedule_streams(schedule, pipeline, chunks, microbatches)
     ranks, stages = stage_ranks(schedule, pipeline, chunks), pipeline * chunks
     first_cost = {kind: place * stages for place, kind in enumerate(_COSTS)}
     # The row of what each stage has done of each microbatch, forward and backward; -1 before it has.
@@ -311,30 +311,28 @@ def _compile(schedule: PricedSchedule, pipeline: int, chunks: int, microbatches:
     program = _Program([], [], [], [], [])
     add_cost, add_rank, add_before = program.costs.append, program.ranks.append, program.befores.append
     add_remote, add_microbatch = program.remote.append, program.microbatches.append
-    places, count = [0] * pipeline, 0
+    following, count = [next(stream, None) for stream in streams], 0
     progress = True
     while progress:
         progress = False
-        for rank, order in enumerate(orders):
-            begun = place = places[rank]
-            while place < len(order):
-                kind, stage, microbatch = order[place]
+        for rank, stream in enumerate(streams):
+            while action := following[rank]:
+                kind, stage, microbatch = action
                 before, remote = -1, False
                 if kind != "W":
                     done, neighbour = (forwards, stage - 1) if kind == "F" else (backwards, stage + 1)
                     if 0 <= neighbour < stages:
                         before, remote = done[neighbour * microbatches + microbatch], ranks[neighbour] != rank
                         if before < 0:
-                            break
+                            break  # what it waits for comes later, from another rank
                     done[stage * microbatches + microbatch] = count
                 add_cost(first_cost[kind] + stage)
                 add_rank(rank)
                 add_before(before)
                 add_remote(remote)
                 add_microbatch(microbatch)
-                place += 1
+                following[rank] = next(stream, None)
                 count += 1
-            places[rank] = place
-            progress = progress or place > begun
-    assert count == sum(len(order) for order in orders), "actions wait for one another"
+                progress = True
+    assert not any(following), "actions wait for one another"
     return program

@@ -174,16 +174,19 @@ class Estimates:
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def seconds(self, passes: Passes, *offloads: Offload) -> Floats:
-        """Return the seconds of a step, at least; of several ways of offloading, in which one may be the best."""
+    def seconds(self, passes: Passes, *offloads: Offload, pipeline: Floats | None = None) -> Floats:
+        """Return the seconds of a step, at least; of several ways of offloading, in which one may be the best.
+
+        Args:
+            pipeline: seconds of the pipeline in which nothing waits, where they are known.
+        """
         none = np.zeros(len(self._options))
         ahead, back, once = self._gathering(passes) if self._zero == 3 else (none, none, none)
         if offloads == ("activations",):
             ahead, back = self._unloading(passes, ahead, back)
-        blocks = len(self._pricer.profile.blocks)
-        pipeline = pipeline_seconds(
-            self._space.schedules, blocks, self._costs.hop, self._options, passes, ahead + back, self._stages(passes)
-        )
+        if pipeline is None or self._zero == 3 or offloads == ("activations",):
+            args = (self._space.schedules, len(self._pricer.profile.blocks), self._costs.hop, self._options, passes)
+            pipeline = pipeline_seconds(*args, ahead + back, self._stages(passes))
         optimizer = np.minimum.reduce([self._optimizer(offload) for offload in offloads])
         step = pipeline + once + self._reductions(passes, ahead, back) + optimizer
         worlds, rows = np.unique(self._options.splits.world, return_inverse=True)

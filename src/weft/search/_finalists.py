@@ -84,8 +84,14 @@ class Finalists:
             return
         self._explored.add(key)
         limit = self.limit
-        for placed in self._placed(row, least_shard):
-            for carried in self._carried(placed):
+        light = self._space.recomputes[0]
+        placed = {
+            each: self._bound(replace(each, recompute=light, offload="none")) for each in self._placed(row, least_shard)
+        }
+        for each in sorted(placed, key=placed.__getitem__):  # what is priced first leaves less to the others
+            if placed[each] >= limit:
+                break
+            for carried in self._carried(each):
                 limit = self._recomputed(carried, limit)
 
     def _placed(self, row: Layout, least_shard: int) -> Iterator[Layout]:

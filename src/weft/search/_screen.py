@@ -47,12 +47,13 @@ class Screen:
         limit = limit[row]
         farthest = int(costs.inside.max(initial=1))
         found: list[Rows] = []
-        for cases, near in self._near(costs, options, limit):
+        for cases, near, fastest in self._near(costs, options, limit):
             some, here, below = costs.take(cases), options.take(near), limit[near]
             for way in self._ways(here):
                 valid = (way.shard > 0) & self._is_case(some, here, way, farthest)
                 if valid.any():
-                    found += self._sharded(some.take(valid), here.take(valid), way.take(valid), below[valid])
+                    taken = (some.take(valid), here.take(valid), way.take(valid))
+                    found += self._sharded(*taken, below[valid], fastest[valid])
         return found
 
     def _ways(self, options: Options) -> list[Way]:
@@ -69,31 +70,35 @@ class Screen:
             (costs.lent == 0) | (costs.lent == lent)
         )
 
-    def _near(self, costs: GroupCosts, options: Options, limit: Floats) -> Iterator[tuple[Ints, Ints]]:
-        """Yield cases and options whose pipelines alone, nothing computed again, are below the limit; not too many at
-        once."""
+    def _near(self, costs: GroupCosts, options: Options, limit: Floats) -> Iterator[tuple[Ints, Ints, Floats]]:
+        """Yield cases and options whose pipelines alone, nothing computed again, are below the limit, with their
+        seconds; not too many at once."""
         blocks, schedules = len(self._pricer.profile.blocks), self._space.schedules
-        cases, rows, count = list[Ints](), list[Ints](), 0
-        passes, below = costs.passes[self._levels[0].light], dict[tuple[float, ...], Ints]()
+        passes, known = costs.passes[self._levels[0].light], dict[tuple[float, ...], tuple[Ints, Floats]]()
+        cases, rows, seconds, count = list[Ints](), list[Ints](), list[Floats](), 0
         for case in range(len(costs.bases)):
             hop, one = costs.hop[[case]], Passes(*(part[[case]] for part in passes))
             key = (float(hop[0]), *(float(part[0]) for part in one))  # many cases differ in what is sent besides
-            if key not in below:
-                below[key] = np.flatnonzero(pipeline_seconds(schedules, blocks, hop, options, one, 0.0) < limit)
-            rows.append(below[key])
-            cases.append(np.full(len(rows[-1]), case, dtype=np.int64))
-            count += len(rows[-1])
+            if key not in known:
+                fastest = pipeline_seconds(schedules, blocks, hop, options, one, 0.0)
+                near = np.flatnonzero(fastest < limit)
+                known[key] = near, fastest[near]
+            near, fastest = known[key]
+            rows.append(near)
+            seconds.append(fastest)
+            cases.append(np.full(len(near), case, dtype=np.int64))
+            count += len(near)
             if count > _ROWS_AT_ONCE or (count and case == len(costs.bases) - 1):
-                yield np.concatenate(cases), np.concatenate(rows)
-                cases, rows, count = [], [], 0
+                yield np.concatenate(cases), np.concatenate(rows), np.concatenate(seconds)
+                cases, rows, seconds, count = [], [], [], 0
 
-    def _sharded(self, costs: GroupCosts, options: Options, way: Way, limit: Floats) -> list[Rows]:
-        """Rows under one way of sharding."""
+    def _sharded(self, costs: GroupCosts, options: Options, way: Way, limit: Floats, fastest: Floats) -> list[Rows]:
+        """Rows under one way of sharding, whose pipelines take `fastest` seconds with nothing computed again."""
         first, offloads = costs.passes[self._levels[0].light], self._space.offloads
         estimates = Estimates(self._pricer, self._space, costs, options, way, self._rates)
         # More recomputation makes a step longer, and so does offloading, but for the optimizer's where a rank has
         # little of it.  What is too slow without them stays so.
-        near = estimates.seconds(first, "none", *offloads) < limit
+        near = estimates.seconds(first, "none", *offloads, pipeline=fastest) < limit
         if not near.any():
             return []
         costs, options, way, limit = costs.take(near), options.take(near), way.take(near), limit[near]

@@ -94,10 +94,21 @@ def schedule_orders(schedule: PricedSchedule, pipeline: int, chunks: int, microb
     Raises:
         PlanError: the schedule does not exist with so many chunks.
     """
+    return tuple(tuple(actions) for actions in schedule_streams(schedule, pipeline, chunks, microbatches))
+
+
+def schedule_streams(
+    schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int
+) -> tuple[Iterator[Action], ...]:
+    """Return `schedule_orders`, each rank's actions one by one as they are asked for.
+
+    Raises:
+        PlanError: the schedule does not exist with so many chunks.
+    """
     check_schedule(schedule, pipeline, chunks)
     order_of = _ORDERS[schedule]
     return tuple(
-        tuple(action for action in order_of(pipeline, chunks, microbatches, rank) if action.microbatch < microbatches)
+        (action for action in order_of(pipeline, chunks, microbatches, rank) if action[2] < microbatches)
         for rank in range(pipeline)
     )
 

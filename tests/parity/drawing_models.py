@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.models import Batch, Blueprint, CutTable
+from weft.models import Batch, Blueprint, CutTable, SplitRule
 
 WIDTH, LENGTH = 8, 5
 
@@ -156,4 +157,54 @@ def build_drawing(kinds: str, noisy_loss: bool = False, checkpointed: str = "") 
             "rows": torch.empty(n, LENGTH, 3, device="meta"),
             "targets": torch.empty(n, 2, device="meta"),
         },
+    )
+
+
+class SplitBlock(nn.Module):
+    """Draws on heads and on features, of which a tensor rank has its share, and on whole activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        query, value = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in (self.query(y), self.value(y)))
+        mixed = F.scaled_dot_product_attention(query, query, value, dropout_p=0.3)
+        x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.2)
+        inner = F.dropout(F.gelu(self.up(self.second_norm(x))), 0.4)
+        inner = inner * (1 + 0.1 * torch.randn_like(inner))
+        return x + torch.bernoulli(torch.full_like(x, 0.7)) * self.down(inner)
+
+
+class SplitDrawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(SplitBlock() for _ in range(2))
+        self.head = Head(WIDTH, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = F.dropout(self.stem(rows), 0.1) if self.training else self.stem(rows)
+        for block in self.blocks:
+            x = block(x) if self.training else x
+        return self.head(x)
+
+
+def build_split_drawing() -> Blueprint:
+    """For tensor ranks; the model draws outside of its stages, too, so it is not to be cut."""
+    kinds = {"query": "column", "value": "column", "out": "row", "up": "column", "down": "row"}
+    whole = build_drawing("dropout")
+    return replace(
+        whole,
+        module=SplitDrawing(),
+        split=tuple(SplitRule(match=f"blocks.*.{name}", kind=kind) for name, kind in kinds.items())
+        + tuple(
+            SplitRule(match=name, kind="replicate")
+            for name in ("stem", "head", "blocks.*.norm", "blocks.*.second_norm")
+        ),
+        cut=CutTable(entry="stem", blocks=("blocks.0", "blocks.1"), tail=("head",)),
     )

@@ -60,6 +60,22 @@ def test_drawn_models_under_drawn_plans(ranks: RankPool, seed: int):
     assert failures(ranks, recipe_of(kinds, noisy_loss=drawn.random() < 0.5), drawn.choice(PLANS)) == [], kinds
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        cells.plan(tensor=2, micro=4),
+        cells.plan(tensor=4, micro=12, recompute="full"),
+        cells.plan(tensor=2, replicate=2, micro=3, recompute="selective"),
+        cells.plan(tensor=2, shard=2, zero=3, micro=2),
+    ],
+    ids=cells.name_of,
+)
+def test_tensor_ranks_draw_their_parts(ranks: RankPool, plan: Plan):
+    """Of heads, of features and of whole activations: masks of attention inside torch's function among them."""
+    recipe = cells.recipe_of(ModelRecipe(factory="drawing_models:build_split_drawing"), "fp64")
+    assert failures(ranks, recipe, plan) == []
+
+
 @pytest.mark.parametrize("how", ["new", "reentrant"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_model_that_checkpoints_itself_draws_the_same_twice(ranks: RankPool, how: str, seed: int):

@@ -12,6 +12,10 @@ from weft.price._layout import Layout
 from weft.price._placement import Group, Groups
 from weft.profile import Block, Operator, Profile
 
+COSTS_KEPT = 50_000
+"""Costs that are kept at a time.  A search among 100,000 devices asks for half a million once, which are 0.4 GB, and
+for the few that it prices again and again."""
+
 
 class Seconds(Protocol):
     """Seconds of a collective: see `collective_seconds`."""
@@ -102,6 +106,8 @@ class BlockCosts:
         """Return what one microbatch costs in a block."""
         found = self._costs.get((id(block), key))
         if found is None:
+            if len(self._costs) >= COSTS_KEPT:
+                self._costs.clear()
             found = self._costs[id(block), key] = self._price(block, key)
         return found
 

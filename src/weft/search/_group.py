@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.plan import Axis, Recompute
-from weft.price import BlockCost, Layout, Pricer, activation_bytes, memory_key
+from weft.price import COSTS_KEPT, BlockCost, Layout, Pricer, activation_bytes, memory_key
 from weft.profile import Block, Profile
 from weft.search._bounds import Floats
 from weft.search._space import Space
@@ -129,9 +129,12 @@ class BlockSums:
     def seconds(self, layout: Layout) -> tuple[float, float]:
         """Return the seconds, and what of it is computing, however the axes lie on the hardware."""
         key = self._pricer.cost_key(layout)
-        if key not in self._found:
-            self._found[key] = self._sum(layout)
-        return self._found[key]
+        found = self._found.get(key)
+        if found is None:
+            if len(self._found) >= COSTS_KEPT:
+                self._found.clear()
+            found = self._found[key] = self._sum(layout)
+        return found
 
     def _sum(self, layout: Layout) -> tuple[float, float]:
         whole = alone = 0.0

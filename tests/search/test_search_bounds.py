@@ -93,9 +93,7 @@ def all_rows(case: Drawn) -> dict[tuple[object, ...], list[Row]]:
         pricer=case.pricer, space=space, objective=case.objective, global_batch_size=case.batch, optimizer=None
     )
     devices = case.cluster.num_devices
-    splits, _ = enumerate_splits(
-        space, devices=devices, global_batch_size=case.batch, on_cores=not case.cluster.has_accelerators
-    )
+    splits, _ = enumerate_splits(space, devices=devices, global_batch_size=case.batch)
     frontier, finalists = Recording(space), Unlimited(case.pricer, space, case.objective)
     for precision in space.precisions:
         state._begin(frontier, splits, state._base(precision))  # pyright: ignore[reportPrivateUsage]
@@ -108,9 +106,7 @@ def above(case: Drawn) -> list[tuple[float, float, Layout]]:
     outdo, which have no rows, are left to the test of what a search finds."""
     rows, found = all_rows(case), list[tuple[float, float, Layout]]()
     cluster = case.cluster
-    splits, _ = enumerate_splits(
-        case.space, devices=cluster.num_devices, global_batch_size=case.batch, on_cores=not cluster.has_accelerators
-    )
+    splits, _ = enumerate_splits(case.space, devices=cluster.num_devices, global_batch_size=case.batch)
     there = set(
         zip(splits.pipeline, splits.tensor, splits.context, splits.expert, splits.data, splits.size, strict=True)
     )

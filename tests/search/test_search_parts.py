@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import combinations, permutations, product
+from math import gcd
 from random import Random
 
 import numpy as np
@@ -19,7 +20,8 @@ from weft.cluster import parse_cluster_spec
 from weft.errors import PlanError
 from weft.plan import AXES, balanced_cuts, even_shares
 from weft.price import Layout, Pricer
-from weft.search import distinct_orders, place_ranks, placement_of, plan_of, unequal_shares
+from weft.search import Space, distinct_orders, place_ranks, placement_of, plan_of, space_of, unequal_shares
+from weft.search._splits import enumerate_splits  # pyright: ignore[reportPrivateUsage]
 
 costs = st.integers(0, 9).map(float)
 
@@ -65,6 +67,26 @@ def test_equal_devices_get_even_shares() -> None:
     assert unequal_shares(32, [1.0] * 3) == even_shares(32, 3)
     with pytest.raises(PlanError, match="2 microbatches cannot be shared among 3 data ranks"):
         unequal_shares(2, [1.0] * 3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 300), st.sampled_from([48, 60, 64, 1024]), st.booleans(), st.data())
+def test_splits_of_a_part_of_the_space_are_in_the_whole(
+    devices: int, batch: int, fewer: bool, data: st.DataObject
+) -> None:
+    cluster = cluster_of(f"{devices}xh100")
+    whole = replace(space_of(tiny(), cluster, global_batch_size=batch), fewer_devices=fewer)
+    context, size = data.draw(st.sampled_from(whole.contexts)), data.draw(st.sampled_from(whole.microbatch_sizes))
+    part = replace(whole, contexts=(context,), microbatch_sizes=(size,))
+
+    def rows(space: Space, common: int) -> set[tuple[int, ...]]:
+        """Axes, samples of a microbatch and microbatches, with `common` times as many data ranks and as much smaller
+        contexts and microbatches."""
+        splits, _ = enumerate_splits(space, devices=devices, global_batch_size=batch)
+        columns = (splits.pipeline, splits.tensor, splits.context // common, splits.data * common)
+        return set(zip(*map(np.ndarray.tolist, (*columns, splits.size // common, splits.microbatches)), strict=True))
+
+    assert rows(part, gcd(context, size)) <= rows(whole, 1)
 
 
 def test_every_order_is_priced_like_a_distinct_one() -> None:

@@ -47,7 +47,6 @@ from weft.price._prediction import TimeTerms as TimeTerms
 from weft.price._stack import STACKS as STACKS
 from weft.price._stack import WEFT as WEFT
 from weft.price._stack import Stack as Stack
-from weft.price._stages import COSTS_KEPT as COSTS_KEPT
 from weft.price._stages import BlockCost as BlockCost
 from weft.price._stages import PassCost as PassCost
 from weft.price._timeline import LONG as LONG

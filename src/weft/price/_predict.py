@@ -83,9 +83,10 @@ class Pricer:
         """Return what one microbatch costs in a block on one rank."""
         return self._machine(layout)[1].cost(block, self._key(layout))
 
-    def cost_key(self, layout: Layout) -> tuple[object, ...]:
-        """Return what the costs of blocks under a layout depend on."""
-        return *self._key(layout), self._threads(layout)
+    def block_sums(self, layout: Layout) -> tuple[float, float]:
+        """Return the seconds of one microbatch on one rank that has all blocks but stem and tail, with nothing computed
+        again; and what of it is computing."""
+        return self._machine(layout)[1].sums(self._key(layout))
 
     def whole(self, layout: Layout) -> Whole:
         """Return the costs of all blocks: a microbatch's sums, and stages for any cuts."""

@@ -100,6 +100,8 @@ class BlockCosts:
         self._costs: dict[tuple[int, CostKey], BlockCost] = {}
         self._works: dict[tuple[int, Share], _BlockWork] = {}
         self._parts: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._sums: dict[tuple[object, ...], float] = {}
+        self._counted = profile.count_blocks()
         self._fits: dict[str, BlockFit] = {}
 
     def cost(self, block: Block, key: CostKey) -> BlockCost:
@@ -111,30 +113,49 @@ class BlockCosts:
             found = self._costs[id(block), key] = self._price(block, key)
         return found
 
+    def sums(self, key: CostKey) -> tuple[float, float]:
+        """Return the seconds of one microbatch in all blocks but stem and tail, and what of it is computing.
+
+        Half a million arrangements of axes differ in a few groups, so what each axis sends is summed by its group.
+        """
+        share = share_of(self._profile, key)
+        computing = self._sums.get((share,))
+        if computing is None:
+            costs = [(self._known_work(block, share).alone, count) for block, count in self._counted]
+            computing = self._sums[(share,)] = sum(
+                count * part.compute for cost, count in costs for part in (cost.forward, cost.input, cost.weight)
+            )
+        whole = computing
+        for axis, group in _groups_of(key):
+            index = (share, axis, group)
+            if index not in self._sums:
+                sent = ((self._part(block, share, key, axis, group), count) for block, count in self._counted)
+                self._sums[index] = sum(count * sum(passes) for passes, count in sent)
+            whole += self._sums[index]
+        return whole, computing
+
     def _price(self, block: Block, key: CostKey) -> BlockCost:
         share = share_of(self._profile, key, wide=block is self._profile.stem or block is self._profile.tail)
-        work = self._works.get((id(block), share))
-        if work is None:
-            work = self._works[id(block), share] = self._work(block, share)
-        forward, backward = self._sent(block, share, key, work.works)
-        return work.alone._replace(
-            forward=_together(work.alone.forward, forward), input=_together(work.alone.input, backward)
+        alone = self._known_work(block, share).alone
+        parts = [self._part(block, share, key, axis, group) for axis, group in _groups_of(key)]
+        forward, backward = zip(*parts, strict=True)
+        return alone._replace(
+            forward=PassCost(*alone.forward[:_COMPUTED], *forward), input=PassCost(*alone.input[:_COMPUTED], *backward)
         )
 
-    def _sent(self, block: Block, share: Share, key: CostKey, works: Works) -> tuple[PassCost, PassCost]:
-        """Exposed seconds of what a block sends, forward and backward; each part is known by its group."""
-        parts: list[tuple[float, float]] = []
-        sent = _Sent(block, share, key, self._seconds, self._device)
-        ways = (key.tensor, (key.context, key.context_scheme), key.expert, key.statistics)
-        for part, (way, find) in enumerate(
-            zip(ways, (sent.tensor, sent.context, sent.expert, sent.statistics), strict=True)
-        ):
-            index = (id(block), share, part, way)
-            if index not in self._parts:
-                self._parts[index] = find(works)
-            parts.append(self._parts[index])
-        forward, backward = zip(*parts, strict=True)
-        return PassCost(0.0, 0.0, 0.0, *forward), PassCost(0.0, 0.0, 0.0, *backward)
+    def _known_work(self, block: Block, share: Share) -> _BlockWork:
+        index = (id(block), share)
+        if index not in self._works:
+            self._works[index] = self._work(block, share)
+        return self._works[index]
+
+    def _part(self, block: Block, share: Share, key: CostKey, axis: str, group: object) -> tuple[float, float]:
+        """Exposed seconds, forward and backward, of what a block sends over one axis; known by the axis's group."""
+        index = (id(block), share, axis, group)
+        if index not in self._parts:
+            sent = _Sent(block, share, key, self._seconds, self._device)
+            self._parts[index] = sent.over(axis, self._known_work(block, share).works)
+        return self._parts[index]
 
     def _work(self, block: Block, share: Share) -> _BlockWork:
         """What a rank computes in a block, wherever its groups lie."""
@@ -182,8 +203,18 @@ class BlockCosts:
         return PassCost(ideal=ideal, shapes=shapes + waiting, memory=memory)
 
 
-def _together(computed: PassCost, sent: PassCost) -> PassCost:
-    return sent._replace(ideal=computed.ideal, shapes=computed.shapes, memory=computed.memory)
+_COMPUTED = 3
+"""Fields of a `PassCost` that are computing; the others are what `_groups_of` sends, in its order."""
+
+
+def _groups_of(key: CostKey) -> tuple[tuple[str, object], ...]:
+    """Axes over which blocks send, each with all that decides how long it takes beside a rank's share."""
+    return (
+        ("tensor", key.tensor),
+        ("context", (key.context, key.context_scheme)),
+        ("expert", key.expert),
+        ("statistics", key.statistics),
+    )
 
 
 def share_of(profile: Profile, key: CostKey, *, wide: bool = False) -> Share:
@@ -251,6 +282,11 @@ class _Sent:
     def __init__(self, block: Block, share: Share, key: CostKey, seconds: Seconds, device: Device) -> None:
         self._block, self._share, self._key = block, share, key
         self._seconds, self._device = seconds, device
+
+    def over(self, axis: str, works: Works) -> tuple[float, float]:
+        """What is sent over one axis."""
+        find = {"tensor": self.tensor, "context": self.context, "expert": self.expert, "statistics": self.statistics}
+        return find[axis](works)
 
     def statistics(self, works: Works) -> tuple[float, float]:
         """Batch norms over data ranks: mean, squares and count of each rank forward, two sums backward, all in fp32."""

@@ -114,6 +114,13 @@ class Profile:
     per_sample_loss: bool = True
     """Whether the loss is a sum over samples (`Blueprint.loss`)."""
 
+    def count_blocks(self) -> list[tuple[Block, int]]:
+        """Return each kind of block once, with how many there are."""
+        counts: dict[int, tuple[Block, int]] = {}
+        for block in self.blocks:
+            counts[id(block)] = (block, counts.get(id(block), (block, 0))[1] + 1)
+        return list(counts.values())
+
     @property
     def num_parameters(self) -> int:
         """Tied ones once."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.plan import Axis, Recompute
-from weft.price import COSTS_KEPT, BlockCost, Layout, Pricer, activation_bytes, memory_key
-from weft.profile import Block, Profile
+from weft.price import BlockCost, Layout, Pricer, activation_bytes, memory_key
+from weft.profile import Block
 from weft.search._bounds import Floats
 from weft.search._space import Space
 from weft.search._splits import Bools, Ints
@@ -119,33 +119,6 @@ Counted = Sequence[tuple[Block, int]]
 """Each kind of block, and how many there are."""
 
 
-class BlockSums:
-    """What one microbatch takes in all blocks with nothing computed again; keeps what arrangements have in common."""
-
-    def __init__(self, pricer: Pricer, counted: Counted) -> None:
-        self._pricer, self._counted = pricer, counted
-        self._found: dict[tuple[object, ...], tuple[float, float]] = {}
-
-    def seconds(self, layout: Layout) -> tuple[float, float]:
-        """Return the seconds, and what of it is computing, however the axes lie on the hardware."""
-        key = self._pricer.cost_key(layout)
-        found = self._found.get(key)
-        if found is None:
-            if len(self._found) >= COSTS_KEPT:
-                self._found.clear()
-            found = self._found[key] = self._sum(layout)
-        return found
-
-    def _sum(self, layout: Layout) -> tuple[float, float]:
-        whole = alone = 0.0
-        for block, count in self._counted:
-            cost = self._pricer.block_cost(block, layout)
-            for part in (cost.forward, cost.input, cost.weight):
-                whole += count * part.seconds
-                alone += count * part.compute
-        return whole, alone
-
-
 def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[Arrangement]) -> GroupCosts:
     """Return the costs of a group of splits in each of its cases."""
     profile, bases = pricer.profile, [case.layout for case in cases]
@@ -184,14 +157,6 @@ def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[
 
 def _logits(pricer: Pricer, space: Space, base: Layout) -> float:
     return min(pricer.memories.logits(replace(base, fused_loss=fused)) for fused in space.fused_losses)
-
-
-def count_blocks(profile: Profile) -> list[tuple[Block, int]]:
-    """Return each kind of block once, with how many there are; alike blocks are the same object."""
-    counts: dict[int, tuple[Block, int]] = {}
-    for block in profile.blocks:
-        counts[id(block)] = (block, counts.get(id(block), (block, 0))[1] + 1)
-    return list(counts.values())
 
 
 _PARTS = (attrgetter("forward"), attrgetter("input"), attrgetter("weight"))

@@ -31,7 +31,7 @@ from weft.search._buckets import USUAL_BUCKET_BYTES
 from weft.search._convert import plan_of
 from weft.search._finalists import Finalists, Priced
 from weft.search._frontier import Frontier
-from weft.search._group import BlockSums, count_blocks, group_costs
+from weft.search._group import group_costs
 from weft.search._objective import Objective
 from weft.search._pins import with_given
 from weft.search._result import Candidate, Counts, SearchResult
@@ -151,15 +151,13 @@ class SearchState:
     global_batch_size: int
     optimizer: OptimizerRecipe | None
     _counted: list[tuple[Block, int]] = field(init=False)
-    _sums: BlockSums = field(init=False)
     _groups: list[_Group] = field(init=False, default_factory=list["_Group"])
     searched: int = 0
     estimated: int = 0
     memory_bound: int = 0
 
     def __post_init__(self) -> None:
-        self._counted = count_blocks(self.pricer.profile)
-        self._sums = BlockSums(self.pricer, self._counted)
+        self._counted = self.pricer.profile.count_blocks()
 
     def run(self, top: int) -> tuple[list[Priced], Counts]:
         cluster = self.pricer.cluster
@@ -167,7 +165,6 @@ class SearchState:
             self.space,
             devices=cluster.num_devices,
             global_batch_size=self.global_batch_size,
-            on_cores=not cluster.has_accelerators,
         )
         finalists = Finalists(self.pricer, self.space, self.objective)
         frontier = Frontier()
@@ -249,7 +246,7 @@ class SearchState:
             key = (each.sequence_parallel, each.tensor_scheme)
             if key not in alone:
                 one = next(arrangements(self.pricer, self.space, each, most_data=group.most_data))
-                alone[key] = self._sums.seconds(one.layout)[1]
+                alone[key] = self.pricer.block_sums(one.layout)[1]
         near = [(alone[each.sequence_parallel, each.tensor_scheme], each) for each in found]
         if not near:
             return  # the scheme splits no such axis
@@ -265,7 +262,7 @@ class SearchState:
                 order = placed.layout.order
                 if alone * group.least >= finalists.limit or order in slow:
                     continue
-                whole, _ = self._sums.seconds(placed.layout)
+                whole, _ = self.pricer.block_sums(placed.layout)
                 if whole * group.least >= finalists.limit:
                     slow.add(order)  # with more data ranks inside it is no faster
                 else:

@@ -40,6 +40,9 @@ class Splits:
         return Splits(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
+_NAMES = tuple(field.name for field in fields(Splits))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
     """How many combinations of axis sizes were left out while they were made, and why."""
@@ -52,7 +55,7 @@ class Dropped:
     """The expert axis does not divide the ranks that it borrows."""
 
 
-def enumerate_splits(space: Space, *, devices: int, global_batch_size: int, on_cores: bool) -> tuple[Splits, Dropped]:
+def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> tuple[Splits, Dropped]:
     """Return all splits of at most `devices` devices that keep the global batch exactly."""
     tensor, context, pipeline = _product(space.tensors, space.contexts, space.pipelines)
     most = devices // (tensor * context * pipeline)
@@ -78,34 +81,30 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int, on_c
         microbatches=-(-total[row] // data),
         uneven=total[row] % data > 0,
     )
-    splits, unborrowed = _with_experts(space, splits, on_cores)
+    splits, unborrowed = _with_experts(space, splits)
     return splits, Dropped(devices=int((~fits).sum()), batch=int((~kept).sum()), experts=unborrowed)
 
 
-def _is_dominated(space: Space, splits: Splits, on_cores: bool) -> Bools:
-    """Which rows share sequences out where another row shares samples out instead, more data ranks taking as many
-    smaller microbatches, or fewer: that computes, keeps and reduces as much, and nothing travels between parts of a
-    sequence.
+def _with_smaller_parts(space: Space, splits: Splits) -> tuple[Splits, Bools]:
+    """Add, to rows that share sequences out, those that share samples out instead: more data ranks take as many
+    smaller microbatches.  These compute, keep and reduce as much with as many devices, and nothing travels between
+    parts of a sequence: also return which rows they dominate.
 
-    Not where the ranks that shard are given: there they would be fewer.  Where fewer devices may be better, the other
-    row has as many.
+    Not where the ranks that shard are given: there they would be fewer.
     """
-    if space.shards is not None:
-        return np.zeros(len(splits), dtype=np.bool_)
     common = np.gcd(splits.context, splits.size)
-    data = splits.data * common if space.fewer_devices or on_cores else np.zeros_like(common)
-    columns = (splits.context, splits.size, data, splits.tensor, splits.pipeline)
-    wide = [int(column.max(initial=0)) + 1 for column in columns]
-    own = splits.data * (data > 0)
-    here = np.ravel_multi_index((splits.context, splits.size, own, splits.tensor, splits.pipeline), wide)
-    others = (splits.context // common, splits.size // common, data, splits.tensor, splits.pipeline)
-    there = np.ravel_multi_index(others, wide)
-    known, place = np.unique(here, return_inverse=True)
-    fewest = np.full(len(known) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(fewest, place, splits.microbatches)
-    found = np.searchsorted(known, there)
-    is_there = np.append(known, -1)[found] == there
-    return (common > 1) & is_there & (fewest[found] <= splits.microbatches)
+    context, size, data = splits.context // common, splits.size // common, splits.data * common
+    dominated = (common > 1) & np.isin(context, space.contexts) & np.isin(size, space.microbatch_sizes)
+    if space.shards is not None:
+        dominated[:] = False
+    if space.datas is not None:
+        dominated &= np.isin(data, space.datas)
+    moved = replace(splits, context=context, size=size, data=data).take(dominated)
+    columns = [np.concatenate([getattr(splits, name), getattr(moved, name)]) for name in _NAMES]
+    _, first = np.unique(np.stack(columns), axis=1, return_index=True)
+    first = np.sort(first)
+    both = Splits(**{name: column[first] for name, column in zip(_NAMES, columns, strict=True)})
+    return both, np.append(dominated, np.zeros(len(moved), dtype=np.bool_))[first]
 
 
 def _borrows_more(space: Space, splits: Splits, expert: Ints) -> Bools:
@@ -163,9 +162,9 @@ def _largest_divisor_up_to(total: Ints, limit: Ints) -> Ints:
     return found
 
 
-def _with_experts(space: Space, splits: Splits, on_cores: bool) -> tuple[Splits, int]:
+def _with_experts(space: Space, splits: Splits) -> tuple[Splits, int]:
     """Add the expert axis, which borrows its ranks from data × context; leave out what is dominated."""
-    dominated = _is_dominated(space, splits, on_cores)
+    splits, dominated = _with_smaller_parts(space, splits)
     if space.experts == (1,):
         return splits.take(~dominated), 0
     experts = np.array(space.experts, dtype=np.int64)

@@ -80,7 +80,7 @@ def final_loss(
         for name, p in model.named_parameters()
     ]
     store = BucketStore(
-        members, mesh, zero=0, compute_dtype=torch.float32, gradient_dtype=torch.float32,
+        members, mesh, stage=0, compute_dtype=torch.float32, gradient_dtype=torch.float32,
         bucket_limits=(2_000_000, 2_000_000), compression=compression,
     )  # fmt: skip
     optimizer = _optimizer(rule, store, compression)

@@ -75,7 +75,7 @@ def job(
     store = BucketStore(
         members_of(net),
         mesh,
-        zero=zero,
+        stage=zero,
         compute_dtype=torch.float64,
         gradient_dtype=torch.float64,
         cuts=cuts,
@@ -143,7 +143,7 @@ def update_job(zero: Literal[0, 1, 2], compute: torch.dtype) -> list[float]:
     mesh = Mesh(MeshPlan(replicate=2), torch.device("cpu"))
     net = build(torch.float32)
     store = BucketStore(
-        members_of(net), mesh, zero=zero, compute_dtype=compute, gradient_dtype=torch.float32, bucket_limits=(400, 400)
+        members_of(net), mesh, stage=zero, compute_dtype=compute, gradient_dtype=torch.float32, bucket_limits=(400, 400)
     )
     for shard in store.shards:
         shard.master.add_(1.0)

@@ -228,7 +228,7 @@ def bucket_job(
     torch.manual_seed(3)
     net = Net()
     store = BucketStore(
-        members_of(net), mesh, zero=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32, cuts=cuts,
+        members_of(net), mesh, stage=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32, cuts=cuts,
         bucket_limits=(2000, 9000), reduce_rounds=rounds, compression=CODECS.get(codec),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(mesh.rank)

@@ -51,7 +51,7 @@ def _begin(model: Model, zero: Any, bucket_bytes: int) -> tuple[BucketStore, lis
         for name, parameter in model.named_parameters()
     ]
     store = BucketStore(
-        members, mesh, zero=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32,
+        members, mesh, stage=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32,
         bucket_limits=(bucket_bytes, bucket_bytes),
     )  # fmt: skip
     store.gather_ahead([model], BLOCKS)

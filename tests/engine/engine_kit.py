@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.comm import Mesh
 from weft.data import rank_range
-from weft.engine import TrainingState, create_training, learning_rate
+from weft.engine import TrainingState, create_training
 from weft.models import Batch, Blueprint, build_model
 from weft.parallel import Piece
 from weft.plan import (
@@ -34,6 +34,7 @@ from weft.recipe import (
     PermitRecipe,
     Recipe,
     RunRecipe,
+    learning_rate,
 )
 from weft.record import Recorder
 

@@ -113,8 +113,8 @@ def test_every_mesh_trains_as_without_compression(ranks: Any, mesh: str) -> None
         assert seen[name].losses == pytest.approx(seen["none"].losses, rel=limit), name
         if name in ("bf16", "powersgd") or mesh not in ("hybrid pipeline", "hybrid tensor"):  # shards are small
             assert seen[name].losses != seen["none"].losses, f"{name} compressed nothing"
-    assert all(seen[name].bytes["compression"] > 0 for name in BIASED if name in plans)
-    assert seen["none"].bytes["compression"] == 0
+    assert all(seen[name].bytes["residuals"] > 0 for name in BIASED if name in plans)
+    assert seen["none"].bytes["residuals"] == 0
     for name in plans:  # copies of a weight on several ranks are the same bits
         copies: dict[tuple[str, int, int], Tensor] = {}
         for piece in (piece for one in found for piece in one[name].state if piece.name.startswith("model/")):

@@ -6,8 +6,16 @@ import math
 
 import pytest
 
-from weft.engine._learning_rate import learning_rate, peak_learning_rate
-from weft.recipe import BatchRecipe, MlpShape, ModelRecipe, OptimizerRecipe, Recipe, RunRecipe
+from weft.recipe import (
+    BatchRecipe,
+    MlpShape,
+    ModelRecipe,
+    OptimizerRecipe,
+    Recipe,
+    RunRecipe,
+    learning_rate,
+    peak_learning_rate,
+)
 
 MLP = MlpShape(num_layers=1, input_size=4, hidden_size=4, num_classes=2)
 

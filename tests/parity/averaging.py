@@ -9,11 +9,11 @@ import breakages
 import torch
 
 from weft.comm import Mesh
-from weft.engine import create_training, learning_rate
+from weft.engine import create_training
 from weft.models import build_model
 from weft.plan import Plan
 from weft.prove import TrialData
-from weft.recipe import Recipe
+from weft.recipe import Recipe, learning_rate
 from weft.record import Recorder
 
 Curve = list[tuple[float, float]]

@@ -15,11 +15,11 @@ from parity_run import Result
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.engine import TrainingState, learning_rate
+from weft.engine import TrainingState
 from weft.models import build_model
 from weft.plan import Plan
 from weft.prove import Trial, TrialData, run_trial
-from weft.recipe import Recipe
+from weft.recipe import Recipe, learning_rate
 from weft.techniques.compression.codecs import Compression, Frame
 
 STEPS = 5

@@ -15,10 +15,9 @@ from parity_run import run_rank, with_precision
 from torch import Tensor
 
 from pool import RankPool
-from weft.engine import learning_rate
 from weft.models import build_model
 from weft.prove import TrialData, assemble, compare, one_process
-from weft.recipe import ModelRecipe, Recipe
+from weft.recipe import ModelRecipe, Recipe, learning_rate
 
 TOLERANCE = 1e-12
 

@@ -106,19 +106,19 @@ def test_rehearsed_is_real(ranks: Any, name: str) -> None:
         assert rehearsed.state == state
         reduced = passed.pop(("tensor", "all_reduce"), (0, 0))
         if name == "pipeline_interleaved":  # with sequence parallelism Gloo's reduce-scatters are all-reduces, too
-            assert rehearsed.per_step["tensor", "all_reduce"][0] == reduced[0] + 1  # flags of unused parameters
-        assert {key: rehearsed.per_step[key] for key in passed} == passed
+            assert rehearsed.step_traffic["tensor", "all_reduce"][0] == reduced[0] + 1  # flags of unused parameters
+        assert {key: rehearsed.step_traffic[key] for key in passed} == passed
 
 
 def test_what_only_the_end_of_a_round_sends_is_told() -> None:
     plan = CASES["local_steps"]
     recipe = recipe_of(plan.global_batch_size)
     report = rehearse(recipe, plan, lambda: build_model(recipe))
-    assert ("replicate", "all_reduce") not in report.per_step
+    assert ("replicate", "all_reduce") not in report.step_traffic
     assert any("all-reduce" in note and "of weights in every 3. step" in note for note in report.notes)
     assert report.state.outer > 0
     often = replace(plan, data_parallel=DataParallelPlan(zero=3, local_steps=1))
-    sent = rehearse(recipe, often, lambda: build_model(recipe)).per_step["replicate", "all_reduce"][1]
+    sent = rehearse(recipe, often, lambda: build_model(recipe)).step_traffic["replicate", "all_reduce"][1]
     assert 2 * sent == report.state.outer
 
 
@@ -142,10 +142,10 @@ def test_every_rank_of_a_large_world() -> None:
     assert report.state.weights == pytest.approx(2 * 2 * block, rel=0.005)  # buckets are padded
     assert report.state.masters == pytest.approx(4 * 2 * block / 128, rel=0.005)
     assert report.state.gradients == pytest.approx(4 * 2 * block, rel=0.005)
-    sends = report.per_step["pipeline", "send"]
+    sends = report.step_traffic["pipeline", "send"]
     assert sends[0] == 2 * 12 + 1  # activations, their gradients, and one header
     assert sends[1] == 2 * 12 * 64 * 512 * 2 + 80
-    assert report.per_step["tensor", "all_reduce"][0] >= 4 * 2 * 12
+    assert report.step_traffic["tensor", "all_reduce"][0] >= 4 * 2 * 12
 
 
 REDUCTIONS = (
@@ -172,7 +172,7 @@ def test_gradients_are_sent_as_often_as_the_plan_says(
     asked = [0] if isinstance(shares, int) else [0, 1]
     units = 2 // pipeline + 1
     for rank in asked:
-        sent = rehearse(recipe, plan, lambda: build_model(recipe), rank).per_step
+        sent = rehearse(recipe, plan, lambda: build_model(recipe), rank).step_traffic
         assert sent["shard", "reduce_scatter"][0] == rounds * units
         assert sent.get(("replicate", "all_reduce"), (0, 0))[0] == (units if replicate > 1 else 0)
 

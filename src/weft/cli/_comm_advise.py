@@ -79,37 +79,29 @@ def advise(
     import torch
 
     from weft.comm import device_for_rank
-    from weft.plan import DataParallelPlan
-    from weft.techniques.compression.codecs import Compression, Exchange, compressed, uncompressed, verdict
+    from weft.techniques.compression.codecs import Exchange
+    from weft.techniques.compression.codecs import advise as advise_codecs
 
     if not 0 <= zero <= 1:
         raise PlanError(
             f"--zero {zero}: one reduction per step is compared here, as ZeRO-0 and 1 have it; ZeRO-2 reduces in every"
             f" microbatch. Use 0 or 1."
         )
-    DataParallelPlan(compression="powersgd", powersgd_rank=powersgd_rank)
-    DataParallelPlan(compression="topk", topk_share=topk_share)
-    DataParallelPlan(compression="randomk", randomk_share=randomk_share)
     link, members = _link(bandwidth, latency, cluster, processes)
     exchange = Exchange(shapes=_shapes(recipe, parameters, set), members=members, is_sharded=zero > 0)
     seconds = None if compute is None else _seconds(compute, "--compute")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a rank of a plan has by default
     try:
-        plain = uncompressed(exchange, link, seconds)
-        device = device_for_rank("auto", 0)
-        rows: list[tuple[Estimate, str]] = [(plain, "")]
-        for compression in (
-            Compression(codec="bf16"),
-            Compression(codec="int8"),
-            Compression(codec="powersgd", powersgd_rank=powersgd_rank),
-            Compression(codec="topk", topk_share=topk_share),
-            Compression(codec="onebit"),
-            Compression(codec="randomk", randomk_share=randomk_share),
-            Compression(codec="signsgd"),
-        ):
-            found = compressed(compression, exchange, link, seconds, device)
-            rows.append((found, verdict(found, plain)))
+        rows = advise_codecs(
+            exchange,
+            link,
+            seconds,
+            device_for_rank("auto", 0),
+            powersgd_rank=powersgd_rank,
+            topk_share=topk_share,
+            randomk_share=randomk_share,
+        )
     finally:
         torch.set_num_threads(threads)
     if json:
@@ -125,7 +117,7 @@ def _print(rows: list[tuple[Estimate, str]], link: Link, elements: int, members:
         f"{link.latency_seconds * 1e6:g} us per message\n"
     )
     has_step = rows[0][0].step_seconds is not None
-    head = f"{'compression':<17}{'sent':>12}{'wire':>12}{'codec':>12}{'together':>12}{'step' if has_step else '':>12}"
+    head = f"{'way':<17}{'sent':>12}{'wire':>12}{'codec':>12}{'together':>12}{'step' if has_step else '':>12}"
     print(head.rstrip())
     for found, told in rows:
         figures = [found.wire_seconds, found.codec_seconds, found.exchange_seconds, found.step_seconds]

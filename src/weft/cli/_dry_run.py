@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from weft.errors import PlanError
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from weft.plan import Plan
     from weft.recipe import Recipe
     from weft.rehearse import RankReport, WorldReport
-
-_KINDS = ("weights", "gradients", "masters", "optimizer", "buffers", "compression", "outer")
 
 
 def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:
@@ -60,8 +59,8 @@ def _rank_lines(report: RankReport, world: int) -> Iterator[str]:
     place = ", ".join(f"{axis} {at}" for axis, at in report.coordinates.items() if at) or "first on every axis"
     state = report.state
     yield f"rank      {report.rank:,} of {world:,} ({place})"
-    listed = " · ".join(f"{kind} {spell_memory(getattr(state, kind))}" for kind in _KINDS if getattr(state, kind))
+    listed = " · ".join(f"{kind} {spell_memory(size)}" for kind, size in asdict(state).items() if size)
     yield f"          holds {spell_memory(state.total)} of state: {listed}"
-    for (axis, op), (count, size) in sorted(report.per_step.items()):
+    for (axis, op), (count, size) in sorted(report.step_traffic.items()):
         each = spell_bytes(size / count)
         yield f"          {axis:<9} {op:<15} {count:>9,.0f} × {each:>9} = {spell_bytes(size):>9} per step"

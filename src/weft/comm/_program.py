@@ -95,7 +95,7 @@ class NodeCall:
 class Program:
     """All that one rank does to one buffer."""
 
-    schedule: Schedule
+    moves: Schedule
     bounds: tuple[int, ...]
     """Elements at which parts begin."""
     actions: tuple[Action, ...]
@@ -113,17 +113,17 @@ class Program:
     @property
     def own_region(self) -> Run:
         """Elements of this rank's region, where the collective has regions; all of them otherwise."""
-        if self.schedule.collective in ("all_reduce", "broadcast"):
+        if self.moves.collective in ("all_reduce", "broadcast"):
             return self.bounds[0], self.bounds[-1]
-        each, rank = self.schedule.parts_per_member, self.schedule.rank
+        each, rank = self.moves.parts_per_member, self.moves.rank
         return self.bounds[rank * each], self.bounds[(rank + 1) * each]
 
 
-def prepare(schedule: Schedule, bounds: tuple[int, ...], element_bytes: int) -> Program:
+def prepare(moves: Schedule, bounds: tuple[int, ...], element_bytes: int) -> Program:
     """Make a schedule ready for a buffer whose parts begin at `bounds`.  Empty messages are left out on both sides."""
-    actions = tuple(_action(step, schedule.rank, bounds) for step in schedule.steps)
+    actions = tuple(_action(step, moves.rank, bounds) for step in moves.steps)
     scratch = max((_scratch_bytes(action, element_bytes) for action in actions), default=0)
-    return Program(schedule, bounds, tuple(a for a in actions if a.sends or a.receives), scratch)
+    return Program(moves, bounds, tuple(a for a in actions if a.sends or a.receives), scratch)
 
 
 def prepare_levels(levels: Levels, bounds: tuple[int, ...], element_bytes: int) -> Program:

@@ -293,15 +293,15 @@ class Messenger:
         levels: Levels | None = None
         if self._node is not None and arrangement is not None and self._node.carries(arrangement, flat.dtype, combine):
             levels = build_levels(algorithm, collective, me, n, arrangement=arrangement, root=root, pieces=pieces)
-        schedule = levels.across if levels is not None else None
-        if schedule is None:
+        moves = levels.across if levels is not None else None
+        if moves is None:
             servers = options.get("servers", 1)
-            schedule = build_schedule(
+            moves = build_schedule(
                 algorithm, collective, me, n, arrangement=arrangement, root=root, pieces=pieces, servers=servers
             )
         if regions is not None:
             _check_regions(regions, flat.numel(), n, collective)
-        bounds = schedule.bounds(flat.numel()) if regions is None else schedule.bounds_of_regions(regions)
+        bounds = moves.bounds(flat.numel()) if regions is None else moves.bounds_of_regions(regions)
         if collective == "all_to_all" and len({stop - start for start, stop in _edges(bounds, n)}) > 1:
             raise CollectiveError(
                 f"all_to_all in place needs regions of one size: {flat.numel()} elements do not divide by {n} ranks. "
@@ -309,7 +309,7 @@ class Messenger:
             )
         if levels is not None:
             return prepare_levels(levels, bounds, flat.element_size())
-        return prepare(schedule, bounds, flat.element_size())
+        return prepare(moves, bounds, flat.element_size())
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from weft.plan import ModelFacts, Plan
-from weft.recipe import DecoderShape, Recipe
+from weft.recipe import DecoderShape, Recipe, decay_start, peak_learning_rate
 
 _LINE_LENGTH = 120
 
@@ -14,27 +14,6 @@ def constants(recipe: Recipe, plan: Plan, facts: ModelFacts, token_dtype: str, c
     """Return the section of constants."""
     groups = (_model(recipe, facts), _data(recipe, plan, token_dtype), _training(recipe), _layout(plan, facts, cuts))
     return "\n".join("\n".join(group) for group in groups)
-
-
-def decay_start(recipe: Recipe) -> int | None:
-    """Return the step, counted from 0, from which the learning rate falls; None: it never does."""
-    optimizer, last = recipe.optimizer, recipe.run.steps - 1
-    start = max(optimizer.warmup_steps - 1, 0)
-    if optimizer.schedule == "constant":
-        return None
-    if optimizer.schedule == "warmup_stable_decay":
-        length = optimizer.decay_steps if optimizer.decay_steps is not None else max(recipe.run.steps // 5, 1)
-        start = max(last - length, start)
-    return start if last > start else None
-
-
-def peak_learning_rate(recipe: Recipe) -> float:
-    """Return the recipe's learning rate after its large-batch rule."""
-    optimizer = recipe.optimizer
-    if optimizer.base_batch_size is None:
-        return optimizer.learning_rate
-    ratio = recipe.batch.global_batch_size / optimizer.base_batch_size
-    return optimizer.learning_rate * (ratio if optimizer.batch_scaling == "linear" else ratio**0.5)
 
 
 def axes(plan: Plan) -> dict[str, int]:

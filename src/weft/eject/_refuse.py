@@ -106,6 +106,6 @@ def _model_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if plan.memory.recomputes or plan.compute.compile:
         yield "plan.memory.recompute and plan.compute.compile are for the decoder here. Use none and false."
     if mesh.pipeline > 1 and data_parallel.shards_gradients and mesh.data > 1:
-        yield f"plan.data_parallel.zero = {data_parallel.zero} with stages of a Hugging Face model. Use zero = 1."
+        yield f"plan.{data_parallel.zero_setting} with stages of a Hugging Face model. Use zero = 1."
     if mesh.pipeline > 1 and plan.tensor_parallel.sequence:
         yield "plan.tensor_parallel.sequence = true with stages of a Hugging Face model. Use false."

@@ -8,15 +8,15 @@ from importlib.metadata import version
 from pathlib import PurePath
 
 from weft.eject._compose import Composer, join
-from weft.eject._constants import axes, constants, decay_start
+from weft.eject._constants import axes, constants
 from weft.eject._refuse import check_ejectable
 from weft.plan import DataParallelPlan, ModelFacts, Plan, facts_of, reduces_every_microbatch
-from weft.recipe import DecoderShape, Recipe, read_hf_config
+from weft.recipe import DecoderShape, Recipe, decay_start, read_hf_config
 
 FLAGS = (
     *("world", "data", "pipeline", "deep", "tensor", "sequence"),
     *("zero0", "zero1", "fsdp", "hybrid", "once", "cuts", "counted", "master", "unequal"),
-    *("decoder", "tied", "gqa", "dropout", "recompute", "compile", "cpu", "narrow", "fp64"),
+    *("decoder", "tied", "gqa", "dropout", "recomputes", "compile", "cpu", "narrow", "fp64"),
     *("clip", "warmup", "decays", "cosine"),
 )
 
@@ -76,7 +76,7 @@ def _flags(recipe: Recipe, plan: Plan, facts: ModelFacts) -> Mapping[str, bool]:
         "tied": tied,
         "gqa": isinstance(shape, DecoderShape) and (shape.num_kv_heads or shape.num_heads) != shape.num_heads,
         "dropout": isinstance(shape, DecoderShape) and shape.dropout > 0,
-        "recompute": plan.memory.recompute == "full",
+        "recomputes": plan.memory.recomputes_whole_blocks,
         "compile": plan.compute.compile,
         "cpu": plan.compute.device == "cpu",
         "narrow": narrow,
@@ -84,7 +84,7 @@ def _flags(recipe: Recipe, plan: Plan, facts: ModelFacts) -> Mapping[str, bool]:
         "clip": optimizer.max_grad_norm is not None,
         "warmup": optimizer.warmup_steps > 0,
         "decays": decay_start(recipe) is not None,
-        "cosine": optimizer.schedule == "cosine",
+        "cosine": optimizer.falls_along_cosine,
     }
 
 
@@ -134,7 +134,7 @@ def _layout_values(recipe: Recipe, plan: Plan, flags: frozenset[str]) -> dict[st
         "data_mesh": 'mesh["replicate", "shard"]' if "hybrid" in flags else 'mesh["data"]',
         "reshard": "unit is not model" if regather else "False",
         "sharding": _sharding_words(data, hybrid="hybrid" in flags, pipeline=pipeline),
-        "schedule": {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}.get(plan.pipeline_parallel.schedule, ""),
+        "schedule_class": f"Schedule{plan.pipeline_parallel.torch_schedule}",
         "count": "MICROBATCHES" if even else "count",
         "grad": "local(weight.grad)" if "fsdp" in flags else "weight.grad",
         "w_grad": "local(w.grad)" if "fsdp" in flags else "w.grad",
@@ -174,8 +174,8 @@ def _decay_words(recipe: Recipe) -> str:
     start = decay_start(recipe)
     if start is None:
         return ""
-    how = "falls along a cosine" if recipe.optimizer.schedule == "cosine" else "falls linearly"
-    wait = "stays, then " if recipe.optimizer.schedule == "warmup_stable_decay" else ""
+    how = "falls along a cosine" if recipe.optimizer.falls_along_cosine else "falls linearly"
+    wait = "stays, then " if recipe.optimizer.stays_before_decay else ""
     return f"{wait}{how} in the end"
 
 

@@ -1,7 +1,5 @@
 """The training step, the loop, evaluation, precision, optimizers and schedules."""
 
-from weft.engine._learning_rate import learning_rate as learning_rate
-from weft.engine._learning_rate import peak_learning_rate as peak_learning_rate
 from weft.engine._loss_scale import LossScale as LossScale
 from weft.engine._report import StepReporter as StepReporter
 from weft.engine._setup import TrainingState as TrainingState

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from weft.checkpoint import Checkpointer, Json, SaveError
 from weft.comm import Mesh
 from weft.document import JsonObject
-from weft.engine._learning_rate import learning_rate
 from weft.engine._report import StepReporter
 from weft.engine._setup import TrainingState
 from weft.engine._signals import StopRequest
@@ -24,7 +23,7 @@ from weft.engine._throughput import ThroughputMeter, measure_peak_flops
 from weft.errors import CheckpointError, RecipeError, WeftError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, MessageEvent, Run, StartEvent
 from weft.models import Batch
-from weft.recipe import Recipe
+from weft.recipe import Recipe, learning_rate
 from weft.record import Recorder
 from weft.techniques.buckets.advice import advise_bucket
 

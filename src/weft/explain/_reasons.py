@@ -6,6 +6,7 @@ from weft.document import spell
 from weft.figures import spell_figure, spell_memory, spell_percent
 from weft.plan import plan_settings
 from weft.search import SearchResult
+from weft.techniques.recompute.contract import RECOMPUTE_KEY
 
 
 def search_reasons(result: SearchResult) -> dict[str, str]:
@@ -28,7 +29,7 @@ def search_reasons(result: SearchResult) -> dict[str, str]:
     reasons["microbatch.per_step"] = f"keeps the global batch of {result.global_batch_size:,}"
     if prediction.fits:
         fullest = spell_figure(prediction.fullest.device / 2**30)
-        reasons.setdefault("memory.recompute", f"{fullest} of {spell_memory(prediction.device_bytes)} per rank")
+        reasons.setdefault(RECOMPUTE_KEY, f"{fullest} of {spell_memory(prediction.device_bytes)} per rank")
     return reasons
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from weft.errors import PlanError, did_you_mean
-from weft.plan import SPLIT_BACKWARD, plan_settings
+from weft.plan import plan_settings
 from weft.price import Layout
 from weft.search import Space
+from weft.techniques.contract import list_choices
 from weft.techniques.settings import Declared, choices_of
 
 
@@ -21,7 +22,11 @@ class _Knob:
     values: str
     """Of a `Space`: the tuple of what may be chosen."""
     words: tuple[str, ...] = ()
-    """The words it takes; empty: a whole number."""
+    """The words it takes; empty: a number."""
+    numbers: tuple[int, ...] = ()
+    """The numbers it takes; empty: any whole one above 0."""
+    narrows: tuple[str, ...] = ()
+    """Flags of a `Space` that are off where it is fixed."""
 
 
 @functools.cache
@@ -32,7 +37,9 @@ def _knobs() -> tuple[Mapping[str, _Knob], Mapping[str, str]]:
         knob = declaration.knob
         if knob.asked:
             first, *more = knob.asked
-            found[first] = _Knob(declaration.layout, knob.space, _words(declaration))
+            found[first] = _Knob(
+                declaration.layout, knob.space, _words(declaration), _numbers(declaration), knob.narrows
+            )
             others |= dict.fromkeys(more, first)
     return found, others
 
@@ -43,6 +50,11 @@ def _words(declaration: Declared) -> tuple[str, ...]:
     if hint is bool:
         return ("false", "true")
     return tuple(dict.fromkeys(word for word in choices_of(hint) if isinstance(word, str)))
+
+
+def _numbers(declaration: Declared) -> tuple[int, ...]:
+    """The numbers of a setting that has some alone."""
+    return tuple(each for each in choices_of(declaration.hint) if isinstance(each, int))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +82,7 @@ class Setting:
     def fixed(self, space: Space) -> Space:
         """The space in which only this value may be chosen."""
         changed: dict[str, Any] = {_knobs()[0][self.name].values: (self.value,)}
-        if self.name == "recompute":
-            changed["per_block_recompute"] = False
-        return replace(space, **changed)
+        return replace(space, **changed, **dict.fromkeys(_knobs()[0][self.name].narrows, False))
 
     def applied(self, layout: Layout, *, devices: int, global_batch_size: int) -> Layout:
         """A layout with this setting and as little else changed as can be: the data ranks make up for an axis."""
@@ -120,7 +130,9 @@ def _parse(part: str) -> Setting:
             raise PlanError(f'{short} cannot be "{value}".{hint}')
         return Setting(short, value == "true" if knob.words == ("false", "true") else value)
     digits = value.replace("_", "")
-    if not digits.isdigit() or (int(digits) < 1 and short != "zero"):
+    if knob.numbers and (not digits.isdigit() or int(digits) not in knob.numbers):
+        raise PlanError(f'{short} cannot be "{value}". Use {list_choices(knob.numbers)}.')
+    if not knob.numbers and (not digits.isdigit() or int(digits) < 1):
         raise PlanError(f'{short} cannot be "{value}". Use a whole number above 0.')
     return Setting(short, int(digits))
 
@@ -135,8 +147,8 @@ def _spread(layout: Layout, data: int, global_batch_size: int) -> Layout:
     shard = (layout.shard if data % layout.shard == 0 else data) if layout.shards_weights else 1
     microbatches = -(-global_batch_size // (layout.microbatch_size * data))
     if layout.pipeline == 1:
-        layout = replace(layout, schedule="1f1b", chunks=1, cuts=None)
-    if not layout.shards_weights or (layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD):
+        layout = layout.unpipelined()
+    if not layout.shards_weights or layout.splits_backward:
         layout = replace(layout, reduce_every="auto")
     if layout.cuts is not None and len(layout.cuts) != layout.num_stages - 1:
         layout = replace(layout, cuts=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from weft.document import to_table
@@ -13,10 +13,10 @@ from weft.search import Candidate, SearchResult
 from weft.techniques.registry import words as technique_words
 
 _HEADINGS = (
-    "", "pp", "dp", "cp", "tp", "ep", "zero", "micro", "schedule", "recompute", "step", "tokens/s/device", "MFU",
+    "", "pp", "dp", "cp", "tp", "ep", "ZeRO", "micro", "pipeline", "recomputed", "step", "tokens/s/device", "MFU",
     "memory", "why not first",
 )  # fmt: skip
-_LEFT = ("schedule", "recompute", "why not first")
+_LEFT = ("pipeline", "recomputed", "why not first")
 _LARGEST_TERMS = 2
 
 
@@ -116,10 +116,10 @@ def _row(place: int, candidate: Candidate, first: Candidate, marks: bool) -> tup
         str(layout.context),
         str(layout.tensor),
         str(layout.expert),
-        str(layout.zero),
+        str(layout.stage),
         f"{layout.microbatch_size}×{layout.microbatches}",
-        layout.schedule + (f" ×{layout.chunks}" if layout.chunks > 1 else "") if layout.pipeline > 1 else "–",
-        _recompute(layout),
+        layout.schedule_line if layout.pipeline > 1 else "–",
+        ", ".join([layout.recompute_cell, *technique_words(layout)]),
         step,
         f"{candidate.tokens_per_second / layout.world_size:,.0f}",
         f"{100 * candidate.model_flops_utilization:.1f} %",
@@ -142,18 +142,6 @@ def what_it_costs(candidate: Candidate, first: Candidate) -> str:
 
 def _data(layout: Layout) -> str:
     return f"{layout.replicate}×{layout.shard}" if layout.replicate > 1 and layout.shard > 1 else str(layout.data)
-
-
-def _recompute(layout: Layout) -> str:
-    words = layout.recompute
-    text = words if isinstance(words, str) else _counted(words)
-    return ", ".join([text, *technique_words(layout)])
-
-
-def _counted(words: Sequence[str]) -> str:
-    """`full 12/126` for a mixture."""
-    kinds = sorted(set(words), key=lambda word: ("none", "selective", "full").index(word))
-    return " + ".join(f"{word} {words.count(word)}/{len(words)}" for word in kinds if word != "none") or "none"
 
 
 def _seconds(seconds: float) -> str:

@@ -9,20 +9,9 @@ from weft.figures import spell_figure, spell_percent, time_unit
 from weft.price import Layout, MemoryKinds, Prediction, TimeTerms
 from weft.techniques.registry import words as technique_words
 
-_WORDS = {
-    "ideal": "ideal",
-    "matrix_shapes": "matrix shapes",
+_WORDS = {field.name: field.name.replace("_", " ") for field in dataclasses.fields(TimeTerms)} | {
     "memory_bound": "memory-bound",
-    "recompute": "recompute",
-    "tensor": "tensor",
-    "context": "context",
-    "expert": "expert",
     "pipeline": "pipeline sends",
-    "bubble": "bubble",
-    "data": "data",
-    "optimizer": "optimizer",
-    "offload": "offload",
-    "other": "other",
 }
 _NEGLIGIBLE = 0.002
 """Share of a step below which a cause is not worth a word."""
@@ -72,24 +61,14 @@ def memory_parts(kinds: MemoryKinds) -> list[tuple[str, float]]:
 
 def layout_line(layout: Layout) -> str:
     """Return a layout in one line: `pipeline 16 (1f1b) × data 128 × tensor 8, ZeRO-1, microbatch 1, …`."""
-    pipeline = f"pipeline {layout.pipeline} ({layout.schedule}"
-    pipeline += f" × {layout.chunks} chunks)" if layout.chunks > 1 else ")"
-    axes = [pipeline] if layout.pipeline > 1 else []
+    chunks = " chunks" if layout.chunks > 1 else ""
+    axes = [f"pipeline {layout.pipeline} ({layout.schedule_line}{chunks})"] if layout.pipeline > 1 else []
     axes += [f"{name} {size}" for name, size in _axes(layout) if size > 1]
     stage = layout.stage_name
     if layout.shards_weights and layout.reduce_every != "auto":
         stage += f" (gradients reduced every {layout.reduce_every})"
     words = [" × ".join(axes) or "1 device", stage, f"microbatch {layout.microbatch_size}"]
-    return ", ".join([*words, f"recompute {spell_recompute(layout)}", *technique_words(layout)])
-
-
-def spell_recompute(layout: Layout) -> str:
-    """Return `selective`, or `full of 12 of 126 blocks` where blocks differ."""
-    words = layout.recompute
-    if isinstance(words, str):
-        return words
-    counts = {word: words.count(word) for word in ("full", "selective") if word in words}
-    return " and ".join(f"{word} of {count} of {len(words)} blocks" for word, count in counts.items()) or "none"
+    return ", ".join([*words, layout.recompute_line, *technique_words(layout)])
 
 
 def spell_change(ratio: float) -> str:

@@ -18,6 +18,7 @@ from weft.explain._text import (
 from weft.figures import spell_seconds
 from weft.price import Layout, Prediction, Pricer, check_layout
 from weft.search import Candidate, SearchResult, search
+from weft.techniques.registry import lighter
 
 _GIBI = 2**30
 _MOST_FIXES = 3
@@ -160,13 +161,8 @@ def _fitting(case: _Case, layout: Layout) -> list[tuple[str, Prediction]]:
 
 def _further(layout: Layout) -> Iterator[tuple[str, str, Layout]]:
     """(setting, text, layout) of changes that save memory."""
-    for word in ("selective", "full"):
-        if layout.recompute != word:
-            yield "recompute", f"recompute={word}", layout
-    for stage in range(layout.zero + 1, 4):
-        yield "zero", f"zero={stage}", layout
-    if layout.shards_weights and layout.reduce_every != "microbatch" and layout.microbatches > 1:
-        yield "reduce_every", "reduce_every=microbatch", layout
+    for text in lighter(layout):
+        yield text.partition("=")[0], text, layout
     for factor in (2, 4):
         yield "tensor", f"tensor={layout.tensor * factor}", layout
         yield "pipeline", f"pipeline={layout.pipeline * factor}", layout
@@ -175,8 +171,6 @@ def _further(layout: Layout) -> Iterator[tuple[str, str, Layout]]:
         yield "size", f"size={layout.microbatch_size // 2}", layout
     if layout.tensor > 1 and not layout.sequence_parallel:
         yield "sequence", "sequence=true", replace(layout, sequence_parallel=True)
-    if layout.offload == "none":
-        yield "offload", "offload=optimizer", layout
 
 
 def _fix(best: Candidate, words: str, prediction: Prediction) -> str:

@@ -28,7 +28,7 @@ class LossTotals:
     count: Tensor
 
     @classmethod
-    def zero(cls, device: torch.device) -> LossTotals:
+    def empty(cls, device: torch.device) -> LossTotals:
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)))
 
     def add(self, loss_sum: Tensor, count: Tensor) -> None:
@@ -143,7 +143,7 @@ class SequentialRunner:
         self, microbatches: Sequence[Batch], *, step: int, seed: int, scale: float | Tensor, observer: StepObserver
     ) -> LossTotals:
         """See `Runner`."""
-        totals = LossTotals.zero(self._device)
+        totals = LossTotals.empty(self._device)
         for index, batch in enumerate(microbatches):
             moved = move_batch(batch, self._device)
             state = microbatch_state(moved, seed, step)
@@ -161,7 +161,7 @@ class SequentialRunner:
 
     def evaluate(self, microbatches: Sequence[Batch], *, step: int, seed: int) -> LossTotals:
         """See `Runner`."""
-        totals = LossTotals.zero(self._device)
+        totals = LossTotals.empty(self._device)
         with evaluating([self._part.module]):
             for batch in microbatches:
                 moved = move_batch(batch, self._device)

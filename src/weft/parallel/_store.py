@@ -151,7 +151,7 @@ class StoreSet:
         return frozenset().union(*(store.unused() for store in self.stores))
 
     def model_state_bytes(self) -> dict[str, int]:
-        total = {"parameters": 0, "gradients": 0, "masters": 0, "compression": 0}
+        total = {"parameters": 0, "gradients": 0, "masters": 0, "residuals": 0}
         for store in self.stores:
             for kind, size in store.model_state_bytes().items():
                 total[kind] += size

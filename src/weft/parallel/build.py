@@ -210,7 +210,7 @@ def _bucket_store(
     return BucketStore(
         members,
         mesh,
-        zero=data.bucket_stage,
+        stage=data.bucket_stage,
         compute_dtype=dtypes.compute,
         gradient_dtype=dtypes.gradient,
         cuts=cuts,

@@ -11,8 +11,6 @@ from weft.parallel._split import is_own
 from weft.parallel.randomness import KeyedDropout
 from weft.plan import Plan
 
-_SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
-
 
 def apply_compile(part: nn.Module, blueprint: Blueprint, plan: Plan, *, backend: str = "inductor") -> None:
     """Compile the blocks of `part` when `plan.compute.compile` says so; without a cut table the whole part.
@@ -25,11 +23,11 @@ def apply_compile(part: nn.Module, blueprint: Blueprint, plan: Plan, *, backend:
     """
     if not plan.compute.compile:
         return
-    schedule = plan.pipeline_parallel.schedule
-    if plan.mesh.pipeline > 1 and schedule in _SPLIT_BACKWARD:
+    pipeline = plan.pipeline_parallel
+    if plan.mesh.pipeline > 1 and pipeline.splits_backward:
         raise PlanError(
-            f'plan.compute.compile = true does not go with schedule = "{schedule}": it takes input and weight gradients'
-            ' in separate passes, and a compiled block has only one. Use "1f1b" or "interleaved_1f1b", or'
+            f"plan.compute.compile = true does not go with {pipeline.schedule_setting}: it takes input and weight"
+            ' gradients in separate passes, and a compiled block has only one. Use "1f1b" or "interleaved_1f1b", or'
             " compile = false."
         )
     names = [] if blueprint.cut is None else [name for name in blueprint.cut.blocks if is_own(part, blueprint, name)]

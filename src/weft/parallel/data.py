@@ -106,7 +106,7 @@ class BucketStore:
         members: Sequence[Member],
         mesh: Mesh,
         *,
-        zero: Literal[0, 1, 2],
+        stage: Literal[0, 1, 2],
         compute_dtype: torch.dtype,
         gradient_dtype: torch.dtype,
         cuts: Literal["anywhere", "parameter"] = "anywhere",
@@ -118,7 +118,7 @@ class BucketStore:
         self._data: GroupView = mesh["data"]
         self._collectives = collectives_for(self._data, mesh.device, algorithm)
         self._tensor: GroupView = mesh["tensor"]
-        self._zero = zero
+        self._stage = stage
         self._compute_dtype = compute_dtype
         self._gradient_dtype = gradient_dtype
         self._reduce_rounds = reduce_rounds
@@ -129,7 +129,7 @@ class BucketStore:
         buckets = compose_buckets(
             members,
             data_ranks=self._data.size,
-            sharded=zero > 0,
+            sharded=stage > 0,
             cuts=cuts,
             limits=bucket_limits,
             compressed=compressible(self._compression, mesh) if self._compression is not None else None,
@@ -153,7 +153,7 @@ class BucketStore:
         `blocks` are the names of the parts' blocks, which must run as modules, and be the only ones to read their
         weights, until the part's forward ends.  Not for blocks that are compiled: hooks do not go with that.
         """
-        if self._zero == 0 or self._data.group is None:
+        if self._stage == 0 or self._data.group is None:
             return
         bucket_of = {id(m.parameter): index for index, live in enumerate(self._live) for m in live.bucket.members}
         needs = [needs_of(part, blocks, bucket_of) for part in parts]
@@ -172,7 +172,7 @@ class BucketStore:
         whole = torch.zeros(bucket.num_elements, dtype=master_dtype, device=device)
         for member, view in bucket.views(whole):
             view.copy_(member.parameter.detach())
-        start, stop = bucket.regions[self._data.index if self._zero else 0]
+        start, stop = bucket.regions[self._data.index if self._stage else 0]
         if master_dtype == self._compute_dtype:
             weights, master = whole, whole[start:stop]
         else:
@@ -185,12 +185,12 @@ class BucketStore:
             master,
             start,
             stop,
-            counts=self._zero > 0 or self._data.index == 0,
-            cut_group=self._data if self._zero > 0 and self._data.size > 1 else None,
+            counts=self._stage > 0 or self._data.index == 0,
+            cut_group=self._data if self._stage > 0 and self._data.size > 1 else None,
         )
-        kept = torch.zeros(stop - start, dtype=self._gradient_dtype, device=device) if self._zero == 2 else None
+        kept = torch.zeros(stop - start, dtype=self._gradient_dtype, device=device) if self._stage == 2 else None
         live = _Live(bucket, weights, master, shard, None, kept, self._create_reduction(bucket, weights))
-        if self._zero < 2:
+        if self._stage < 2:
             self._attach_all(live)
         return live
 
@@ -198,7 +198,7 @@ class BucketStore:
         if self._compression is None or not bucket.key.compressed:
             return None
         like = torch.empty_like(weights, dtype=self._gradient_dtype)
-        return CompressedReduction(self._compression, frame_of(bucket, sharded=self._zero > 0), like, self._data)
+        return CompressedReduction(self._compression, frame_of(bucket, sharded=self._stage > 0), like, self._data)
 
     def _new_gradients(self, live: _Live) -> Tensor:
         made = new_flat(live.bucket.num_elements, self._gradient_dtype, live.weights.device, self._data)
@@ -259,7 +259,7 @@ class BucketStore:
     def on_microbatch(self, remaining: int) -> None:
         """Before the backward of a microbatch with `remaining` more to come: ZeRO-2 reduces in each of the last
         rounds."""
-        if self._zero != 2 or remaining >= self._reduce_rounds:
+        if self._stage != 2 or remaining >= self._reduce_rounds:
             return
         if self._round > 0:
             self._complete_round()
@@ -271,7 +271,7 @@ class BucketStore:
         """Autograd has added to the gradient of a bucket's member."""
         live = self._live[index]
         self._used.add(live.bucket.members[position].layout.name)
-        if self._zero == 2:
+        if self._stage == 2:
             self._adopt(live, position)
         if live.bucket.key.part not in self._armed or live.launched:
             return
@@ -297,7 +297,7 @@ class BucketStore:
             if self._next > 0:
                 _advance(self._live[self._order[self._next - 1]])
             self._next += 1
-            if self._zero == 2 and self._next > _IN_FLIGHT:
+            if self._stage == 2 and self._next > _IN_FLIGHT:
                 self._settle(self._live[self._order[self._next - 1 - _IN_FLIGHT]])
 
     def _launch(self, live: _Live) -> None:
@@ -307,7 +307,7 @@ class BucketStore:
         live.launched = True
         if live.reduction is not None:
             live.wait = live.reduction.start(flat)
-        elif self._zero == 0:
+        elif self._stage == 0:
             live.wait = self._collectives.start_all_reduce(flat)
         else:
             live.wait = self._collectives.start_reduce_scatter(flat, live.bucket.regions, even=live.bucket.even)
@@ -348,7 +348,7 @@ class BucketStore:
                 live.shard.gradient = live.kept
             else:
                 assert live.gradients is not None
-                start, stop = live.bucket.regions[self._data.index if self._zero else 0]
+                start, stop = live.bucket.regions[self._data.index if self._stage else 0]
                 live.shard.gradient = live.gradients[start:stop]
         self._sum_over_model()
         self._agree_on_order()
@@ -408,10 +408,10 @@ class BucketStore:
         self.settle()
         for index in self._gather_order:
             live = self._live[index]
-            start, stop = live.bucket.regions[self._data.index if self._zero else 0]
+            start, stop = live.bucket.regions[self._data.index if self._stage else 0]
             if live.master.dtype != live.weights.dtype:
                 live.weights[start:stop].copy_(live.master)
-            if self._zero > 0:
+            if self._stage > 0:
                 regions, even = live.bucket.regions, live.bucket.even
                 gather = self._collectives.start_all_gather(live.weights, regions, even=even)
                 live.arrival = hold(self._data.group, gather)
@@ -449,12 +449,12 @@ class BucketStore:
         def size(tensor: Tensor | None) -> int:
             return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
-        at_rest = [live.kept if self._zero == 2 else live.gradients for live in self._live]
+        at_rest = [live.kept if self._stage == 2 else live.gradients for live in self._live]
         return {
             "parameters": sum(size(live.weights) for live in self._live),
             "gradients": sum(size(tensor) for tensor in at_rest),
             "masters": sum(size(live.master) for live in self._live if live.master.dtype != live.weights.dtype),
-            "compression": sum(live.reduction.state_bytes() for live in self._live if live.reduction is not None),
+            "residuals": sum(live.reduction.state_bytes() for live in self._live if live.reduction is not None),
         }
 
     def close(self) -> None:

@@ -202,7 +202,7 @@ class SparseStore:
             "parameters": sum(_size(table.member.parameter) for table in self._tables),
             "gradients": sum(_size(tensor) for tensor in rows),
             "masters": sum(_size(table.shard.master) for table in self._tables if table.is_copy),
-            "compression": 0,
+            "residuals": 0,
         }
 
     def close(self) -> None:

@@ -260,7 +260,7 @@ class FullyShardedStore:
             for shard in self.shards
         )
         held = self._replicas.state_bytes() if self._replicas is not None else 0
-        return {"parameters": size, "gradients": gradients, "masters": 0, "compression": held}
+        return {"parameters": size, "gradients": gradients, "masters": 0, "residuals": held}
 
     def close(self) -> None:
         """Nothing to do: torch's hooks are part of the sharded modules, and nothing runs in the background."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
@@ -17,7 +16,8 @@ from weft.plan._plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan,
 from weft.recipe import Precision, Recipe
 from weft.techniques.compute.contract import THREADS
 from weft.techniques.data.contract import MicrobatchPlan, split_batch
-from weft.techniques.recompute.contract import Recompute
+from weft.techniques.recompute.contract import RECOMPUTE_KEY, Recompute
+from weft.techniques.zero.contract import ZERO_KEY, Stage
 
 _USABLE = 0.9
 """Share of the memory to plan with; the rest is for fragmentation and for what the estimate leaves out."""
@@ -25,7 +25,7 @@ _TOKENS = {False: 4096, True: 16_384}
 """Tokens per microbatch beyond which larger ones are no faster, on the CPU and on an accelerator."""
 _MICROBATCHES_PER_STAGE = 4
 """Enough that a pipeline waits for less than a fifth of the step."""
-_SAVINGS: tuple[tuple[Literal[1, 3], Recompute], ...] = ((1, "none"), (3, "none"), (3, "selective"), (3, "full"))
+_SAVINGS: tuple[tuple[Stage, Recompute], ...] = ((1, "none"), (3, "none"), (3, "selective"), (3, "full"))
 """What to try, in this order, before another axis than data is used.  ZeRO-2 saves nothing that ZeRO-3 does not."""
 
 
@@ -72,18 +72,18 @@ class _Search:
         """Plans for `processes` ranks, or for as many as are of use: the most data ranks first, then the fastest."""
         for data, tensor, pipeline in sorted(self._splits(processes), key=lambda s: (-s[0], s[1] * s[2], s[2])):
             threads = self._threads(data * tensor * pipeline)
-            for zero, recompute in _SAVINGS:
-                if (zero == 3 and data == 1 and recompute == "none") or (self.facts.no_stages and recompute != "none"):
+            for stage, words in _SAVINGS:
+                if (stage == 3 and data == 1 and words == "none") or (self.facts.no_stages and words != "none"):
                     continue
                 mesh = MeshPlan(pipeline=pipeline, tensor=tensor, replicate=data)
-                if zero == 3 and data > 1:
+                if stage == 3 and data > 1:
                     mesh = replace(mesh, replicate=1, shard=data)
                 for microbatch in self._microbatches(data, pipeline):
                     yield Plan(
                         mesh=mesh,
-                        data_parallel=DataParallelPlan(zero=zero if data > 1 else 1),
+                        data_parallel=DataParallelPlan().at_stage(stage if data > 1 else 1),
                         microbatch=microbatch,
-                        memory=MemoryPlan(recompute=recompute),
+                        memory=MemoryPlan().recomputing(words),
                         compute=ComputePlan(precision=self._precision()).with_threads(threads),
                     )
 
@@ -161,13 +161,13 @@ class _Search:
             "compute.precision": "the fastest here that the recipe permits",
         }
         if plan.data_parallel.shards_weights:
-            reasons["data_parallel.zero"] = "weights, gradients and optimizer would not fit on every process"
+            reasons[ZERO_KEY] = "weights, gradients and optimizer would not fit on every process"
         if plan.mesh.tensor > 1:
             reasons["mesh.tensor"] = "data ranks alone do not fit, or the batch is too small for more of them"
         if plan.mesh.pipeline > 1:
             reasons["mesh.pipeline"] = "data and tensor ranks alone do not fit, or cannot make up all processes"
-        if plan.memory.recompute != "none":
-            reasons["memory.recompute"] = "activations would not fit otherwise"
+        if plan.memory.recomputes:
+            reasons[RECOMPUTE_KEY] = "activations would not fit otherwise"
         return reasons
 
     def _size_reason(self, plan: Plan) -> str:
@@ -198,6 +198,6 @@ def _nothing_fits(search: _Search, smallest: tuple[Plan, MemoryNeed] | None, pro
     return PlanError(
         f"No plan fits: a {name} of {search.facts.num_parameters or 0:,} parameters needs at least "
         f"{spell_memory(need.total_bytes)} per process ({mesh_sizes(plan)}, {plan.data_parallel.stage_name}, "
-        f"recompute {plan.memory.recompute}: {listed}), and {spell_memory(budget)} can be used.\n"
+        f"{plan.memory.recompute_line}: {listed}), and {spell_memory(budget)} can be used.\n"
         f"Use about {devices} devices of this size, or a smaller model."
     )

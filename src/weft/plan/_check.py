@@ -8,7 +8,7 @@ from dataclasses import replace
 from weft.document import spell
 from weft.errors import PlanError
 from weft.plan._facts import ModelFacts
-from weft.plan._plan import Plan, runnability
+from weft.plan._plan import Plan, plan_settings, runnability
 from weft.recipe import Recipe
 from weft.techniques.contract import Case
 from weft.techniques.registry import TECHNIQUES
@@ -38,16 +38,11 @@ def check_given(given: Plan, recipe: Recipe, facts: ModelFacts) -> None:
     Raises:
         PlanError: a number of stages or tensor ranks, a recomputation or a shared sequence that the model has not got.
     """
-    mesh, tensor, memory = Plan().mesh, Plan().tensor_parallel, Plan().memory
-    if "mesh.pipeline" in given.origins:
-        mesh = replace(mesh, pipeline=given.mesh.pipeline)
-    if "mesh.tensor" in given.origins:
-        mesh = replace(mesh, tensor=given.mesh.tensor)
-    if "memory.recompute" in given.origins:
-        memory = replace(memory, recompute=given.memory.recompute)
-    if "tensor_parallel.sequence" in given.origins and given.mesh.tensor > 1:
-        tensor = replace(tensor, sequence=given.tensor_parallel.sequence)
-    plan = replace(Plan(), mesh=mesh, tensor_parallel=tensor, memory=memory, origins=given.origins)
+    plan = replace(Plan(), origins=given.origins)
+    judged = {key for technique in TECHNIQUES for key in technique.judged_alone}
+    for setting in plan_settings():
+        if setting.key in judged and setting.key in given.origins:
+            plan = setting.set(plan, setting.of(given))
     case = Case(plan, recipe, facts, None)
     for technique in TECHNIQUES:
         technique.check_model(case)

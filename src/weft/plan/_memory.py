@@ -18,8 +18,6 @@ from weft.techniques.zero.contract import keeps_whole_gradients
 _ELEMENT_BYTES = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
 """Optimizer → elements of its state per parameter, masters left out."""
-_KEPT = {"none": 1.0, "selective": 0.6, "full": 0.0}
-"""Share of a block's activations that waits for its backward; a block's input waits always."""
 _FUSED_SHARE = 0.125
 """Share of the logits that exists at once when head and loss are computed together in chunks."""
 _PROCESS_BYTES = {False: 400_000_000, True: 1_500_000_000}
@@ -81,10 +79,10 @@ def _activations(plan: Plan, facts: ModelFacts, blocks: int) -> float:
     """Elements that wait for backward, over all microbatches in flight."""
     whole = facts.activation_elements_per_block or 0
     entry = (facts.sequence_length or 1) * (facts.hidden_size or 0)
-    words = plan.memory.recompute
-    word = words if isinstance(words, str) else min(words, key=lambda each: 1 - _KEPT[each])
-    kept = _KEPT[word] * whole / plan.mesh.tensor + (entry if word != "none" else 0)
-    live = whole / plan.mesh.tensor if word != "none" else 0.0
+    # Blocks with a word of their own count as the one that keeps most; a block that is computed again keeps its input.
+    share, again = plan.memory.kept_share, plan.memory.kept_share < 1
+    kept = share * whole / plan.mesh.tensor + (entry if again else 0)
+    live = whole / plan.mesh.tensor if again else 0.0
     return plan.microbatch.size * (blocks * kept * _in_flight(plan) + live)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self
 
-from weft.plan import AXES, EXPERT_LENDERS, Axis, Plan, PricedSchedule, plan_settings
+from weft.plan import AXES, EXPERT_LENDERS, SPLIT_BACKWARD, Axis, Plan, PricedSchedule, plan_settings
 from weft.techniques.buckets.contract import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from weft.techniques.buckets.contract import BucketSettings
 from weft.techniques.compression.contract import CompressionSettings
@@ -15,6 +15,7 @@ from weft.techniques.context.contract import ContextScheme
 from weft.techniques.fused_loss.contract import FusedLossSettings
 from weft.techniques.local_steps.contract import LocalStepsSettings
 from weft.techniques.offload.contract import OffloadSettings
+from weft.techniques.pipeline.contract import TORCH_SCHEDULES
 from weft.techniques.recompute.contract import RecomputeSettings
 from weft.techniques.settings import Declared
 from weft.techniques.tensor.contract import TensorScheme
@@ -97,6 +98,25 @@ class Layout(
     def wide_bytes(self) -> int:
         """Of one element of a master, whatever is computed in."""
         return 8 if self.precision == "fp64" else 4
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a pipeline computes gradients of weights in a pass of their own."""
+        return self.pipeline > 1 and self.schedule in SPLIT_BACKWARD
+
+    @property
+    def torch_schedule(self) -> str | None:
+        """As `PipelineSettings.torch_schedule`."""
+        return TORCH_SCHEDULES.get(self.schedule)
+
+    @property
+    def schedule_line(self) -> str:
+        """`1f1b`, `interleaved_1f1b × 2` with two chunks on every rank."""
+        return f"{self.schedule} × {self.chunks}" if self.chunks > 1 else self.schedule
+
+    def unpipelined(self) -> Self:
+        """Return the same on one pipeline rank."""
+        return replace(self, pipeline=1, schedule="1f1b", chunks=1, cuts=None)
 
     @property
     def num_stages(self) -> int:

@@ -56,7 +56,7 @@ def fold_plan(plan: Plan, *, processes: int | None, num_blocks: int | None, may_
         data_parallel=buckets,
         pipeline_parallel=replace(pipeline, cuts=blocks.cuts()),
         microbatch=_fold_microbatches(plan, mesh),
-        memory=replace(plan.memory, recompute=blocks.recompute()),
+        memory=plan.memory.recomputing(blocks.words()),
         compute=replace(plan.compute, device="cpu").with_threads(1),
         origins={},
     )
@@ -142,7 +142,7 @@ class _Blocks:
     def count(self) -> int:
         if not self.may_shrink or self.whole == 0:
             return self.whole
-        words = set(self.plan.memory.recompute) if not isinstance(self.plan.memory.recompute, str) else set[str]()
+        words = set(self.plan.memory.block_words) if self.plan.memory.differs_by_block else set[str]()
         sizes = self._sizes()
         wanted = sum(sizes) if sizes is not None else self.stages + 1 if self.stages > 1 else 2
         return min(self.whole, max(wanted, len(words)))
@@ -159,9 +159,12 @@ class _Blocks:
             cuts.append(min(max(wanted, (cuts[-1] if cuts else 0) + 1), count - (self.stages - stage)))
         return tuple(cuts)
 
-    def recompute(self) -> Recompute | tuple[Recompute, ...]:
-        words = self.plan.memory.recompute
-        if isinstance(words, str) or not self.whole:
+    def words(self) -> Recompute | tuple[Recompute, ...]:
+        """What is computed again: one word, or one per block, of which each word is left."""
+        words = self.plan.memory.block_words
+        if not self.plan.memory.differs_by_block:
+            return words[0]
+        if not self.whole:
             return words
         chosen: list[Recompute] = [words[index] for index in _spread(len(words), self.count())]
         for word in dict.fromkeys(words):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weft.engine import learning_rate
 from weft.engine.optimizers import group_parameters
 from weft.models import Batch, Blueprint
 from weft.parallel import ModelLayout, ParameterLayout, keyed_alone, materialise
@@ -22,7 +21,7 @@ from weft.prove._judge import Outcome
 from weft.prove._plain_optimizers import plain_optimizer
 from weft.prove._trial import one_process
 from weft.prove._trial_data import TrialData
-from weft.recipe import Recipe
+from weft.recipe import Recipe, learning_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,9 @@
 
 from weft.recipe._hf_config import has_sliding_windows as has_sliding_windows
 from weft.recipe._hf_config import read_hf_config as read_hf_config
+from weft.recipe._learning_rate import decay_start as decay_start
+from weft.recipe._learning_rate import learning_rate as learning_rate
+from weft.recipe._learning_rate import peak_learning_rate as peak_learning_rate
 from weft.recipe._load import dump_recipe as dump_recipe
 from weft.recipe._load import load_recipe as load_recipe
 from weft.recipe._load import parse_recipe as parse_recipe

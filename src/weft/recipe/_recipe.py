@@ -240,6 +240,26 @@ class OptimizerRecipe:
         self._check_used()
         self._check_scaling()
 
+    @property
+    def is_constant_rate(self) -> bool:
+        """Whether the learning rate is the same in every step."""
+        return self.schedule == "constant" and self.warmup_steps == 0
+
+    @property
+    def falls_along_cosine(self) -> bool:
+        """Whether the learning rate falls slowly first and last, and not in a straight line."""
+        return self.schedule == "cosine"
+
+    @property
+    def stays_before_decay(self) -> bool:
+        """Whether the learning rate stays at its peak until the last `decay_steps`."""
+        return self.schedule == "warmup_stable_decay"
+
+    @property
+    def schedule_line(self) -> str:
+        """`cosine, 100 warm-up steps`."""
+        return f"{self.schedule}, {self.warmup_steps} warm-up steps"
+
     def _check_used(self) -> None:
         """Refuse settings that this optimizer or schedule would ignore."""
         defaults = {item.name: item.default for item in fields(self)}

@@ -35,15 +35,15 @@ class StateBytes:
     """fp32 copies under bf16 and fp16."""
     optimizer: int
     buffers: int
-    compression: int = 0
-    """Residuals and bases of compressed gradients."""
+    residuals: int = 0
+    """What compression of gradients owes to later steps, and bases of compressed gradients."""
     outer: int = 0
     """Anchor and outer momentum of local steps."""
 
     @property
     def total(self) -> int:
         exact = self.weights + self.gradients + self.masters + self.optimizer + self.buffers
-        return exact + self.compression + self.outer
+        return exact + self.residuals + self.outer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class RankReport:
     issued: tuple[Issued, ...]
     """In order, of one step with `rehearsed_microbatches` microbatches."""
     rehearsed_microbatches: int
-    per_step: Mapping[tuple[str, str], tuple[float, float]]
+    step_traffic: Mapping[tuple[str, str], tuple[float, float]]
     """(axis, operation) → (count, bytes) of a whole step of the plan."""
     activation: ActivationShape | None
     """What passes from stage to stage; None without a pipeline."""
@@ -89,11 +89,11 @@ def rehearse(
     whole, few, counts = microbatch_counts(plan, rank)
     runs = [_run(recipe, plan, build, rank, count, activation) for count in counts]
     totals = [_totals(run.issued) for run in runs]
-    per_step = totals[0]
+    step_traffic = totals[0]
     if len(runs) > 1:
         further = whole / few - 1
-        per_step = {key: _extend(totals[0].get(key, (0.0, 0.0)), totals[1][key], further) for key in totals[1]}
-    return replace(runs[-1], per_step=per_step)
+        step_traffic = {key: _extend(totals[0].get(key, (0.0, 0.0)), totals[1][key], further) for key in totals[1]}
+    return replace(runs[-1], step_traffic=step_traffic)
 
 
 def microbatch_counts(plan: Plan, rank: int) -> tuple[int, int, tuple[int, ...]]:
@@ -154,7 +154,7 @@ def _run(
             state=state,
             issued=tuple(witness.issued),
             rehearsed_microbatches=microbatches,
-            per_step={},
+            step_traffic={},
             activation=runner.transport.activation if isinstance(runner, PipelineRunner) else None,
             notes=tuple(dict.fromkeys(notes)),
         )
@@ -210,7 +210,7 @@ def _state_bytes(training: TrainingState) -> StateBytes:
         masters=masters,
         optimizer=optimizer,
         buffers=buffers,
-        compression=training.model.stores.model_state_bytes()["compression"],
+        residuals=training.model.stores.model_state_bytes()["residuals"],
         outer=training.rounds.state_bytes() if training.rounds is not None else 0,
     )
 

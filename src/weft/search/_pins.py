@@ -32,12 +32,12 @@ def pinned(space: Space, plan: Plan) -> Space:
             name = searched()[key].knob.space
             changes[name] = tuple(value for value in getattr(space, name) if value in values)
     for key in plan.origins:
-        if key in searched():
-            changes[searched()[key].knob.space] = (_value(plan, key),)
-    if "memory.recompute" in plan.origins:
-        changes["per_block_recompute"] = False
-        if isinstance(plan.memory.recompute, tuple):
-            del changes["recomputes"]
+        if key not in searched():
+            continue
+        knob, value = searched()[key].knob, _value(plan, key)
+        changes |= dict.fromkeys(knob.narrows, False)
+        if not (knob.narrows and isinstance(value, tuple)):  # a word per block is none of a space's values
+            changes[knob.space] = (value,)
     if any(key in plan.origins for key in _DATA):
         changes["datas"] = (plan.mesh.data,)
         changes["shards"] = (plan.mesh.shard,) if plan.mesh.shard > 1 else None

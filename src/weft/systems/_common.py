@@ -52,8 +52,6 @@ def layout_refusals(job: Job) -> Iterator[str]:
     yield from elsewhere(layout)
     if layout.reduced_by != "auto":
         yield f"reductions by {layout.algorithm}: NCCL chooses there"
-    if not isinstance(layout.recompute, str):
-        yield "recomputation that differs from block to block"
     if job.global_batch_size != layout.microbatch_size * layout.microbatches * layout.data or job.shares:
         yield "unequal shares of the batch"
     if job.nodes > 1 and layout.world_size % job.devices_per_node:

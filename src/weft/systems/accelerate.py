@@ -54,7 +54,7 @@ class Accelerate:
             yield "pipeline, tensor, context or expert axes of a model that is built, not loaded"
         if layout.gathers_after_step and layout.data > 1:
             yield f"{layout.stage_name} of its own: emit it for deepspeed"
-        if layout.recompute == "selective":
+        if layout.recomputes_selectively:
             yield "selective recomputation: transformers recomputes whole blocks"
         if layout.offloads_optimizer:
             yield "an offloaded optimizer"
@@ -79,7 +79,7 @@ class Accelerate:
             "MICROBATCH": str(layout.microbatch_size),
             "ACCUMULATION": str(layout.microbatches),
             "LENGTH": str(job.sequence_length),
-            "RECOMPUTE": str(layout.recompute == "full"),
+            "RECOMPUTE": str(layout.recomputes_whole_blocks),
             "CLIP": str(optimizer.max_grad_norm),
             "ADAMW": str(adamw),
         }

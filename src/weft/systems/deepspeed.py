@@ -68,7 +68,7 @@ class DeepSpeed:
             yield f"tensor = {layout.tensor} for {sizes.kv_heads} key heads, or for experts"
         if layout.sequence_parallel and layout.tensor > 1:
             yield "sequence parallelism beside its tensor axis"
-        if layout.recompute == "selective":
+        if layout.recomputes_selectively:
             yield "selective recomputation: transformers recomputes whole blocks"
         if layout.precision not in ("bf16", "fp16", "fp32"):
             yield f"{layout.precision}: emitted are bf16, fp16 and fp32"
@@ -86,7 +86,7 @@ class DeepSpeed:
             "TENSOR": str(layout.tensor),
             "SHARDED": str(layout.shards_weights),
             "DTYPE": {"bf16": "bfloat16", "fp16": "float16"}.get(layout.precision, "float32"),
-            "RECOMPUTE": str(layout.recompute == "full"),
+            "RECOMPUTE": str(layout.recomputes_whole_blocks),
         }
         files = {
             CONFIG: json.dumps(_config(job), indent=2) + "\n",
@@ -145,8 +145,8 @@ def hugging_face_notes(job: Job) -> Iterator[str]:
         yield "groups of experts and the factor on scores are 1 here: set n_group, topk_group and routed_scaling_factor"
     if job.optimizer.weight_decay:
         yield "weight decay reaches norms and biases too"
-    if job.optimizer.schedule != "constant" or job.optimizer.warmup_steps:
-        yield f"the learning rate is constant here; yours: {job.optimizer.schedule}"
+    if not job.optimizer.is_constant_rate:
+        yield f"the learning rate is constant here; yours: {job.optimizer.schedule_line}"
 
 
 def _splits(sizes: ModelSizes, tensor: int) -> bool:
@@ -155,18 +155,18 @@ def _splits(sizes: ModelSizes, tensor: int) -> bool:
 
 def _config(job: Job) -> dict[str, Any]:
     layout, optimizer = job.layout, job.optimizer
-    zero: dict[str, Any] = {"stage": layout.zero}
+    sharding: dict[str, Any] = {"stage": layout.stage}
     if layout.shards_states:
-        zero |= {"overlap_comm": True, "contiguous_gradients": True}
-        zero["reduce_bucket_size"] = max(1, layout.bucket_limits[1] // layout.gradient_bytes)
+        sharding |= {"overlap_comm": True, "contiguous_gradients": True}
+        sharding["reduce_bucket_size"] = max(1, layout.bucket_limits[1] // layout.gradient_bytes)
     if layout.offloads_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        sharding["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     config: dict[str, Any] = {
         "train_batch_size": job.global_batch_size,
         "train_micro_batch_size_per_gpu": layout.microbatch_size,
         "gradient_accumulation_steps": layout.microbatches,
         "gradient_clipping": optimizer.max_grad_norm or 0.0,
-        "zero_optimization": zero,
+        "zero_optimization": sharding,
         "data_types": {"grad_accum_dtype": "bf16" if layout.gradient_bytes == 2 else "fp32"},
         "optimizer": {
             "type": "AdamW",

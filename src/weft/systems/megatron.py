@@ -21,7 +21,8 @@ from weft.systems._facts import Facts, broken_checks, facts_of, read_arguments
 
 _ACTIVATIONS = {"swiglu": ("--swiglu",), "gelu": (), "squared_relu": ("--squared-relu",)}
 _CONTEXT = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
-_SCHEDULES = ("1f1b", "interleaved_1f1b")
+_SCHEDULES = ("1F1B", "Interleaved1F1B")
+"""As torch calls them."""
 _SCRIPT = "pretrain_gpt.py"
 
 
@@ -88,8 +89,8 @@ class Megatron:
         yield from optimizer_refusals(job)
         if layout.shards_gradients:
             yield f"{layout.stage_name}: its distributed optimizer is ZeRO-1"
-        if layout.pipeline > 1 and layout.schedule not in _SCHEDULES:
-            yield f"schedule {layout.schedule}: it has {' and '.join(_SCHEDULES)}"
+        if layout.pipeline > 1 and layout.torch_schedule not in _SCHEDULES:
+            yield f"schedule {layout.schedule_line}: it has {' and '.join(_SCHEDULES)}"
         if layout.chunks > 1 and layout.microbatches % layout.pipeline:
             yield f"{layout.microbatches} microbatches in rounds of {layout.pipeline} with interleaved chunks"
         if layout.precision not in ("bf16", "fp16", "fp32"):
@@ -243,9 +244,9 @@ def _layout(job: Job) -> Iterator[str]:
             yield "--grad-reduce-in-bf16"
     if layout.fuses_loss:
         yield from ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
-    if layout.recompute == "selective":
+    if layout.recomputes_selectively:
         yield from ("--recompute-granularity", "selective")
-    elif layout.recompute == "full":
+    elif layout.recomputes_whole_blocks:
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 
 
@@ -275,13 +276,13 @@ def _notes(job: Job) -> Iterator[str]:
     yield "--mock-data and NullTokenizer stand for yours: --data-path, --split, --tokenizer-type, --tokenizer-model"
     yield "initial weights, the order of samples and dropout are drawn by Megatron-LM: other losses, alike"
     yield "tensor and context axes want CUDA_DEVICE_MAX_CONNECTIONS=1 on devices before Blackwell"
-    if job.layout.recompute == "selective":
+    if job.layout.recomputes_selectively:
         yield (
             "selective recomputation is of core attention alone (--recompute-modules core_attn); Weft's is of norms and"
             " activation functions besides, so more memory is held here than the plan says"
         )
-    if optimizer.schedule != "constant" or optimizer.warmup_steps:
-        yield f"the learning rate is constant here; yours: {optimizer.schedule}, {optimizer.warmup_steps} warm-up steps"
+    if not optimizer.is_constant_rate:
+        yield f"the learning rate is constant here; yours: {optimizer.schedule_line}"
     if optimizer.weight_decay and not optimizer.decay_one_dimensional:
         yield "weight decay leaves out biases and norms, as Weft does"
     if sizes.norm == "layer" and sizes.activation == "squared_relu":

@@ -21,9 +21,9 @@ from weft.systems._common import (
 from weft.systems._contract import Emission, Job
 from weft.systems._facts import Facts, broken_checks, facts_of, section_problems
 from weft.systems._template import filled
+from weft.techniques.pipeline.contract import TORCH_SCHEDULES
 
 FILE = "weft_titan.py"
-SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
 """Those that pass weights' gradients back together with inputs': its attention knows no other way."""
 _RECOMPUTE = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}
 _FLAVORS = {
@@ -67,7 +67,7 @@ class Torchtitan:
         if any(self.lacks(sizes)):
             return ()
         common: dict[str, Any] = {
-            "schedules": tuple(SCHEDULES),
+            "schedules": tuple(TORCH_SCHEDULES),
             "recomputes": ("none", "selective", "full"),
             "per_block_recompute": False,
             "offloads": ("none",),
@@ -112,8 +112,8 @@ class Torchtitan:
         yield from optimizer_refusals(job)
         if layout.gathers_after_step and layout.data > 1:
             yield f"{layout.stage_name}: it has ZeRO-3 (FSDP) and replicas"
-        if layout.pipeline > 1 and layout.schedule not in SCHEDULES:
-            yield f"schedule {layout.schedule}: emitted are {', '.join(SCHEDULES)}"
+        if layout.pipeline > 1 and layout.torch_schedule is None:
+            yield f"schedule {layout.schedule_line}: emitted are {', '.join(TORCH_SCHEDULES)}"
         if layout.pipeline > 1 and sizes.tied:
             yield "a pipeline for a model whose embedding and head share a weight"
         rounds = max(1, layout.microbatches // layout.pipeline)
@@ -194,7 +194,7 @@ def _parallelism(job: Job) -> dict[str, Any]:
         parts[0].insert(0, "tok_embeddings")
         parts[-1] += ["norm", "lm_head"]
         table |= {
-            "pipeline_parallel_schedule": SCHEDULES[layout.schedule],
+            "pipeline_parallel_schedule": layout.torch_schedule,
             "pipeline_parallel_microbatch_size": layout.microbatch_size,
             "module_fqns_per_model_part": parts,
         }
@@ -231,7 +231,7 @@ def _module(job: Job, title: str) -> str:
         "TRAINING": _shown(_training(job)),
         "PARALLELISM": _shown(_parallelism(job)),
         "ADAMW": _shown(adamw),
-        "RECOMPUTE": _RECOMPUTE[str(job.layout.recompute)],
+        "RECOMPUTE": _RECOMPUTE[job.layout.block_words[0]],
         **({"FAMILY": flavor[0], "FLAVOR": flavor[1]} if flavor else _DENSE[job.sizes.qk_norm == "head"]),
     }
     first = "torchtitan_flavor" if flavor else "torchtitan_dense"
@@ -246,7 +246,7 @@ def _notes(job: Job) -> Iterator[str]:
     yield 'dataset "c4" and ./tokenizer stand for yours: HuggingFaceTextDataLoader and hf_assets_path in the file'
     yield "documents are isolated: attention does not reach over their ends, whatever the recipe says"
     yield "initial weights and the order of samples are torchtitan's: other losses than Weft's, alike"
-    if job.layout.recompute == "selective":
+    if job.layout.recomputes_selectively:
         yield (
             "selective recomputation computes every second matrix product again as well, which Weft keeps: less memory"
             " is held here than the plan says, and more is computed"
@@ -257,6 +257,6 @@ def _notes(job: Job) -> Iterator[str]:
         yield "sequence parallelism is off, as in the plan; torchtitan has it on by default"
     if job.optimizer.weight_decay:
         yield "weight decay reaches norms too"
-    if job.optimizer.schedule != "constant" or job.optimizer.warmup_steps:
-        yield f"the learning rate is constant here; yours: {job.optimizer.schedule}"
+    if not job.optimizer.is_constant_rate:
+        yield f"the learning rate is constant here; yours: {job.optimizer.schedule_line}"
     yield from place_notes(job)

@@ -66,6 +66,8 @@ class Technique:
     """Its settings, which a section of the plan inherits."""
     removals: ClassVar[tuple[Removal, ...]] = ()
     """The forms without it, or without a part of it, which a check compares with."""
+    judged_alone: ClassVar[tuple[str, ...]] = ()
+    """Dotted settings that `check_model` judges."""
 
     def unrunnable(self, plan: Plan) -> Iterator[str]:
         """Yield why the engine cannot run it as a plan has it, with the change to make: what needs no recipe."""
@@ -87,6 +89,10 @@ class Technique:
 
     def words(self, settings: Any) -> Iterator[str]:
         """Yield how a line about a layout names it."""
+        return iter(())
+
+    def lighter(self, settings: Any) -> Iterator[str]:
+        """Yield settings under which a rank would hold less, as a question spells them: `zero=3`."""
         return iter(())
 
     def elsewhere(self, settings: Any) -> Iterator[str]:

@@ -60,6 +60,13 @@ def words(settings: Any) -> Iterator[str]:
             yield from technique.words(settings)
 
 
+def lighter(settings: Any) -> Iterator[str]:
+    """Yield settings under which a rank of a layout would hold less, as a question spells them."""
+    for technique in TECHNIQUES:
+        if isinstance(settings, technique.part):
+            yield from technique.lighter(settings)
+
+
 def elsewhere(settings: Any) -> Iterator[str]:
     """Yield what no other system can be told of a layout's techniques."""
     for technique in TECHNIQUES:

@@ -25,6 +25,8 @@ class Knob:
     """Whether no price depends on it."""
     follows: str = ""
     """The dotted setting that it follows from, so that a search cannot be given it alone."""
+    narrows: tuple[str, ...] = ()
+    """Flags of a space that are off where the setting is given."""
     explained: bool = False
     """Whether explanations say what its next best other value would cost."""
 
@@ -57,6 +59,12 @@ class Declared:
     def of(self, plan: Any) -> Any:
         """What a plan says."""
         return getattr(getattr(plan, self.section), self.name)
+
+    def set(self, plan: Any, value: Any) -> Any:
+        """Return a plan that says so."""
+        return dataclasses.replace(
+            plan, **{self.section: dataclasses.replace(getattr(plan, self.section), **{self.name: value})}
+        )
 
 
 def declared(plan: type[Any], hints: Mapping[str, Any]) -> Iterator[Declared]:

@@ -52,7 +52,7 @@ def _events_of(folder: RunFolder, recipe: Recipe, rank: int, quiet: bool) -> Gen
     if rank == 0:
         sinks.append(WarningSink())
     if rank == 0 and not quiet:
-        constant = recipe.optimizer.schedule == "constant" and recipe.optimizer.warmup_steps == 0
+        constant = recipe.optimizer.is_constant_rate
         sinks.append(TerminalSink(sys.stdout, shows_learning_rate=not constant))
     with Run(rank, sinks) as events, loggers_to(events, all_of_process=True):
         if rank == 0:

@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Rank:
-    schedule: Schedule
+    moves: Schedule
     parts: list[int]
     at: int = 0
     has_sent: bool = False
@@ -71,7 +71,7 @@ class _Rank:
 
     @property
     def step(self) -> Step | None:
-        return self.schedule.steps[self.at] if self.at < len(self.schedule.steps) else None
+        return self.moves.steps[self.at] if self.at < len(self.moves.steps) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def simulate(
         ScheduleError: a rank does not end with what the collective promises, or messages do not meet.
     """
     edges = schedules[0].bounds(num_bytes)
-    ranks = [_Rank(schedule, list(_before(schedule))) for schedule in schedules]
+    ranks = [_Rank(moves, list(_before(moves))) for moves in schedules]
     world = _World(ranks, edges, link or (lambda source, target: (0.0, 0.0)), has_one_port, step_seconds)
     waiting = True
     while waiting:
@@ -137,7 +137,7 @@ def simulate(
         flights=tuple(sorted(world.flights, key=_arrival)),
         messages=tuple(rank.messages for rank in ranks),
         bytes_sent=tuple(rank.bytes_sent for rank in ranks),
-        steps=max(len(rank.schedule.steps) for rank in ranks),
+        steps=max(len(rank.moves.steps) for rank in ranks),
         seconds=max(rank.clock for rank in ranks),
     )
 
@@ -154,7 +154,7 @@ def _advance(world: _World, rank: _Rank) -> bool:
     if moved:
         _send(world, rank, step)
         rank.has_sent = True
-    me = rank.schedule.rank
+    me = rank.moves.rank
     wanted: dict[int, int] = {}
     for receive in step.receives:
         wanted[receive.peer] = wanted.get(receive.peer, 0) + 1
@@ -167,7 +167,7 @@ def _advance(world: _World, rank: _Rank) -> bool:
 
 
 def _send(world: _World, rank: _Rank, step: Step) -> None:
-    me, issued = rank.schedule.rank, 0
+    me, issued = rank.moves.rank, 0
     busy: dict[int, float] = {}
     for send in step.sends:
         values = [rank.parts[part] for part in _parts(send.runs)]
@@ -190,7 +190,7 @@ def _send(world: _World, rank: _Rank, step: Step) -> None:
 
 
 def _take(world: _World, rank: _Rank, step: Step) -> None:
-    me, end = rank.schedule.rank, max(rank.clock + world.step_seconds, rank.drained)
+    me, end = rank.moves.rank, max(rank.clock + world.step_seconds, rank.drained)
     found = [(receive, world.wires[receive.peer, me].popleft()) for receive in step.receives]
     taken: set[int] = set()
     for receive, message in found:
@@ -218,32 +218,32 @@ def _parts(runs: Runs) -> Iterator[int]:
         yield from range(first, stop)
 
 
-def _before(schedule: Schedule) -> Iterator[int]:
+def _before(moves: Schedule) -> Iterator[int]:
     """What a rank begins with, by part; 0 is nothing."""
-    n, me, each = schedule.members, schedule.rank, schedule.parts_per_member
-    for part in range(schedule.num_parts):
-        if schedule.collective in ("all_reduce", "reduce_scatter"):
+    n, me, each = moves.members, moves.rank, moves.parts_per_member
+    for part in range(moves.num_parts):
+        if moves.collective in ("all_reduce", "reduce_scatter"):
             yield 1 << me
-        elif schedule.collective == "all_gather":
+        elif moves.collective == "all_gather":
             yield 1 + me if part // each == me else 0
-        elif schedule.collective == "broadcast":
-            yield int(me == schedule.root)
+        elif moves.collective == "broadcast":
+            yield int(me == moves.root)
         else:
             yield 1 + me * n + part // each
 
 
 def _check(rank: _Rank) -> None:
-    schedule = rank.schedule
-    n, me, each = schedule.members, schedule.rank, schedule.parts_per_member
+    moves = rank.moves
+    n, me, each = moves.members, moves.rank, moves.parts_per_member
     for part, value in enumerate(rank.parts):
         wanted = (1 << n) - 1
-        if schedule.collective == "reduce_scatter" and part // each != me:
+        if moves.collective == "reduce_scatter" and part // each != me:
             continue
-        if schedule.collective == "all_gather":
+        if moves.collective == "all_gather":
             wanted = 1 + part // each
-        elif schedule.collective == "broadcast":
+        elif moves.collective == "broadcast":
             wanted = 1
-        elif schedule.collective == "all_to_all":
+        elif moves.collective == "all_to_all":
             wanted = 1 + part // each * n + me
         if value != wanted:
             raise ScheduleError(f"rank {me} ends with {value:#x} in part {part} instead of {wanted:#x}")
@@ -252,7 +252,7 @@ def _check(rank: _Rank) -> None:
 def _stuck(ranks: Sequence[_Rank]) -> str:
     waiting = [rank for rank in ranks if rank.step is not None]
     return "; ".join(
-        f"rank {rank.schedule.rank} in step {rank.at} ({rank.step.phase}) for {[r.peer for r in rank.step.receives]}"
+        f"rank {rank.moves.rank} in step {rank.at} ({rank.step.phase}) for {[r.peer for r in rank.step.receives]}"
         for rank in waiting[:4]
         if rank.step is not None
     )

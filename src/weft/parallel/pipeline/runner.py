@@ -139,7 +139,7 @@ class PipelineRunner:
             step=step,
             seed=seed,
             scale=scale,
-            totals=LossTotals.zero(self._device),
+            totals=LossTotals.empty(self._device),
             whole=whole,
             split=frozenset((a.stage, a.microbatch) for a in actions if a.kind == "I" and a not in whole),
         )

@@ -96,7 +96,7 @@ class Buckets(Technique):
         if plan.compute.device == "cuda":
             yield f'{start} with compute.device = "cuda": on CUDA NCCL chooses. Use "auto".'
         elif data.compresses:
-            yield f'{start} with data_parallel.compression = "{data.compression}", which has its own. Use "auto".'
+            yield f'{start} with {data.compression_setting}, which has its own. Use "auto".'
         elif data.shards_weights and plan.mesh.shard > 1:
             yield f'{start} with zero = 3, where torch gathers and reduces the weights itself. Use "auto", or zero = 2.'
         elif data.algorithm != "measured":
@@ -120,5 +120,5 @@ def _unknown(start: str, plan: Plan) -> Iterator[str]:
     for name in parse_choices(data.algorithm).names:
         missing = next((collective for collective in used if stand_in(name, collective) is None), None)
         if missing is not None:
-            yield (f"{start} with zero = {data.zero}: {name} does no {missing}. Use ring, direct or halving_doubling.")
+            yield f"{start} with {data.zero_setting}: {name} does no {missing}. Use ring, direct or halving_doubling."
             return

@@ -76,6 +76,11 @@ class CompressionSettings:
                 raise _RULES.refuse(self, name, problem)
 
     @property
+    def compression_setting(self) -> str:
+        """As an error names it."""
+        return f'data_parallel.compression = "{self.compression}"'
+
+    @property
     def compresses(self) -> bool:
         """Whether gradients are sent other than they are."""
         return self.compression != "none"

@@ -81,12 +81,12 @@ class LocalSteps(Technique):
             return
         if data.compresses:
             yield (
-                f'{named} cannot join data_parallel.compression = "{data.compression}": between replicas no gradients'
-                ' travel any more, and inside a replica links are fast. Use compression = "none", or local_steps = 0.'
+                f"{named} cannot join {data.compression_setting}: between replicas no gradients travel any more, and"
+                ' inside a replica links are fast. Use compression = "none", or local_steps = 0.'
             )
         if data.gathers_after_step and mesh.shard == 1:
             yield (
-                f"{named} cannot join data_parallel.zero = {data.zero} with mesh.shard = 1: replicas step by"
+                f"{named} cannot join {data.zero_setting} with mesh.shard = 1: replicas step by"
                 " themselves, so each holds its whole optimizer state, and there is nobody to share it with. Use"
                 " zero = 0, or mesh.shard = 2 or more."
             )
@@ -141,10 +141,7 @@ class LocalSteps(Technique):
     def leaves(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
         if not plan.data_parallel.replicas_step_alone:
             return {}
-        # Replicas have no sums in every step that another way could carry; and ZeRO-1 and 2 share out over data ranks
-        # what each replica keeps for itself.
-        left: dict[str, tuple[Any, ...]] = {"data_parallel.algorithm": ("auto",)}
-        return left | ({"data_parallel.zero": (0, 3)} if plan.mesh.shard == 1 else {})
+        return {"data_parallel.algorithm": ("auto",)}  # there are no sums in every step that another way could carry
 
     def exact(self, plan: Plan) -> tuple[Plan, str]:
         data = plan.data_parallel

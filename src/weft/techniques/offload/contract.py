@@ -71,6 +71,10 @@ class Offloading(Technique):
         if settings.offloads_activations:
             yield "offloaded activations"
 
+    def lighter(self, settings: OffloadSettings) -> Iterator[str]:
+        if not settings.offloads:
+            yield "offload=optimizer"
+
     def words(self, settings: OffloadSettings) -> Iterator[str]:
         if settings.offloads:
             yield f"offload {settings.offload}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 from weft.document import Rules, spell
 from weft.errors import PlanError
 from weft.techniques.contract import Case, Removal, Technique
-from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, Schedule, chunk_limits
+from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, PricedSchedule, Schedule, chunk_limits
 from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
@@ -24,8 +24,12 @@ _NAMES: Mapping[Schedule, str] = {
     "zbv": "ZBV",
     "dualpipev": "DualPipeV",
 }
-_PLAIN = ("gpipe", "1f1b")
-"""Schedules that torch's own runtime plays alike."""
+TORCH_SCHEDULES: Mapping[PricedSchedule, str] = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+}
+"""As torch's own runtime calls what it plays alike: classes of `torch.distributed.pipelining`, after `Schedule`."""
 _PLAIN_SCHEDULE: Mapping[str, Any] = {"schedule": "1f1b", "chunks_per_rank": 1, "cuts": None}
 
 
@@ -52,6 +56,16 @@ class PipelineSettings:
     def splits_backward(self) -> bool:
         """Whether gradients of weights are computed in a pass of their own, later than those of inputs."""
         return self.schedule in SPLIT_BACKWARD
+
+    @property
+    def torch_schedule(self) -> str | None:
+        """As torch's own runtime calls it; None where it has none that is alike."""
+        return TORCH_SCHEDULES.get(self.schedule)
+
+    @property
+    def schedule_setting(self) -> str:
+        """As an error names it."""
+        return f'schedule = "{self.schedule}"'
 
     @property
     def schedule_name(self) -> str:
@@ -101,6 +115,7 @@ class Pipeline(Technique):
         Removal("the pipeline", _without, frees_ranks=True),
         Removal("the pipeline's schedule", _with_plain_schedule),
     )
+    judged_alone = ("mesh.pipeline",)
 
     def check_model(self, case: Case) -> None:
         plan, blocks = case.plan, case.facts.num_blocks
@@ -154,7 +169,7 @@ class Pipeline(Technique):
 
     def unwritten(self, plan: Plan) -> Iterator[str]:
         chosen = plan.pipeline_parallel
-        if chosen.schedule not in _PLAIN or chosen.chunks_per_rank > 1:
+        if chosen.torch_schedule is None or chosen.chunks_per_rank > 1:
             yield (
                 f'plan.pipeline_parallel.schedule = "{chosen.schedule}": torch\'s own schedules with several stages per'
                 ' rank are not used here. Use "1f1b" or "gpipe".'

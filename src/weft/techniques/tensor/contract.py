@@ -46,6 +46,7 @@ class Tensor(Technique):
         Removal("tensor ranks", _without, frees_ranks=True),
         Removal("sequence parallelism", _without_sequence),
     )
+    judged_alone = ("mesh.tensor", "tensor_parallel.sequence")
 
     def unrunnable(self, plan: Plan) -> Iterator[str]:
         scheme = plan.tensor_parallel.scheme
@@ -54,6 +55,11 @@ class Tensor(Technique):
                 f'plan.tensor_parallel.scheme = "{scheme}" can be predicted but not run yet: the engine has not got'
                 ' it. Use "1d".'
             )
+
+    def check(self, case: Case) -> None:
+        if case.plan.tensor_parallel.sequence and case.plan.mesh.tensor == 1:
+            problem = "has no effect with mesh.tensor = 1: the tensor ranks share the sequence.\nUse false."
+            raise case.refuse(("tensor_parallel", "sequence"), problem)
 
     def check_model(self, case: Case) -> None:
         self._check_sequence(case)
@@ -74,9 +80,6 @@ class Tensor(Technique):
         facts, path = case.facts, ("tensor_parallel", "sequence")
         if not case.plan.tensor_parallel.sequence:
             return
-        if case.plan.mesh.tensor == 1:
-            problem = "has no effect with mesh.tensor = 1: the tensor ranks share the sequence.\nUse false."
-            raise case.refuse(path, problem)
         if facts.no_stages:
             problem = f"needs to know where the blocks begin and end: {facts.no_stages}.\nUse false."
             raise case.refuse(path, problem)

@@ -8,9 +8,9 @@ until then: between a step's first backward and its last nothing of what these s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self, final
+from typing import TYPE_CHECKING, Any, Literal, Self, final
 
 from weft.document import spell
 from weft.errors import PlanError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Stage = Literal[0, 1, 2, 3]
 ReduceEvery = Literal["auto", "step", "microbatch"]
+ZERO_KEY = "data_parallel.zero"
+"""As a plan file spells the stage."""
 
 
 def stage_of(number: int) -> Stage:
@@ -48,6 +50,16 @@ class ZeroSettings:
     microbatch sends all gradients.  `step`: they travel once, and stay whole from the first backward to the last.
     `auto`: `microbatch` with ZeRO-2 and 3 without a pipeline, `step` otherwise; a search names what is faster and fits.
     Copies of hybrid sharding are summed once per step in either case."""
+
+    @property
+    def stage(self) -> int:
+        """The number alone, as tables and other systems have it."""
+        return self.zero
+
+    @property
+    def zero_setting(self) -> str:
+        """As an error names it."""
+        return f"{ZERO_KEY} = {self.zero}"
 
     @property
     def stage_name(self) -> str:
@@ -78,6 +90,10 @@ class ZeroSettings:
     def bucket_stage(self) -> Literal[0, 1, 2]:
         """The stage of parameters whose weights stay whole: ZeRO-3 over one shard is ZeRO-1 over the replicas."""
         return 1 if self.zero == 3 else self.zero
+
+    def at_stage(self, stage: Stage) -> Self:
+        """Return the same with another stage."""
+        return replace(self, zero=stage)
 
     def unsharded(self) -> Self:
         """Return the same with everything whole on every data rank."""
@@ -116,6 +132,15 @@ class Zero(Technique):
         conflict = reduction_conflict(case.plan)
         if conflict is not None:
             raise case.refuse(("data_parallel", "reduce_every"), conflict)
+
+    def leaves(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
+        # ZeRO-1 and 2 share out over data ranks what each replica of local steps keeps for itself.
+        return {ZERO_KEY: (0, 3)} if plan.data_parallel.replicas_step_alone and plan.mesh.shard == 1 else {}
+
+    def lighter(self, settings: ZeroSettings) -> Iterator[str]:
+        yield from (f"zero={stage}" for stage in range(settings.zero + 1, 4))
+        if settings.shards_weights and settings.reduce_every != "microbatch":
+            yield "reduce_every=microbatch"
 
     def unwritten(self, plan: Plan) -> Iterator[str]:
         if plan.mesh.pipeline > 1 and reduces_every_microbatch(plan):
@@ -167,7 +192,7 @@ def reduction_conflict(plan: Plan) -> str | None:
         problem = "cannot join mesh.pipeline > 1 with zero = 2: buckets of gradients fill up over all microbatches."
         return f'{problem}\nUse "step", or zero = 3.'
     if chosen.splits_backward:
-        problem = f'cannot join schedule = "{chosen.schedule}": weight gradients come in passes of their own, after the'
+        problem = f"cannot join {chosen.schedule_setting}: weight gradients come in passes of their own, after the"
         return f'{problem} backward that would reduce them.\nUse "step", or schedule = "1f1b".'
     if chosen.chunks_per_rank > 1 and len(set(plan.microbatch.shares(plan.mesh.data))) > 1:
         problem = (

@@ -14,6 +14,7 @@ from weft.techniques.compression.codecs._reduction import ReductionUnderWay as R
 from weft.techniques.compression.codecs.advice import Estimate as Estimate
 from weft.techniques.compression.codecs.advice import Exchange as Exchange
 from weft.techniques.compression.codecs.advice import Link as Link
+from weft.techniques.compression.codecs.advice import advise as advise
 from weft.techniques.compression.codecs.advice import compressed as compressed
 from weft.techniques.compression.codecs.advice import shapes_of_model as shapes_of_model
 from weft.techniques.compression.codecs.advice import uncompressed as uncompressed

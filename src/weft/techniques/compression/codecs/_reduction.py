@@ -21,7 +21,7 @@ from weft.techniques.compression.codecs.randomk import RandomK
 from weft.techniques.compression.codecs.signsgd import SignSGD
 from weft.techniques.compression.codecs.topk import TopK
 
-Codec = Literal["bf16", "int8", "powersgd", "topk", "randomk", "signsgd", "onebit"]
+Codec = Literal["bf16", "int8", "powersgd", "topk", "onebit", "randomk", "signsgd"]
 
 _LEAST_VALUES = 1024
 """Parameters with fewer are neither quantised nor thinned out; they are norms and biases, which cost little and matter

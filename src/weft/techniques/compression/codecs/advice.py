@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from torch import Tensor
 from weft.comm import GroupView, synchronize
 from weft.techniques.compression.codecs._exchange import part_bounds
 from weft.techniques.compression.codecs._frame import Frame, Span, WireBytes
-from weft.techniques.compression.codecs._reduction import CompressedReduction, Compression
+from weft.techniques.compression.codecs._reduction import Codec, CompressedReduction, Compression
+from weft.techniques.compression.contract import CompressionSettings
 
 _BACKWARD_SHARE = 2 / 3
 """Of a step's computation."""
@@ -68,6 +70,37 @@ class Estimate:
     @property
     def exchange_seconds(self) -> float:
         return self.wire_seconds + self.codec_seconds
+
+
+def advise(
+    exchange: Exchange,
+    link: Link,
+    compute_seconds: float | None,
+    device: torch.device,
+    *,
+    powersgd_rank: int,
+    topk_share: float,
+    randomk_share: float,
+) -> list[tuple[Estimate, str]]:
+    """Estimate the exchange of gradients as they are, and by every codec with what it is worth.
+
+    Raises:
+        PlanError: a setting out of its range.
+    """
+    own: dict[Codec, dict[str, float]] = {
+        "powersgd": {"powersgd_rank": powersgd_rank},
+        "topk": {"topk_share": topk_share},
+        "randomk": {"randomk_share": randomk_share},
+    }
+    for codec, settings in own.items():
+        CompressionSettings(compression=codec, **settings).check_settings()  # pyright: ignore[reportArgumentType]
+    plain = uncompressed(exchange, link, compute_seconds)
+    rows: list[tuple[Estimate, str]] = [(plain, "")]
+    for codec in get_args(Codec):
+        one = Compression(codec=codec, **own.get(codec, {}))  # pyright: ignore[reportArgumentType]
+        found = compressed(one, exchange, link, compute_seconds, device)
+        rows.append((found, verdict(found, plain)))
+    return rows
 
 
 def uncompressed(exchange: Exchange, link: Link, compute_seconds: float | None) -> Estimate:

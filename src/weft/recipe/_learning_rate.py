@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from weft.recipe import Recipe
+from weft.recipe._recipe import Recipe
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -21,7 +21,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     if step < warmup:
         return peak * ((step + 1) / warmup)
     decayed = min(_decayed(recipe, step), 1.0)
-    if optimizer.schedule == "cosine":
+    if optimizer.falls_along_cosine:
         decayed = (1.0 - math.cos(math.pi * decayed)) / 2.0
     return peak * ((1.0 - decayed) + decayed * optimizer.final_learning_rate_ratio)
 
@@ -40,15 +40,19 @@ def peak_learning_rate(recipe: Recipe) -> float:
     return optimizer.learning_rate * (ratio if optimizer.batch_scaling == "linear" else math.sqrt(ratio))
 
 
-def _decayed(recipe: Recipe, step: int) -> float:
-    """Share of the decay that is done at `step`: 0 at the peak, 1 in the last step."""
+def decay_start(recipe: Recipe) -> int | None:
+    """Return the step, counted from 0, from which the learning rate falls; None: it never does."""
     optimizer, last = recipe.optimizer, recipe.run.steps - 1
     start = max(optimizer.warmup_steps - 1, 0)
     if optimizer.schedule == "constant":
-        return 0.0
+        return None
     if optimizer.schedule == "warmup_stable_decay":
         length = optimizer.decay_steps if optimizer.decay_steps is not None else max(recipe.run.steps // 5, 1)
         start = max(last - length, start)
-    if last <= start:
-        return 0.0
-    return max(step - start, 0) / (last - start)
+    return start if last > start else None
+
+
+def _decayed(recipe: Recipe, step: int) -> float:
+    """Share of the decay that is done at `step`: 0 at the peak, 1 in the last step."""
+    start, last = decay_start(recipe), recipe.run.steps - 1
+    return 0.0 if start is None else max(step - start, 0) / (last - start)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models import Blueprint, build_decoder
+from weft.models import Blueprint
+from weft.models.decoder import build_decoder
 from weft.parallel import ModelLayout, ParameterLayout
 from weft.parallel.materialise import materialise
 from weft.recipe import DecoderShape

@@ -14,7 +14,7 @@ from benchmarks._llama import POOL, SEED, pool_of, samples_of, shape_of, world_s
 from weft.comm import Mesh, backend_for, register_shared_memory_backend
 from weft.data import rank_range
 from weft.engine import TrainingState, create_training
-from weft.models import build_decoder
+from weft.models.decoder import build_decoder
 from weft.plan import (
     ComputePlan,
     DataParallelPlan,

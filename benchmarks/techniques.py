@@ -18,7 +18,7 @@ from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import round_ratios, spread
 from weft.data import BatchSource, data_shape, open_data
-from weft.models import build_decoder
+from weft.models.decoder import build_decoder
 from weft.plan import MicrobatchPlan
 from weft.recipe import (
     BatchRecipe,

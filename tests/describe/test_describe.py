@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from weft.describe import describe, examine
 from weft.errors import RecipeError
-from weft.models import Blueprint, build_hf, build_reference
+from weft.models import Blueprint, build_reference
+from weft.models.hf import build_hf
 from weft.plan import facts_of
 from weft.profile import Block, Operator, Profile, profile_of
 from weft.recipe import (

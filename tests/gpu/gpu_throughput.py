@@ -37,7 +37,8 @@ from weft.comm import (
 from weft.engine import TrainingState, create_training
 from weft.engine._throughput import measure_peak_flops
 from weft.launch import Place, initialise_distributed
-from weft.models import Blueprint, build_decoder
+from weft.models import Blueprint
+from weft.models.decoder import build_decoder
 from weft.parallel import ModelLayout, ParameterLayout, materialise
 from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MicrobatchPlan, Plan, estimate_memory, facts_of
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.models import Blueprint, build_hf, build_reference
+from weft.models import Blueprint, build_reference
+from weft.models.hf import build_hf
 from weft.parallel import ModelLayout, ParameterLayout, TensorSplit
 from weft.parallel.materialise import materialise
 from weft.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ModelRecipe

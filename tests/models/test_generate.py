@@ -9,8 +9,8 @@ import torch
 from model_kit import build_family, real
 
 from weft.errors import RecipeError
-from weft.models import generate, logits_of
-from weft.models._generate import next_tokens
+from weft.models import logits_of
+from weft.models.generate import generate, next_tokens
 
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
 

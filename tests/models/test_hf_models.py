@@ -13,7 +13,8 @@ from model_kit import HF_FAMILIES, REFERENCES, batch_of, build_family, hf_config
 from safetensors.torch import save_file
 
 from weft.errors import RecipeError
-from weft.models import Blueprint, build_hf, build_reference, logits_of
+from weft.models import Blueprint, build_reference, logits_of
+from weft.models.hf import build_hf
 from weft.recipe import DecoderShape, ModelRecipe
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from forge import forgeries, text_of
 from weft.errors import RecipeError, WeftError
-from weft.models import build_factory, build_hf
+from weft.models.factory import build_factory
+from weft.models.hf import build_hf
 from weft.recipe import ModelRecipe
 
 

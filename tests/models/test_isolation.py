@@ -12,7 +12,7 @@ import torch
 from model_kit import real
 
 from weft.errors import RecipeError
-from weft.models import build_hf
+from weft.models.hf import build_hf
 from weft.recipe import ModelRecipe
 
 SIZES: dict[str, Any] = {

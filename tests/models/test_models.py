@@ -79,7 +79,7 @@ def _wide(field: Tensor) -> Tensor:
 def test_isolated_documents_do_not_see_one_another(family: str, tmp_path: Path) -> None:
     from model_kit import hf_config
 
-    from weft.models import build_hf
+    from weft.models.hf import build_hf
     from weft.recipe import ModelRecipe
 
     if family == "decoder":

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.models import build_decoder
+from weft.models.decoder import build_decoder
 from weft.parallel.pipeline import Passed, Received, choose_cuts, cut_stage, find_ties
 from weft.recipe import DecoderShape
 

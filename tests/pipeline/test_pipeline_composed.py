@@ -14,7 +14,7 @@ from torch import Tensor
 from pool import RankPool
 from weft.comm import Mesh
 from weft.errors import CollectiveError
-from weft.models import build_decoder
+from weft.models.decoder import build_decoder
 from weft.parallel import ParallelModel, StepContext, parallelize
 from weft.parallel.pipeline import PipelineRunner, cut_parts
 from weft.plan import (

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models import Batch, Blueprint, CutTable, Localise, SplitRule, build_decoder, build_encoder, token_loss
+from weft.models import Batch, Blueprint, CutTable, Localise, SplitRule, token_loss
+from weft.models.decoder import build_decoder
+from weft.models.encoder import build_encoder
 from weft.recipe import DecoderShape, EncoderShape
 
 VOCABULARY = 48

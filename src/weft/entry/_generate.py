@@ -13,7 +13,7 @@ from weft.data import load_tokenizer, separator_of
 from weft.errors import LaunchError, RecipeError
 from weft.events import RunFolder
 from weft.models import Blueprint, build_model
-from weft.models import generate as continue_tokens
+from weft.models.generate import generate as continue_tokens
 from weft.parallel import ModelLayout, ParameterLayout, materialise
 from weft.recipe import load_recipe
 

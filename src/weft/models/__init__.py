@@ -1,4 +1,4 @@
-"""Reference models, interop with Hugging Face, and blueprints."""
+"""Blueprints, losses, and the way from a recipe to a model; each kind of model is a module, loaded when it is built."""
 
 from weft.models._adopt import Tables as Tables
 from weft.models._adopt import tables_of as tables_of
@@ -12,20 +12,13 @@ from weft.models._blueprint import SplitRule as SplitRule
 from weft.models._blueprint import logits_of as logits_of
 from weft.models._build import build_model as build_model
 from weft.models._build import build_reference as build_reference
-from weft.models._convnet import build_convnet as build_convnet
-from weft.models._decoder import build_decoder as build_decoder
-from weft.models._encoder import build_encoder as build_encoder
 from weft.models._examples import token_example as token_example
-from weft.models._factory import build_factory as build_factory
-from weft.models._generate import generate as generate
-from weft.models._hf import build_hf as build_hf
 from weft.models._losses import IGNORED as IGNORED
 from weft.models._losses import LazyLogits as LazyLogits
 from weft.models._losses import class_loss as class_loss
 from weft.models._losses import loss_by_name as loss_by_name
 from weft.models._losses import regression_loss as regression_loss
 from weft.models._losses import token_loss as token_loss
-from weft.models._mlp import build_mlp as build_mlp
 from weft.models._seeded import others_draw as others_draw
 from weft.models._seeded import seeded as seeded
 from weft.models._split_table import INHERITED as INHERITED

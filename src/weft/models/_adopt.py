@@ -29,7 +29,7 @@ def tables_of(module: nn.Module, sequence_length: int | None = None) -> Tables:
     config: Any = getattr(module, "config", None)
     if config is None or not hasattr(config, "model_type") or not type(module).__module__.startswith("transformers."):
         return Tables()
-    from weft.models._hf_families import family_of
+    from weft.models.hf._families import family_of
 
     length = sequence_length or getattr(config, "max_position_embeddings", None) or 1
     family = family_of(config, module, length)

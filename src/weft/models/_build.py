@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
 from weft.errors import RecipeError
 from weft.models._blueprint import Blueprint, SplitRule
-from weft.models._convnet import build_convnet
-from weft.models._decoder import build_decoder
-from weft.models._encoder import build_encoder
-from weft.models._factory import build_factory
-from weft.models._hf import build_hf
 from weft.models._losses import loss_by_name, token_loss
-from weft.models._mlp import build_mlp
 from weft.models._patterns import require_matches
 from weft.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, Recipe, ReferenceShape
 
@@ -34,8 +26,12 @@ def build_model(recipe: Recipe) -> Blueprint:
         assert model.shape is not None, "a recipe with model.reference has a shape"
         blueprint = build_reference(model.shape, isolated_documents=isolated)
     elif model.hf is not None:
+        from weft.models.hf import build_hf
+
         blueprint = build_hf(model, isolated_documents=isolated)
     else:
+        from weft.models.factory import build_factory
+
         blueprint = build_factory(model, seed=recipe.run.seed)
     _apply_split(blueprint, recipe)
     _freeze(blueprint, recipe)
@@ -49,15 +45,29 @@ def build_reference(shape: ReferenceShape, *, isolated_documents: bool = False) 
     Raises:
         RecipeError: documents are to be isolated in a model that is no decoder.
     """
+    # Each kind is loaded when it is built: a rank needs one of them.
     if isinstance(shape, DecoderShape):
+        from weft.models.decoder import build_decoder
+
         return build_decoder(shape, isolated_documents=isolated_documents)
-    builders = {EncoderShape: build_encoder, MlpShape: build_mlp, ConvNetShape: build_convnet}
     if isolated_documents:
         raise RecipeError(
             f'data.documents = "isolated" needs a model that takes document borders, which the reference'
             f' {type(shape).__name__.removesuffix("Shape").lower()} does not. Use "packed", or reference = "decoder".'
         )
-    return cast(Callable[[ReferenceShape], Blueprint], builders[type(shape)])(shape)
+    match shape:
+        case EncoderShape():
+            from weft.models.encoder import build_encoder
+
+            return build_encoder(shape)
+        case MlpShape():
+            from weft.models.mlp import build_mlp
+
+            return build_mlp(shape)
+        case ConvNetShape():
+            from weft.models.convnet import build_convnet
+
+            return build_convnet(shape)
 
 
 def _apply_split(blueprint: Blueprint, recipe: Recipe) -> None:

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from weft.errors import RecipeError
 from weft.models._blueprint import Blueprint, Initialiser
 from weft.models._examples import token_example
-from weft.models._hf_attention import (
+from weft.models._isolation import check_isolation
+from weft.models._losses import token_loss
+from weft.models.hf._attention import (
     IMPLEMENTATION,
     MASKED_IMPLEMENTATION,
     add_masks,
     name_attention_dropouts,
     register_attention,
 )
-from weft.models._hf_experts import IMPLEMENTATION as EXPERTS
-from weft.models._hf_experts import register_experts
-from weft.models._hf_families import Family, family_of, has_plain_masks
-from weft.models._hf_weights import SafetensorsFolder, folder_initialiser, random_initialiser
-from weft.models._isolation import check_isolation
-from weft.models._losses import token_loss
+from weft.models.hf._experts import IMPLEMENTATION as EXPERTS
+from weft.models.hf._experts import register_experts
+from weft.models.hf._families import Family, family_of, has_plain_masks
+from weft.models.hf._weights import SafetensorsFolder, folder_initialiser, random_initialiser
 from weft.recipe import ModelRecipe, read_hf_config
 
 

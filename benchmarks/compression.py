@@ -29,7 +29,8 @@ from benchmarks._statistics import round_ratios, spread, summary
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.engine import create_training
-from weft.launch import Place, initialise_distributed, launch_function
+from weft.launch import Place, initialise_distributed
+from weft.launch.launcher import launch_function
 from weft.models.decoder import build_decoder
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, dump_plan
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe

@@ -18,7 +18,7 @@ import pool
 import tiers
 
 if TYPE_CHECKING:
-    from weft.launch import Nursery
+    from weft.launch.launcher import Nursery
 
 # A container's usual setting, which makes each of the suite's hundreds of processes compile Weft's modules again:
 # 0.3 s of 0.4 s in which `weft --help` starts (Xeon 2.5 GHz, 2026-11-22).
@@ -50,7 +50,7 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[pool.RankPool]:
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """What ranks of `weft.launch` are forked from, by tests of what they do: each would import torch again."""
-    from weft.launch import Nursery
+    from weft.launch.launcher import Nursery
 
     with Nursery(preload=("weft.entry",)) as made:
         yield made

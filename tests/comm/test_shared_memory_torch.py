@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pool import RankPool
 from weft.comm import shared_memory_group
 from weft.errors import CollectiveError
-from weft.launch import Place, initialise_distributed, launch_function
+from weft.launch import Place, initialise_distributed
+from weft.launch.launcher import launch_function
 
 WEFT = "cpu:weft"
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli._main import run
-from weft.launch import Nursery, RankError
+from weft.launch.launcher import Nursery, RankError
 
 HERE = Path(__file__).parent
 WEFT = str(Path(sys.executable).with_name("weft"))

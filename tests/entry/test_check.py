@@ -17,7 +17,7 @@ from pool import RankPool
 from weft.cli._main import run
 from weft.entry._check import check_by
 from weft.errors import LaunchError, RecipeError
-from weft.launch import Nursery
+from weft.launch.launcher import Nursery
 from weft.plan import DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.recipe import Recipe, parse_recipe
 

@@ -15,7 +15,8 @@ import weft
 from weft.cluster import parse_cluster_spec
 from weft.entry._fit import Trial, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
 from weft.errors import PlanError, RecipeError
-from weft.launch import Nursery, Place
+from weft.launch import Place
+from weft.launch.launcher import Nursery
 from weft.plan import MeshPlan, MicrobatchPlan, Plan, dump_plan, facts_of, parse_plan
 from weft.profile import profile_of
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, Recipe, RunRecipe, dump_recipe, parse_recipe

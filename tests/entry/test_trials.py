@@ -12,7 +12,7 @@ from weft.cli._read import read_choice
 from weft.cluster import Cluster
 from weft.entry import TimedPlan, decide_by_trials, step_seconds, time_plans
 from weft.entry._trials import _fit_together, _key, close_rivals
-from weft.launch import Nursery
+from weft.launch.launcher import Nursery
 from weft.plan import MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan, facts_of
 from weft.profile import profile_of
 from weft.recipe import Recipe, parse_recipe

@@ -18,7 +18,7 @@ from gpu_report import Report
 
 from pool import RankPool
 from weft.entry import train
-from weft.launch import launch_function
+from weft.launch.launcher import launch_function
 from weft.prove import TOLERANCES
 
 Say = Callable[[str], None]

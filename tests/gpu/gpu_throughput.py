@@ -40,9 +40,10 @@ from weft.launch import Place, initialise_distributed
 from weft.models import Blueprint
 from weft.models.decoder import build_decoder
 from weft.parallel import ModelLayout, ParameterLayout, materialise
-from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MicrobatchPlan, Plan, estimate_memory, facts_of
+from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MicrobatchPlan, Plan, facts_of
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.record import Recorder
+from weft.search import estimate_memory
 
 Step = Callable[[int], float]
 SEED, LEARNING_RATE = 1234, 1e-4

@@ -13,7 +13,7 @@ import pytest
 from launch_kit import is_alive, job, parent_of, wait_for
 
 from weft.errors import LaunchError, PlanError
-from weft.launch import Nursery, RankError, launch_function
+from weft.launch.launcher import Nursery, RankError, launch_function
 
 
 def test_results_come_by_rank() -> None:
@@ -85,7 +85,7 @@ def test_no_processes() -> None:
 PARENT = """
 import sys
 sys.path[:0] = {path!r}
-from weft.launch import launch_function
+from weft.launch.launcher import launch_function
 print(launch_function("launch_jobs:write_pid_and_wait", {arguments!r}, 2))
 """
 

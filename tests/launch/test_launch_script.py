@@ -12,9 +12,10 @@ import pytest
 
 import pool
 from weft.errors import LaunchError
-from weft.launch import launch_script, place_from_environment
+from weft.launch import place_from_environment
 from weft.launch._job import Outcome
 from weft.launch._report import MAX_LINES, first_cause, report
+from weft.launch.launcher import launch_script
 
 FOREIGN = """
 import sys

@@ -14,7 +14,7 @@ from launch_kit import is_alive, job, parent_of, wait_for
 
 import pool
 from weft.errors import LaunchError, PlanError
-from weft.launch import Nursery, RankError, launch_function, open_nursery
+from weft.launch.launcher import Nursery, RankError, launch_function, open_nursery
 
 
 def test_jobs_of_different_kinds_follow_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_a_nursery_that_was_killed_is_said() -> None:
 OWNER = """
 import sys
 sys.path[:0] = {path!r}
-from weft.launch import Nursery, launch_function
+from weft.launch.launcher import Nursery, launch_function
 with Nursery() as nursery:
     launch_function("launch_jobs:add_up", {{"offset": 0}}, 1, nursery=nursery)
     launch_function("launch_jobs:write_pid_and_wait", {{"folder": {folder!r}, "stubborn": False}}, 1, nursery=nursery)

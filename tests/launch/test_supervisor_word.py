@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from weft.errors import PlanError
-from weft.launch import Lost, RankError, launch_function, launch_script, place_from_environment
+from weft.launch import Lost, place_from_environment
 from weft.launch._word import Listener, open_words, tell, tell_others, word_path
+from weft.launch.launcher import RankError, launch_function, launch_script
 
 
 @pytest.mark.parametrize("backend", ["weft", "gloo"])

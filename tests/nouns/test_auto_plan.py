@@ -18,17 +18,16 @@ from weft.plan import (
     MicrobatchPlan,
     ModelFacts,
     Plan,
-    auto_plan,
     check_plan,
     describe_plan,
     dump_plan,
-    estimate_memory,
     even_shares,
     facts_of,
     parse_plan,
     split_batch,
 )
 from weft.recipe import BatchRecipe, ConvNetShape, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
+from weft.search import auto_plan, estimate_memory
 
 LLAMA_7B = DecoderShape(
     num_layers=32,

@@ -22,8 +22,9 @@ global_batch_size = 8
 [run]
 steps = 1
 ''')
-plan, reasons = weft.plan.auto_plan(recipe, weft.cluster.Cluster.detect(), weft.plan.facts_of(recipe))
-weft.plan.dump_plan(plan, reasons)
+plan = weft.plan.Plan(microbatch=weft.plan.MicrobatchPlan(size=8))
+weft.plan.check_plan(plan, recipe, weft.plan.facts_of(recipe))
+weft.plan.dump_plan(plan, {"mesh.replicate": f"{weft.cluster.Cluster.detect().num_cores} cores"})
 heavy = {"torch", "numpy", "transformers", "rich", "cyclopts"} & set(sys.modules)
 print(seconds, ",".join(sorted(heavy)) or "none")
 """

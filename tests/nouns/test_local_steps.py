@@ -19,10 +19,10 @@ from weft.plan import (
     check_runnable,
     describe_plan,
     dump_plan,
-    estimate_memory,
     parse_plan,
 )
 from weft.recipe import ConvNetShape, OptimizerRecipe, PermitRecipe, Recipe, ReferenceShape
+from weft.search import estimate_memory
 
 
 def plan_of(replicate: int = 2, shard: int = 1, **data: Any) -> Plan:

@@ -43,7 +43,7 @@ def check(
     json
         Print the result as JSON.
     """
-    from weft.launch import open_nursery
+    from weft.launch.launcher import open_nursery
     from weft.plan import check_runnable
 
     with open_nursery() as nursery:  # which imports torch while this process does

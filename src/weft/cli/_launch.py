@@ -39,7 +39,7 @@ def launch(
     logs
         Folder for what each rank prints, instead of the terminal.
     """
-    from weft.launch import launch_script
+    from weft.launch.launcher import launch_script
 
     return launch_script(script, arguments, processes, module=module, threads_per_rank=threads, logs=logs)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster
-    from weft.launch import Nursery
+    from weft.launch.launcher import Nursery
     from weft.plan import ModelFacts, Plan
     from weft.profile import Profile
     from weft.recipe import Recipe

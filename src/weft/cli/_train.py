@@ -45,7 +45,8 @@ def train(
         With `auto`, let a few steps decide between plans that look equally fast, where the run is long enough, and
         whether a step finds memory, where that is in doubt.
     """
-    from weft.launch import open_nursery, place_from_environment
+    from weft.launch import place_from_environment
+    from weft.launch.launcher import open_nursery
     from weft.plan import check_runnable
 
     place = place_from_environment()  # of a rank that torchrun has started

@@ -20,7 +20,8 @@ from weft.cluster import Cluster, known_machine
 from weft.entry._auto import profile_of_built
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
 from weft.errors import LaunchError, RecipeError, WeftError
-from weft.launch import Nursery, RankError, launch_function, open_nursery, place_from_environment
+from weft.launch import place_from_environment
+from weft.launch.launcher import Nursery, RankError, launch_function, open_nursery
 from weft.plan import (
     ModelFacts,
     Plan,

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from weft.errors import PlanError
 from weft.figures import spell_memory
-from weft.launch import Nursery, Place, RankError, launch_function
+from weft.launch import Place
+from weft.launch.launcher import Nursery, RankError, launch_function
 from weft.plan import ModelFacts, Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.search import Choice

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-from weft.launch import Nursery, launch_function
+from weft.launch.launcher import Nursery, launch_function
 from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.worker import teams_of

@@ -28,7 +28,8 @@ from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
 from weft.errors import CheckpointError, LaunchError, RecipeError, WeftError
 from weft.events import RunFolder, format_duration, format_loss
-from weft.launch import Nursery, initialise_distributed, launch_function, open_nursery, place_from_environment
+from weft.launch import initialise_distributed, place_from_environment
+from weft.launch.launcher import Nursery, launch_function, open_nursery
 from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.recipe import Recipe, dump_recipe, load_recipe

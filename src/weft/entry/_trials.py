@@ -16,7 +16,8 @@ from weft.cluster import Cluster
 from weft.entry._timed import TimedPlan, step_seconds, time_plans
 from weft.errors import WeftError
 from weft.figures import spell_seconds
-from weft.launch import Nursery, RankError, place_from_environment
+from weft.launch import place_from_environment
+from weft.launch.launcher import Nursery, RankError
 from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.search import Candidate, Choice, explain_settings

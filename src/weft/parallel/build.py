@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -37,7 +37,9 @@ from weft.parallel.vocabulary import apply_fused_loss
 from weft.parallel.zero3 import FullyShardedStore, apply_zero3
 from weft.plan import Plan, reduction_rounds
 from weft.techniques.compression.build import compression_of
-from weft.techniques.compression.codecs import Compression
+
+if TYPE_CHECKING:
+    from weft.techniques.compression.codecs import Compression
 
 GroupParameters = Callable[[Mapping[str, torch.Size]], Mapping[str, int]]
 """Trainable parameters of this rank (name → whole shape) → index of each one's optimizer group."""

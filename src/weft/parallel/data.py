@@ -19,9 +19,9 @@ Updated weights are gathered behind the next forward (`_ahead`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -39,11 +39,12 @@ from weft.comm import (
     start_all_reduce,
 )
 from weft.parallel._ahead import await_needs, needs_of
-from weft.parallel._compressed import compressible, frame_of, pieces_of
 from weft.parallel._shard import Piece, Shard
 from weft.parallel.buckets import Bucket, Member, compose_buckets, create_shard
 from weft.techniques.buckets.contract import BucketSettings
-from weft.techniques.compression.codecs import CompressedReduction, Compression, ReductionUnderWay
+
+if TYPE_CHECKING:
+    from weft.techniques.compression.codecs import CompressedReduction, Compression
 
 _IN_FLIGHT = 2
 """ZeRO-2: reductions that may run while backward fills the next bucket; older ones are waited for and their storage
@@ -132,7 +133,7 @@ class BucketStore:
             sharded=stage > 0,
             cuts=cuts,
             limits=bucket_limits,
-            compressed=compressible(self._compression, mesh) if self._compression is not None else None,
+            compressed=self._compressible(mesh),
         )
         self._live = [self._bring_to_life(bucket) for bucket in buckets]
         self._order = list(range(len(self._live)))
@@ -194,9 +195,19 @@ class BucketStore:
             self._attach_all(live)
         return live
 
+    def _compressible(self, mesh: Mesh) -> Callable[[Member], bool] | None:
+        if self._compression is None:
+            return None
+        from weft.parallel._compressed import compressible  # codecs are loaded where one is used
+
+        return compressible(self._compression, mesh)
+
     def _create_reduction(self, bucket: Bucket, weights: Tensor) -> CompressedReduction | None:
         if self._compression is None or not bucket.key.compressed:
             return None
+        from weft.parallel._compressed import frame_of
+        from weft.techniques.compression.codecs import CompressedReduction
+
         like = torch.empty_like(weights, dtype=self._gradient_dtype)
         return CompressedReduction(self._compression, frame_of(bucket, sharded=self._stage > 0), like, self._data)
 
@@ -401,6 +412,8 @@ class BucketStore:
         found: list[Piece] = []
         for live in self._live:
             if live.reduction is not None:
+                from weft.parallel._compressed import pieces_of
+
                 found += pieces_of(live.reduction, {m.layout.name: m.layout for m in live.bucket.members}, self._data)
         return found
 
@@ -474,8 +487,8 @@ class BucketStore:
 
 def _advance(live: _Live) -> None:
     """Start the second exchange of a compressed bucket: its first had the time that the next bucket took to fill."""
-    if isinstance(live.wait, ReductionUnderWay):
-        live.wait.advance()
+    if live.reduction is not None:
+        live.reduction.advance()
 
 
 def _send_away(live: _Live) -> None:

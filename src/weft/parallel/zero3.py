@@ -23,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,12 @@ from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard
 from weft.parallel.buckets import Member
-from weft.parallel.replicas import ReplicaSums
 from weft.parallel.shared_buffers import share_buffers
 from weft.techniques.buckets.contract import BucketSettings
-from weft.techniques.compression.codecs import Compression
+
+if TYPE_CHECKING:
+    from weft.parallel.replicas import ReplicaSums
+    from weft.techniques.compression.codecs import Compression
 
 
 def apply_zero3(
@@ -131,6 +134,8 @@ class FullyShardedStore:
                     self._entries.append((parameter, member.layout, self._create_shard(parameter, member)))
         self._replicas: ReplicaSums | None = None
         if compression is not None:
+            from weft.parallel.replicas import ReplicaSums  # codecs are loaded where one is used
+
             shards = self.shards
             self._replicas = ReplicaSums(
                 shards, [m for _, m, _ in self._entries], mesh, compression, storage_bytes, gradient_dtype

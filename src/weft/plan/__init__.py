@@ -1,6 +1,5 @@
 """Plan: how a recipe is split over a cluster.  Importable without torch."""
 
-from weft.plan._auto import auto_plan as auto_plan
 from weft.plan._check import check_given as check_given
 from weft.plan._check import check_plan as check_plan
 from weft.plan._check import check_runnable as check_runnable
@@ -15,9 +14,6 @@ from weft.plan._load import apply_overrides as apply_overrides
 from weft.plan._load import dump_plan as dump_plan
 from weft.plan._load import load_plan as load_plan
 from weft.plan._load import parse_plan as parse_plan
-from weft.plan._memory import MOMENTS as MOMENTS
-from weft.plan._memory import MemoryNeed as MemoryNeed
-from weft.plan._memory import estimate_memory as estimate_memory
 from weft.plan._plan import AXES as AXES
 from weft.plan._plan import Axis as Axis
 from weft.plan._plan import ContextParallelPlan as ContextParallelPlan

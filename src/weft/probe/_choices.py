@@ -13,7 +13,8 @@ from weft.collective import BUILT_IN, Arrangement, ChoiceTable, spell_size, tabl
 from weft.comm import BackendKind, GroupView
 from weft.comm.selector import SIZES, measure_table
 from weft.errors import CollectiveError
-from weft.launch import Place, initialise_distributed, launch_function, place_from_environment
+from weft.launch import Place, initialise_distributed, place_from_environment
+from weft.launch.launcher import launch_function
 
 
 def measure_choices(

@@ -23,7 +23,8 @@ from weft.cluster import (
 )
 from weft.collective import ChoiceTable, table_from_json
 from weft.errors import ClusterError
-from weft.launch import Place, launch_function, place_from_environment
+from weft.launch import Place, place_from_environment
+from weft.launch.launcher import launch_function
 from weft.probe._devices import DTYPES
 from weft.probe._links import Reach, line_of
 from weft.probe._rank import Findings, probe_rank

@@ -241,6 +241,11 @@ class OptimizerRecipe:
         self._check_scaling()
 
     @property
+    def moments(self) -> int:
+        """Elements of its state per parameter, masters left out; what Adafactor keeps is next to nothing."""
+        return {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}[self.name]
+
+    @property
     def is_constant_rate(self) -> bool:
         """Whether the learning rate is the same in every step."""
         return self.schedule == "constant" and self.warmup_steps == 0

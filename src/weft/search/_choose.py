@@ -58,7 +58,7 @@ def choose_plan(
     """Choose a plan that the engine can run: the fastest that search finds and `check_plan` accepts.
 
     Needs no torch.  Without a profile (a factory's model that nobody described) it is the largest data-parallel split
-    that fits (`weft.plan.auto_plan`).
+    that fits (`auto_plan`).
 
     Args:
         processes: exactly so many ranks; None: as many of the cluster's devices as are of use.

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
-from weft.plan import ModelFacts, Plan, auto_plan
+from weft.plan import ModelFacts, Plan
 from weft.recipe import Recipe
+from weft.search._rule import auto_plan
 from weft.techniques.compute.contract import THREADS
 
 

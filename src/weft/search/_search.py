@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
-from weft.plan import AXES, MOMENTS, Axis, Plan
+from weft.plan import AXES, Axis, Plan
 from weft.price import (
     FIRST_BUCKET_BYTES,
     FITTED,
@@ -200,7 +200,7 @@ class SearchState:
         mixed = precision not in ("fp32", "tf32", "fp64")
         element = 8 if precision == "fp64" else 4
         optimizer = self.optimizer or OptimizerRecipe()
-        copies = MOMENTS[optimizer.name] + mixed + (optimizer.average_decay is not None)
+        copies = optimizer.moments + mixed + (optimizer.average_decay is not None)
         return Layout(
             precision=precision,
             gradient_bytes=element,

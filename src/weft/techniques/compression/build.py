@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from weft.comm import Mesh
 from weft.errors import PlanError
 from weft.plan import Plan
-from weft.techniques.compression.codecs import Compression
+
+if TYPE_CHECKING:
+    from weft.techniques.compression.codecs import Compression
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,8 @@ def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | No
             'plan.data_parallel.compression = "onebit" freezes the variance of AdamW, which your own optimizer does'
             ' not allow. Use "int8", or train a recipe with optimizer.name = "adamw".'
         )
+    from weft.techniques.compression.codecs import Compression  # loaded where one is used
+
     match data.compression:
         case "bf16" | "int8" | "powersgd" | "topk" | "onebit" | "randomk" | "signsgd" as codec:
             return Compression(

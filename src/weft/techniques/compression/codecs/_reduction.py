@@ -103,11 +103,19 @@ class CompressedReduction:
         has_feedback = self._codec.is_biased and compression.feedback
         self._feedback = ErrorFeedback(frame, like) if has_feedback else None
         self._element_bytes = like.element_size()
+        self._under_way: ReductionUnderWay | None = None
 
     def start(self, flat: Tensor) -> ReductionUnderWay:
         """Replace `flat` by the compressed sum; nobody may touch it until the returned reduction is at its end."""
         owed = self._feedback.add_to(flat) if self._feedback is not None else None
-        return ReductionUnderWay(self._codec.reduce(flat, self._frame, self._view, owed))
+        self._under_way = ReductionUnderWay(self._codec.reduce(flat, self._frame, self._view, owed))
+        return self._under_way
+
+    def advance(self) -> None:
+        """Start the next exchange of what was started last, if it has one: call it when the present one has had time.
+        Call at the same place on every rank."""
+        if self._under_way is not None:
+            self._under_way.advance()
 
     def begin_step(self) -> None:
         """A new step: whatever the last one left is as if it had never been, unless `keep` was called."""

@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from weft.cluster import Cluster
 from weft.errors import PlanError
 from weft.figures import spell_figure, spell_memory
-from weft.plan._check import check_plan, mesh_sizes
-from weft.plan._facts import ModelFacts
-from weft.plan._memory import MemoryNeed, estimate_memory
-from weft.plan._plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, Plan
+from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, ModelFacts, Plan, check_plan, mesh_sizes
 from weft.recipe import Precision, Recipe
+from weft.search._rule_memory import MemoryNeed, estimate_memory
 from weft.techniques.compute.contract import THREADS
 from weft.techniques.data.contract import MicrobatchPlan, split_batch
 from weft.techniques.recompute.contract import RECOMPUTE_KEY, Recompute

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.plan._facts import ModelFacts
-from weft.plan._plan import Plan
+from weft.plan import ModelFacts, Plan
 from weft.recipe import OptimizerRecipe, Recipe
 from weft.techniques.pipeline.schedules import peak_activations, schedule_orders
 from weft.techniques.registry import held
 from weft.techniques.zero.contract import keeps_whole_gradients
 
 _ELEMENT_BYTES = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
-MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}
-"""Optimizer → elements of its state per parameter, masters left out."""
 _FUSED_SHARE = 0.125
 """Share of the logits that exists at once when head and loss are computed together in chunks."""
 _PROCESS_BYTES = {False: 400_000_000, True: 1_500_000_000}
@@ -62,7 +59,7 @@ def _state_bytes(plan: Plan, optimizer: OptimizerRecipe) -> float:
     master = max(element, 4)
     weights = float(element)
     gradients = float(element if data.reduces_narrow else master)
-    kept = float(MOMENTS[optimizer.name] * master + (master if master > element else 0))
+    kept = float(optimizer.moments * master + (master if master > element else 0))
     kept += master if optimizer.average_decay is not None else 0
     besides = held(data)
     kept += besides.master_copies * master

@@ -20,7 +20,8 @@ from typing import Any, BinaryIO
 import weft.errors
 from weft.errors import LaunchError, WeftError
 from weft.events import FailureEvent, LogSink, MetricsSink, Run, RunFolder, Sink, WarningEvent, WarningSink
-from weft.launch._handle import Nursery
+from weft.launch._handle import Nursery as Nursery
+from weft.launch._handle import open_nursery as open_nursery
 from weft.launch._job import Job, Outcome
 from weft.launch._nursery import END
 from weft.launch._place import run_folder_note

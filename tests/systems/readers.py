@@ -149,7 +149,7 @@ def _torchtitan(emission: Emission) -> Read:
         expert=axes["expert_parallel_degree"],
         shard=shard,
         replicate=replicate,
-        zero=3 if shard > 1 else 0,
+        zero=3 if shard * axes["context_parallel_degree"] > 1 else 0,
         microbatch=micro,
         microbatches=training["global_batch_size"] // (micro * shard * replicate),
         global_batch=training["global_batch_size"],

@@ -183,6 +183,10 @@ def test_what_a_system_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(PlanError, match=reason):
             emit(SYSTEMS["megatron"], replace(job, layout=replace(layout, **changes)))  # pyright: ignore[reportArgumentType]
+    shared = replace(JOB.layout, replicate=4, microbatches=8, context=2, context_scheme="all_gather", zero=0)
+    with pytest.raises(PlanError, match="shards over the context ranks"):
+        emit(SYSTEMS["torchtitan"], replace(JOB, layout=shared))
+    emit(SYSTEMS["torchtitan"], replace(JOB, layout=replace(shared, zero=3)))
     with pytest.raises(PlanError, match="unequal shares"):
         emit(SYSTEMS["megatron"], replace(job, shares=(17, 15)))
     with pytest.raises(PlanError, match=r"Did you mean megatron\?"):

@@ -22,6 +22,7 @@ from weft.price._factors import with_factors as with_factors
 from weft.price._habits import HABITS as HABITS
 from weft.price._habits import MemoryHabits as MemoryHabits
 from weft.price._in_flight import in_flight as in_flight
+from weft.price._kept import Kept as Kept
 from weft.price._layout import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision

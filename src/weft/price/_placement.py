@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from weft.cluster import Cluster, Collective
 from weft.plan import EXPERT_LENDERS, Axis
 from weft.price._algorithms import COPY_PASSES
+from weft.price._kept import Kept
 from weft.price._layout import Layout
 from weft.price._network import Level, levels_of, slot_numbers
 
@@ -140,16 +141,17 @@ class Network:
         self._levels: dict[int, tuple[Level, ...]] = {}
         self._placed: dict[tuple[Lattice, int, int], Group] = {}
         self._alike: dict[tuple[object, ...], Group] = {}
-        self._groups: dict[tuple[object, ...], Groups] = {}
+        self._groups = Kept[tuple[object, ...], Groups]()
 
     def groups(self, layout: Layout) -> Groups:
         """Return where the groups of every axis lie."""
         key = (
             layout.order, layout.pipeline, layout.replicate, layout.shard, layout.context, layout.tensor, layout.expert
         )  # fmt: skip
-        if key not in self._groups:
-            self._groups[key] = self._place_all(layout)
-        return self._groups[key]
+        found = self._groups.get(key)
+        if found is None:
+            found = self._groups[key] = self._place_all(layout)
+        return found
 
     def group(self, layout: Layout, *axes: Axis) -> Group:
         """Return where the groups over the product of `axes` lie; expert stands for what it borrows."""

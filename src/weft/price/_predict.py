@@ -13,6 +13,7 @@ from weft.price._calibration import DATASHEET, Calibration
 from weft.price._check_layout import check_layout
 from weft.price._collectives import collective_seconds
 from weft.price._compute import Device, Share, local_shape
+from weft.price._kept import Kept
 from weft.price._layout import Layout
 from weft.price._memory import Memories, reduces_once
 from weft.price._placement import Group, Groups, Network
@@ -54,7 +55,7 @@ class Pricer:
         self.profile, self.cluster, self.stack, self.calibration = profile, cluster, stack, calibration
         self.network = Network(cluster, slowdowns=calibration.link_slowdowns)
         self._timelines = Timelines()
-        self._collectives: dict[tuple[str, float, Group, str], float] = {}
+        self._collectives = Kept[tuple[str, float, Group, str], float]()
         self._devices: dict[float, tuple[Device, BlockCosts]] = {}
         self._wholes: dict[tuple[object, ...], Whole] = {}
         self._sample_flops = model_flops(profile)

@@ -8,13 +8,10 @@ from typing import NamedTuple, Protocol
 from weft.cluster import Collective
 from weft.price._block_factors import BlockFit, block_fit
 from weft.price._compute import Device, OperatorWork, Share, Work, operator_work
+from weft.price._kept import Kept
 from weft.price._layout import Layout
 from weft.price._placement import Group, Groups
 from weft.profile import Block, Operator, Profile
-
-COSTS_KEPT = 50_000
-"""Costs that are kept at a time.  A search among 100,000 devices asks for half a million once, which are 0.4 GB, and
-for the few that it prices again and again."""
 
 
 class Seconds(Protocol):
@@ -97,10 +94,11 @@ class BlockCosts:
 
     def __init__(self, profile: Profile, device: Device, seconds: Seconds) -> None:
         self._profile, self._device, self._seconds = profile, device, seconds
-        self._costs: dict[tuple[int, CostKey], BlockCost] = {}
+        self._costs = Kept[tuple[int, CostKey], BlockCost]()
         self._works: dict[tuple[int, Share], _BlockWork] = {}
-        self._parts: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._sums: dict[tuple[object, ...], float] = {}
+        self._parts = Kept[tuple[object, ...], tuple[float, float]]()
+        self._sums = Kept[tuple[object, ...], float]()
+        self._shares: dict[Share, Share] = {}
         self._counted = profile.count_blocks()
         self._fits: dict[str, BlockFit] = {}
 
@@ -108,8 +106,6 @@ class BlockCosts:
         """Return what one microbatch costs in a block."""
         found = self._costs.get((id(block), key))
         if found is None:
-            if len(self._costs) >= COSTS_KEPT:
-                self._costs.clear()
             found = self._costs[id(block), key] = self._price(block, key)
         return found
 
@@ -119,6 +115,7 @@ class BlockCosts:
         Half a million arrangements of axes differ in a few groups, so what each axis sends is summed by its group.
         """
         share = share_of(self._profile, key)
+        share = self._shares.setdefault(share, share)  # half a million keys hold one object each
         computing = self._sums.get((share,))
         if computing is None:
             costs = [(self._known_work(block, share).alone, count) for block, count in self._counted]
@@ -129,8 +126,9 @@ class BlockCosts:
         for axis, group in _groups_of(key):
             index = (share, axis, group)
             if index not in self._sums:
-                sent = ((self._part(block, share, key, axis, group), count) for block, count in self._counted)
-                self._sums[index] = sum(count * sum(passes) for passes, count in sent)
+                self._sums[index] = sum(
+                    count * sum(self._sent(block, share, key, axis)) for block, count in self._counted
+                )
             whole += self._sums[index]
         return whole, computing
 
@@ -153,9 +151,12 @@ class BlockCosts:
         """Exposed seconds, forward and backward, of what a block sends over one axis; known by the axis's group."""
         index = (id(block), share, axis, group)
         if index not in self._parts:
-            sent = _Sent(block, share, key, self._seconds, self._device)
-            self._parts[index] = sent.over(axis, self._known_work(block, share).works)
+            self._parts[index] = self._sent(block, share, key, axis)
         return self._parts[index]
+
+    def _sent(self, block: Block, share: Share, key: CostKey, axis: str) -> tuple[float, float]:
+        sent = _Sent(block, share, key, self._seconds, self._device)
+        return sent.over(axis, self._known_work(block, share).works)
 
     def _work(self, block: Block, share: Share) -> _BlockWork:
         """What a rank computes in a block, wherever its groups lie."""

@@ -18,6 +18,7 @@ from weft.price import (
     SMALLEST_BUCKET,
     Gathers,
     Group,
+    Kept,
     Layout,
     Pricer,
     activation_bytes,
@@ -53,7 +54,7 @@ class RateTable:
         self._pricer, self._space = pricer, space
         self._regular = pricer.cluster.has_accelerators and has_even_islands(pricer.cluster)
         self._island = pricer.cluster.links[0].devices if pricer.cluster.links else 1
-        self._found: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
+        self._found = Kept[tuple[object, ...], tuple[float, float, float, float]]()
 
     def rates(self, costs: GroupCosts, way: Way, data: Ints, block_bytes: tuple[float, float]) -> Rates:
         """Return the rates of every row.
@@ -79,10 +80,11 @@ class RateTable:
     ) -> tuple[float, float, float, float]:
         axes = (base.tensor, base.context, base.expert, base.order)
         key = (*axes, base.pipeline, zero, data, shard, block_bytes * (zero == 3), expert_bytes * (zero == 3))
-        if key not in self._found:
+        found = self._found.get(key)
+        if found is None:
             layout = replace(base, shard=shard, replicate=max(1, data // shard), zero=stage_of(zero))
-            self._found[key] = self._find(layout, block_bytes, expert_bytes)
-        return self._found[key]
+            found = self._found[key] = self._find(layout, block_bytes, expert_bytes)
+        return found
 
     def _find(self, layout: Layout, block_bytes: float, expert_bytes: float) -> tuple[float, float, float, float]:
         # Experts borrow of more shards than the least: of their own collectives nothing is known then.

@@ -79,9 +79,11 @@ class Torchtitan:
         }
         if sizes.tied:
             common["pipelines"] = (1,)
-        whole = narrowed(space, **{**common, "experts": (1,)})
+        alone = narrowed(space, **{**common, "experts": (1,), "contexts": (1,)})
+        # FSDP shards over the context ranks as well, where there are any (`fsdp = dp_shard * cp` in parallel_dims.py).
+        shared = narrowed(space, **{**common, "experts": (1,), "zeros": (3,)})
         spread = narrowed(space, **{**common, "tensors": (1,), "zeros": (3,)}) if sizes.num_experts else None
-        return joined(whole, spread)
+        return joined(alone, shared, spread)
 
     def lacks(self, sizes: ModelSizes) -> Iterator[str]:
         if (known := KNOWN_MODELS.get(sizes.name)) and sizes.name in _FLAVORS and known.sizes == sizes:
@@ -112,6 +114,8 @@ class Torchtitan:
         yield from optimizer_refusals(job)
         if layout.gathers_after_step and layout.data > 1:
             yield f"{layout.stage_name}: it has ZeRO-3 (FSDP) and replicas"
+        if layout.context > 1 and not layout.shards_weights:
+            yield f"{layout.stage_name} with a context axis: its FSDP shards over the context ranks, too"
         if layout.pipeline > 1 and layout.torch_schedule is None:
             yield f"schedule {layout.schedule_line}: emitted are {', '.join(TORCH_SCHEDULES)}"
         if layout.pipeline > 1 and sizes.tied:

@@ -393,7 +393,8 @@ def _traceless() -> tuple[dict[str, int], dict[str, int]]:
 
 def test_nothing_is_left_behind(ranks: RankPool) -> None:
     for before, after in ranks.run(2, _traceless, backend=WEFT):
-        assert after == before
+        # Fewer threads than before are those of an earlier test, on their way out on a busy machine.
+        assert all(after[kind] <= count for kind, count in before.items()), (before, after)
 
 
 def _seen() -> list[tuple[str, str, int, bool]]:

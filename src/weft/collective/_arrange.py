@@ -6,9 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING
 
-from weft.cluster import Cluster, LinkTier
 from weft.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from weft.cluster import Cluster, LinkTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from weft.cluster import Collective
 from weft.collective._arrange import Arrangement, flat
 from weft.collective._method import Method, Task
 from weft.collective._registry import ALGORITHMS, find_algorithm
 from weft.collective._schedule import Levels, Line, Runs, Schedule, Step, singles
 from weft.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from weft.cluster import Collective
 
 _REGIONS: frozenset[Collective] = frozenset({"reduce_scatter", "all_gather", "all_to_all"})
 """Collectives with one region of the buffer per rank."""

@@ -6,10 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from weft.cluster import Collective
 from weft.collective._registry import ALGORITHMS, find_algorithm
 from weft.errors import CollectiveError, did_you_mean
+
+if TYPE_CHECKING:
+    from weft.cluster import Collective
 
 BUILT_IN: Mapping[str, tuple[Collective, ...]] = MappingProxyType(
     {"backend": ("all_reduce", "reduce_scatter", "all_gather"), "exchange": ("reduce_scatter", "all_gather")}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from weft.cluster import Collective, Topology
 from weft.collective import hierarchical
 from weft.collective._arrange import Arrangement
 from weft.collective._schedule import Line, Runs, Step
+
+if TYPE_CHECKING:
+    from weft.cluster import Collective, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

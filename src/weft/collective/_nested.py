@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from weft.cluster import Collective
 from weft.collective import hierarchical
 from weft.collective._arrange import Arrangement, flat
 from weft.collective._method import Algorithm, Links, Method, Task
 from weft.collective._schedule import Line, Runs, Step
+
+if TYPE_CHECKING:
+    from weft.cluster import Collective
 
 
 def _outer_task(task: Task, line: Line) -> Task:

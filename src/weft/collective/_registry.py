@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from weft.cluster import Collective
 from weft.collective import (
     bruck,
     direct,
@@ -25,6 +25,9 @@ from weft.collective._method import Algorithm, FlatCost, Method, Task
 from weft.collective._nested import hierarchical_with
 from weft.collective._schedule import Line, Runs, Step
 from weft.errors import CollectiveError, did_you_mean
+
+if TYPE_CHECKING:
+    from weft.cluster import Collective
 
 
 def _flat(

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from weft.cluster import Collective
+if TYPE_CHECKING:
+    from weft.cluster import Collective
+
 
 Run = tuple[int, int]
 """[first, stop) of parts."""

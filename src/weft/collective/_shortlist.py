@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from weft.cluster import Collective, Topology
 from weft.collective import direct, ring
 from weft.collective._arrange import Arrangement
 from weft.collective._choices import BUILT_IN, defines
 from weft.collective._method import Links
 from weft.collective._registry import ALGORITHMS, find_algorithm
 from weft.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from weft.cluster import Collective, Topology
 
 KEPT = 3
 """Ways that are measured at least, where there are so many, beside the built-in ones."""

@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from weft.cluster import Cluster, Collective
 from weft.collective._choices import defines
 from weft.collective._method import Links
 from weft.collective._shortlist import Candidate
 from weft.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from weft.cluster import Collective
 
 FORMAT = 1
 """Rises when a kept table means something else."""
@@ -123,6 +125,8 @@ def tables_of_others(members: int, nodes: Sequence[int], backend: str, *, folder
 
 def _circumstances() -> dict[str, object]:
     """What makes a table useless when it changes, beside the group."""
+    from weft.cluster import Cluster  # the one thing here that must know the machine
+
     return {
         "format": FORMAT,
         "machine": Cluster.detect().digest,

@@ -6,10 +6,10 @@ import statistics
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from weft.cluster import Collective
 from weft.collective import Arrangement, ChoiceTable, Row, find_table, parse_choices, tables_of_others
 from weft.comm._chosen import Collectives
 from weft.comm._device import carrier_of, sends_messages
@@ -20,6 +20,9 @@ from weft.comm._share import share_table
 from weft.comm.selector import seconds_of
 from weft.errors import PlanError
 from weft.figures import spell_figure
+
+if TYPE_CHECKING:
+    from weft.cluster import Collective
 
 DRIFT = 1.3
 """So many times slower or faster than its table says, a group is said to have changed."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from weft.cluster import Collective
 from weft.collective import BUILT_IN, Arrangement, defines
 from weft.comm._device import all_gather_single, carrier_of
 from weft.comm._mesh import GroupView
@@ -30,7 +30,10 @@ from weft.comm._reduce import (
 )
 from weft.comm.messages import Messenger
 
-Choose = Callable[[Collective, int], str | None]
+if TYPE_CHECKING:
+    from weft.cluster import Collective
+
+Choose = Callable[["Collective", int], str | None]
 """Collective and bytes of the whole tensor → a built-in way or an algorithm; None: what Weft does without a choice."""
 
 

@@ -22,13 +22,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.cluster import Collective
 from weft.collective import Arrangement, Levels, build_levels, build_schedule
 from weft.comm._device import group_store
 from weft.comm._execute import GivenUp, Wire, execute, give_up
@@ -41,6 +40,9 @@ from weft.comm._watch import Seen, num_bytes
 from weft.comm._watched_group import messages_group, watch_of
 from weft.comm.shared_memory import shared_memory_group
 from weft.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from weft.cluster import Collective
 
 _PIPELINE_BYTES = 128 << 10
 """By which the number of pieces grows: P pieces through a tree of height H take about (P + 2H)(α + Sβ/2P), least at

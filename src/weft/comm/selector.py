@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.cluster import Collective, Topology
 from weft.collective import (
     Arrangement,
     Candidate,
@@ -42,6 +42,9 @@ from weft.comm._reduce import Wait
 from weft.comm._share import share_table
 from weft.comm._watched_group import messages_group
 from weft.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from weft.cluster import Collective, Topology
 
 SIZES = tuple(1 << power for power in range(10, 27, 2))
 """Bytes of the whole tensor: 1 KiB to 64 MiB."""

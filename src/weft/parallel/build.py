@@ -17,7 +17,7 @@ from torch import nn
 from weft.comm import Mesh
 from weft.models import Blueprint
 from weft.parallel._context import StepContext
-from weft.parallel._part import ModelPart
+from weft.parallel._part import ModelPart, whole_part
 from weft.parallel._precision import Dtypes
 from weft.parallel._runner import Runner, SequentialRunner
 from weft.parallel._store import GradientStore, StoreSet
@@ -27,7 +27,6 @@ from weft.parallel.compile import apply_compile
 from weft.parallel.data import BucketStore
 from weft.parallel.draws import apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.parallel.materialise import materialise
-from weft.parallel.pipeline import PipelineRunner, cut_parts, share_parameters
 from weft.parallel.randomness import apply_keyed_dropout
 from weft.parallel.recompute import apply_recompute
 from weft.parallel.sequence import apply_sequence
@@ -90,7 +89,7 @@ def parallelize(
     draws = draws_of(blueprint, plan)
     context = StepContext(is_alone=is_alone(plan), unseen=draws.unseen)
     blueprint = replace(blueprint, loss=keyed_loss(blueprint.loss, draws, mesh, context))
-    parts = cut_parts(blueprint, plan, mesh, context)
+    parts = _create_parts(blueprint, plan, mesh, context)
     for part in parts:
         apply_tensor(part.module, blueprint, plan, mesh, context, part.layout)
         apply_sequence(part.module, blueprint, plan, mesh, context, part.layout)
@@ -100,7 +99,10 @@ def parallelize(
         apply_keyed_draws(part.module, draws, mesh, context)
         apply_fused_loss(part.module, blueprint, plan, mesh, part.layout, context)
         materialise(part.module, blueprint, part.layout, seed, mesh.device, dtypes.master)
-    share_parameters(parts)
+    if plan.mesh.pipeline > 1:
+        from weft.parallel.pipeline import share_parameters
+
+        share_parameters(parts)
     for part in parts:
         apply_recompute(part.module, blueprint, plan, context)
         apply_compile(part.module, blueprint, plan)
@@ -119,9 +121,19 @@ def parallelize(
     )
 
 
+def _create_parts(blueprint: Blueprint, plan: Plan, mesh: Mesh, context: StepContext) -> list[ModelPart]:
+    if plan.mesh.pipeline == 1:
+        return [whole_part(blueprint, context)]
+    from weft.parallel.pipeline import cut_parts  # ranks without stages do without what runs them
+
+    return cut_parts(blueprint, plan, mesh, context)
+
+
 def _create_runner(blueprint: Blueprint, plan: Plan, mesh: Mesh, dtypes: Dtypes, parts: Sequence[ModelPart]) -> Runner:
     if plan.mesh.pipeline == 1:
         return SequentialRunner(parts[0], blueprint, mesh, dtype=dtypes.compute)
+    from weft.parallel.pipeline import PipelineRunner
+
     return PipelineRunner(parts, blueprint, plan, mesh, dtype=dtypes.compute)
 
 

@@ -35,7 +35,6 @@ from weft.parallel._draw_net import is_draw
 from weft.parallel._draw_trace import LOSS, Draws, Layout, find_draws, noise_shape
 from weft.parallel._draw_values import keyed_value
 from weft.parallel._noise import Elements
-from weft.parallel.pipeline.cut import cut_table_of, stage_of
 from weft.parallel.randomness import KeyedDropout, sample_words
 from weft.plan import Plan
 
@@ -95,6 +94,8 @@ def _unknown(where: str, op: str, shape: Sequence[int]) -> str:
 
 
 def _refuse_between_stages(draws: Draws, blueprint: Blueprint, plan: Plan) -> None:
+    from weft.parallel.pipeline.cut import cut_table_of, stage_of
+
     table = cut_table_of(blueprint)
     cuts = tuple(range(1, plan.num_stages))
     for name in draws.modules:

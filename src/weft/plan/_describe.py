@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weft.cluster import Cluster
 from weft.document import spell
 from weft.plan._check import mesh_sizes
 from weft.plan._facts import ModelFacts
 from weft.plan._plan import Plan
 from weft.techniques.registry import words
+
+if TYPE_CHECKING:
+    from weft.cluster import Cluster
 
 _LABEL = "plan"
 _INDENT = 10

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-
-from torch import nn
 
 from weft.comm import Mesh
 from weft.models import Blueprint
 from weft.parallel._context import StepContext
-from weft.parallel._layout import ModelLayout, ParameterLayout
 from weft.parallel._part import ModelPart
 from weft.parallel.pipeline.cut import choose_cuts, cut_stage, cut_table_of
 from weft.parallel.pipeline.ties import create_tie_groups, find_ties, stage_layout
@@ -22,16 +18,12 @@ def cut_parts(blueprint: Blueprint, plan: Plan, mesh: Mesh, context: StepContext
     """Return this rank's parts in rising order of stage, on the device of `blueprint.module` (meta, as a rule).
 
     Call on every rank alike (tied weights get process groups).  Parts of one rank do not share parameters yet: see
-    `share_parameters`.  `blueprint.module` stays whole; only without a pipeline,
-    and where the model was really constructed, is the part the module itself.
+    `share_parameters`.  `blueprint.module` stays whole.
 
     Raises:
         PlanError: the model cannot be cut like this.
     """
     size, settings = mesh.size("pipeline"), plan.pipeline_parallel
-    if size == 1:
-        module = blueprint.module if blueprint.initialise is None else copy.deepcopy(blueprint.module)
-        return [ModelPart(module=module, layout=_whole_layout(module), context=context)]
     check_schedule(*settings.shape(size))
     table = cut_table_of(blueprint)
     verify_cut_table(blueprint, table)
@@ -68,10 +60,3 @@ def _count_once(parts: list[ModelPart], owned: dict[str, bool]) -> None:
             entry = part.layout[local]
             part.layout.entries[local] = replace(entry, counts=owned[entry.name] and entry.name not in seen)
             seen.add(entry.name)
-
-
-def _whole_layout(module: nn.Module) -> ModelLayout:
-    entries = {name: ParameterLayout(name=name, shape=tensor.shape) for name, tensor in module.named_parameters()}
-    for name, buffer in module.named_buffers():
-        entries[name] = ParameterLayout(name=name, shape=buffer.shape, is_buffer=True)
-    return ModelLayout(entries)

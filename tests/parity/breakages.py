@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weft.comm import Collectives, nothing_to_wait_for
 from weft.engine import _step
 from weft.models import Batch, Blueprint, build_model
-from weft.parallel import build, data, randomness, zero3
+from weft.parallel import build, data, pipeline, randomness, zero3
 from weft.parallel.pipeline import WeightPass, deferring
 from weft.recipe import Recipe
 
@@ -52,7 +52,7 @@ def _no_sum_over_model_axes() -> list[Patch]:
 
 def _untied_on_one_rank() -> list[Patch]:
     """The first and the last stage stand on one rank and do not share the tied Parameter."""
-    return [(build, "share_parameters", lambda parts: None)]
+    return [(pipeline, "share_parameters", lambda parts: None)]
 
 
 def _dropout_by_rank() -> list[Patch]:
@@ -80,14 +80,14 @@ def _stale_weights() -> list[Patch]:
 
 def _tie_inside_fully_shard() -> list[Patch]:
     """The native trap: a weight that two stages of one rank share is sharded with each of them."""
-    share = build.share_parameters
+    share = pipeline.share_parameters
 
     def share_and_forget(parts: Any) -> None:
         share(parts)
         for part in parts:
             part.ties.clear()
 
-    return [(build, "share_parameters", share_and_forget)]
+    return [(pipeline, "share_parameters", share_and_forget)]
 
 
 def _sizes_differ() -> list[Patch]:

@@ -164,10 +164,17 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, "left behind: " + "; ".join(f"{what}: {which}" for what, which in left.items())
 
 
+def _is_ours(entry: Path) -> bool:
+    try:
+        return entry.stat().st_uid == os.getuid()
+    except FileNotFoundError:  # gone since it was listed
+        return False
+
+
 def _shared_memory() -> set[str]:
     """Files in shared memory that no process outside this session has open: those are somebody else's."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return set()
-    found = {entry.name for entry in folder.iterdir() if entry.stat().st_uid == os.getuid()}
+    found = {entry.name for entry in folder.iterdir() if _is_ours(entry)}
     return found - pool.mapped_elsewhere(found) if found else found

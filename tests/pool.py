@@ -385,17 +385,27 @@ def listening_ports(pids: set[int]) -> set[str]:
 
 
 def mapped_elsewhere(names: set[str]) -> set[str]:
-    """Those of `names` in /dev/shm that a process which is not a descendant of this one has mapped."""
+    """Those of `names` in /dev/shm that a process which is not a descendant of this one has mapped.
+
+    By their inodes: a semaphore is mapped under a name that it had for a moment, before it got its own.
+    """
     ours = {os.getpid(), *descendants(os.getpid())}
     others = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) not in ours]
-    used: set[str] = set()
+    used: set[int] = set()
     for entry in others:
         try:
             lines = (entry / "maps").read_text(errors="replace").splitlines()
         except OSError:
             continue
-        used |= {line.rpartition("/dev/shm/")[2].split()[0] for line in lines if "/dev/shm/" in line}
-    return names & used
+        used |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return {name for name in names if _inode(Path("/dev/shm") / name) in used}
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:  # gone since it was listed
+        return None
 
 
 def helper_pids() -> set[int]:

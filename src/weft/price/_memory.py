@@ -19,6 +19,7 @@ from weft.price._prediction import MemoryKinds, StageMemory
 from weft.price._stack import WEFT, Stack
 from weft.profile import Profile
 from weft.techniques.registry import held as held_besides
+from weft.techniques.zero.contract import shares_of
 
 _CPU_CHUNK_BYTES = float(8 << 20)
 """Of logits that exist at once in a loss by chunks, on a CPU."""
@@ -62,12 +63,9 @@ def states_of(layout: Layout, *, experts: bool = False, whole_gradients: bool = 
     optimizer = 0.0 if layout.offloads_optimizer else float(layout.master_bytes)
     optimizer += besides.master_copies * layout.wide_bytes
     owed = besides.gradient_bytes
-    return States(
-        element / (shards if layout.shards_weights else 1),
-        layout.gradient_bytes / (shards if layout.shards_gradients and not whole_gradients else 1)
-        + owed / (shards if layout.shards_weights else 1),
-        optimizer / (shards if layout.shards_states else 1),
-    )
+    kept = shares_of(layout.stage, shards)
+    gradients = layout.gradient_bytes * (1.0 if whole_gradients else kept.gradients) + owed * kept.weights
+    return States(element * kept.weights, gradients, optimizer * kept.states)
 
 
 def reduces_once(layout: Layout, stack: Stack) -> bool:

@@ -16,6 +16,7 @@ from weft.price import Layout, Pricer, activation_bytes, model_flops
 from weft.profile import Profile
 from weft.search._space import Space
 from weft.search._splits import Splits
+from weft.techniques.zero.contract import shares_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -123,7 +124,6 @@ def memory_bounds(figures: Figures, splits: Splits, *, zero: int, master_bytes: 
 def _state_bytes(
     figures: Figures, ranks: npt.NDArray[np.int64], zero: int, master_bytes: float, offload: bool
 ) -> Floats:
-    weights = figures.element_bytes / (ranks if zero == 3 else 1)
-    gradients = figures.gradient_bytes / (ranks if zero >= 2 else 1)
-    optimizer = (0.0 if offload else master_bytes) / (ranks if zero >= 1 else 1)
-    return weights + gradients + optimizer + np.zeros(len(ranks))
+    kept, optimizer = shares_of(zero, ranks), 0.0 if offload else master_bytes
+    held = figures.element_bytes * kept.weights + figures.gradient_bytes * kept.gradients + optimizer * kept.states
+    return held + np.zeros(len(ranks))

@@ -30,7 +30,7 @@ from weft.search._pipelines import StageBlocks, pipeline_seconds, stage_blocks
 from weft.search._space import Offload, Space
 from weft.search._splits import Bools, Ints
 from weft.search._variants import has_even_islands
-from weft.techniques.zero.contract import stage_of
+from weft.techniques.zero.contract import shares_of, stage_of
 
 _SIZES = (float(1 << 20), float(1 << 22), float(1 << 24), float(1 << 26), float(LARGEST_BUCKET))
 """Bytes of collectives, of whose speeds the best is taken."""
@@ -361,11 +361,9 @@ class Estimates:
         )
 
     def _state_bytes(self, shards: Ints, offload: Offload) -> Floats:
-        zero, master = self._zero, 0.0 if offload == "optimizer" else self._master
-        parts = 1.0 / shards
-        weights = self._element * (parts if zero == 3 else 1.0)
-        gradients = np.where(self._waiting, 1.0, parts) if zero >= 2 else 1.0
-        return weights + self._gradient * gradients + master * parts
+        kept, master = shares_of(self._zero, shards), 0.0 if offload == "optimizer" else self._master
+        gradients = np.where(self._waiting, 1.0, kept.gradients)
+        return self._element * kept.weights + self._gradient * gradients + master * kept.states
 
     def _whole_gradients(self) -> Bools:
         """Whether gradients stay whole until the step's last microbatch (`weft.price.holds_whole_gradients`)."""

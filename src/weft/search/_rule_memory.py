@@ -12,7 +12,7 @@ from weft.plan import ModelFacts, Plan
 from weft.recipe import OptimizerRecipe, Recipe
 from weft.techniques.pipeline.schedules import peak_activations, schedule_orders
 from weft.techniques.registry import held
-from weft.techniques.zero.contract import keeps_whole_gradients
+from weft.techniques.zero.contract import keeps_whole_gradients, shares_of
 
 _ELEMENT_BYTES = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 _FUSED_SHARE = 0.125
@@ -65,11 +65,9 @@ def _state_bytes(plan: Plan, optimizer: OptimizerRecipe) -> float:
     kept += besides.master_copies * master
     owed = besides.gradient_bytes
     ranks = plan.mesh.shard if data.replicas_step_alone or data.shards_weights else plan.mesh.data
-    if data.shards_gradients and not keeps_whole_gradients(plan):
-        gradients /= ranks
-    if data.shards_weights:
-        return gradients + (weights + kept + owed) / ranks
-    return weights + gradients + (kept / ranks if data.shards_states else kept) + owed
+    each = shares_of(data.stage, ranks)
+    gradients *= 1.0 if keeps_whole_gradients(plan) else each.gradients
+    return gradients + (weights + owed) * each.weights + kept * each.states
 
 
 def _activations(plan: Plan, facts: ModelFacts, blocks: int) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, final
 
 from weft.document import spell
 from weft.errors import PlanError
@@ -103,6 +103,22 @@ class ZeroSettings:
     def gathers_after_step(self) -> bool:
         """Whether every data rank renews a part of the weights, which all then gather."""
         return self.zero in (1, 2)
+
+
+class Shares(NamedTuple):
+    """What a data rank keeps between steps: 1, or its share.  Numbers, or arrays of as many candidates."""
+
+    weights: Any
+    gradients: Any
+    """Once they are reduced."""
+    states: Any
+    """Masters and what the optimizer keeps."""
+
+
+def shares_of(stage: int, ranks: Any) -> Shares:
+    """Return what each of `ranks` data ranks keeps (figure 1 of the paper).  `ranks`: a number or an array."""
+    part = 1.0 / ranks
+    return Shares(*(part if stage >= least else 1.0 for least in (3, 2, 1)))
 
 
 def _without(plan: Plan) -> Plan:

@@ -49,6 +49,21 @@ def test_the_bucket_is_near_the_best_of_a_sweep(spec: str, bandwidth: float, pip
         assert pricer.time(layout).data <= 1.1 * min(exposed) + 0.001 * min(prices)
 
 
+@pytest.mark.parametrize("bandwidth", [1.0, 0.1, 0.03])
+def test_buckets_are_sized_for_what_travels(bandwidth: float) -> None:
+    """Most of a mixture's gradients are those of experts; where one rank has each of these, they are not reduced."""
+    profile, cluster = tiny(16, experts=64), cluster_of("1x8xh100", bandwidth=bandwidth)
+    space = space_of(profile, cluster, global_batch_size=BATCH)
+    space = replace(space, tensors=(1,), pipelines=(1,), datas=(8,), experts=(8,), zeros=(0, 1, 2))
+    pricer = Pricer(profile, cluster)
+    for layout in (each.layout for each in search(profile, cluster, global_batch_size=BATCH, space=space).best):
+        prices = [pricer.time(replace(layout, bucket_bytes=round(2 ** (18 + step / 8)))).total for step in range(85)]
+        assert max(prices) > 1.3 * min(prices)
+        size = pricer.bucket(layout, low=SMALLEST_BUCKET)
+        assert size is not None
+        assert pricer.time(replace(layout, bucket_bytes=size)).total <= 1.002 * min(prices)
+
+
 def test_a_bucket_that_is_given_stays() -> None:
     profile, cluster, space = data_space("4x1xh100", 0.1)
     space = replace(space, pipelines=(1,))

@@ -40,7 +40,7 @@ LINUX = Path("/proc/self/status").exists()
 
 @pytest.mark.parametrize(
     ("model", "cluster", "batch", "limit", "size"),
-    [("llama-3.1-405b", "2048x8xh100", 2048, 10.0, 500e6), ("moe-1t", "12500x8xh100", 12288, 180.0, 1.2e9)],
+    [("llama-3.1-405b", "2048x8xh100", 2048, 9.0, 500e6), ("moe-1t", "12500x8xh100", 12288, 280.0, 1.2e9)],
 )
 def test_large_searches_are_quick_and_small(model: str, cluster: str, batch: int, limit: float, size: float) -> None:
     def measure() -> float:

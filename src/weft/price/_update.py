@@ -186,13 +186,17 @@ class _Rates:
     def flows(self, load: RankLoad) -> list[Flow]:
         """What the size of a bucket decides, chunks taken for one: reductions, and gathers where there are any."""
         calibration, stack = self._device.calibration, self._device.stack
-        dense, experts = self.sizes(load)
-        streams = (self.dense, self.gathered_dense) if dense >= experts else (self.experts, self.gathered_experts)
+        # Experts that nobody shares travel nowhere, however many they are: buckets are for what does.
+        every = ((self.dense, self.gathered_dense), (self.experts, self.gathered_experts))
+        sizes = self.sizes(load)
+        sent = [max(stream.sent(size).whole for stream in both) for both, size in zip(every, sizes, strict=True)]
+        streams = every[sent[1] > sent[0]]
+        size = sum(size for size, seconds in zip(sizes, sent, strict=True) if seconds > 0.0)
         windows = (load.backward * stack.overlap_gradients, load.forward * stack.overlap_parameters)
         often = self._times
         return [
             Flow(
-                size=dense + experts,
+                size=size,
                 window=calibration.overlap_share * window,
                 seconds=stream.seconds,
                 slowdown=calibration.overlap_slowdown,

@@ -58,8 +58,8 @@ def _untied_on_one_rank() -> list[Patch]:
 def _dropout_by_rank() -> list[Patch]:
     words = randomness.sample_words
 
-    def by_rank(key: str, state: Any) -> Tensor:
-        return words(f"{key} of rank {dist.get_rank()}", state)
+    def by_rank(key: str, *of: Any) -> Tensor:
+        return words(f"{key} of rank {dist.get_rank()}", *of)
 
     return [(randomness, "sample_words", by_rank)]
 

@@ -161,6 +161,11 @@ def compiled() -> Iterator[Cell]:
     yield from _cells("decoder_dropout", _data(1, compiled=True), plan(tensor=2, compiled=True))
     yield from _cells("decoder", plan(pipeline=2, compiled=True), _data(3, compiled=True, recompute="full"))
     yield from _cells("decoder_untied", plan(tensor=2, sequence=True, fused=False, compiled=True))
+    yield from _cells("decoder_dropout", plan(tensor=2, recompute="selective", compiled=True))
+    yield from _cells("decoder_dropout", plan(pipeline=2, recompute="full", compiled=True))
+    yield from _cells("decoder_dropout", plan(tensor=2, sequence=True, recompute=MIXED, compiled=True))
+    yield from _cells(("hf_gpt2", "encoder"), _data(2, recompute="selective", compiled=True))
+    yield from _cells("hf_llama", plan(tensor=2, recompute="full", compiled=True))
 
 
 def _full() -> tuple[Cell, ...]:

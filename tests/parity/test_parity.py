@@ -28,7 +28,7 @@ IMPOSSIBLE = {
     "hybrid and zero0",  # nothing would be sharded
     "compile and split_backward",  # a compiled block has one backward
 }
-NOT_TRIED = {f"compile and {name}" for name in ("hybrid", "unequal", "zero0", "zero2")}
+NOT_TRIED = {f"compile and {name}" for name in ("hybrid", "unequal", "zero0")}
 """Compiled cells take a minute each.  What is compiled is the block, which none of these enter."""
 
 

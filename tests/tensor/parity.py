@@ -16,14 +16,14 @@ from weft.parallel import (
     ModelLayout,
     StepContext,
     apply_batch_norm,
-    apply_compile,
     apply_fused_loss,
     apply_keyed_dropout,
-    apply_recompute,
     apply_sequence,
     apply_tensor,
 )
+from weft.parallel.compile import apply_compile
 from weft.parallel.materialise import materialise
+from weft.parallel.recompute import apply_recompute
 from weft.plan import ComputePlan, MemoryPlan, MeshPlan, Plan, TensorParallelPlan
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}

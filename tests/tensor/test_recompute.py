@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import parity
 from weft.errors import PlanError
-from weft.parallel import apply_compile, apply_recompute
+from weft.parallel.compile import apply_compile
+from weft.parallel.recompute import apply_recompute
 from weft.plan import ComputePlan, MemoryPlan, MeshPlan, PipelineParallelPlan, Plan
 
 

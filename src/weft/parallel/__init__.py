@@ -23,12 +23,10 @@ from weft.parallel._store import StoreSet as StoreSet
 from weft.parallel.batch_norm import apply_batch_norm as apply_batch_norm
 from weft.parallel.build import ParallelModel as ParallelModel
 from weft.parallel.build import parallelize as parallelize
-from weft.parallel.compile import apply_compile as apply_compile
 from weft.parallel.draws import keyed_alone as keyed_alone
 from weft.parallel.materialise import materialise as materialise
 from weft.parallel.randomness import KeyedDropout as KeyedDropout
 from weft.parallel.randomness import apply_keyed_dropout as apply_keyed_dropout
-from weft.parallel.recompute import apply_recompute as apply_recompute
 from weft.parallel.sequence import apply_sequence as apply_sequence
 from weft.parallel.sequence import sequence_shard_length as sequence_shard_length
 from weft.parallel.sparse import SparseStore as SparseStore

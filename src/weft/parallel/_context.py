@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -19,6 +20,11 @@ class MicrobatchState:
     """int64, (samples,); randomness is keyed by (seed, step, sample, layer), never by rank."""
     sequence_length: int | None
     """Whole (unsharded) length of dim 1, for sequence parallelism."""
+    moment: Tensor = field(init=False)
+    """Seed and step, int64 on the CPU: compiled code takes a tensor as it comes, and is compiled anew for an int."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "moment", torch.tensor((self.seed, self.step), device="cpu"))
 
 
 @dataclass(slots=True)

@@ -61,7 +61,7 @@ class Generators:
 
 @functools.cache
 def _is_seeded(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def is_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -81,9 +81,17 @@ def is_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 class _OwnTorch(TorchDispatchMode):
     """Sees this thread draw from torch's global generators."""
 
+    supports_higher_order_operators = True  # compiled recomputation has some, which draw nothing of their own
+
     def __init__(self) -> None:
         super().__init__()
         self.drew = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled blocks run compiled: else torch runs them eagerly, and says nothing.  They draw nothing (what
+        would is refused), so nothing of theirs has to be seen."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}

@@ -23,12 +23,10 @@ from weft.parallel._runner import Runner, SequentialRunner
 from weft.parallel._store import GradientStore, StoreSet
 from weft.parallel.batch_norm import apply_batch_norm
 from weft.parallel.buckets import Member
-from weft.parallel.compile import apply_compile
 from weft.parallel.data import BucketStore
 from weft.parallel.draws import apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.parallel.materialise import materialise
 from weft.parallel.randomness import apply_keyed_dropout
-from weft.parallel.recompute import apply_recompute
 from weft.parallel.sequence import apply_sequence
 from weft.parallel.sparse import SparseStore, sparse_tables
 from weft.parallel.tensor import apply_tensor
@@ -104,8 +102,7 @@ def parallelize(
 
         share_parameters(parts)
     for part in parts:
-        apply_recompute(part.module, blueprint, plan, context)
-        apply_compile(part.module, blueprint, plan)
+        _wrap_blocks(part.module, blueprint, plan, context)
     compression = compression_of(plan, seed, summing, momentum_decay)
     stores = _create_stores(blueprint, plan, summing, dtypes, parts, group_parameters, cuts, compression)
     if gathers_ahead:
@@ -127,6 +124,18 @@ def _create_parts(blueprint: Blueprint, plan: Plan, mesh: Mesh, context: StepCon
     from weft.parallel.pipeline import cut_parts  # ranks without stages do without what runs them
 
     return cut_parts(blueprint, plan, mesh, context)
+
+
+def _wrap_blocks(part: nn.Module, blueprint: Blueprint, plan: Plan, context: StepContext) -> None:
+    """Let blocks repeat their forwards, then compile what repeats; ranks that do neither load neither."""
+    if plan.memory.recompute != "none":
+        from weft.parallel.recompute import apply_recompute
+
+        apply_recompute(part, blueprint, plan, context)
+    if plan.compute.compile:
+        from weft.parallel.compile import apply_compile
+
+        apply_compile(part, blueprint, plan)
 
 
 def _create_runner(blueprint: Blueprint, plan: Plan, mesh: Mesh, dtypes: Dtypes, parts: Sequence[ModelPart]) -> Runner:

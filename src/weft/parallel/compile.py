@@ -8,7 +8,6 @@ from torch import nn
 from weft.errors import PlanError
 from weft.models import Blueprint
 from weft.parallel._split import is_own
-from weft.parallel.randomness import KeyedDropout
 from weft.plan import Plan
 
 
@@ -31,10 +30,10 @@ def apply_compile(part: nn.Module, blueprint: Blueprint, plan: Plan, *, backend:
             " compile = false."
         )
     names = [] if blueprint.cut is None else [name for name in blueprint.cut.blocks if is_own(part, blueprint, name)]
+    if plan.memory.recompute != "none":
+        # Recomputation puts the microbatch's keys into the context and takes them out again, which Dynamo calls an
+        # unsafe side effect: it would run the block eagerly.  Nothing is lost where backward does not repeat it: what
+        # reads the keys has them as inputs of its graph.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # pyright: ignore[reportPrivateUsage]
     for module in [part.get_submodule(name) for name in names] or [part]:
-        for inner in module.modules():
-            if isinstance(inner, KeyedDropout):
-                # Its keys change with every step, and its wrapping integer arithmetic is none that Inductor folds
-                # rightly.
-                object.__setattr__(inner, "mask", torch.compiler.disable(inner.mask))
         module.compile(backend=backend)

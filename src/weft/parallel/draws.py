@@ -218,7 +218,7 @@ class _Keyed(TorchDispatchMode):
             state = replace(state, sample_ids=state.sample_ids.new_full((1,), -1))
         order = [layout.dim, *(dim for dim in range(len(held)) if dim != layout.dim)] if held else []
         return Elements(
-            samples=sample_words(key, state).to(device),
+            samples=sample_words(key, state.seed, state.step, state.sample_ids).to(device),
             starts=[starts[dim] for dim in order],
             sizes=[held[dim] for dim in order],
             whole=[whole[dim] for dim in order],

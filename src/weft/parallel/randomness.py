@@ -32,6 +32,9 @@ kept is scaled by the rounded probability, hence unbiased."""
 _CHUNK = 1 << 16
 """Hashes per piece on the CPU: 256 KiB of scratch, which stays in the cache."""
 
+_NAME_BYTES = 64
+"""Names of layers are filled up to a multiple of it."""
+
 # Odd multipliers as signed integers (torch has no unsigned arithmetic): of splitmix64 (Steele et al. 2014,
 # https://doi.org/10.1145/2714064.2660195) and of a 32-bit mixer of low bias (Wellons 2018,
 # https://nullprogram.com/blog/2018/07/31/).
@@ -65,6 +68,9 @@ class KeyedDropout(nn.Dropout):
     def __init__(self, p: float, key: str, context: StepContext, *, whole_features: bool = False) -> None:
         super().__init__(p)
         self.key = key
+        encoded = key.encode()
+        # As a tensor of few lengths: compiled code would ask for the very name, and be compiled for every block.
+        self._name = torch.tensor([*encoded, *bytes(-len(encoded) % _NAME_BYTES)], dtype=torch.uint8, device="cpu")
         self.context = context
         self.channels = whole_features
         """Whether to drop whole channels, as `nn.Dropout2d` does: one draw for (sample, dim 1)."""
@@ -73,7 +79,6 @@ class KeyedDropout(nn.Dropout):
         self.view: GroupView | None = None
         self.sequence_sharded = False
         """Whether the shards along dim 1 are those of the sequence, which may be uneven."""
-        self._columns: tuple[object, Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
@@ -91,16 +96,6 @@ class KeyedDropout(nn.Dropout):
         dropped = min(max(round(self.p * RESOLUTION), 1), RESOLUTION)
         if dropped == RESOLUTION:
             return torch.zeros(x.shape, dtype=torch.bool, device=x.device), 0.0
-        rows, columns, skip, width = self._words(x, state)
-        keep = hashed_mask(rows, columns, dropped - RESOLUTION // 2)
-        keep = keep[:, skip : skip + width]
-        if self.channels:
-            shape = (*x.shape[:2], *(1,) * (x.dim() - 2))
-            return keep.view(shape).expand(x.shape).contiguous(), RESOLUTION / (RESOLUTION - dropped)
-        return keep.reshape(x.shape), RESOLUTION / (RESOLUTION - dropped)
-
-    def _words(self, x: Tensor, state: MicrobatchState) -> tuple[Tensor, Tensor, int, int]:
-        """Random words of the rows (samples × positions) and of the pairs of columns; columns to skip, and to take."""
         samples = state.sample_ids.numel()
         assert x.shape[0] % samples == 0, f"{self.key}: dim 0 of {tuple(x.shape)} is not {samples} samples"
         width = x.shape[1] if self.channels else x.shape[-1]
@@ -108,10 +103,14 @@ class KeyedDropout(nn.Dropout):
             width = 1
         rows = 1 if self.channels else x.numel() // max(samples * width, 1)
         row_offset, column_offset = self._offsets(x, state, width)
-        words = sample_words(self.key, state)
-        positions = torch.arange(row_offset, row_offset + rows, device=x.device)
-        row_words = (mix(words[:, None] + positions * GOLDEN) >> 32).to(torch.int32).flatten()
-        return row_words, self._column_words(column_offset, width, x.device), column_offset % 2, width
+        make = torch.ops.weft.keyed_mask if torch.compiler.is_compiling() else keyed_mask
+        keep = make(
+            state.sample_ids, state.moment, self._name, dropped, rows, row_offset, width, column_offset, x.device
+        )
+        if self.channels:
+            shape = (*x.shape[:2], *(1,) * (x.dim() - 2))
+            return keep.view(shape).expand(x.shape).contiguous(), RESOLUTION / (RESOLUTION - dropped)
+        return keep.reshape(x.shape), RESOLUTION / (RESOLUTION - dropped)
 
     def _offsets(self, x: Tensor, state: MicrobatchState, width: int) -> tuple[int, int]:
         """First row of a sample and first column that this rank holds of the whole activation."""
@@ -125,17 +124,55 @@ class KeyedDropout(nn.Dropout):
             start = self.view.index * x.shape[1]
         return start * math.prod(x.shape[2:-1]), 0
 
-    def _column_words(self, offset: int, width: int, device: torch.device) -> Tensor:
-        key = (offset, width, device)
-        if self._columns is None or self._columns[0] != key:
-            pairs = torch.arange(offset // 2, (offset + width + 1) // 2, device=device)
-            self._columns = key, (mix(pairs * GOLDEN) >> 32).to(torch.int32)
-        return self._columns[1]
+
+def keyed_mask(
+    sample_ids: Tensor,
+    moment: Tensor,
+    name: Tensor,
+    dropped: int,
+    rows: int,
+    row_offset: int,
+    width: int,
+    column_offset: int,
+    device: torch.device,
+) -> Tensor:
+    """Return what is kept of `rows` rows per sample and `width` columns, bool, (samples × rows, width); of `RESOLUTION`
+    elements `dropped` are not.  `moment`: seed and step; `name`: the layer's, in UTF-8."""
+    seed, step = moment.tolist()
+    words = sample_words(bytes(name.tolist()).rstrip(b"\0").decode(), seed, step, sample_ids)
+    positions = torch.arange(row_offset, row_offset + rows, device=device)
+    row_words = (mix(words[:, None] + positions * GOLDEN) >> 32).to(torch.int32).flatten()
+    pairs = torch.arange(column_offset // 2, (column_offset + width + 1) // 2, device=device)
+    column_words = (mix(pairs * GOLDEN) >> 32).to(torch.int32)
+    keep = hashed_mask(row_words, column_words, dropped - RESOLUTION // 2)
+    skip = column_offset % 2
+    return keep[:, skip : skip + width].contiguous()
 
 
-def sample_words(key: str, state: MicrobatchState) -> Tensor:
-    digest = hashlib.blake2b(f"{state.seed}\0{state.step}\0{key}".encode(), digest_size=8).digest()
-    return mix(state.sample_ids * GOLDEN + int.from_bytes(digest, "little", signed=True))
+def _like_keyed_mask(
+    sample_ids: Tensor,
+    moment: Tensor,
+    name: Tensor,
+    dropped: int,
+    rows: int,
+    row_offset: int,
+    width: int,
+    column_offset: int,
+    device: torch.device,
+) -> Tensor:
+    return torch.empty(sample_ids.shape[0] * rows, width, dtype=torch.bool, device=device)
+
+
+# To a compiler one operator: Inductor would fold the wrapping integer arithmetic wrongly, and code outside of its
+# graphs would cut a block in two.
+torch.library.custom_op("weft::keyed_mask", keyed_mask, mutates_args=())
+torch.library.register_fake("weft::keyed_mask", _like_keyed_mask)
+
+
+def sample_words(key: str, seed: int, step: int, sample_ids: Tensor) -> Tensor:
+    """Return a random word (int64) per sample of a layer's draw."""
+    digest = hashlib.blake2b(f"{seed}\0{step}\0{key}".encode(), digest_size=8).digest()
+    return mix(sample_ids * GOLDEN + int.from_bytes(digest, "little", signed=True))
 
 
 def mix(words: Tensor) -> Tensor:

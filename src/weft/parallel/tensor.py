@@ -102,19 +102,32 @@ class _SharedInput:
     version: int = -1
     result: Tensor | None = None
 
-    def get(self, x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        if x.is_inference():  # has no version to tell whether it was changed in between
+    def get(self, x: Tensor, make: Callable[[Tensor], Tensor], *, kept: bool) -> Tensor:
+        """Return what was made of `x` for an earlier reader, or make it.  `kept`: the reader's backward needs `x`."""
+        version = _version(x, kept)
+        if version is None:
             return make(x)
         wants_grad = torch.is_grad_enabled() and x.requires_grad
         held = self.result
-        fresh = held is None or self.source is not x or self.version != x._version or held.requires_grad != wants_grad
+        fresh = held is None or self.source is not x or self.version != version or held.requires_grad != wants_grad
         if held is None or fresh:
             held = make(x)
-            self.source, self.version, self.result = x, x._version, held
+            self.source, self.version, self.result = x, version, held
         return held
 
     def clear(self) -> None:
         self.source = self.result = None
+
+
+def _version(x: Tensor, kept: bool) -> int | None:
+    """What tells whether `x` was changed in between; None: nothing does.
+
+    Compiled code has no versions to compare (a graph would end here).  There `x` is as it was where a backward needs
+    it, because autograd would refuse to run it otherwise.
+    """
+    if torch.compiler.is_compiling():
+        return 0 if kept else None
+    return None if x.is_inference() else x._version
 
 
 @dataclass(slots=True)
@@ -182,7 +195,7 @@ class _Splitter:
         plain = type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
         if plain:
             product = _linear_product if is_linear(module) else _conv1d_product
-            module.forward = partial(_row_forward, module, product, reduce, self.shared)
+            module.forward = _row_forward(module, product, reduce, self.shared)
         elif getattr(module, "bias", None) is None:
             module.register_forward_hook(partial(_reduce_output, reduce, self.shared))
         else:
@@ -198,8 +211,11 @@ class _Splitter:
 def _share_input(
     shared: _SharedInput | None, make: Callable[[Tensor], Tensor], module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
+    weight = getattr(module, "weight", None)
+    kept = weight is not None and weight.requires_grad
+
     def get(x: Tensor) -> Tensor:
-        return make(x) if shared is None else shared.get(x, make)
+        return make(x) if shared is None else shared.get(x, make, kept=kept)
 
     if args:
         return (get(args[0]), *args[1:]), kwargs
@@ -216,13 +232,20 @@ def _row_forward(
     product: Callable[[nn.Module, Tensor], Tensor],
     reduce: Callable[[Tensor], Tensor],
     shared: _SharedInput,
-    input: Tensor,
-) -> Tensor:
-    """The layer's own forward, with the bias added once, after the sum over the group."""
-    shared.clear()
-    output = reduce(product(module, input))
-    bias = getattr(module, "bias", None)
-    return output if bias is None else output + bias
+) -> Callable[[Tensor], Tensor]:
+    """The layer's own forward, with the bias added once, after the sum over the group.
+
+    A function and no partial: compiled code would ask whether that is the very same one, so that every block were
+    compiled for itself, up to torch's limit of eight, and the others run eagerly.
+    """
+
+    def forward(input: Tensor) -> Tensor:
+        shared.clear()
+        output = reduce(product(module, input))
+        bias = getattr(module, "bias", None)
+        return output if bias is None else output + bias
+
+    return forward
 
 
 def _linear_product(module: nn.Module, x: Tensor) -> Tensor:

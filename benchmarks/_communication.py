@@ -21,7 +21,7 @@ from weft.comm import (
     register_shared_memory_backend,
     shared_memory_group,
 )
-from weft.launch import Place, initialise_distributed
+from weft.launch import RankInfo, initialise_distributed
 from weft.parallel.shared_buffers import share_buffers
 
 _BLOCK_SECONDS = 0.02
@@ -36,14 +36,14 @@ class _Way:
     call: Callable[[], Any]
 
 
-def run_rank(place: Place, *, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
+def run_rank(rank_info: RankInfo, *, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     """Time every way of every collective, block by block, `rounds` times; seconds per call as this rank saw them.
 
     `sizes` in bytes.  Returns {collective: {way: {size: [seconds, …]}}}, and how the engine came to copy.
     """
     torch.set_num_threads(1)
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
-    with initialise_distributed("cpu", place, backend="weft"):
+    with initialise_distributed("cpu", rank_info, backend="weft"):
         gloo = dist.new_group(backend="gloo")
         shared = shared_memory_group(dist.group.WORLD)
         assert isinstance(gloo, dist.ProcessGroup)

@@ -29,7 +29,7 @@ from benchmarks._statistics import round_ratios, spread, summary
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.engine import create_training
-from weft.launch import Place, initialise_distributed
+from weft.launch import RankInfo, initialise_distributed
 from weft.launch.launcher import launch_function
 from weft.models.decoder import build_decoder
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, dump_plan
@@ -72,11 +72,11 @@ def characters() -> Tensor:
     return torch.tensor([min(max(ord(letter) - 31, 0), _VOCABULARY - 1) for letter in source])
 
 
-def study_rank(place: Place, codec: str, optimizer: str, seeds: Sequence[int], steps: int) -> list[float]:
+def study_rank(rank_info: RankInfo, codec: str, optimizer: str, seeds: Sequence[int], steps: int) -> list[float]:
     """Train once per seed on this rank; final losses over the last tenth of the text."""
     with initialise_distributed("cpu"):
         torch.set_num_threads(1)
-        return [_final_loss(codec, optimizer, seed, steps, place.world_size) for seed in seeds]
+        return [_final_loss(codec, optimizer, seed, steps, rank_info.world_size) for seed in seeds]
 
 
 def _final_loss(codec: str, optimizer: str, seed: int, steps: int, world: int) -> float:

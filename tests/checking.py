@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pool import RankPool
 from weft.entry._check import Launch
-from weft.launch import Place
+from weft.launch import RankInfo
 from weft.worker._check import run_rank
 
 
@@ -25,6 +25,6 @@ def on_ranks(ranks: RankPool) -> Launch:
 def _run_rank(arguments: dict[str, Any]) -> None:
     known = set(os.environ)
     rank, world = dist.get_rank(), dist.get_world_size()
-    run_rank(Place(rank, world, rank, world), **arguments)
+    run_rank(RankInfo(rank, world, rank, world), **arguments)
     for name in [name for name in os.environ if "TORCHINDUCTOR" in name and name not in known]:
         del os.environ[name]

@@ -18,7 +18,7 @@ import pool
 import tiers
 
 if TYPE_CHECKING:
-    from weft.launch.launcher import Nursery
+    from weft.launch.launcher import ForkServer
 
 # A container's usual setting, which makes each of the suite's hundreds of processes compile Weft's modules again:
 # 0.3 s of 0.4 s in which `weft --help` starts (Xeon 2.5 GHz, 2026-11-22).
@@ -48,11 +48,11 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[pool.RankPool]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     """What ranks of `weft.launch` are forked from, by tests of what they do: each would import torch again."""
-    from weft.launch.launcher import Nursery
+    from weft.launch.launcher import ForkServer
 
-    with Nursery(preload=("weft.entry",)) as made:
+    with ForkServer(preload=("weft.entry",)) as made:
         yield made
 
 
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_pooled(item: pytest.Item) -> bool:
     """Whether a test uses what is started once for the whole suite."""
-    return isinstance(item, pytest.Function) and not {"ranks", "nursery"}.isdisjoint(item.fixturenames)
+    return isinstance(item, pytest.Function) and not {"ranks", "fork_server"}.isdisjoint(item.fixturenames)
 
 
 NEEDS = {

@@ -14,7 +14,7 @@ from pool import RankPool
 from weft.comm import BackendKind, Collectives, GroupView, Mesh, shared_memory_group
 from weft.comm.messages import Messenger
 from weft.errors import PlanError
-from weft.launch import Place, initialise_distributed
+from weft.launch import RankInfo, initialise_distributed
 from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, ComputePlan, MeshPlan, parse_plan
 
 SECONDS = 7.5
@@ -49,11 +49,11 @@ def test_every_group_of_the_mesh_waits_as_long(ranks: RankPool, backend: str) ->
 
 def _default_group(folder: str, backend: BackendKind) -> set[float]:
     """One rank comes later than the deadline allows, which counts only when all have come."""
-    place = Place(dist.get_rank(), 2, dist.get_rank(), 2, f"{folder}/store")
+    rank_info = RankInfo(dist.get_rank(), 2, dist.get_rank(), 2, f"{folder}/store")
     dist.destroy_process_group()
-    if place.rank:
+    if rank_info.rank:
         time.sleep(2.3)
-    with initialise_distributed("cpu", place, timeout_seconds=2.0, backend=backend):
+    with initialise_distributed("cpu", rank_info, timeout_seconds=2.0, backend=backend):
         shared = shared_memory_group(dist.group.WORLD)
         gloo: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
         return {gloo.options._timeout.total_seconds(), 2.0 if shared is None else shared.seconds}

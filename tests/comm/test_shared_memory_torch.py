@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pool import RankPool
 from weft.comm import shared_memory_group
 from weft.errors import CollectiveError
-from weft.launch import Place, initialise_distributed
+from weft.launch import RankInfo, initialise_distributed
 from weft.launch.launcher import launch_function
 
 WEFT = "cpu:weft"
@@ -337,8 +337,8 @@ def _waited_for(x: Tensor) -> Tensor:
     return x
 
 
-def compiled_rank(place: Place) -> tuple[list[float], bool]:
-    with initialise_distributed("cpu", place, backend="weft"):
+def compiled_rank(rank_info: RankInfo) -> tuple[list[float], bool]:
+    with initialise_distributed("cpu", rank_info, backend="weft"):
         waited = torch.compile(_waited_for, backend="aot_eager")(torch.ones(3))
         assert waited.tolist() == _waited_for(torch.ones(3)).tolist() == [dist.get_world_size() * 2.0] * 3
         return _compiled().tolist(), _compiled_ddp()

@@ -39,7 +39,7 @@ def reader() -> TrainReader:
 
 @pytest.fixture
 def prefetcher(reader: TrainReader) -> Iterator[Prefetcher]:
-    made = Prefetcher(reader, SPEC, 2, 5, workers=2, patience_seconds=5.0)
+    made = Prefetcher(reader, SPEC, 2, 5, workers=2, timeout_seconds=5.0)
     yield made
     made.close()
     made.close()
@@ -67,7 +67,7 @@ def test_killed_helpers_are_replaced_with_the_same_order(reader: TrainReader, pr
 
 
 def test_stuck_helper_is_replaced(reader: TrainReader) -> None:
-    prefetcher = Prefetcher(reader, SPEC, 2, 5, workers=1, patience_seconds=1.5)
+    prefetcher = Prefetcher(reader, SPEC, 2, 5, workers=1, timeout_seconds=1.5)
     try:
         prefetcher.read(0)
         stuck = prefetcher.worker_pids[0]

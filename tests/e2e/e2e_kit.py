@@ -123,18 +123,24 @@ class Act:
     def send_to_a_rank(self, number: signal.Signals) -> None:
         """A signal to the rank that started last."""
         alive = marked(self.mark)
-        (nursery,) = [pid for pid in alive if _parent(pid) == self.pid and "_nursery.py" in _command(pid)]
-        (parent,) = [pid for pid in alive if _parent(pid) == nursery]
+        (fork_server,) = [pid for pid in alive if _parent(pid) == self.pid and "_fork_server_main.py" in _command(pid)]
+        (parent,) = [pid for pid in alive if _parent(pid) == fork_server]
         os.kill(max(pid for pid in alive if _parent(pid) == parent), number)
 
     def pids(self, role: str) -> list[int]:
-        """The processes of a role: `launcher`, `nursery`, `parent` (of the ranks), `rank`, `worker` (of data)."""
+        """The processes of a role: `launcher`, `fork_server`, `parent` (of the ranks), `rank`, `worker` (of data)."""
         alive = marked(self.mark)
         workers = [pid for pid in alive if "weft.data._prefetch" in _command(pid)]
-        nurseries = [pid for pid in alive if _parent(pid) == self.pid and "_nursery.py" in _command(pid)]
-        parents = [pid for pid in alive if _parent(pid) in nurseries]
+        fork_servers = [pid for pid in alive if _parent(pid) == self.pid and "_fork_server_main.py" in _command(pid)]
+        parents = [pid for pid in alive if _parent(pid) in fork_servers]
         ranks = sorted(pid for pid in alive if _parent(pid) in parents and pid not in workers)
-        roles = {"launcher": [self.pid], "nursery": nurseries, "parent": parents, "rank": ranks, "worker": workers}
+        roles = {
+            "launcher": [self.pid],
+            "fork_server": fork_servers,
+            "parent": parents,
+            "rank": ranks,
+            "worker": workers,
+        }
         return roles[role]
 
 

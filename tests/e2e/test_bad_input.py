@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli._main import run
-from weft.launch.launcher import Nursery, RankError
+from weft.launch.launcher import ForkServer, RankError
 
 HERE = Path(__file__).parent
 WEFT = str(Path(sys.executable).with_name("weft"))
@@ -401,12 +401,12 @@ def test_token_out_of_range_in_a_users_model_names_rank_and_line(bench: Bench) -
     bench.refuses("train", "poisoned.toml", "--processes", "2", match=match, status=1)
 
 
-def test_error_of_a_worker_is_raised_in_python(bench: Bench, nursery: Nursery) -> None:
+def test_error_of_a_worker_is_raised_in_python(bench: Bench, fork_server: ForkServer) -> None:
     import weft
 
     bench.write("poisoned.toml", factory("bad_models:poisoned", 'arguments = { how = "raise" }'))
-    before = nursery.num_jobs
+    before = fork_server.num_jobs
     with pytest.raises(RankError, match="rank 1 of 2 .*ValueError: a width of 7 was not expected") as caught:
-        weft.train("poisoned.toml", processes=2, quiet=True, nursery=nursery)
-    assert nursery.num_jobs == before + 1
+        weft.train("poisoned.toml", processes=2, quiet=True, fork_server=fork_server)
+    assert fork_server.num_jobs == before + 1
     assert (caught.value.rank, caught.value.kind) == (1, "ValueError")

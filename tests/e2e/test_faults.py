@@ -25,7 +25,7 @@ DEADLINE = ("--set", f"plan.compute.collective_timeout_seconds={TIMEOUT_SECONDS}
 LONGER = ("--set", "recipe.run.steps=120", "--set", "recipe.run.log_every=1")
 MOMENTS = {"start": "run ", "mid step": "step    3 ", "save": "step   40  saved", "end": "step  118 "}
 DEEDS = ("STOP", "KILL", "STOP then CONT", "STOP then KILL")
-ROLES = ("rank", "worker", "parent", "nursery", "launcher")
+ROLES = ("rank", "worker", "parent", "fork_server", "launcher")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def losses(run: Path) -> dict[int, float]:
 
 def judge(done: Done, same: bool, role: str, deed: str) -> None:
     assert "Traceback" not in done.text, done.text
-    harmless = role == "worker" or deed == "STOP then CONT" or (role in ("parent", "nursery") and deed == "STOP")
+    harmless = role == "worker" or deed == "STOP then CONT" or (role in ("parent", "fork_server") and deed == "STOP")
     if done.status == 0:
         assert same, "other losses"
         return
@@ -88,7 +88,7 @@ def judge(done: Done, same: bool, role: str, deed: str) -> None:
     begun = max(done.text.rfind("\nstep "), done.text.rfind("\nrun "))  # struck before the first step, it has none
     last = done.text[begun:].splitlines()[2:]
     assert len(last) <= 15, done.text
-    named = {"rank": "SIGSTOP|SIGKILL", "parent": "that started the ranks", "nursery": "that started the ranks"}
+    named = {"rank": "SIGSTOP|SIGKILL", "parent": "that started the ranks", "fork_server": "that started the ranks"}
     assert re.search(named[role], "\n".join(last)), done.text
     assert done.seconds_after < TIMEOUT_SECONDS + 12
 

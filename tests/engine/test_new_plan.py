@@ -18,7 +18,7 @@ from engine_kit import plan_of, recipe_of
 from weft.data import data_shape, prepare_data
 from weft.entry import training_of
 from weft.events import Run, RunFolder
-from weft.launch import Distributed, Place, initialise_distributed
+from weft.launch import Distributed, RankInfo, initialise_distributed
 from weft.models import build_model
 from weft.plan import Plan
 
@@ -53,9 +53,11 @@ def go_on(
     recipe = recipe_of(steps=steps)
     recipe = replace(recipe, data=replace(recipe.data, prefetch_workers=0))
     run_folder, losses, after = RunFolder(Path(folder)), list[float](), list[tuple[int, int, int]]()
-    place = None
+    rank_info = None
     if store is not None:
-        place = Place(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), store=store)
+        rank_info = RankInfo(
+            dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), store=store
+        )
         dist.destroy_process_group()
 
     def train(distributed: Distributed, plan: Plan, number: int) -> None:
@@ -71,12 +73,12 @@ def go_on(
         assert model() is None, "the model of the plan before is gone"
 
     prepared = prepare_data(recipe, data_shape(build_model(recipe), recipe))
-    with initialise_distributed("cpu", place) as distributed:
+    with initialise_distributed("cpu", rank_info) as distributed:
         for number, plan in enumerate(plans):
             train(distributed, plan, number)
         rank = distributed.rank
     if after_alone is not None and rank == 0:
-        with initialise_distributed("cpu", Place(0, 1, 0, 1)) as distributed:
+        with initialise_distributed("cpu", RankInfo(0, 1, 0, 1)) as distributed:
             train(distributed, after_alone, len(plans))
     return losses, after
 

@@ -17,7 +17,7 @@ from pool import RankPool
 from weft.cli._main import run
 from weft.entry._check import check_by
 from weft.errors import LaunchError, RecipeError
-from weft.launch.launcher import Nursery
+from weft.launch.launcher import ForkServer
 from weft.plan import DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.recipe import Recipe, parse_recipe
 
@@ -129,7 +129,7 @@ def test_a_plan_that_equals_one_process(project: Path, capsys: pytest.CaptureFix
     ]  # fmt: skip
 
 
-def test_compression_is_left_out_and_the_report_says_so(nursery: Nursery, project: Path) -> None:
+def test_compression_is_left_out_and_the_report_says_so(fork_server: ForkServer, project: Path) -> None:
     recipe = factory("build")
     recipe = replace(recipe, permit=replace(recipe.permit, compression=("powersgd",)))
     plan = Plan(
@@ -138,9 +138,9 @@ def test_compression_is_left_out_and_the_report_says_so(nursery: Nursery, projec
         microbatch=MicrobatchPlan(size=4),
         memory=MemoryPlan(fused_loss=False),
     )
-    before = nursery.num_jobs
-    report = weft.check(recipe, plan, nursery=nursery)
-    assert nursery.num_jobs == before + 1
+    before = fork_server.num_jobs
+    report = weft.check(recipe, plan, fork_server=fork_server)
+    assert fork_server.num_jobs == before + 1
     assert report.is_equal, str(report)
     assert report.plan.data_parallel.compression == "none"
     assert "compared without compression: powersgd changes gradients, which the recipe permits" in str(report)

@@ -15,8 +15,8 @@ import weft
 from weft.cluster import parse_cluster_spec
 from weft.entry._fit import Trial, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
 from weft.errors import PlanError, RecipeError
-from weft.launch import Place
-from weft.launch.launcher import Nursery
+from weft.launch import RankInfo
+from weft.launch.launcher import ForkServer
 from weft.plan import MeshPlan, MicrobatchPlan, Plan, dump_plan, facts_of, parse_plan
 from weft.profile import profile_of
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, Recipe, RunRecipe, dump_recipe, parse_recipe
@@ -43,13 +43,13 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_every_rank_is_weighed_without_its_peers(name: str, nursery: Nursery) -> None:
+def test_every_rank_is_weighed_without_its_peers(name: str, fork_server: ForkServer) -> None:
     axes = dict(PLANS[name])
     zero = axes.pop("zero", 1)
     mesh = MeshPlan(**axes)
     plan = Plan(mesh=mesh, microbatch=MicrobatchPlan(size=2, per_step=4 // mesh.data))
     plan = replace(plan, data_parallel=replace(plan.data_parallel, zero=zero))
-    trial = weigh_in_processes(recipe_of(), plan, nursery=nursery)
+    trial = weigh_in_processes(recipe_of(), plan, fork_server=fork_server)
     assert trial.fits
     assert 50e6 < trial.peak_bytes < 5e9  # the interpreter and torch are most of it
 
@@ -57,8 +57,8 @@ def test_every_rank_is_weighed_without_its_peers(name: str, nursery: Nursery) ->
 def in_a_job(recipe: str, plan: str) -> list[tuple[bool, int]]:
     """Every rank of a running job weighs its own share; then all know the worst."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    place = Place(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
-    trial = weigh_in_job(place)(parse_recipe(recipe), parse_plan(plan))
+    rank_info = RankInfo(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
+    trial = weigh_in_job(rank_info)(parse_recipe(recipe), parse_plan(plan))
     return [(trial.fits, trial.peak_bytes)]
 
 

@@ -47,7 +47,7 @@ def _be_stopped(folder: str, port: int, plan: Plan, seconds: float | None) -> No
     loader = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4)
     with weft.session(plan=plan, folder=folder, quiet=True, collective_timeout_seconds=seconds) as session:
         state = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, loss=_loss)
-        assert session.lost is None
+        assert session.rank_failure is None
         batch = next(iter(state.batches()))
         state.step(batch)
         if session.rank == 1:

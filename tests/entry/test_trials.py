@@ -12,7 +12,7 @@ from weft.cli._read import read_choice
 from weft.cluster import Cluster
 from weft.entry import TimedPlan, decide_by_trials, step_seconds, time_plans
 from weft.entry._trials import _fit_together, _key, close_rivals
-from weft.launch.launcher import Nursery
+from weft.launch.launcher import ForkServer
 from weft.plan import MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan, facts_of
 from weft.profile import profile_of
 from weft.recipe import Recipe, parse_recipe
@@ -47,14 +47,16 @@ def lasting(seconds: float, choice: Choice) -> int:
     return int(seconds / choice.rivals[0].prediction.step_seconds)
 
 
-def test_the_fastest_is_taken_and_remembered(tmp_path: Path, nursery: Nursery) -> None:
+def test_the_fastest_is_taken_and_remembered(tmp_path: Path, fork_server: ForkServer) -> None:
     recipe = parse_recipe(RECIPE)
     choice, machine = chosen(recipe)
     assert choice.plan.data_parallel.zero != 0
     assert len(close_rivals(choice)) == 2
     told: list[str] = []
     steps = lasting(1000, choice)
-    decided = decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=steps, nursery=nursery)
+    decided = decide_by_trials(
+        recipe, choice, machine, tell=told.append, folder=tmp_path, steps=steps, fork_server=fork_server
+    )
     assert [line.split(":")[0] for line in told] == ["trial     1 of 2", "trial     2 of 2"]
     why = next(why for key, why in decided.reasons.items() if key.startswith("mesh."))
     assert why.startswith("measured ")
@@ -115,15 +117,15 @@ def test_compiled_or_in_larger_microbatches_where_that_saves_time(tmp_path: Path
     assert told == []
 
 
-def test_plans_of_two_worlds_take_turns(nursery: Nursery) -> None:
+def test_plans_of_two_worlds_take_turns(fork_server: ForkServer) -> None:
     recipe = parse_recipe(RECIPE)
     two = Plan(mesh=MeshPlan(shard=2), microbatch=MicrobatchPlan(size=4, per_step=1))
     wrong = replace(two, mesh=MeshPlan(pipeline=2), pipeline_parallel=PipelineParallelPlan(cuts=(7,)))
     one = replace(two, mesh=MeshPlan(), microbatch=MicrobatchPlan(size=8, per_step=1))
     slow = replace(one, microbatch=MicrobatchPlan(size=1, per_step=8))
-    before = nursery.num_jobs
-    timed = time_plans(recipe, [two, one, slow, wrong], rounds=3, most=1, nursery=nursery)
-    assert nursery.num_jobs == before + 1
+    before = fork_server.num_jobs
+    timed = time_plans(recipe, [two, one, slow, wrong], rounds=3, most=1, fork_server=fork_server)
+    assert fork_server.num_jobs == before + 1
     assert isinstance(timed[3], str)
     assert "cuts" in timed[3]
     ran = [each for each in timed if isinstance(each, TimedPlan)]
@@ -148,7 +150,7 @@ def test_the_pace_of_the_machine_does_not_choose() -> None:
     assert found[2] == 9.0
 
 
-def test_plans_too_large_for_company_are_timed_alone(tmp_path: Path, nursery: Nursery) -> None:
+def test_plans_too_large_for_company_are_timed_alone(tmp_path: Path, fork_server: ForkServer) -> None:
     recipe = parse_recipe(RECIPE)
     choice, machine = chosen(recipe)
     usable = 1.5 * choice.rivals[0].prediction.fullest.device
@@ -157,7 +159,9 @@ def test_plans_too_large_for_company_are_timed_alone(tmp_path: Path, nursery: Nu
     assert _fit_together(choice.rivals)
     told: list[str] = []
     tight, steps = replace(choice, rivals=rivals), lasting(1000, choice)
-    decided = decide_by_trials(recipe, tight, machine, tell=told.append, folder=tmp_path, steps=steps, nursery=nursery)
+    decided = decide_by_trials(
+        recipe, tight, machine, tell=told.append, folder=tmp_path, steps=steps, fork_server=fork_server
+    )
     assert [line.split(":")[0] for line in told] == ["trial     1 of 2", "trial     2 of 2"]
     assert any(why.startswith("measured ") for why in decided.reasons.values())
 

@@ -36,7 +36,7 @@ from weft.comm import (
 )
 from weft.engine import TrainingState, create_training
 from weft.engine._throughput import measure_peak_flops
-from weft.launch import Place, initialise_distributed
+from weft.launch import RankInfo, initialise_distributed
 from weft.models import Blueprint
 from weft.models.decoder import build_decoder
 from weft.parallel import ModelLayout, ParameterLayout, materialise
@@ -62,7 +62,7 @@ _POOL = 4
 
 
 def measure(
-    place: Place,
+    rank_info: RankInfo,
     *,
     device: str,
     sizes: dict[str, int],
@@ -74,7 +74,7 @@ def measure(
     steps: int,
 ) -> dict[str, Any]:
     """Compare Weft, Weft without the fused loss, and the hand-written loop: seconds per step and peak memory."""
-    with initialise_distributed(device, place) as distributed:  # type: ignore[arg-type]
+    with initialise_distributed(device, rank_info) as distributed:  # type: ignore[arg-type]
         where = distributed.device
         shape = DecoderShape(**sizes, tie_embeddings=False)
         batches = [_batch(shape, batch, index) for index in range(_POOL)]
@@ -105,11 +105,11 @@ def measure(
 
 
 def measure_memory(
-    place: Place, *, device: str, sizes: dict[str, int], batch: int, precision: str, recomputes: list[str]
+    rank_info: RankInfo, *, device: str, sizes: dict[str, int], batch: int, precision: str, recomputes: list[str]
 ) -> list[dict[str, Any]]:
     """Peak of the allocator in three steps against `estimate_memory` without what a process holds besides."""
     found: list[dict[str, Any]] = []
-    with initialise_distributed(device, place) as distributed:  # type: ignore[arg-type]
+    with initialise_distributed(device, rank_info) as distributed:  # type: ignore[arg-type]
         where = distributed.device
         shape = DecoderShape(**sizes, tie_embeddings=False)
         batches = [_batch(shape, batch, index) for index in range(_POOL)]
@@ -138,9 +138,9 @@ def measure_memory(
     return found
 
 
-def collectives(place: Place, *, device: str) -> dict[str, bool]:
+def collectives(rank_info: RankInfo, *, device: str) -> dict[str, bool]:
     """Weft's collectives on the device's own backend in a group of one: slices in place, as buckets do."""
-    with initialise_distributed(device, place) as distributed:  # type: ignore[arg-type]
+    with initialise_distributed(device, rank_info) as distributed:  # type: ignore[arg-type]
         view = GroupView((0,), 0, dist.group.WORLD)
         values = torch.arange(64, dtype=torch.float32, device=distributed.device)
         flat, ends = values.clone(), [(0, 64)]

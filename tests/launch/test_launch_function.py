@@ -13,7 +13,7 @@ import pytest
 from launch_kit import is_alive, job, parent_of, wait_for
 
 from weft.errors import LaunchError, PlanError
-from weft.launch.launcher import Nursery, RankError, launch_function
+from weft.launch.launcher import ForkServer, RankError, launch_function
 
 
 def test_results_come_by_rank() -> None:
@@ -21,58 +21,60 @@ def test_results_come_by_rank() -> None:
     assert results == [{"rank": rank, "sum": 9.0, "threads": 1} for rank in range(3)]
 
 
-def test_ranks_listen_on_loopback_only(nursery: Nursery) -> None:
-    listening = [address for rank in launch_function(job("addresses"), {}, 2, nursery=nursery) for address in rank]
-    assert listening
-    assert {address.partition(":")[0] for address in listening} == {"0100007F"}
+def test_ranks_listen_on_loopback_only(fork_server: ForkServer) -> None:
+    listening_for_failures = [
+        address for rank in launch_function(job("addresses"), {}, 2, fork_server=fork_server) for address in rank
+    ]
+    assert listening_for_failures
+    assert {address.partition(":")[0] for address in listening_for_failures} == {"0100007F"}
 
 
-def test_error_of_all_ranks_keeps_class_and_message(nursery: Nursery) -> None:
+def test_error_of_all_ranks_keeps_class_and_message(fork_server: ForkServer) -> None:
     with pytest.raises(PlanError, match=r"^tensor = 3 does not divide num_heads = 8. Use 1, 2, 4 or 8.$"):
-        launch_function(job("fail_with_plan_error"), {}, 2, nursery=nursery)
+        launch_function(job("fail_with_plan_error"), {}, 2, fork_server=fork_server)
 
 
-def test_error_of_one_rank_names_it(nursery: Nursery) -> None:
+def test_error_of_one_rank_names_it(fork_server: ForkServer) -> None:
     with pytest.raises(PlanError, match=r"^rank 1 on host .*: only here$"):
-        launch_function(job("fail_on_rank_one"), {"kind": "plan"}, 2, nursery=nursery)
+        launch_function(job("fail_on_rank_one"), {"kind": "plan"}, 2, fork_server=fork_server)
 
 
-def test_other_errors_are_told_in_15_lines(nursery: Nursery) -> None:
+def test_other_errors_are_told_in_15_lines(fork_server: ForkServer) -> None:
     with pytest.raises(RankError, match="rank 1 of 3 on host .* stopped: ValueError: a long story") as caught:
-        launch_function(job("fail_on_rank_one"), {"kind": "error"}, 3, nursery=nursery)
+        launch_function(job("fail_on_rank_one"), {"kind": "error"}, 3, fork_server=fork_server)
     lines = str(caught.value).splitlines()
     assert len(lines) <= 15
     assert any("fail_on_rank_one" in line for line in lines)
     assert (caught.value.rank, caught.value.kind) == (1, "ValueError")
 
 
-def test_killed_rank_is_the_cause_though_others_complain_first(nursery: Nursery) -> None:
+def test_killed_rank_is_the_cause_though_others_complain_first(fork_server: ForkServer) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 on host .* stopped: killed by SIGKILL. When nobody did that"):
-        launch_function(job("fail_on_rank_one"), {"kind": "kill"}, 2, nursery=nursery)
+        launch_function(job("fail_on_rank_one"), {"kind": "kill"}, 2, fork_server=fork_server)
 
 
-def test_rank_that_leaves_without_a_word(nursery: Nursery) -> None:
+def test_rank_that_leaves_without_a_word(fork_server: ForkServer) -> None:
     with pytest.raises(RankError, match="rank 1 of 2 on host .* stopped: exit code 9 without an error"):
-        launch_function(job("fail_on_rank_one"), {"kind": "exit"}, 2, nursery=nursery)
+        launch_function(job("fail_on_rank_one"), {"kind": "exit"}, 2, fork_server=fork_server)
 
 
-def test_stubborn_rank_is_killed_after_a_failure(nursery: Nursery) -> None:
+def test_stubborn_rank_is_killed_after_a_failure(fork_server: ForkServer) -> None:
     with pytest.raises(RankError, match="rank 1 of 2 .* ValueError: first"):
-        launch_function(job("hang_after_failure"), {}, 2, nursery=nursery)
+        launch_function(job("hang_after_failure"), {}, 2, fork_server=fork_server)
 
 
-def test_result_that_json_cannot_hold(nursery: Nursery) -> None:
+def test_result_that_json_cannot_hold(fork_server: ForkServer) -> None:
     with pytest.raises(RankError, match="not JSON serializable"):
-        launch_function(job("no_json"), {}, 1, nursery=nursery)
+        launch_function(job("no_json"), {}, 1, fork_server=fork_server)
 
 
-def test_unknown_function(nursery: Nursery) -> None:
+def test_unknown_function(fork_server: ForkServer) -> None:
     with pytest.raises(RankError, match="has no attribute 'missing'"):
-        launch_function(job("missing"), {}, 1, nursery=nursery)
+        launch_function(job("missing"), {}, 1, fork_server=fork_server)
 
 
-def test_logs_hold_what_ranks_print(tmp_path: Path, nursery: Nursery) -> None:
-    launch_function(job("print_rank"), {}, 2, logs=tmp_path / "logs", nursery=nursery)
+def test_logs_hold_what_ranks_print(tmp_path: Path, fork_server: ForkServer) -> None:
+    launch_function(job("print_rank"), {}, 2, logs=tmp_path / "logs", fork_server=fork_server)
     assert (tmp_path / "logs" / "rank1.out").read_text().splitlines() == ["hello from 1", "trouble on 1"]
     assert not (tmp_path / "logs" / "rank0.out").exists()
 

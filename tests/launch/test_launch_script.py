@@ -12,7 +12,7 @@ import pytest
 
 import pool
 from weft.errors import LaunchError
-from weft.launch import place_from_environment
+from weft.launch import RankInfo
 from weft.launch._job import Outcome
 from weft.launch._report import MAX_LINES, first_cause, report
 from weft.launch.launcher import launch_script
@@ -190,11 +190,11 @@ def test_existing_group_is_left_alone(ranks: pool.RankPool) -> None:
 )
 def test_half_an_environment(environment: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
-        place_from_environment(environment)
+        RankInfo.from_environment(environment)
 
 
 def test_no_environment_is_no_place() -> None:
-    assert place_from_environment({"LOCAL_RANK": "0"}) is None
+    assert RankInfo.from_environment({"LOCAL_RANK": "0"}) is None
 
 
 def test_echoes_are_never_the_cause() -> None:

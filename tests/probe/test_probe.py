@@ -29,7 +29,7 @@ from weft.cluster import (
 )
 from weft.collective import table_from_json
 from weft.errors import ClusterError
-from weft.launch import Place
+from weft.launch import RankInfo
 from weft.price import Layout, Network, choose_algorithm
 from weft.probe import probe
 from weft.probe._choices import worlds_of
@@ -52,13 +52,13 @@ def test_settings_begin_with_what_training_uses() -> None:
 
 
 def test_peers_inside_and_between_nodes() -> None:
-    alone = peers_of(Place(0, 4, 0, 4))
+    alone = peers_of(RankInfo(0, 4, 0, 4))
     assert [(p.reach, p.groups) for p in alone] == [
         ("inside", ((0, 1),)),
         ("inside", ((0, 1), (2, 3))),
         ("inside", ((0, 1, 2, 3),)),
     ]
-    pairs = peers_of(Place(0, 6, 0, 2))
+    pairs = peers_of(RankInfo(0, 6, 0, 2))
     assert [(p.reach, p.groups) for p in pairs] == [
         ("inside", ((0, 1), (2, 3), (4, 5))),  # on all nodes at once: they share nothing
         ("between", ((0, 2),)),
@@ -66,14 +66,14 @@ def test_peers_inside_and_between_nodes() -> None:
         ("between", ((0, 2, 4),)),
         ("between", ((0, 2, 4), (1, 3, 5))),
     ]
-    assert peers_of(Place(0, 1, 0, 1)) == []
+    assert peers_of(RankInfo(0, 1, 0, 1)) == []
 
 
 def test_worlds_whose_choices_are_measured() -> None:
-    assert worlds_of(Place(0, 4, 0, 4)) == [(0, 1), (0, 1, 2, 3)]
-    assert worlds_of(Place(0, 6, 0, 3)) == [(0, 1), (0, 1, 2), (0, 1, 2, 3, 4, 5)]
-    assert worlds_of(Place(0, 2, 0, 1)) == [(0, 1)]
-    assert worlds_of(Place(0, 1, 0, 1)) == []
+    assert worlds_of(RankInfo(0, 4, 0, 4)) == [(0, 1), (0, 1, 2, 3)]
+    assert worlds_of(RankInfo(0, 6, 0, 3)) == [(0, 1), (0, 1, 2), (0, 1, 2, 3, 4, 5)]
+    assert worlds_of(RankInfo(0, 2, 0, 1)) == [(0, 1)]
+    assert worlds_of(RankInfo(0, 1, 0, 1)) == []
 
 
 def test_median_and_spread() -> None:
@@ -95,7 +95,7 @@ def _probe() -> dict[str, object]:
     rank, world = dist.get_rank(), dist.get_world_size()
     threads = torch.get_num_threads()
     found = probe_rank(
-        Place(rank, world, rank, world),
+        RankInfo(rank, world, rank, world),
         cores=1 + rank,
         memory_bytes=4 << 30,
         budget_seconds=0.01,
@@ -115,7 +115,7 @@ def test_ranks_measure_together_and_agree(ranks: pool.RankPool) -> None:
     assert found.cores == 1  # of the node that has fewest
     assert found.measured.settings == ((1, 1), (2, 1))
     assert {row.kind for row in found.links["inside"]} == set(KINDS)
-    assert len(found.links["inside"]) == number_of_times(Place(0, 2, 0, 2), CPU)
+    assert len(found.links["inside"]) == number_of_times(RankInfo(0, 2, 0, 2), CPU)
     rows = [*found.measured.matrix, *found.measured.attention, *found.measured.memory]
     assert len(rows) + 2 * len(found.measured.blocks) + 2 == 2 * number_of_figures(CPU, ["fp32"])
     assert all(math.isfinite(row.seconds) and 0 < row.seconds < 60 for row in [*rows, *found.links["inside"]])
@@ -263,8 +263,8 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def _uneven() -> None:
-    place = Place(dist.get_rank(), 3, dist.get_rank() % 2, 2)
-    probe_rank(place, cores=1, memory_bytes=1, budget_seconds=0.01, precisions=["fp32"], tell=print)
+    rank_info = RankInfo(dist.get_rank(), 3, dist.get_rank() % 2, 2)
+    probe_rank(rank_info, cores=1, memory_bytes=1, budget_seconds=0.01, precisions=["fp32"], tell=print)
 
 
 def test_uneven_nodes_are_refused(ranks: pool.RankPool) -> None:

@@ -43,14 +43,14 @@ def check(
     json
         Print the result as JSON.
     """
-    from weft.launch.launcher import open_nursery
+    from weft.launch.launcher import open_fork_server
     from weft.plan import check_runnable
 
-    with open_nursery() as nursery:  # which imports torch while this process does
+    with open_fork_server() as fork_server:  # which imports torch while this process does
         choice = read_choice(recipe, plan, set, None)
         check_runnable(choice.plan)  # before torch is imported
         from weft.entry import check as run
 
-        report = run(choice.recipe, choice.plan, processes=processes, explain=explain, nursery=nursery)
+        report = run(choice.recipe, choice.plan, processes=processes, explain=explain, fork_server=fork_server)
     print(to_text.dumps(report.to_json(), indent=2, ensure_ascii=False) if json else report)
     return 0 if report.is_equal else DIFFERS_STATUS

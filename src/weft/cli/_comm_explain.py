@@ -48,7 +48,7 @@ def explain(
     """
     from weft.cluster import resolve_cluster
     from weft.collective import arrange, find_table, flat, keep_table, parse_size
-    from weft.launch import place_from_environment
+    from weft.launch import RankInfo
 
     if processes is not None and cluster is not None:
         raise CollectiveError("--processes goes without --cluster, which has one rank per device. Leave one out.")
@@ -60,7 +60,7 @@ def explain(
         place = arrange("direct", described)
         topology = "torus" if any(tier.topology == "torus" for tier in described.links) else None
     ranks = place.members if place is not None else 2 if processes is None else processes
-    job = place_from_environment()
+    job = RankInfo.from_environment()
     if job is None and not 2 <= ranks <= _MOST_RANKS:
         raise CollectiveError(f"{ranks} ranks cannot be started here: use 2 to {_MOST_RANKS}.")
     nodes = (place or flat(ranks)).nodes

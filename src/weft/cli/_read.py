@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster
-    from weft.launch.launcher import Nursery
+    from weft.launch.launcher import ForkServer
     from weft.plan import ModelFacts, Plan
     from weft.profile import Profile
     from weft.recipe import Recipe
@@ -40,13 +40,13 @@ def read_choice(
     cluster: str | None = None,
     *,
     trials: bool = False,
-    nursery: Nursery | None = None,
+    fork_server: ForkServer | None = None,
     described: Described | None = None,
 ) -> Choice:
     """Read a recipe and its plan, choose the plan when it is `auto`, and check that both fit.
 
     With `trials`, a few steps decide between plans that predictions cannot tell apart, where that pays, and a plan that
-    may not find memory is marked.  `nursery`: of the processes that take these steps.  `described`: the recipe's model,
+    may not find memory is marked.  `fork_server` forks the processes that do.  `described`: the recipe's model,
     where that is known already.
 
     Raises:
@@ -72,7 +72,7 @@ def read_choice(
         facts, profile = described.facts, described.profile
         choice = choose_plan(recipe, machine, facts, processes, profile=profile, given=given)
         if trials and choice.rivals:
-            choice = _tried(recipe, machine, choice, of_plan, nursery)
+            choice = _tried(recipe, machine, choice, of_plan, fork_server)
         if trials:
             tight = _is_tight(choice)
         plan, reasons = choice.plan, choice.reasons
@@ -120,7 +120,9 @@ def _is_tight(choice: Chosen) -> bool:
     return is_tight(choice)
 
 
-def _tried(recipe: Recipe, machine: Cluster, choice: Chosen, of_plan: Iterable[str], nursery: Nursery | None) -> Chosen:
+def _tried(
+    recipe: Recipe, machine: Cluster, choice: Chosen, of_plan: Iterable[str], fork_server: ForkServer | None
+) -> Chosen:
     from weft.entry import decide_by_trials
     from weft.plan import apply_overrides
 
@@ -130,4 +132,4 @@ def _tried(recipe: Recipe, machine: Cluster, choice: Chosen, of_plan: Iterable[s
         for rival in choice.rivals
         if rival.plan is not None
     )
-    return decide_by_trials(recipe, replace(choice, rivals=rivals), machine, tell=print, nursery=nursery)
+    return decide_by_trials(recipe, replace(choice, rivals=rivals), machine, tell=print, fork_server=fork_server)

@@ -45,15 +45,17 @@ def train(
         With `auto`, let a few steps decide between plans that look equally fast, where the run is long enough, and
         whether a step finds memory, where that is in doubt.
     """
-    from weft.launch import place_from_environment
-    from weft.launch.launcher import open_nursery
+    from weft.launch import RankInfo
+    from weft.launch.launcher import open_fork_server
     from weft.plan import check_runnable
 
-    place = place_from_environment()  # of a rank that torchrun has started
-    if place is not None and plan == "auto" and processes is None:
-        processes = place.world_size
-    with open_nursery() as nursery:  # which imports torch while the plan is searched, and while this process imports it
-        choice = read_choice(recipe, plan, set, processes, trials=trials, nursery=nursery)
+    rank_info = RankInfo.from_environment()  # of a rank that torchrun has started
+    if rank_info is not None and plan == "auto" and processes is None:
+        processes = rank_info.world_size
+    with (
+        open_fork_server() as fork_server
+    ):  # which imports torch while the plan is searched, and while this process imports it
+        choice = read_choice(recipe, plan, set, processes, trials=trials, fork_server=fork_server)
         check_runnable(choice.plan)  # before torch is imported
         from weft.entry import run_name
         from weft.entry import train as run
@@ -68,11 +70,11 @@ def train(
             reasons=choice.reasons,
             try_memory=choice.is_tight,
             note=choice.note,
-            nursery=nursery,
+            fork_server=fork_server,
         )
     if result.stopped_early:
         return 128 + (result.stop_signal or signal.SIGINT)
-    if place is None or place.rank == 0:
+    if rank_info is None or rank_info.rank == 0:
         _show_what_it_learnt(result.folder, recipe)
     return 0
 

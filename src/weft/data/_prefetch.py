@@ -49,7 +49,7 @@ class Prefetcher:
         spec: What the helpers read.
         start, stop: This rank's part of every global batch.
         workers: Helper processes.
-        patience_seconds: A helper that takes longer for one batch is taken for stuck and replaced.
+        timeout_seconds: A helper that takes longer for one batch is taken for stuck and replaced.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Prefetcher:
         stop: int,
         *,
         workers: int,
-        patience_seconds: float = 120.0,
+        timeout_seconds: float = 120.0,
     ) -> None:
         self._depth = workers * _SLOTS_PER_WORKER
         self._ring = Ring(reader.fields, reader.num_samples, self._depth)
         arguments = [spec.to_json(), str(start), str(stop), str(self._depth), str(self._ring.descriptor)]
-        self._workers = [_Worker(arguments, self._ring.descriptor, patience_seconds) for _ in range(workers)]
+        self._workers = [_Worker(arguments, self._ring.descriptor, timeout_seconds) for _ in range(workers)]
         self._generation = 0
         self._next = -1
         self._finish = weakref.finalize(self, _finish, self._workers, self._ring)
@@ -116,10 +116,10 @@ def _finish(workers: Sequence[_Worker], ring: Ring) -> None:
 class _Worker:
     """One helper process and the requests it has not answered."""
 
-    def __init__(self, arguments: Sequence[str], memory: int, patience_seconds: float) -> None:
+    def __init__(self, arguments: Sequence[str], memory: int, timeout_seconds: float) -> None:
         self._arguments = arguments
         self._memory = memory
-        self._patience_seconds = patience_seconds
+        self._timeout_seconds = timeout_seconds
         self._open: list[tuple[int, int, int]] = []
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -175,10 +175,10 @@ class _Worker:
 
     def _await_answer(self, connection: socket.socket) -> None:
         """Return when there is something to read; a stuck helper is left to the connection's own timeout."""
-        deadline, stopped_at = time.monotonic() + self._patience_seconds, None
+        deadline, stopped_at = time.monotonic() + self._timeout_seconds, None
         ready = select.poll()
         ready.register(connection, select.POLLIN)
-        while not ready.poll(1000 * min(_LOOK_SECONDS, self._patience_seconds)):
+        while not ready.poll(1000 * min(_LOOK_SECONDS, self._timeout_seconds)):
             now = time.monotonic()
             if self.pid is None or not is_stopped(self.pid):
                 stopped_at = None
@@ -207,7 +207,7 @@ class _Worker:
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(self._patience_seconds)
+        self._socket.settimeout(self._timeout_seconds)
         with theirs:
             descriptors = [theirs.fileno(), self._memory]
             self._child = start_child("_prefetch", [*self._arguments, str(theirs.fileno())], descriptors=descriptors)
@@ -219,7 +219,7 @@ class _Worker:
         if stuck:
             self._child.kill()
         self.end(_GRACE_SECONDS)
-        ending = f"was stuck for {self._patience_seconds:g} s" if stuck else describe_exit(self._child.returncode)
+        ending = f"was stuck for {self._timeout_seconds:g} s" if stuck else describe_exit(self._child.returncode)
         self._start()
         self._send(self._open)
         return ending

@@ -14,7 +14,7 @@ from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, KnownMachine, known_machine
 from weft.describe import describe
 from weft.errors import RecipeError
-from weft.launch import Place
+from weft.launch import RankInfo
 from weft.models import Blueprint
 from weft.plan import ModelFacts
 from weft.profile import Profile, profile_of
@@ -68,8 +68,8 @@ def _on_meta(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def machine_for(place: Place | None) -> KnownMachine:
+def machine_for(rank_info: RankInfo | None) -> KnownMachine:
     """This machine as well as it is known; in a job on several hosts as its system says, so that all hosts agree."""
-    if place is not None and place.local_world_size < place.world_size:
+    if rank_info is not None and rank_info.local_world_size < rank_info.world_size:
         return KnownMachine(cluster=Cluster.detect(), note="")
     return known_machine()

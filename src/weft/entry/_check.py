@@ -20,8 +20,8 @@ from weft.cluster import Cluster, known_machine
 from weft.entry._auto import profile_of_built
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
 from weft.errors import LaunchError, RecipeError, WeftError
-from weft.launch import place_from_environment
-from weft.launch.launcher import Nursery, RankError, launch_function, open_nursery
+from weft.launch import RankInfo
+from weft.launch.launcher import ForkServer, RankError, launch_function, open_fork_server
 from weft.plan import (
     ModelFacts,
     Plan,
@@ -74,7 +74,7 @@ def check(
     *,
     processes: int | None = None,
     explain: bool = True,
-    nursery: Nursery | None = None,
+    fork_server: ForkServer | None = None,
 ) -> CheckReport:
     """Compare a plan with one process on a small model of the same structure, and return what came of it.
 
@@ -88,7 +88,7 @@ def check(
         plan: a plan, the path of one, or `auto` (as chosen for this machine).
         processes: the most to start; by default 8, or as many as the plan has axes for.
         explain: when something differs, find the likely cause and the techniques that it needs, by more runs.
-        nursery: of the processes; by default one that ends with this call.
+        fork_server: of the processes; by default one that ends with this call.
 
     A plan that compresses gradients, or lets replicas step by themselves, is compared without either, and the report
     says so: both change the mathematics by the recipe's permission, so there is no equal to compare with.
@@ -101,9 +101,9 @@ def check(
         report = weft.check("recipe.toml", "plan.toml")
         assert report.is_equal, report
     """
-    if dist.is_initialized() or place_from_environment() is not None:
+    if dist.is_initialized() or RankInfo.from_environment() is not None:
         raise LaunchError("weft.check starts its own processes, and this one is a rank already. Call it outside a job.")
-    with open_nursery(nursery) as warm:
+    with open_fork_server(fork_server) as warm:
         return check_by(partial(_fresh_processes, warm), recipe, plan, processes=processes, explain=explain)
 
 
@@ -111,13 +111,13 @@ Launch = Callable[[dict[str, Any], int], object]
 """Calls `weft.worker._check:run_rank` with these arguments on so many ranks, and returns when they have ended."""
 
 
-def _fresh_processes(nursery: Nursery | None, arguments: dict[str, Any], world_size: int) -> None:
+def _fresh_processes(fork_server: ForkServer | None, arguments: dict[str, Any], world_size: int) -> None:
     # This process has built the model already; importing transformers takes longer than the rest of a check.  And
     # torch's optimizers, which every rank runs, import dynamo.
     known = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
     preload = [*sorted(known), "torch._dynamo"]
     function = "weft.worker._check:run_rank"
-    launch_function(function, arguments, world_size, threads_per_rank=1, preload=preload, nursery=nursery)
+    launch_function(function, arguments, world_size, threads_per_rank=1, preload=preload, fork_server=fork_server)
 
 
 def check_by(

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from weft.errors import PlanError
 from weft.figures import spell_memory
-from weft.launch import Place
-from weft.launch.launcher import Nursery, RankError, launch_function
+from weft.launch import RankInfo
+from weft.launch.launcher import ForkServer, RankError, launch_function
 from weft.plan import ModelFacts, Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.search import Choice
@@ -83,20 +83,20 @@ def _smaller(plan: Plan) -> Plan | None:
     return None if smaller is None else replace(plan, microbatch=smaller)
 
 
-def weigh_in_processes(recipe: Recipe, plan: Plan, *, nursery: Nursery | None = None) -> Trial:
+def weigh_in_processes(recipe: Recipe, plan: Plan, *, fork_server: ForkServer | None = None) -> Trial:
     """Try a plan in fresh processes of this machine, one per rank, all at once."""
     count = plan.mesh.world_size
-    return _launched(recipe, plan, count, {"rank": None, "local_rank": None}, nursery)
+    return _launched(recipe, plan, count, {"rank": None, "local_rank": None}, fork_server)
 
 
-def weigh_in_job(place: Place) -> Weigher:
+def weigh_in_job(rank_info: RankInfo) -> Weigher:
     """Try a plan from inside a running job: every rank starts one process, and all ranks agree on what came of it.
 
     The returned function is collective over the default group.
     """
 
     def weigh_all(recipe: Recipe, plan: Plan) -> Trial:
-        own = _launched(recipe, plan, 1, {"rank": place.rank, "local_rank": place.local_rank})
+        own = _launched(recipe, plan, 1, {"rank": rank_info.rank, "local_rank": rank_info.local_rank})
         worst = torch.tensor([float(not own.fits), float(own.peak_bytes)], dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -106,7 +106,7 @@ def weigh_in_job(place: Place) -> Weigher:
 
 
 def _launched(
-    recipe: Recipe, plan: Plan, count: int, who: Mapping[str, int | None], nursery: Nursery | None = None
+    recipe: Recipe, plan: Plan, count: int, who: Mapping[str, int | None], fork_server: ForkServer | None = None
 ) -> Trial:
     arguments = {
         "recipe": dump_recipe(recipe, everything=True),
@@ -116,7 +116,7 @@ def _launched(
     threads = plan.compute.num_threads
     try:
         function = "weft.worker._weigh:run_rank"
-        found = launch_function(function, arguments, count, threads_per_rank=threads, nursery=nursery)
+        found = launch_function(function, arguments, count, threads_per_rank=threads, fork_server=fork_server)
     except RankError as problem:
         if problem.kind != _KILLED:
             raise

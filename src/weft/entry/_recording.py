@@ -15,7 +15,7 @@ import torch.distributed as dist
 import weft.errors
 from weft.errors import LaunchError, WeftError
 from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, loggers_to
-from weft.launch import Place
+from weft.launch import RankInfo
 from weft.plan import Plan, dump_plan
 
 _PATH_BYTES = 4096
@@ -85,10 +85,10 @@ class SessionRuns:
     It is made when the first model is prepared.  Without `record` nothing is written here.
     """
 
-    def __init__(self, folder: Path | None, place: Place, *, record: bool) -> None:
+    def __init__(self, folder: Path | None, rank_info: RankInfo, *, record: bool) -> None:
         self._given = folder
-        self._place = place
-        self._rank = place.rank
+        self._rank_info = rank_info
+        self._rank = rank_info.rank
         self._record = record
         self._folder: RunFolder | None = None
         self._runs: list[Run] = []
@@ -109,7 +109,7 @@ class SessionRuns:
             sinks.append(LogSink(self._folder.log(self._rank)))
         if self._record and self._rank == 0:
             sinks.append(MetricsSink(own.metrics))
-            self._place.name_run_folder(self._folder.path)
+            self._rank_info.name_run_folder(self._folder.path)
         run = self._stack.enter_context(Run(self._rank, sinks))
         if number == 1:
             self._stack.enter_context(loggers_to(run, all_of_process=False))

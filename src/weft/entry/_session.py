@@ -25,7 +25,7 @@ from weft.entry._state import LossOfUser, TrainState
 from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
 from weft.entry._user_optimizer import group_indices, settings_of
 from weft.errors import DataError, RecipeError
-from weft.launch import Distributed, Lost, Place, initialise_distributed, place_from_environment
+from weft.launch import Distributed, RankFailure, RankInfo, initialise_distributed
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Precision, Recipe, RunRecipe
@@ -89,18 +89,18 @@ def session(
             device = wanted.compute.device
         backend = wanted.compute.backend if isinstance(wanted, Plan) else "auto"
         given = _with_timeout(wanted if isinstance(wanted, Plan) else Plan(), collective_timeout_seconds)
-        patience = given.compute.patience_seconds
-        joining = initialise_distributed(device, backend=backend, timeout_seconds=patience)
+        timeout_seconds = given.compute.timeout_seconds
+        joining = initialise_distributed(device, backend=backend, timeout_seconds=timeout_seconds)
         distributed = stack.enter_context(joining)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         session = Session(
             distributed,
-            place_from_environment(),
+            RankInfo.from_environment(),
             given if isinstance(wanted, Plan) else None,
-            patience_seconds=patience,
+            timeout_seconds=timeout_seconds,
             seed=seed,
             permit=PermitRecipe(precision=tuple(permit), compression=tuple(compression)),
-            runs=SessionRuns(Path(folder) if folder is not None else None, distributed.place, record=record),
+            runs=SessionRuns(Path(folder) if folder is not None else None, distributed.rank_info, record=record),
             quiet=quiet,
         )
         stack.callback(session.close_runs)
@@ -117,10 +117,10 @@ class Session:
     def __init__(
         self,
         distributed: Distributed,
-        place: Place | None,
+        rank_info: RankInfo | None,
         plan: Plan | None,
         *,
-        patience_seconds: float,
+        timeout_seconds: float,
         seed: int,
         permit: PermitRecipe,
         runs: SessionRuns,
@@ -130,9 +130,9 @@ class Session:
         self.world_size = distributed.world_size
         self.device = distributed.device
         self._distributed = distributed
-        self._place = place
+        self._rank_info = rank_info
         self._plan = plan
-        self._patience_seconds = patience_seconds
+        self._timeout_seconds = timeout_seconds
         self._seed = seed
         self._permit = permit
         self._runs = runs
@@ -145,10 +145,10 @@ class Session:
         self._states: weakref.WeakSet[TrainState] = weakref.WeakSet()
 
     @property
-    def lost(self) -> Lost | None:
+    def rank_failure(self) -> RankFailure | None:
         """The first other rank that failed, and how; None while all live, or where no supervisor would say so (under
         torchrun).  Nothing collective can be done any more then, `save` included."""
-        return self._distributed.lost
+        return self._distributed.rank_failure
 
     def close(self) -> None:
         """End what prepared models run in the background; they take no more steps.  Leaving the session does it."""
@@ -303,7 +303,7 @@ class Session:
 
     def _mesh(self, plan: Plan) -> Mesh:
         if plan.mesh not in self._meshes:
-            self._meshes[plan.mesh] = Mesh(plan.mesh, self.device, timeout_seconds=self._patience_seconds)
+            self._meshes[plan.mesh] = Mesh(plan.mesh, self.device, timeout_seconds=self._timeout_seconds)
         return self._meshes[plan.mesh]
 
     def _recipe(self, model: nn.Module, batch: int, max_grad_norm: float | None) -> Recipe:
@@ -376,7 +376,7 @@ class Session:
 
     def _choose(self, recipe: Recipe, blueprint: Blueprint, loss: UserLoss, example: UserBatch) -> Plan:
         facts = facts_of_blueprint(blueprint, recipe)
-        machine = machine_for(self._place)
+        machine = machine_for(self._rank_info)
         reasons: Mapping[str, str] = {}
         plan, note = self._plan, ""
         if plan is None:
@@ -386,7 +386,7 @@ class Session:
             choice = choose_plan(
                 recipe, machine.cluster, facts, self.world_size, profile=profile, given=Plan(origins=_DATA_ONLY)
             )
-            plan, reasons = _with_timeout(choice.plan, self._patience_seconds), choice.reasons
+            plan, reasons = _with_timeout(choice.plan, self._timeout_seconds), choice.reasons
             if profile is None:
                 note = "the model cannot be described, so auto took the largest split of the data that fits"
         check_no_loop(plan)

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-from weft.launch.launcher import Nursery, launch_function
+from weft.launch.launcher import ForkServer, launch_function
 from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.worker import teams_of
@@ -42,7 +42,7 @@ def time_plans(
     rounds: int,
     most: int = MOST_IN_TURN,
     always: int = 1,
-    nursery: Nursery | None = None,
+    fork_server: ForkServer | None = None,
 ) -> list[TimedPlan | str]:
     """Take a few steps under every plan; then the first `always` and the `most` fastest again, in turn, `rounds` times.
 
@@ -71,7 +71,7 @@ def time_plans(
         preload = ("weft.entry", "torch.distributed.tensor")
         with _pipes([Path(folder) / f"turn{rank}" for rank in range(num_ranks)]):
             found = launch_function(
-                function, arguments, num_ranks, threads_per_rank=threads, preload=preload, nursery=nursery
+                function, arguments, num_ranks, threads_per_rank=threads, preload=preload, fork_server=fork_server
             )
     return [_merged([rank[str(at)] for rank in found if str(at) in rank]) for at in range(len(plans))]
 

@@ -28,8 +28,8 @@ from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
 from weft.errors import CheckpointError, LaunchError, RecipeError, WeftError
 from weft.events import RunFolder, format_duration, format_loss
-from weft.launch import initialise_distributed, place_from_environment
-from weft.launch.launcher import Nursery, launch_function, open_nursery
+from weft.launch import RankInfo, initialise_distributed
+from weft.launch.launcher import ForkServer, launch_function, open_fork_server
 from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.recipe import Recipe, dump_recipe, load_recipe
@@ -71,7 +71,7 @@ def train(
     trials: bool = True,
     try_memory: bool | None = None,
     quiet: bool = False,
-    nursery: Nursery | None = None,
+    fork_server: ForkServer | None = None,
 ) -> RunResult:
     """Train a recipe under a plan and return what came of it.
 
@@ -93,8 +93,9 @@ def train(
             of them, until it finds memory.  By default where `auto` has chosen a plan that is predicted to fill more
             than four fifths of it.
         quiet: print nothing.
-        nursery: of the ranks, where several runs share one (`weft.launch.Nursery`); by default one that ends with this
-            call.  Under torchrun or `weft launch` the ranks are there already, and none is needed.
+        fork_server: process that forks the ranks, where several runs share one (`weft.launch.launcher.ForkServer`); by
+            default one that ends with this call.  Under torchrun or `weft launch` the ranks are there already, and none
+            is needed.
 
     Raises:
         WeftError: what was wrong, of its own class; a rank's error is raised here as itself.
@@ -107,10 +108,10 @@ def train(
     if name is None:
         name = run_name(Path(recipe)) if isinstance(recipe, str | Path) else "run"
     recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
-    with open_nursery(nursery) as warm:
+    with open_fork_server(fork_server) as warm:
         asked = _Asked(recipe, plan, processes, reasons or {}, note, trials, try_memory, quiet, warm)
-        job, place = asked.checked(), place_from_environment()
-        if place is not None:
+        job, rank_info = asked.checked(), RankInfo.from_environment()
+        if rank_info is not None:
             return job.run_as_rank(name, folder, resume)
         return job.run_as_parent(name, folder, resume)
 
@@ -127,16 +128,16 @@ class _Asked:
     trials: bool
     try_memory: bool | None
     quiet: bool
-    nursery: Nursery | None
+    fork_server: ForkServer | None
 
     def checked(self) -> _Job:
         """Build the model, choose or read the plan, and check that all fits: what a rank would refuse is refused before
         anything is prepared or written."""
-        recipe, place = self.recipe, place_from_environment()
-        world = place.world_size if place is not None else self.processes
+        recipe, rank_info = self.recipe, RankInfo.from_environment()
+        world = rank_info.world_size if rank_info is not None else self.processes
         blueprint = build_blueprint(recipe)
         facts = facts_of_blueprint(blueprint, recipe)
-        machine = machine_for(place)
+        machine = machine_for(rank_info)
         plan, reasons, note, tight = self.plan, self.reasons, self.note, False
         if plan == "auto":
             choice = self._choice(blueprint, facts, machine.cluster, world)
@@ -146,7 +147,7 @@ class _Asked:
             plan = load_plan(plan)
         check_plan(plan, recipe, facts, world)
         check_runnable(plan)
-        device = device_for_rank(plan.compute.device, place.local_rank if place is not None else 0)
+        device = device_for_rank(plan.compute.device, rank_info.local_rank if rank_info is not None else 0)
         backend_for(device, wanted=plan.compute.backend)
         check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
         if self.try_memory and blueprint.example is None:
@@ -155,7 +156,7 @@ class _Asked:
                 " try_memory out, or use a model whose inputs Weft knows (a reference, or a Hugging Face model)."
             )
         tight = tight if self.try_memory is None else self.try_memory
-        return _Job(recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, self.quiet, self.nursery)
+        return _Job(recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, self.quiet, self.fork_server)
 
     def _choice(self, blueprint: Blueprint, facts: ModelFacts, cluster: Cluster, world: int | None) -> Choice:
         profile = profile_of_blueprint(blueprint, self.recipe, facts)
@@ -163,7 +164,7 @@ class _Asked:
         if not self.trials:
             return choice
         tell = _keep_quiet if self.quiet else print
-        return decide_by_trials(self.recipe, choice, cluster, tell=tell, nursery=self.nursery)
+        return decide_by_trials(self.recipe, choice, cluster, tell=tell, fork_server=self.fork_server)
 
 
 def _keep_quiet(line: str) -> None:
@@ -183,12 +184,12 @@ class _Job:
     note: str
     try_memory: bool
     quiet: bool
-    nursery: Nursery | None
+    fork_server: ForkServer | None
 
     def run_as_parent(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Prepare, launch the ranks, and export what they trained."""
         earlier = _check_folder(folder, resume)
-        self._fit_memory(partial(weigh_in_processes, nursery=self.nursery))
+        self._fit_memory(partial(weigh_in_processes, fork_server=self.fork_server))
         prepared = self._prepare()
         run = earlier or create_folder(name, folder)
         with self._kept_with_run(run, prepared):
@@ -203,20 +204,20 @@ class _Job:
                 },
                 self.plan.mesh.world_size,
                 threads_per_rank=self.plan.compute.num_threads,
-                nursery=self.nursery,
-                patience_seconds=self.plan.compute.patience_seconds,
+                fork_server=self.fork_server,
+                stopped_timeout_seconds=self.plan.compute.timeout_seconds,
             )
         return self._finish(run, outcomes[0])
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""
         compute = self.plan.compute
-        patience = compute.patience_seconds
+        timeout_seconds = compute.timeout_seconds
         with initialise_distributed(
-            compute.device, backend=self.plan.compute.backend, timeout_seconds=patience
+            compute.device, backend=self.plan.compute.backend, timeout_seconds=timeout_seconds
         ) as distributed:
             check_same_on_all_ranks(self.recipe, self.plan)
-            self._fit_memory(weigh_in_job(distributed.place))
+            self._fit_memory(weigh_in_job(distributed.rank_info))
             first = distributed.rank == 0
             self.quiet = self.quiet or not first
             prepared = self._prepare()
@@ -228,7 +229,7 @@ class _Job:
                     self.recipe,
                     self.plan,
                     run,
-                    distributed.place,
+                    distributed.rank_info,
                     prepared,
                     resume=None if resume is None else "latest",
                     quiet=self.quiet,

@@ -16,8 +16,8 @@ from weft.cluster import Cluster
 from weft.entry._timed import TimedPlan, step_seconds, time_plans
 from weft.errors import WeftError
 from weft.figures import spell_seconds
-from weft.launch import place_from_environment
-from weft.launch.launcher import Nursery, RankError
+from weft.launch import RankInfo
+from weft.launch.launcher import ForkServer, RankError
 from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.search import Candidate, Choice, explain_settings
@@ -50,7 +50,7 @@ def decide_by_trials(
     tell: Callable[[str], None],
     folder: Path | None = None,
     steps: int | None = None,
-    nursery: Nursery | None = None,
+    fork_server: ForkServer | None = None,
 ) -> Choice:
     """Return the choice with the fastest of its close rivals as the plan, compiled and in one microbatch where it pays,
     and the times as the reasons.
@@ -64,12 +64,12 @@ def decide_by_trials(
         tell: gets a line before each trial.
         folder: of kept measurements; by default `~/.cache/weft/auto`.
         steps: of the run, where it is not the recipe's.
-        nursery: of the processes that try plans; by default each trial starts one.
+        fork_server: of the processes that try plans; by default each trial starts one.
     """
-    if not choice.rivals or recipe.model.factory is not None or place_from_environment() is not None:
+    if not choice.rivals or recipe.model.factory is not None or RankInfo.from_environment() is not None:
         return choice
     steps = steps or recipe.run.steps
-    bench = _Bench(recipe, machine, tell, folder or Path.home() / ".cache" / "weft" / "auto", nursery)
+    bench = _Bench(recipe, machine, tell, folder or Path.home() / ".cache" / "weft" / "auto", fork_server)
     return _compiled(bench, _fastest(bench, choice, steps), steps)
 
 
@@ -175,7 +175,7 @@ class _Bench:
     machine: Cluster
     tell: Callable[[str], None]
     folder: Path
-    nursery: Nursery | None
+    fork_server: ForkServer | None
 
     def times(self, plans: Sequence[Plan], rounds: int, *, together: bool) -> list[_Timing | None]:
         """Time the plans, or read what was kept; None for one that failed, which is said and not kept.
@@ -199,7 +199,7 @@ class _Bench:
     def _in_turn(self, plans: Sequence[Plan], rounds: int) -> list[_Timing | None] | None:
         """Time plans together; None where a rank died, and with it all of them."""
         try:
-            timed = time_plans(self.recipe, plans, rounds=rounds, nursery=self.nursery)
+            timed = time_plans(self.recipe, plans, rounds=rounds, fork_server=self.fork_server)
         except WeftError as problem:
             if isinstance(problem, RankError) and problem.kind in _STOPPED:
                 raise  # somebody wants the whole command to end

@@ -5,6 +5,5 @@ Here is what ranks themselves need; what starts them is `weft.launch.launcher`.
 
 from weft.launch._distributed import Distributed as Distributed
 from weft.launch._distributed import initialise_distributed as initialise_distributed
-from weft.launch._place import Place as Place
-from weft.launch._place import place_from_environment as place_from_environment
-from weft.launch._word import Lost as Lost
+from weft.launch._failure_notice import RankFailure as RankFailure
+from weft.launch._rank_info import RankInfo as RankInfo

@@ -10,10 +10,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from weft.errors import CollectiveError, LaunchError
-from weft.launch._meeting_place import meeting_place
-from weft.launch._place import Place, place_from_environment
+from weft.launch._failure_notice import FailureListener, RankFailure, listening_for_failures
+from weft.launch._rank_info import RankInfo
+from weft.launch._rendezvous import rendezvous_store
 from weft.launch._report import is_echo
-from weft.launch._word import Listener, Lost, listening
 
 if TYPE_CHECKING:
     import torch
@@ -22,44 +22,44 @@ if TYPE_CHECKING:
 
 
 _ECHO_SECONDS = 0.5
-"""How long the supervisor's word may come after the error that it explains."""
+"""How long the launcher's notice may come after the error that it explains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distributed:
     """What a rank knows about itself while its process group lives."""
 
-    place: Place
+    rank_info: RankInfo
     device: torch.device
-    listener: Listener | None = field(default=None, repr=False, compare=False)
+    listener: FailureListener | None = field(default=None, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.rank_info.rank
 
     @property
     def world_size(self) -> int:
-        return self.place.world_size
+        return self.rank_info.world_size
 
     @property
-    def lost(self) -> Lost | None:
-        """The first other rank that failed, as the supervisor says; None while all live, or where nobody would say so.
+    def rank_failure(self) -> RankFailure | None:
+        """The first other rank that failed, as the launcher says; None while all live, or where nobody would say so.
         This rank's groups are of no use then."""
-        return None if self.listener is None else self.listener.lost()
+        return None if self.listener is None else self.listener.failure()
 
 
 @contextmanager
 def initialise_distributed(
     device: DeviceKind = "auto",
-    place: Place | None = None,
+    rank_info: RankInfo | None = None,
     *,
     backend: BackendKind = "auto",
     timeout_seconds: float | None = None,
 ) -> Generator[Distributed]:
     """Join the default process group, and leave it at the end.  Call on every rank.
 
-    Without `place` the rank is the one that torchrun or `weft launch` names in the environment, else the only one of a
-    world of one.  A default group that exists already (the user's own) is used as it is and left alone.  `backend`
+    Without `rank_info` the rank is the one that torchrun or `weft launch` names in the environment, else the only one
+    of a world of one.  A default group that exists already (the user's own) is used as it is and left alone.  `backend`
     carries tensors of the CPU; see the plan's `compute.backend`.  `timeout_seconds` is how long ranks wait for one
     another in the group that is made here; by default as under a plan that does not say
     (`compute.collective_timeout_seconds`).  Until all have come they wait at least as long as that default: ranks start
@@ -70,7 +70,7 @@ def initialise_distributed(
 
     Raises:
         CollectiveError: another rank failed.
-        LaunchError: the environment names a place only in part, or the user's own group cannot carry what Weft sends.
+        LaunchError: the environment names a rank only in part, or the user's own group cannot carry what Weft sends.
         ClusterError: `device` asks for an accelerator that is not there, or `backend` does not carry the device's
             tensors.
     """
@@ -80,20 +80,22 @@ def initialise_distributed(
     from weft.plan import COLLECTIVE_TIMEOUT_SECONDS
 
     if dist.is_initialized():
-        found = place or place_from_environment() or Place(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 1)
-        mine = device_for_rank(device, found.local_rank)
-        _check_backends(mine, backend)
-        yield Distributed(found, mine)
+        rank_info = rank_info or RankInfo.from_environment() or _rank_in_group()
+        own_device = device_for_rank(device, rank_info.local_rank)
+        _check_backends(own_device, backend)
+        yield Distributed(rank_info, own_device)
         return
-    place = place or place_from_environment() or Place(0, 1, 0, 1)
-    mine = device_for_rank(device, place.local_rank)
+    rank_info = rank_info or RankInfo.from_environment() or RankInfo(0, 1, 0, 1)
+    own_device = device_for_rank(device, rank_info.local_rank)
     seconds = COLLECTIVE_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     released: set[str] = set()
-    word = place.word if place.world_size > 1 else None
-    with listening(word, place.rank, lambda lost: release_groups(lost.rank, released)) as listener:
+    pipe = rank_info.failure_pipe if rank_info.world_size > 1 else None
+    with listening_for_failures(
+        pipe, rank_info.rank, lambda failure: release_groups(failure.rank, released)
+    ) as listener:
         try:
-            _join(place, mine, timedelta(seconds=seconds), backend)
-            yield Distributed(place, mine, listener)
+            _join(rank_info, own_device, timedelta(seconds=seconds), backend)
+            yield Distributed(rank_info, own_device, listener)
             if dist.is_initialized():
                 dist.barrier()  # nobody leaves while another still waits for its last message
         except (CollectiveError, RuntimeError) as error:
@@ -107,33 +109,42 @@ def initialise_distributed(
             gc.collect()  # Gloo keeps threads and sockets until the last reference to a group is gone
 
 
-def _named(error: Exception, listener: Listener | None) -> CollectiveError | None:
+def _rank_in_group() -> RankInfo:
+    """The rank in a group that the user has made by hand, without a launcher that sets the environment."""
+    import torch.distributed as dist
+
+    return RankInfo(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 1)
+
+
+def _named(error: Exception, listener: FailureListener | None) -> CollectiveError | None:
     """Of a rank's error that only says that another is gone: the one that names it, and why."""
     text = str(error).strip()
     if listener is None or not is_echo(text):
         return None
-    lost = listener.lost(_ECHO_SECONDS)
-    if lost is None:
+    failure = listener.failure(_ECHO_SECONDS)
+    if failure is None:
         return None
-    return CollectiveError(f"{lost}, so this one could not go on: {text.splitlines()[0]}", status=1)
+    return CollectiveError(f"{failure}, so this one could not go on: {text.splitlines()[0]}", status=1)
 
 
-def _join(place: Place, device: torch.device, timeout: timedelta, wanted: BackendKind) -> None:
+def _join(rank_info: RankInfo, device: torch.device, timeout: timedelta, wanted: BackendKind) -> None:
     import torch.distributed as dist
 
     from weft.comm import backend_for, ranks_share_device, register_shared_memory_backend
     from weft.plan import COLLECTIVE_TIMEOUT_SECONDS
 
     register_shared_memory_backend(speaks_of_hosts=wanted == "weft")
-    wanted = "gloo" if wanted == "auto" and place.world_size == 1 else wanted  # nobody to share memory with
-    backend = backend_for(device, shared=ranks_share_device(device, place.local_world_size), wanted=wanted)
+    wanted = "gloo" if wanted == "auto" and rank_info.world_size == 1 else wanted  # nobody to share memory with
+    backend = backend_for(device, shared=ranks_share_device(device, rank_info.local_world_size), wanted=wanted)
     # Ranks start further apart than they run.
-    patience = max(timeout, timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
-    store = meeting_place(place, patience)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=patience)
-    if place.world_size > 1:
+    join_timeout = max(timeout, timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
+    store = rendezvous_store(rank_info, join_timeout)
+    dist.init_process_group(
+        backend, store=store, rank=rank_info.rank, world_size=rank_info.world_size, timeout=join_timeout
+    )
+    if rank_info.world_size > 1:
         dist.barrier()  # a rank that fails at once must not do so while others still connect to it
-    if timeout != patience:
+    if timeout != join_timeout:
         _set_timeout(timeout)
 
 

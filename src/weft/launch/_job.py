@@ -1,4 +1,4 @@
-"""What the launcher asks its nursery to start, and what the ranks leave for it: JSON files in a private folder."""
+"""What the launcher asks its fork server to start, and what the ranks leave for it: JSON files in a private folder."""
 
 from __future__ import annotations
 

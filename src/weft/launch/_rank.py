@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import WeftError
+from weft.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
 from weft.launch._job import Job, Outcome
-from weft.launch._place import WORD_VARIABLE, Place
+from weft.launch._rank_info import FAILURE_PIPE_VARIABLE, RankInfo
 from weft.launch._report import is_echo
-from weft.launch._word import Lost, tell_others, word_path
 
 _TRACE_FRAMES = 4
 _OWN_FILES = ("<frozen runpy>", "<frozen importlib._bootstrap>", __file__)
@@ -55,7 +55,9 @@ def run_rank(job: Job, rank: int, folder: Path, port: int | None) -> int:
         _outcome(rank, None, error, status).write(folder)
     if error is not None and not is_echo(str(error)):
         first_line = next(iter(str(error).splitlines()), "")
-        tell_others(folder, job.num_processes, Lost(rank, f"stopped with {type(error).__name__}: {first_line}"))
+        notify_other_ranks(
+            folder, job.num_processes, RankFailure(rank, f"stopped with {type(error).__name__}: {first_line}")
+        )
     if error is not None and job.logs is not None:
         traceback.print_exception(error)
     _flush()
@@ -83,12 +85,12 @@ def _limit_threads(job: Job) -> None:
 
 
 def _call(job: Job, rank: int, folder: Path) -> Any:
-    word = str(word_path(folder, rank))
-    place = Place(rank, job.num_processes, rank, job.num_processes, str(folder / "store"), word)
+    pipe = str(failure_pipe_path(folder, rank))
+    rank_info = RankInfo(rank, job.num_processes, rank, job.num_processes, str(folder / "store"), pipe)
     module, _, name = job.target.partition(":")
     function = getattr(importlib.import_module(module), name)
     assert isinstance(job.arguments, dict)
-    return function(place, **job.arguments)
+    return function(rank_info, **job.arguments)
 
 
 def _run_script(job: Job, rank: int, folder: Path, port: int | None) -> None:
@@ -99,7 +101,7 @@ def _run_script(job: Job, rank: int, folder: Path, port: int | None) -> None:
         | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         # The store is the launcher's and listens on loopback only; rank 0's own would listen on every interface.
         | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-        | {WORD_VARIABLE: str(word_path(folder, rank))}
+        | {FAILURE_PIPE_VARIABLE: str(failure_pipe_path(folder, rank))}
     )
     sys.argv = [job.target, *job.arguments]
     if job.kind == "module":

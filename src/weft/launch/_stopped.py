@@ -43,9 +43,9 @@ class _Stopped:
 class StoppedProcesses:
     """Which processes of a job are stopped now, and what to do about them."""
 
-    patience_seconds: float
+    stopped_timeout_seconds: float
     warn: Callable[[str], object]
-    nursery: int = 0
+    fork_server: int = 0
     """Process that forks the parents of ranks.  Nobody has a reason to stop it or them: the launcher continues them."""
     ranks: dict[int, int] = field(default_factory=dict[int, int])
     """Rank → pid."""
@@ -70,7 +70,7 @@ class StoppedProcesses:
         for one in self._stopped.values():
             if not one.told and one.seconds >= (_TELL_OF_CHILDREN_SECONDS if one.is_child else _TELL_SECONDS):
                 one.told = True
-                left = max(0.0, self.patience_seconds - one.seconds)
+                left = max(0.0, self.stopped_timeout_seconds - one.seconds)
                 self.warn(
                     f"{one} was stopped by a signal (SIGSTOP), and the others wait for it. Continue it with: kill -CONT"
                     f" {one.pid}. Otherwise the run ends in {left:.0f} s (compute.collective_timeout_seconds)."
@@ -78,7 +78,7 @@ class StoppedProcesses:
 
     def continue_helpers(self, *, say: bool = False) -> None:
         """Let what only serves the run go on: without it nobody would learn how ranks end."""
-        for pid in (self.nursery, *children_of(self.nursery)) if self.nursery else ():
+        for pid in (self.fork_server, *children_of(self.fork_server)) if self.fork_server else ():
             if is_stopped(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
@@ -106,7 +106,7 @@ class StoppedProcesses:
     @property
     def has_waited_enough(self) -> bool:
         """Whether one has been stopped for longer than collectives wait."""
-        return any(one.seconds > self.patience_seconds for one in self._stopped.values())
+        return any(one.seconds > self.stopped_timeout_seconds for one in self._stopped.values())
 
     def _look(self) -> Iterator[_Stopped]:
         now = time.monotonic()

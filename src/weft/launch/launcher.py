@@ -20,11 +20,11 @@ from typing import Any, BinaryIO
 import weft.errors
 from weft.errors import LaunchError, WeftError
 from weft.events import FailureEvent, LogSink, MetricsSink, Run, RunFolder, Sink, WarningEvent, WarningSink
-from weft.launch._handle import Nursery as Nursery
-from weft.launch._handle import open_nursery as open_nursery
+from weft.launch._fork_server import ForkServer as ForkServer
+from weft.launch._fork_server import open_fork_server as open_fork_server
+from weft.launch._fork_server_main import END
 from weft.launch._job import Job, Outcome
-from weft.launch._nursery import END
-from weft.launch._place import run_folder_note
+from weft.launch._rank_info import run_folder_note
 from weft.launch._report import first_cause, is_late, report
 from weft.launch._stopped import LOOK_SECONDS, StoppedProcesses
 from weft.plan import COLLECTIVE_TIMEOUT_SECONDS
@@ -94,25 +94,25 @@ def launch_function(
     logs: Path | None = None,
     import_path: Sequence[str] | None = None,
     preload: Sequence[str] = (),
-    nursery: Nursery | None = None,
-    patience_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+    fork_server: ForkServer | None = None,
+    stopped_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> list[Any]:
-    """Call `function(place, **arguments)` in fresh processes on this machine and return what each returned, by rank.
+    """Call `function(rank_info, **arguments)` in fresh processes on this machine; return what each returned, by rank.
 
     `arguments` and results are what JSON can hold: nothing is pickled.  SIGINT and SIGTERM are passed to the ranks
     once; a second one kills them.  Ranks never outlive this process.
 
     Args:
-        function: `package.module:function`, importable by the ranks.  Its first argument is its `Place`.
+        function: `package.module:function`, importable by the ranks.  Its first argument is its `RankInfo`.
         num_processes: how many ranks.
         threads_per_rank: OpenMP threads of each; by default the cores are shared out.
         logs: folder that gets `rank<r>.out` with what each rank prints; rank 0 prints to the terminal all the same.
         import_path: where ranks find modules; by default where this process does.
         preload: modules that the ranks will need beside that of the function, and get by fork if they are named here.
             Importing them must neither compute nor start threads.
-        nursery: that the ranks are forked from; by default one is started for them.
-        patience_seconds: how long a process of the job may be stopped (SIGSTOP) before the run ends.  It is named after
-            a second; one that goes on in time costs nothing.
+        fork_server: that the ranks are forked from; by default one is started for them.
+        stopped_timeout_seconds: how long a process of the job may be stopped (SIGSTOP) before the run ends.  It is
+            named after a second; one that goes on in time costs nothing.
 
     Raises:
         WeftError: the one that a rank raised, of its own class.
@@ -121,7 +121,7 @@ def launch_function(
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, logs, import_path, preload)
     with _private_folder() as folder, _LauncherRun(folder, WarningSink()) as run:
-        watch = _run(job, folder, nursery, patience_seconds, run)
+        watch = _run(job, folder, fork_server, stopped_timeout_seconds, run)
         outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
         cause = _cause(watch, outcomes)
         if cause is not None and not watch.signals:
@@ -231,7 +231,9 @@ def _private_folder() -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(job: Job, folder: Path, nursery: Nursery | None, patience_seconds: float, run: _LauncherRun) -> _Watch:
+def _run(
+    job: Job, folder: Path, fork_server: ForkServer | None, stopped_timeout_seconds: float, run: _LauncherRun
+) -> _Watch:
     """Run the job to the end of its last rank."""
     job.write(folder)
     with contextlib.ExitStack() as stack:
@@ -239,20 +241,20 @@ def _run(job: Job, folder: Path, nursery: Nursery | None, patience_seconds: floa
             stack.enter_context(os.fdopen(end, mode, buffering=0))
             for end, mode in zip((*os.pipe(), *os.pipe()), ("rb", "wb", "rb", "wb"), strict=True)
         )
-        watch = _Watch(commands, job.num_processes, StoppedProcesses(patience_seconds, run.warn))
+        watch = _Watch(commands, job.num_processes, StoppedProcesses(stopped_timeout_seconds, run.warn))
         stack.enter_context(_signals_passed_on(watch))
-        if nursery is None:
-            new = Nursery(threads_per_rank=job.threads_per_rank, import_path=job.import_path)
-            nursery = stack.enter_context(new)
-        watch.stopped.nursery = nursery.pid
-        nursery.begin(folder, theirs.fileno(), reports.fileno())
+        if fork_server is None:
+            new = ForkServer(threads_per_rank=job.threads_per_rank, import_path=job.import_path)
+            fork_server = stack.enter_context(new)
+        watch.stopped.fork_server = fork_server.pid
+        fork_server.begin(folder, theirs.fileno(), reports.fileno())
         theirs.close()
         reports.close()
         try:
             _follow(watch, events.fileno())
         finally:
             commands.close()  # whatever happened here: the ranks' parent kills what is left, and ends
-            status = nursery.end(while_waiting=watch.stopped.continue_helpers)
+            status = fork_server.end(while_waiting=watch.stopped.continue_helpers)
     if len(watch.codes) < job.num_processes:
         raise LaunchError(
             f"the process that started the ranks ended with status {status} before they did; they ended with it. "
@@ -276,7 +278,7 @@ def _signals_passed_on(watch: _Watch) -> Generator[None]:
 
 
 def _follow(watch: _Watch, events: int) -> None:
-    """Read which rank ended how, until all have or the nursery is gone; after a failure, end the others."""
+    """Read which rank ended how, until all have or the fork server is gone; after a failure, end the others."""
     deadline: float | None = None
     told_to_end = False
     rest = b""

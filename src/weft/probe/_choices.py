@@ -13,7 +13,7 @@ from weft.collective import BUILT_IN, Arrangement, ChoiceTable, spell_size, tabl
 from weft.comm import BackendKind, GroupView
 from weft.comm.selector import SIZES, measure_table
 from weft.errors import CollectiveError
-from weft.launch import Place, initialise_distributed, place_from_environment
+from weft.launch import RankInfo, initialise_distributed
 from weft.launch.launcher import launch_function
 
 
@@ -40,7 +40,7 @@ def measure_choices(
         CollectiveError: one rank only, or a place for another number of ranks.
         LaunchError: a rank could not start or died.
     """
-    job = place_from_environment()
+    job = RankInfo.from_environment()
     world = processes if job is None else job.world_size
     if place is not None and place.members != world:
         raise CollectiveError(f"the cluster has {place.members} devices, and {world} ranks run: start one for each.")
@@ -61,7 +61,7 @@ def measure_choices(
 
 
 def measure_choices_as_rank(
-    rank: Place,
+    rank: RankInfo,
     *,
     order: list[int] | None,
     nodes: list[int] | None,
@@ -86,25 +86,29 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def worlds_of(place: Place) -> list[tuple[int, ...]]:
+def worlds_of(rank_info: RankInfo) -> list[tuple[int, ...]]:
     """Return the ranks of the groups whose choices a probe measures: 2, 4, … of one node and all of it, then all of the
     job."""
-    local = place.local_world_size
-    counts = [*(1 << power for power in range(1, local.bit_length()) if 1 << power < local), local, place.world_size]
+    local = rank_info.local_world_size
+    counts = [
+        *(1 << power for power in range(1, local.bit_length()) if 1 << power < local),
+        local,
+        rank_info.world_size,
+    ]
     return [tuple(range(count)) for count in dict.fromkeys(counts) if count > 1]
 
 
-def measure_tables(place: Place, budget_seconds: float, tell: Callable[[str], None]) -> list[str]:
+def measure_tables(rank_info: RankInfo, budget_seconds: float, tell: Callable[[str], None]) -> list[str]:
     """Measure the choices of the job's groups (`worlds_of`), and return the tables of those that this rank is in, as
     JSON.  Call on all ranks of a job on CPUs; groups share the time equally.  They are made as trainings make them:
     over shared memory where all ranks are of one host."""
-    worlds, tables = worlds_of(place), list[str]()
+    worlds, tables = worlds_of(rank_info), list[str]()
     for ranks in worlds:
         group = dist.new_group(list(ranks))
-        if place.rank not in ranks:
+        if rank_info.rank not in ranks:
             continue
         assert not isinstance(group, int), "torch gives a number only to ranks that are no members"
-        view = GroupView(ranks, ranks.index(place.rank), group)
+        view = GroupView(ranks, ranks.index(rank_info.rank), group)
         table = measure_table(view, budget_seconds=budget_seconds / len(worlds))
         tables.append(table_to_json(table))
         other = sum(row.choice not in BUILT_IN for row in table.rows)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from weft.cluster import Collective, CollectiveTime
 from weft.comm import GroupView, start_all_gather, start_all_reduce, start_reduce_scatter, synchronize
-from weft.launch import Place
+from weft.launch import RankInfo
 from weft.probe._timing import Timing, slowest, summarise
 
 KINDS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
@@ -38,11 +38,11 @@ class Peers:
         return len(self.groups[0])
 
 
-def peers_of(place: Place) -> list[Peers]:
+def peers_of(rank_info: RankInfo) -> list[Peers]:
     """Return what to measure in a job: 2, 4, 8, … members inside a node and between nodes, one group and as many as
     there is room for."""
-    local = place.local_world_size
-    nodes = place.world_size // local
+    local = rank_info.local_world_size
+    nodes = rank_info.world_size // local
     found: list[Peers] = []
     for members in _doublings(local):
         every = [
@@ -67,20 +67,20 @@ def _doublings(most: int) -> list[int]:
     return sizes if most < 2 or most in sizes else [*sizes, most]
 
 
-def number_of_times(place: Place, device: torch.device) -> int:
+def number_of_times(rank_info: RankInfo, device: torch.device) -> int:
     """How many timings `measure_links` takes."""
-    return len(peers_of(place)) * len(KINDS) * len(_CPU_SIZES if device.type == "cpu" else _GPU_SIZES)
+    return len(peers_of(rank_info)) * len(KINDS) * len(_CPU_SIZES if device.type == "cpu" else _GPU_SIZES)
 
 
 def measure_links(
-    place: Place, device: torch.device, seconds: float, tell: Callable[[str], None]
+    rank_info: RankInfo, device: torch.device, seconds: float, tell: Callable[[str], None]
 ) -> dict[Reach, list[CollectiveTime]]:
     """Time every kind over every group and size, about `seconds` each.  Call on all ranks."""
     rows: dict[Reach, list[CollectiveTime]] = {"inside": [], "between": []}
-    for peers in peers_of(place):
-        view = _view(peers, place.rank)
-        here = len(peers.groups) if peers.reach == "between" else len(peers.groups) * place.local_world_size
-        groups = here if peers.reach == "between" else max(1, here // place.world_size)
+    for peers in peers_of(rank_info):
+        view = _view(peers, rank_info.rank)
+        here = len(peers.groups) if peers.reach == "between" else len(peers.groups) * rank_info.local_world_size
+        groups = here if peers.reach == "between" else max(1, here // rank_info.world_size)
         for kind in KINDS:
             rows[peers.reach] += _times(kind, peers.members, groups, view, device, seconds)
         best = min(row.seconds for row in rows[peers.reach][-len(KINDS) :])

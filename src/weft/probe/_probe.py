@@ -23,7 +23,7 @@ from weft.cluster import (
 )
 from weft.collective import ChoiceTable, table_from_json
 from weft.errors import ClusterError
-from weft.launch import Place, place_from_environment
+from weft.launch import RankInfo
 from weft.launch.launcher import launch_function
 from weft.probe._devices import DTYPES
 from weft.probe._links import Reach, line_of
@@ -69,10 +69,10 @@ def probe(
         "budget_seconds": budget_seconds,
         "precisions": list(precisions),
     }
-    place = place_from_environment()
-    if place is not None:
-        found = probe_rank(place, **arguments, tell=_say if place.rank == 0 else _keep_quiet)
-        return _handed_over(found, node, keep) if place.rank == 0 else None
+    rank_info = RankInfo.from_environment()
+    if rank_info is not None:
+        found = probe_rank(rank_info, **arguments, tell=_say if rank_info.rank == 0 else _keep_quiet)
+        return _handed_over(found, node, keep) if rank_info.rank == 0 else None
     ranks = processes or _ranks_for(node)
     results = launch_function("weft.probe:measure_as_rank", arguments, ranks, threads_per_rank=node.cores)
     return _handed_over(findings_from_json(results[0]), node, keep)
@@ -85,10 +85,10 @@ def _handed_over(found: Findings, node: Node, keep: Callable[[ChoiceTable], obje
     return cluster_of(found, node)
 
 
-def measure_as_rank(place: Place, **arguments: Any) -> dict[str, Any] | None:
+def measure_as_rank(rank_info: RankInfo, **arguments: Any) -> dict[str, Any] | None:
     """What a rank that `probe` started does; rank 0 returns its findings as plain tables."""
-    found = probe_rank(place, **arguments, tell=_say if place.rank == 0 else _keep_quiet)
-    return dataclasses.asdict(found) if place.rank == 0 else None
+    found = probe_rank(rank_info, **arguments, tell=_say if rank_info.rank == 0 else _keep_quiet)
+    return dataclasses.asdict(found) if rank_info.rank == 0 else None
 
 
 def _say(line: str) -> None:

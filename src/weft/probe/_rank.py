@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from weft.cluster import CollectiveTime, Measured
 from weft.errors import ClusterError
-from weft.launch import Place, initialise_distributed
+from weft.launch import RankInfo, initialise_distributed
 from weft.probe._choices import measure_tables
 from weft.probe._devices import DTYPES, Bench, Setting, measure_devices, number_of_figures
 from weft.probe._links import Reach, measure_links, number_of_times
@@ -38,7 +38,7 @@ class Findings:
 
 
 def probe_rank(
-    place: Place,
+    rank_info: RankInfo,
     *,
     cores: int,
     memory_bytes: int,
@@ -57,29 +57,29 @@ def probe_rank(
     """
     start = time.perf_counter()
     before = torch.get_num_threads()
-    with initialise_distributed("auto", place) as distributed:
+    with initialise_distributed("auto", rank_info) as distributed:
         device = distributed.device
-        _check_place(place)
+        _check_nodes(rank_info)
         cores, memory_bytes = _fewest(cores, memory_bytes)
         chosen = list(precisions) or _precisions(device)
-        settings = settings_of(device, place.local_world_size, cores)
+        settings = settings_of(device, rank_info.local_world_size, cores)
         planned = len(settings) * number_of_figures(device, chosen)
-        planned += number_of_times(place, device) if place.world_size > 1 else 0
+        planned += number_of_times(rank_info, device) if rank_info.world_size > 1 else 0
         each = max(0.02, min(0.3, 0.6 * budget_seconds / planned))
         parts: list[Measured] = []
         links: dict[Reach, list[CollectiveTime]] = {}
         for index, setting in enumerate(settings):
-            if index == _BEFORE_LINKS and place.world_size > 1:
-                torch.set_num_threads(max(1, cores // place.local_world_size))
-                links = measure_links(place, device, each, tell)
+            if index == _BEFORE_LINKS and rank_info.world_size > 1:
+                torch.set_num_threads(max(1, cores // rank_info.local_world_size))
+                links = measure_links(rank_info, device, each, tell)
             if index >= _BEFORE_LINKS and _elapsed(start) > budget_seconds:
                 tell(f"left out, for {budget_seconds:.0f} s are over: {', '.join(map(_name, settings[index:]))}")
                 break
-            parts.append(measure_devices(_bench(place, device, setting, each), chosen))
+            parts.append(measure_devices(_bench(rank_info, device, setting, each), chosen))
             tell(f"{_line(parts[-1], setting)} ({time.perf_counter() - start:.0f} s)")
-        if len(settings) <= _BEFORE_LINKS and place.world_size > 1:
-            links = measure_links(place, device, each, tell)
-        tables = _choices(place, device, cores, _CHOICES_SHARE * budget_seconds, tell)
+        if len(settings) <= _BEFORE_LINKS and rank_info.world_size > 1:
+            links = measure_links(rank_info, device, each, tell)
+        tables = _choices(rank_info, device, cores, _CHOICES_SHARE * budget_seconds, tell)
         torch.set_num_threads(before)
         measured = _joined(parts)
         warning = unsteady(measured)
@@ -89,8 +89,8 @@ def probe_rank(
             device=device.type,
             cores=cores,
             memory_bytes=memory_bytes,
-            num_nodes=place.world_size // place.local_world_size,
-            ranks_per_node=place.local_world_size,
+            num_nodes=rank_info.world_size // rank_info.local_world_size,
+            ranks_per_node=rank_info.local_world_size,
             measured=measured,
             links=links,
             tables=tables,
@@ -99,13 +99,13 @@ def probe_rank(
 
 
 def _choices(
-    place: Place, device: torch.device, cores: int, budget_seconds: float, tell: Callable[[str], None]
+    rank_info: RankInfo, device: torch.device, cores: int, budget_seconds: float, tell: Callable[[str], None]
 ) -> tuple[str, ...]:
     """Tables of choices, where Weft chooses: NCCL does so itself."""
-    if device.type != "cpu" or place.world_size == 1:
+    if device.type != "cpu" or rank_info.world_size == 1:
         return ()
-    torch.set_num_threads(max(1, cores // place.local_world_size))
-    return tuple(measure_tables(place, budget_seconds, tell))
+    torch.set_num_threads(max(1, cores // rank_info.local_world_size))
+    return tuple(measure_tables(rank_info, budget_seconds, tell))
 
 
 _CHOICES_SHARE = 0.4
@@ -156,11 +156,11 @@ def _doublings(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-def _bench(place: Place, device: torch.device, setting: Setting, seconds: float) -> Bench:
+def _bench(rank_info: RankInfo, device: torch.device, setting: Setting, seconds: float) -> Bench:
     """Groups are created by all ranks alike."""
-    working = [rank for rank in range(place.world_size) if rank % place.local_world_size < setting.ranks]
+    working = [rank for rank in range(rank_info.world_size) if rank % rank_info.local_world_size < setting.ranks]
     group = dist.new_group(working, backend="gloo") if len(working) > 1 else None
-    takes_part = place.rank in working
+    takes_part = rank_info.rank in working
     return Bench(
         device=device,
         setting=setting,
@@ -177,11 +177,11 @@ def _fewest(*numbers: int) -> list[int]:
     return smallest.tolist()
 
 
-def _check_place(place: Place) -> None:
-    if place.world_size % place.local_world_size:
+def _check_nodes(rank_info: RankInfo) -> None:
+    if rank_info.world_size % rank_info.local_world_size:
         raise ClusterError(
-            f"{place.world_size} ranks on nodes of {place.local_world_size}: weft probe measures nodes that have "
-            f"equally many ranks. Start as many on each."
+            f"{rank_info.world_size} ranks on nodes of {rank_info.local_world_size}: weft probe measures nodes that"
+            " have equally many ranks. Start as many on each."
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from weft.blueprint import build_blueprint
 from weft.comm import Mesh
-from weft.launch import Place, initialise_distributed
+from weft.launch import RankInfo, initialise_distributed
 from weft.models import Blueprint
 from weft.plan import Plan, parse_plan
 from weft.prove import STEPS, Outputs, awaken, run_trial, write_trial
@@ -22,7 +22,7 @@ COMPILING_SECONDS = 600.0
 
 
 def run_rank(
-    place: Place,
+    rank_info: RankInfo,
     *,
     recipe: str,
     plan: str,
@@ -39,7 +39,7 @@ def run_rank(
     torch.set_num_threads(how.compute.num_threads)
     timeout_seconds = COMPILING_SECONDS if any(compiled for _, compiled in cases) else TIMEOUT_SECONDS
     with initialise_distributed(
-        "cpu", place, backend=how.compute.backend, timeout_seconds=timeout_seconds
+        "cpu", rank_info, backend=how.compute.backend, timeout_seconds=timeout_seconds
     ) as distributed:
         mesh = Mesh(how.mesh, distributed.device, timeout_seconds=timeout_seconds)
         outputs = Outputs()
@@ -53,8 +53,8 @@ def run_rank(
                 mesh=mesh,
                 inspect=outputs.watch if watch else None,
             )
-            write_trial(trial_path(Path(folder), place.rank, case_name(str(precision), bool(compiled))), trial)
-        if watch and place.rank == 0:
+            write_trial(trial_path(Path(folder), rank_info.rank, case_name(str(precision), bool(compiled))), trial)
+        if watch and rank_info.rank == 0:
             outputs.write(outputs_path(Path(folder)))
 
 

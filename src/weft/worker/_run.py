@@ -18,20 +18,22 @@ from weft.data import PreparedData, data_shape, open_data
 from weft.engine import Outcome, Trainer, create_training
 from weft.errors import CollectiveError
 from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, TerminalSink, WarningSink, loggers_to
-from weft.launch import Distributed, Place, initialise_distributed
+from weft.launch import Distributed, RankInfo, initialise_distributed
 from weft.plan import Plan, check_plan, load_plan
 from weft.recipe import Recipe, load_recipe
 from weft.record import Recorder
 from weft.worker._facts import facts_of_blueprint
 
 
-def run_rank(place: Place, *, folder: str, prepared: str, resume: str | None, quiet: bool) -> dict[str, Any] | None:
+def run_rank(
+    rank_info: RankInfo, *, folder: str, prepared: str, resume: str | None, quiet: bool
+) -> dict[str, Any] | None:
     """Train on one rank and return rank 0's outcome.  `prepared` is `PreparedData` as JSON; `resume` names a
     checkpoint or a run, or is `latest` for this run's own newest."""
     run = RunFolder.open(Path(folder))
     recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
-    outcome = train_rank(recipe, plan, run, place, PreparedData.from_json(prepared), resume=resume, quiet=quiet)
-    if place.rank != 0:
+    outcome = train_rank(recipe, plan, run, rank_info, PreparedData.from_json(prepared), resume=resume, quiet=quiet)
+    if rank_info.rank != 0:
         return None
     return {**asdict(outcome), "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint)}
 
@@ -68,7 +70,7 @@ def train_rank(
     recipe: Recipe,
     plan: Plan,
     run: RunFolder,
-    place: Place | None,
+    rank_info: RankInfo | None,
     prepared: PreparedData,
     *,
     resume: str | None,
@@ -77,13 +79,13 @@ def train_rank(
     """Train on this rank.  Call on every rank of the plan's world."""
     torch.set_num_threads(plan.compute.num_threads)
     with ExitStack() as stack:
-        patience = plan.compute.patience_seconds
+        timeout_seconds = plan.compute.timeout_seconds
         joining = initialise_distributed(
-            plan.compute.device, place, backend=plan.compute.backend, timeout_seconds=patience
+            plan.compute.device, rank_info, backend=plan.compute.backend, timeout_seconds=timeout_seconds
         )
         distributed = stack.enter_context(joining)
         if distributed.rank == 0:
-            distributed.place.name_run_folder(run.path)
+            distributed.rank_info.name_run_folder(run.path)
         events = stack.enter_context(_events_of(run, recipe, distributed.rank, quiet))
         training = training_of(recipe, plan, distributed, run, prepared, events)
         with training as trainer, _own_groups():
@@ -107,7 +109,7 @@ def training_of(
     follow in the same process, from what this one has saved (`Trainer.resume`).  An error leaves all as it is: others
     may be gone whose messages closing would wait for.
     """
-    mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=plan.compute.patience_seconds)
+    mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=plan.compute.timeout_seconds)
     blueprint = build_blueprint(recipe)
     check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
     recorder = Recorder()

@@ -22,7 +22,7 @@ from weft.blueprint import build_blueprint
 from weft.comm import Mesh, peak_memory_bytes, synchronize
 from weft.engine import create_training
 from weft.errors import WeftError
-from weft.launch import Place, initialise_distributed
+from weft.launch import RankInfo, initialise_distributed
 from weft.plan import Plan, parse_plan
 from weft.prove import TrialData
 from weft.recipe import Recipe, learning_rate, parse_recipe
@@ -43,7 +43,7 @@ class _Running:
     def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
         self._recipe, self._plan, self._device = recipe, plan, device
         torch.set_num_threads(plan.compute.num_threads)
-        mesh = Mesh(plan.mesh, device, timeout_seconds=plan.compute.patience_seconds)
+        mesh = Mesh(plan.mesh, device, timeout_seconds=plan.compute.timeout_seconds)
         blueprint = build_blueprint(recipe)
         self._training = create_training(recipe, plan, blueprint, mesh, Recorder())
         label_range = getattr(recipe.model.shape, "num_classes", None)
@@ -126,7 +126,7 @@ class _Turns:
 
 
 def run_rank(
-    place: Place, *, recipe: str, plans: list[str], rounds: int, most: int, always: int, folder: str
+    rank_info: RankInfo, *, recipe: str, plans: list[str], rounds: int, most: int, always: int, folder: str
 ) -> dict[str, dict[str, Any]]:
     """What each rank does; `recipe` and `plans` are TOML.  Returns what it measured of its own team's plans."""
     what, known = parse_recipe(recipe), [parse_plan(text) for text in plans]
@@ -134,13 +134,13 @@ def run_rank(
     sizes = [world_size for world_size, _ in every]
     starts = [sum(sizes[:team]) for team in range(len(sizes))]
     members = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    team = next(team for team, ranks in enumerate(members) if place.rank in ranks)
-    rank = place.rank - starts[team]
-    own = Place(rank, sizes[team], rank, sizes[team], store=str(Path(folder) / f"store{team}"))
-    turns = _Turns(Path(folder), place.rank, team, members)
-    patience = max(plan.compute.patience_seconds for plan in known)
+    team = next(team for team, ranks in enumerate(members) if rank_info.rank in ranks)
+    rank = rank_info.rank - starts[team]
+    own = RankInfo(rank, sizes[team], rank, sizes[team], store=str(Path(folder) / f"store{team}"))
+    turns = _Turns(Path(folder), rank_info.rank, team, members)
+    timeout_seconds = max(plan.compute.timeout_seconds for plan in known)
     device, backend = known[0].compute.device, every[team][1]
-    with initialise_distributed(device, own, backend=backend, timeout_seconds=patience) as distributed:
+    with initialise_distributed(device, own, backend=backend, timeout_seconds=timeout_seconds) as distributed:
         bench = _Bench(what, known, turns, distributed.device, {}, {})
         teams = [every.index(team_of(plan)) for plan in known]
         bench.begin(teams)

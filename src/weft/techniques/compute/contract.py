@@ -58,7 +58,7 @@ class ComputePlan:
         return replace(self, threads_per_rank=threads)
 
     @property
-    def patience_seconds(self) -> float:
+    def timeout_seconds(self) -> float:
         """How long a rank waits for others in a collective."""
         return self.collective_timeout_seconds
 

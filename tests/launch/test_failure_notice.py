@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from weft.errors import PlanError
-from weft.launch import Lost, place_from_environment
-from weft.launch._word import Listener, open_words, tell, tell_others, word_path
+from weft.launch import RankFailure, RankInfo
+from weft.launch._failure_notice import (
+    FailureListener,
+    failure_pipe_path,
+    notify,
+    notify_other_ranks,
+    open_failure_pipes,
+)
 from weft.launch.launcher import RankError, launch_function, launch_script
 
 
@@ -39,9 +45,9 @@ from weft.launch import initialise_distributed
 with initialise_distributed("cpu") as distributed:
     if distributed.rank == 1:
         os._exit(9)
-    while distributed.lost is None:
+    while distributed.rank_failure is None:
         time.sleep(0.01)
-    print(distributed.lost, flush=True)
+    print(distributed.rank_failure, flush=True)
     sys.exit(3)
 """
 
@@ -53,46 +59,46 @@ def test_scripts_hear_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_script_finds_its_ear_in_the_environment() -> None:
-    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for more, word in (({}, None), ({"WEFT_SUPERVISOR": "word-of-rank-1"}, "word-of-rank-1")):
-        found = place_from_environment({**place, **more})
+    rank_info = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for more, pipe in (({}, None), ({"WEFT_SUPERVISOR": "word-of-rank-1"}, "word-of-rank-1")):
+        found = RankInfo.from_environment({**rank_info, **more})
         assert found is not None
-        assert found.word == word
+        assert found.failure_pipe == pipe
 
 
-def _close(listener: Listener, words: list[int]) -> None:
+def _close(listener: FailureListener, words: list[int]) -> None:
     listener.close()
     for word in words:
         os.close(word)
 
 
 def test_a_listener_hears_the_first_word_and_goes_on_letting_go(tmp_path: Path) -> None:
-    words = open_words(tmp_path, 3)
-    tell(words, Lost(1, "was early"))  # before anybody listens
-    heard: list[Lost] = []
+    words = open_failure_pipes(tmp_path, 3)
+    notify(words, RankFailure(1, "was early"))  # before anybody listens
+    heard: list[RankFailure] = []
     twice = threading.Event()
 
-    def let_go(lost: Lost) -> None:
-        heard.append(lost)
+    def let_go(failure: RankFailure) -> None:
+        heard.append(failure)
         if len(heard) > 1:
             twice.set()
 
-    listener = Listener(str(word_path(tmp_path, 0)), 0, let_go)
-    tell_others(tmp_path, 3, Lost(2, "was late" * 1000))
-    assert listener.lost(20.0) == Lost(1, "was early")
+    listener = FailureListener(str(failure_pipe_path(tmp_path, 0)), 0, let_go)
+    notify_other_ranks(tmp_path, 3, RankFailure(2, "was late" * 1000))
+    assert listener.failure(20.0) == RankFailure(1, "was early")
     assert twice.wait(20.0)
     _close(listener, words)
-    assert set(heard) == {Lost(1, "was early")}
+    assert set(heard) == {RankFailure(1, "was early")}
 
 
 def test_a_rank_does_not_hear_of_itself(tmp_path: Path) -> None:
-    words = open_words(tmp_path, 2)
-    listener = Listener(str(word_path(tmp_path, 0)), 0, lambda lost: None)
-    tell_others(tmp_path, 2, Lost(0, "failed"))
-    tell_others(tmp_path, 2, Lost(1, "failed"))
-    assert listener.lost(20.0) == Lost(1, "failed")
+    words = open_failure_pipes(tmp_path, 2)
+    listener = FailureListener(str(failure_pipe_path(tmp_path, 0)), 0, lambda failure: None)
+    notify_other_ranks(tmp_path, 2, RankFailure(0, "failed"))
+    notify_other_ranks(tmp_path, 2, RankFailure(1, "failed"))
+    assert listener.failure(20.0) == RankFailure(1, "failed")
     _close(listener, words)
 
 
 def test_nobody_listening_is_no_error(tmp_path: Path) -> None:
-    tell_others(tmp_path, 4, Lost(0, "failed"))
+    notify_other_ranks(tmp_path, 4, RankFailure(0, "failed"))

@@ -1,4 +1,4 @@
-"""The launcher's hold on a nursery: started once, it carries one job after another."""
+"""The launcher's hold on a fork server: started once, it carries one job after another."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from pathlib import Path
 from types import TracebackType
 
 from weft.errors import LaunchError
-from weft.launch._place import place_from_environment
+from weft.launch._rank_info import RankInfo
 
 _GONE = (BrokenPipeError, ConnectionResetError)
 """What a socket says whose other end has died."""
 _TRAINING = ("weft.worker",)
 """What a command's ranks need: nearly as long to import as torch."""
-_SCRIPT = Path(__file__).with_name("_nursery.py")
+_SCRIPT = Path(__file__).with_name("_fork_server_main.py")
 
 
-class Nursery:
+class ForkServer:
     """A process that imports torch while its owner does something else, and forks the ranks of jobs from itself.
 
     torch is imported once for all ranks of all jobs, so that a second job begins within a tenth of a second.  Modules
     that a job imports before its ranks are forked stay imported.  Ranks get the environment and the standard streams
-    that this process has when the nursery is started.
+    that this process has when the fork server is started.
 
     Use it as a context manager.  It ends with the block, and when this process has ended in whatever way, at the latest
     as soon as it has imported what it was importing.  One job at a time: it is not for several threads.
 
     Example::
 
-        with Nursery() as nursery:
+        with ForkServer() as fork_server:
             for rate in (1e-3, 3e-3):
-                weft.train(replace(recipe, optimizer=OptimizerRecipe(learning_rate=rate)), nursery=nursery)
+                weft.train(replace(recipe, optimizer=OptimizerRecipe(learning_rate=rate)), fork_server=fork_server)
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Nursery:
         """Let the job in `folder` begin.  It obeys one pipe and reports on another; both may be closed here then.
 
         Raises:
-            LaunchError: the nursery is closed.
+            LaunchError: the fork server is closed.
         """
         if self._control.fileno() < 0:
             raise LaunchError(
-                "this nursery is closed, so no ranks can be forked from it. Use it inside its `with` block, or start"
-                " another one."
+                "this fork server is closed, so no ranks can be forked from it. Use it inside its `with` block, or"
+                " start another one."
             )
         self._jobs += 1
         with suppress(*_GONE):  # which `end` says
@@ -135,7 +135,7 @@ class Nursery:
         self._process.kill()
         self._process.wait()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(
@@ -145,10 +145,10 @@ class Nursery:
 
 
 @contextmanager
-def open_nursery(given: Nursery | None = None) -> Generator[Nursery | None]:
-    """The given nursery, or one that lasts as long as the block; none on a rank, which starts no others."""
-    if given is not None or place_from_environment() is not None:
+def open_fork_server(given: ForkServer | None = None) -> Generator[ForkServer | None]:
+    """The given fork server, or one that lasts as long as the block; none on a rank, which starts no others."""
+    if given is not None or RankInfo.from_environment() is not None:
         yield given
         return
-    with Nursery(preload=_TRAINING) as nursery:
-        yield nursery
+    with ForkServer(preload=_TRAINING) as fork_server:
+        yield fork_server

@@ -1,4 +1,4 @@
-"""One nursery for several jobs: they share its imports and nothing else, and it ends with its owner."""
+"""One fork server for several jobs: they share its imports and nothing else, and it ends with its owner."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from launch_kit import is_alive, job, parent_of, wait_for
 
 import pool
 from weft.errors import LaunchError, PlanError
-from weft.launch.launcher import Nursery, RankError, launch_function, open_nursery
+from weft.launch.launcher import ForkServer, RankError, launch_function, open_fork_server
 
 
 def test_jobs_of_different_kinds_follow_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with Nursery() as nursery:
-        first = launch_function(job("where_from"), {}, 2, threads_per_rank=1, nursery=nursery)
+    with ForkServer() as fork_server:
+        first = launch_function(job("where_from"), {}, 2, threads_per_rank=1, fork_server=fork_server)
         with pytest.raises(PlanError, match="tensor = 3 does not divide"):
-            launch_function(job("fail_with_plan_error"), {}, 2, nursery=nursery)
+            launch_function(job("fail_with_plan_error"), {}, 2, fork_server=fork_server)
         with pytest.raises(RankError, match=r"rank 1 of 2 on host .* stopped: killed by SIGKILL"):
-            launch_function(job("fail_on_rank_one"), {"kind": "kill"}, 2, nursery=nursery)
+            launch_function(job("fail_on_rank_one"), {"kind": "kill"}, 2, fork_server=fork_server)
         monkeypatch.chdir(tmp_path)
-        second = launch_function(job("where_from"), {}, 3, threads_per_rank=2, nursery=nursery)
-        assert launch_function(job("add_up"), {"offset": 0}, 3, nursery=nursery)[2]["sum"] == 3.0
-    (origin,) = {rank["nursery"] for rank in (*first, *second)}
-    assert nursery.num_jobs == 5
-    with pytest.raises(LaunchError, match="this nursery is closed.*start another"):
-        launch_function(job("where_from"), {}, 1, nursery=nursery)
+        second = launch_function(job("where_from"), {}, 3, threads_per_rank=2, fork_server=fork_server)
+        assert launch_function(job("add_up"), {"offset": 0}, 3, fork_server=fork_server)[2]["sum"] == 3.0
+    (origin,) = {rank["fork_server"] for rank in (*first, *second)}
+    assert fork_server.num_jobs == 5
+    with pytest.raises(LaunchError, match="this fork server is closed.*start another"):
+        launch_function(job("where_from"), {}, 1, fork_server=fork_server)
     assert origin != os.getpid()
     assert not is_alive(origin)
     assert [rank["rank"] for rank in second] == [0, 1, 2]
@@ -43,32 +43,33 @@ def test_jobs_of_different_kinds_follow_one_another(tmp_path: Path, monkeypatch:
 
 def test_the_environment_decides_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with Nursery() as nursery:
-        (rank,) = launch_function(job("where_from"), {}, 1, threads_per_rank=2, nursery=nursery)
+    with ForkServer() as fork_server:
+        (rank,) = launch_function(job("where_from"), {}, 1, threads_per_rank=2, fork_server=fork_server)
     assert rank["threads"] == 1
 
 
-def test_a_nursery_that_was_killed_is_said() -> None:
-    with Nursery() as nursery:
-        (rank,) = launch_function(job("where_from"), {}, 1, nursery=nursery)
-        os.kill(rank["nursery"], signal.SIGKILL)
+def test_a_killed_fork_server_is_reported() -> None:
+    with ForkServer() as fork_server:
+        (rank,) = launch_function(job("where_from"), {}, 1, fork_server=fork_server)
+        os.kill(rank["fork_server"], signal.SIGKILL)
         with pytest.raises(LaunchError, match="the process that started the ranks ended with status -9"):
-            launch_function(job("where_from"), {}, 1, nursery=nursery)
+            launch_function(job("where_from"), {}, 1, fork_server=fork_server)
 
 
 OWNER = """
 import sys
 sys.path[:0] = {path!r}
-from weft.launch.launcher import Nursery, launch_function
-with Nursery() as nursery:
-    launch_function("launch_jobs:add_up", {{"offset": 0}}, 1, nursery=nursery)
-    launch_function("launch_jobs:write_pid_and_wait", {{"folder": {folder!r}, "stubborn": False}}, 1, nursery=nursery)
+from weft.launch.launcher import ForkServer, launch_function
+with ForkServer() as fork_server:
+    launch_function("launch_jobs:add_up", {{"offset": 0}}, 1, fork_server=fork_server)
+    arguments = {{"folder": {folder!r}, "stubborn": False}}
+    launch_function("launch_jobs:write_pid_and_wait", arguments, 1, fork_server=fork_server)
 """
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process whose nursery has finished a job and begins one that waits for Ctrl-C."""
+    """A process whose fork server has finished a job and begins one that waits for Ctrl-C."""
     code = OWNER.format(path=sys.path, folder=str(tmp_path))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     yield process
@@ -79,7 +80,7 @@ def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def family_of(folder: Path) -> list[int]:
-    """The waiting rank, its parent, and the nursery."""
+    """The waiting rank, its parent, and the fork server."""
     written = folder / "pid0"
     assert wait_for(lambda: written.is_file() and bool(written.read_text()))
     rank = int(written.read_text())
@@ -94,7 +95,7 @@ def test_it_ends_with_its_owner(owner: subprocess.Popen[str], tmp_path: Path) ->
     assert wait_for(lambda: not any(is_alive(pid) for pid in family), 3.0)
 
 
-def test_ranks_die_with_a_killed_nursery(owner: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_ranks_die_with_a_killed_fork_server(owner: subprocess.Popen[str], tmp_path: Path) -> None:
     family = family_of(tmp_path)
     os.kill(family[-1], signal.SIGKILL)
     _, complaint = owner.communicate(timeout=20)
@@ -104,20 +105,20 @@ def test_ranks_die_with_a_killed_nursery(owner: subprocess.Popen[str], tmp_path:
 
 def test_ctrl_c_before_there_are_ranks_reaches_them(owner: subprocess.Popen[str], tmp_path: Path) -> None:
     assert wait_for(lambda: bool(pool.descendants(owner.pid)))
-    nursery = list(pool.descendants(owner.pid))
+    fork_server = list(pool.descendants(owner.pid))
     owner.send_signal(signal.SIGINT)  # while torch is imported, for the first job
     _, complaint = owner.communicate(timeout=30)
     assert complaint.splitlines()[-1] == "KeyboardInterrupt"
     assert not (tmp_path / "pid0").exists()
-    assert wait_for(lambda: not any(is_alive(pid) for pid in nursery), 2.0)
+    assert wait_for(lambda: not any(is_alive(pid) for pid in fork_server), 2.0)
 
 
 def test_a_rank_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_nursery() as own:
+    with open_fork_server() as own:
         assert own is not None
-        with open_nursery(own) as given:
+        with open_fork_server(own) as given:
             assert given is own
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with open_nursery() as none:
+    with open_fork_server() as none:
         assert none is None

@@ -5,8 +5,8 @@ It runs as a script, so that its children's children (data workers) can import i
 a parent of that job's ranks, which obeys one pipe and reports on another; when the first closes, because the launcher
 ended in whatever way, it kills every rank and ends.
 
-    launcher ── nursery ── parent of the first job ── ranks
-                        └─ parent of the second  ── ranks, after the first has ended
+    launcher ── fork server ── parent of the first job ── ranks
+                            └─ parent of the second  ── ranks, after the first has ended
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def serve(control: socket.socket, preload: list[str]) -> int:
     for name in ("torch", "torch.distributed"):
         importlib.import_module(name)
     _import(*preload)
-    nursery = os.getpid()
+    fork_server = os.getpid()
     for number in itertools.count(1):
         folder, descriptors = _next_job(control)
         job = Job.read(folder)
@@ -53,7 +53,7 @@ def serve(control: socket.socket, preload: list[str]) -> int:
         pid = os.fork()
         if pid == 0:
             control.close()
-            die_with(nursery)
+            die_with(fork_server)
             return parent_ranks(job, folder, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -75,12 +75,12 @@ def _next_job(control: socket.socket) -> tuple[Path, list[int]]:
 
 def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
     """Start the ranks of a job, and end when all have ended.  In a rank: run it and return its status."""
+    from weft.launch._failure_notice import open_failure_pipes
     from weft.launch._rank import run_rank
-    from weft.launch._word import open_words
     from weft.process import adopt_orphans, die_with
 
     adopt_orphans()  # what a rank leaves, stopped data workers among it, is ended here
-    words = open_words(folder, job.num_processes)
+    failure_pipes = open_failure_pipes(folder, job.num_processes)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a rank that cannot handle it yet gets it when it can
     wake_read, wake_write = os.pipe()
     for descriptor in (wake_read, wake_write):
@@ -93,7 +93,7 @@ def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
         pid = os.fork()
         if pid == 0:
             die_with(parent)
-            _close([commands, events, wake_read, wake_write, *words], listener)
+            _close([commands, events, wake_read, wake_write, *failure_pipes], listener)
             return run_rank(job, rank, folder, port)
         ranks[pid] = rank
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone; its pipe of commands says so, too
@@ -101,7 +101,7 @@ def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
     store = _serve_store(listener, job.num_processes)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, _wake)
-    _watch(ranks, commands, events, wake_read, words)
+    _watch(ranks, commands, events, wake_read, failure_pipes)
     _end_stopped_orphans()
     del store
     os._exit(0)  # everything is closed; taking torch apart would keep the launcher waiting
@@ -148,11 +148,11 @@ def _serve_store(listener: socket.socket | None, num_processes: int) -> object:
     )
 
 
-def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, words: list[int]) -> None:
+def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure_pipes: list[int]) -> None:
     """Report every rank that ends, to the launcher and where it failed to the others; obey until none is left."""
     living = dict(ranks)
     kill_at: float | None = None
-    _reap(living, events, words)
+    _reap(living, events, failure_pipes)
     while living:
         timeout = None if kill_at is None else max(0.0, kill_at - time.monotonic())
         ready, _, _ = select.select([commands, wake], [], [], timeout)
@@ -167,15 +167,15 @@ def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, words: 
                 if order == END:
                     _signal_all(living, signal.SIGCONT)  # one that is stopped would not notice
                     kill_at = time.monotonic() + END_SECONDS
-        _reap(living, events, words)
+        _reap(living, events, failure_pipes)
 
 
 def _wake(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: that there is a handler makes Python write to the wake-up pipe."""
 
 
-def _reap(living: dict[int, int], events: int, words: list[int]) -> None:
-    from weft.launch._word import Lost, how_it_ended, tell
+def _reap(living: dict[int, int], events: int, failure_pipes: list[int]) -> None:
+    from weft.launch._failure_notice import RankFailure, how_it_ended, notify
 
     while living:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -187,7 +187,7 @@ def _reap(living: dict[int, int], events: int, words: list[int]) -> None:
         rank = living.pop(pid)
         line = f"{rank} {code} {time.monotonic()}\n".encode()
         if code:
-            tell((words[other] for other in living.values()), Lost(rank, how_it_ended(code)))
+            notify((failure_pipes[other] for other in living.values()), RankFailure(rank, how_it_ended(code)))
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone; its pipe of commands says so, too
             os.write(events, line)
 

@@ -8,8 +8,8 @@ from own_models import build
 from pool import RankPool
 from weft.describe import Proposal, propose_split
 from weft.models import Blueprint
+from weft.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 from weft.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan
-from weft.prove import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 from weft.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
 
 STEPS = 2

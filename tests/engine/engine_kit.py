@@ -13,6 +13,7 @@ from weft.comm import Mesh
 from weft.data import rank_range
 from weft.engine import TrainingState, create_training
 from weft.models import Batch, Blueprint, build_model
+from weft.numerics import TrialData
 from weft.parallel import Piece
 from weft.plan import (
     ComputePlan,
@@ -23,7 +24,6 @@ from weft.plan import (
     Plan,
     TensorParallelPlan,
 )
-from weft.prove import TrialData
 from weft.recipe import (
     BatchRecipe,
     DataRecipe,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from weft.comm import Mesh
 from weft.models import Batch, Blueprint
+from weft.numerics import TOLERANCES, assemble, compare, one_process
 from weft.plan import Plan
-from weft.prove import TOLERANCES, assemble, compare, one_process
 from weft.recipe import OptimizerRecipe
 
 ADAMW = OptimizerRecipe(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, epsilon=1e-8, betas=(0.9, 0.95))

@@ -18,9 +18,9 @@ from torch import Tensor
 from weft.checkpoint import Checkpointer, Peers
 from weft.comm import Mesh
 from weft.errors import PlanError
+from weft.numerics import assemble
 from weft.parallel import Piece
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, facts_of
-from weft.prove import assemble
 from weft.recipe import OptimizerRecipe, Recipe
 from weft.techniques.compression.build import compression_of
 

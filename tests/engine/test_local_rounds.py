@@ -18,10 +18,10 @@ from torch import Tensor
 from weft.checkpoint import Checkpointer, Peers
 from weft.engine import Outcome, Trainer
 from weft.models import build_model
+from weft.numerics import TOLERANCES, PlainLoop, TrialData, assemble, compare
+from weft.numerics._plain import _inputs, _module
 from weft.parallel import Piece
 from weft.plan import Plan, check_plan, check_runnable, facts_of
-from weft.prove import TOLERANCES, PlainLoop, TrialData, assemble, compare
-from weft.prove._plain import _inputs, _module
 from weft.recipe import OptimizerRecipe, Recipe
 from weft.record import Recorder
 from weft.rehearse._witness import Witness

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from engine_kit import ADAMW, Seen, agreed, plan_of, recipe_of, train
 
+from weft.numerics import TOLERANCES, assemble, compare, one_process
 from weft.plan import Plan
-from weft.prove import TOLERANCES, assemble, compare, one_process
 from weft.recipe import OptimizerRecipe, Recipe
 
 STEPS = 4

@@ -12,7 +12,7 @@ from engine_kit import Seen, Training, agreed, plan_of, recipe_of, snapshot, tra
 from engine_models import branches_blueprint, branches_sample
 from torch import Tensor
 
-from weft.prove import assemble
+from weft.numerics import assemble
 from weft.recipe import OptimizerRecipe
 
 STAGES = {

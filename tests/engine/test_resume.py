@@ -17,8 +17,8 @@ from weft.data import BatchSource, data_shape, open_data, prepare_data
 from weft.engine import Outcome, Trainer, create_training
 from weft.errors import WeftError
 from weft.models import build_model
+from weft.numerics import TOLERANCES, assemble, compare, one_process
 from weft.plan import Plan
-from weft.prove import TOLERANCES, assemble, compare, one_process
 from weft.recipe import (
     BatchRecipe,
     DataRecipe,

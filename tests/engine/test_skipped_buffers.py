@@ -9,8 +9,8 @@ import torch
 from weft.comm import Mesh
 from weft.engine import create_training
 from weft.models import build_model
+from weft.numerics import TrialData
 from weft.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan
-from weft.prove import TrialData
 from weft.recipe import BatchRecipe, ConvNetShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.record import Recorder
 

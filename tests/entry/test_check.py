@@ -121,7 +121,7 @@ def test_a_plan_that_equals_one_process(project: Path, capsys: pytest.CaptureFix
     assert 0 < exact["largest"]["gradient"] <= 1e-10
     assert exact["gradients"] == 20
     plan, model = told["what"]
-    assert "data 4 × tensor 8, folded to data 2 × tensor 2 = 4 processes" in plan
+    assert "data 4 × tensor 8; scaled down to data 2 × tensor 2 = 4 processes" in plan
     assert "48 blocks, width 1,024" in model
     assert "shrunk to 2 blocks" in model
     assert sorted(path.name for path in project.iterdir() if path.is_file()) == [
@@ -171,8 +171,8 @@ def test_a_wrong_split_table_is_named_with_what_it_takes(ranks: RankPool, projec
     assert not report.is_equal
     assert report.failure is not None
     assert report.failure.precision == "fp64"
-    assert report.failure.departure is not None
-    assert (report.failure.departure.kind, report.failure.departure.name) == ("loss", "step 1")
+    assert report.failure.mismatch is not None
+    assert (report.failure.mismatch.kind, report.failure.mismatch.name) == ("loss", "step 1")
     assert report.failure.needs == ("tensor ranks",)
     text = str(report)
     assert "note      checked_models:build is no model that Weft can shrink: it runs as it is" in text

@@ -18,6 +18,7 @@ from pool import RankPool
 from weft.comm import Mesh, device_for_rank
 from weft.engine import create_training
 from weft.models import build_model
+from weft.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 from weft.plan import (
     ComputePlan,
     DataParallelPlan,
@@ -31,7 +32,6 @@ from weft.plan import (
     check_runnable,
     facts_of,
 )
-from weft.prove import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,

@@ -19,7 +19,7 @@ from gpu_report import Report
 from pool import RankPool
 from weft.entry import train
 from weft.launch.launcher import launch_function
-from weft.prove import TOLERANCES
+from weft.numerics import TOLERANCES
 
 Say = Callable[[str], None]
 

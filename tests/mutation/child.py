@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 import cases as _cases  # noqa: E402, F401 - puts the parity matrix on the path
 
 
-def verdict(recipe: Any, plan: Any) -> dict[str, Any]:
+def comparison(recipe: Any, plan: Any) -> dict[str, Any]:
     """What the check says: equal, different (what, and by how much), refused, or stopped with an error."""
     import weft
 
@@ -27,7 +27,7 @@ def verdict(recipe: Any, plan: Any) -> dict[str, Any]:
         return {"equal": False, "how": "error", "what": f"{type(error).__name__}: {error}"}
     if report.failure is None:
         return {"equal": True, "how": "equal", "what": report.result_lines()[0]}
-    first = report.failure.departure
+    first = report.failure.mismatch
     if first is None:
         return {"equal": False, "how": "error", "what": report.failure.cause}
     what = f"{first.kind} {first.name} differs by {first.relative:.1e} in {report.failure.precision}"
@@ -49,7 +49,7 @@ def main(names: list[str]) -> None:
         models = cells.models(Path(folder))
         for name in names:
             cell = known[name]
-            found = verdict(cells.recipe_of(models[cell.model], "fp64"), cell.plan)
+            found = comparison(cells.recipe_of(models[cell.model], "fp64"), cell.plan)
             print(json.dumps({"case": name, "tree": weft.__file__, **found}), flush=True)
             if not found["equal"]:
                 return

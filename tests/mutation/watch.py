@@ -7,8 +7,8 @@ from types import FrameType
 from typing import Any
 
 from weft.models import build_model
+from weft.numerics import STEPS, run_trial
 from weft.plan import Plan
-from weft.prove import STEPS, run_trial
 from weft.recipe import Recipe
 
 _ROOMS = ("/weft/parallel/", "/weft/comm/", "/weft/engine/")

@@ -11,8 +11,8 @@ import torch
 from weft.comm import Mesh
 from weft.engine import create_training
 from weft.models import build_model
+from weft.numerics import TrialData
 from weft.plan import Plan
-from weft.prove import TrialData
 from weft.recipe import Recipe, learning_rate
 from weft.record import Recorder
 

@@ -21,8 +21,8 @@ from parity_run import Matrix, with_precision, without_traces_of_compiling  # no
 
 from pool import RankPool  # noqa: E402
 from weft.models import build_model  # noqa: E402
+from weft.numerics import run_trial  # noqa: E402
 from weft.plan import Plan  # noqa: E402
-from weft.prove import run_trial  # noqa: E402
 from weft.recipe import Recipe  # noqa: E402
 
 STEPS = 3

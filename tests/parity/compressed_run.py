@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from weft.comm import Mesh
 from weft.engine import TrainingState
 from weft.models import build_model
+from weft.numerics import Trial, TrialData, run_trial
 from weft.plan import Plan
-from weft.prove import Trial, TrialData, run_trial
 from weft.recipe import Recipe, learning_rate
 from weft.techniques.compression.codecs import Compression, Frame
 

@@ -21,7 +21,7 @@ from cells import Cell, plan
 from parity_run import Matrix, with_precision
 
 from pool import RankPool
-from weft.prove import one_process
+from weft.numerics import one_process
 
 STEPS = 4
 """After the third, a wrong clip norm or divisor is in losses, norms and weights."""

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from pool import RankPool
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint
+from weft.numerics import one_process
 from weft.plan import Plan
-from weft.prove import one_process
 from weft.recipe import ModelRecipe, Recipe
 
 STEPS = 2

@@ -18,7 +18,7 @@ from cells import Cell
 from parity_run import Matrix, Verdict
 
 from pool import RankPool
-from weft.prove import TOLERANCES
+from weft.numerics import TOLERANCES
 
 pytestmark = pytest.mark.parity
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pool import RankPool
 from weft.models import build_model
-from weft.prove import TrialData, assemble, compare, one_process
+from weft.numerics import TrialData, assemble, compare, one_process
 from weft.recipe import ModelRecipe, Recipe, learning_rate
 
 TOLERANCE = 1e-12

@@ -25,7 +25,7 @@ def check(
 ) -> int:
     """Prove that a plan computes what one process computes, before a costly run.
 
-    The model is made small and the plan's axes are folded onto CPU processes of this machine. Status 0: equal; 1:
+    The model is made small and the plan's axes are scaled down to CPU processes of this machine. Status 0: equal; 1:
     something differs, and is named; 2: the plan or recipe is wrong, or cannot be checked.
 
     Parameters

@@ -22,32 +22,22 @@ from weft.entry._check_report import CheckFailure, CheckReport, describe_case
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer, RankError, launch_function, open_fork_server
-from weft.plan import (
-    ModelFacts,
-    Plan,
-    check_plan,
-    check_runnable,
-    dump_plan,
-    facts_of,
-    load_plan,
-)
-from weft.profile import profile_of
-from weft.prove import (
+from weft.numerics import (
     REMOVABLE,
     STEPS,
+    Comparison,
     Contributions,
     Evidence,
-    Outcome,
     Outputs,
     PlainLoop,
     SmallCase,
     Trial,
-    Verdict,
+    TrialResult,
     comparable,
+    compare_results,
     contributions,
     first_different,
     join_trials,
-    judge,
     likely_cause,
     one_process,
     read_trial,
@@ -56,11 +46,13 @@ from weft.prove import (
     without,
     without_dropout,
 )
+from weft.plan import ModelFacts, Plan, check_plan, check_runnable, dump_plan, facts_of, load_plan
+from weft.profile import profile_of
 from weft.recipe import Precision, Recipe, dump_recipe, load_recipe
 from weft.search import choose_plan
 from weft.techniques.registry import exact
 from weft.worker import facts_of_blueprint
-from weft.worker._check import awake_model, case_name, outputs_path, trial_path, with_precision
+from weft.worker._check import case_name, outputs_path, perturbed_model, trial_path, with_precision
 
 _MEMORY_SHARE = 0.5
 """Of this machine's memory, that a model which cannot be shrunk may take."""
@@ -78,10 +70,10 @@ def check(
 ) -> CheckReport:
     """Compare a plan with one process on a small model of the same structure, and return what came of it.
 
-    The model gets few blocks and narrow layers, the plan's axes are folded onto at most `processes` fresh CPU processes
-    of this machine.  Compared are initial weights, the first step's gradients, losses and gradient norms of three
-    optimizer steps, final weights and buffers: in fp64, in fp32, and in the plan's own precision, compiled if it says
-    so.  Not collective: call it on one process, outside of any job.
+    The model gets few blocks and narrow layers, the plan's axes are scaled down to at most `processes` fresh CPU
+    processes of this machine.  Compared are initial weights, the first step's gradients, losses and gradient norms of
+    three optimizer steps, final weights and buffers: in fp64, in fp32, and in the plan's own precision, compiled if it
+    says so.  Not collective: call it on one process, outside of any job.
 
     Args:
         recipe: a recipe, or the path of one.
@@ -141,11 +133,11 @@ def check_by(
         small = shrink_case(recipe, plan, facts, processes=processes, folder=folder, memory_bytes=budget)
         lines = [*describe_case(recipe, plan, facts, small, _fitting(small))]
         lines += [f"          {line}" for line in left_out]
-        verdicts, failure = _compare(_Runs(small, folder, launch), _cases(plan), explain)
+        comparisons, failure = _compare_cases(_Runs(small, folder, launch), _cases(plan), explain)
     return CheckReport(
         plan=small.plan,
         lines=tuple(lines),
-        verdicts=tuple(verdicts),
+        comparisons=tuple(comparisons),
         failure=failure,
         seconds=time.monotonic() - began,
     )
@@ -223,25 +215,27 @@ class _Runs:
         case, world = case_name(precision, compiled), range(self.small.plan.mesh.world_size)
         return [read_trial(trial_path(self.folder, rank, case)) for rank in world]
 
-    def alone(self, precision: Precision) -> Outcome:
+    def alone(self, precision: Precision) -> TrialResult:
         """One process: no axis, no technique, the whole batch in one microbatch."""
         recipe = self.small.recipe
         plan = one_process(with_precision(self.small.plan, precision, compiled=False))
-        trial = run_trial(recipe, plan, lambda: awake_model(recipe), steps=STEPS, label_range=self.small.label_range)
+        trial = run_trial(
+            recipe, plan, lambda: perturbed_model(recipe), steps=STEPS, label_range=self.small.label_range
+        )
         return join_trials([trial], plan)
 
-    def against_plain_torch(self) -> Verdict | None:
+    def against_plain_torch(self) -> Comparison | None:
         """One process beside a loop without Weft's engine, dropout left out; None where torch has no such loop."""
         recipe, label_range = self.small.recipe, self.small.label_range
         plan = one_process(with_precision(self.small.plan, "fp64", compiled=False))
-        build = without_dropout(lambda: awake_model(recipe))
+        build = without_dropout(lambda: perturbed_model(recipe))
         blueprint = build()
         if any(isinstance(module, torch.nn.Embedding) and module.sparse for module in blueprint.module.modules()):
             return None  # torch clips and steps no sparse gradients
-        found = join_trials([run_trial(recipe, plan, build, steps=STEPS, label_range=label_range)], plan)
+        candidate = join_trials([run_trial(recipe, plan, build, steps=STEPS, label_range=label_range)], plan)
         loop = PlainLoop(recipe=recipe, plan=plan, label_range=label_range)
-        wanted = loop.run(blueprint, found.initial)
-        return judge(wanted, comparable(found, loop.steps), precision="fp64")
+        reference = loop.run(blueprint, candidate.initial)
+        return compare_results(reference, comparable(candidate, loop.steps), precision="fp64")
 
     def first_wrong_output(self) -> str:
         """The first module of the forward that returns something else than in one process; empty: none is known."""
@@ -254,33 +248,37 @@ class _Runs:
         recipe, alone = self.small.recipe, Outputs()
         plan = one_process(with_precision(self.small.plan, "fp64", compiled=False))
         label_range = self.small.label_range
-        run_trial(recipe, plan, lambda: awake_model(recipe), steps=0, label_range=label_range, inspect=alone.watch)
-        found = first_different(alone.by_module, Outputs.read(outputs_path(self.folder)).by_module)
-        return f"the first module that returns something else is {found[0]} (by {found[1]:.1e})" if found else ""
+        run_trial(recipe, plan, lambda: perturbed_model(recipe), steps=0, label_range=label_range, inspect=alone.watch)
+        difference = first_different(alone.by_module, Outputs.read(outputs_path(self.folder)).by_module)
+        return (
+            f"the first module that returns something else is {difference[0]} (by {difference[1]:.1e})"
+            if difference
+            else ""
+        )
 
     def taken_apart(self) -> Contributions:
         recipe = self.small.recipe
         plan = with_precision(self.small.plan, "fp64", compiled=False)
-        return contributions(recipe, plan, lambda: awake_model(recipe), label_range=self.small.label_range)
+        return contributions(recipe, plan, lambda: perturbed_model(recipe), label_range=self.small.label_range)
 
-    def verdict(
-        self, case: tuple[Precision, bool], exact: Outcome | None, order: Sequence[str] = ()
-    ) -> tuple[Verdict, Outcome]:
-        """Judge what the ranks left of a case."""
+    def comparison(
+        self, case: tuple[Precision, bool], exact: TrialResult | None, order: Sequence[str] = ()
+    ) -> tuple[Comparison, TrialResult]:
+        """Compare what the ranks left of a case with one process."""
         precision, compiled = case
-        wanted = self.alone(precision)
-        found = join_trials(self.trials(precision, compiled), self.small.plan)
-        verdict = judge(wanted, found, precision=precision, exact=exact, order=order)
-        return replace(verdict, precision=case_name(precision, compiled)), wanted
+        reference = self.alone(precision)
+        candidate = join_trials(self.trials(precision, compiled), self.small.plan)
+        comparison = compare_results(reference, candidate, precision=precision, exact=exact, order=order)
+        return replace(comparison, precision=case_name(precision, compiled)), reference
 
 
 _EXACT: tuple[Precision, bool] = ("fp64", False)
 
 
-def _compare(
+def _compare_cases(
     runs: _Runs, cases: Sequence[tuple[Precision, bool]], explain: bool
-) -> tuple[list[Verdict], CheckFailure | None]:
-    """Run all cases and judge them until one is not equal; first of all, one process itself."""
+) -> tuple[list[Comparison], CheckFailure | None]:
+    """Run all cases and compare until one is not equal; first of all, one process itself."""
     plain = runs.against_plain_torch()
     if plain is not None and not plain.is_equal:
         cause = "one process of Weft does not compute what plain PyTorch does, whatever the plan"
@@ -289,54 +287,53 @@ def _compare(
         runs.ranks(cases)
     except RankError as error:
         _, needs = _needed(runs) if explain else (runs, ())
-        return [], CheckFailure(precision="fp64", departure=None, others=0, cause=str(error), needs=needs)
-    verdicts: list[Verdict] = []
-    exact: Outcome | None = None
+        return [], CheckFailure(precision="fp64", mismatch=None, others=0, cause=str(error), needs=needs)
+    comparisons: list[Comparison] = []
+    exact: TrialResult | None = None
     for case in cases:
-        verdict, wanted = runs.verdict(case, exact)
-        verdicts.append(verdict)
-        exact = exact or wanted
-        if not verdict.is_equal:
-            return verdicts, _failure(runs, verdict, case, explain)
-    return verdicts, None
+        comparison, reference = runs.comparison(case, exact)
+        comparisons.append(comparison)
+        exact = exact or reference
+        if not comparison.is_equal:
+            return comparisons, _failure(runs, comparison, case, explain)
+    return comparisons, None
 
 
-def _failure(runs: _Runs, verdict: Verdict, case: tuple[Precision, bool], explain: bool) -> CheckFailure:
+def _failure(runs: _Runs, comparison: Comparison, case: tuple[Precision, bool], explain: bool) -> CheckFailure:
     """What differs first, in the order of the forward, and why."""
     cause, needs = "", ()
     if case == _EXACT:
         apart = runs.taken_apart()
-        verdict, wanted = runs.verdict(_EXACT, None, apart.order)
+        comparison, reference = runs.comparison(_EXACT, None, apart.order)
         if explain:
             trials = runs.trials(*_EXACT)
             cause = likely_cause(
                 Evidence(
                     plan=runs.small.plan,
                     blueprint=build_blueprint(runs.small.recipe),
-                    wanted=wanted,
-                    found=join_trials(trials, runs.small.plan),
+                    reference=reference,
+                    candidate=join_trials(trials, runs.small.plan),
                     trials=trials,
                     contributions=apart,
-                    verdict=verdict,
+                    comparison=comparison,
                 )
             )
             simplest, needs = _needed(runs)
-            where = simplest.first_wrong_output() if verdict.departures[0].kind == "loss" else ""
+            where = simplest.first_wrong_output() if comparison.mismatches[0].kind == "loss" else ""
             cause += f"; {where}" if where else ""
     elif case[1]:
         cause = f"fp64 and fp32 are equal without compilation: it is torch.compile, or rounding, in {case[0]}"
     else:
-        cause = (
-            f"fp64 is equal, so the mathematics is right: rounding in {verdict.precision} differs more than it should"
-        )
-    return _first_of(verdict, cause, needs)
+        precision = comparison.precision
+        cause = f"fp64 is equal, so the mathematics is right: rounding in {precision} differs more than it should"
+    return _first_of(comparison, cause, needs)
 
 
-def _first_of(verdict: Verdict, cause: str, needs: tuple[str, ...]) -> CheckFailure:
+def _first_of(comparison: Comparison, cause: str, needs: tuple[str, ...]) -> CheckFailure:
     return CheckFailure(
-        precision=verdict.precision,
-        departure=verdict.departures[0],
-        others=len(verdict.departures) - 1,
+        precision=comparison.precision,
+        mismatch=comparison.mismatches[0],
+        others=len(comparison.mismatches) - 1,
         cause=cause,
         needs=needs,
     )
@@ -372,4 +369,4 @@ def _still_differs(runs: _Runs) -> bool:
         return True
     except WeftError:
         return False  # a plan that is refused shows nothing
-    return not runs.verdict(_EXACT, None)[0].is_equal
+    return not runs.comparison(_EXACT, None)[0].is_equal

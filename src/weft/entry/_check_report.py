@@ -1,4 +1,4 @@
-"""What a check found, as lines for a person and as JSON for a program."""
+"""The report of a check, as lines for a person and as JSON for a program."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.checkpoint import Json
+from weft.numerics import STEPS, Comparison, Mismatch, SmallCase
 from weft.plan import ModelFacts, Plan, mesh_sizes
-from weft.prove import STEPS, Departure, SmallCase, Verdict
 from weft.recipe import Recipe
 
 _INDENT = 10
@@ -20,7 +20,7 @@ class CheckFailure:
     """The first thing that is not what one process computes."""
 
     precision: str
-    departure: Departure | None
+    mismatch: Mismatch | None
     """None: the ranks stopped with an error instead."""
     others: int
     """How much else differs."""
@@ -35,10 +35,10 @@ class CheckReport:
     """Whether a plan computes what one process computes."""
 
     plan: Plan
-    """The folded plan that was run."""
+    """The plan that was run: the given one, scaled down."""
     lines: tuple[str, ...]
     """What was run: plan and model, and what they leave out."""
-    verdicts: tuple[Verdict, ...]
+    comparisons: tuple[Comparison, ...]
     """By precision, in the order in which they were run, up to the first that is not equal."""
     failure: CheckFailure | None
     seconds: float
@@ -53,9 +53,11 @@ class CheckReport:
     def result_lines(self) -> list[str]:
         """One line when equal; else what differs first, and why."""
         if self.failure is None:
-            exact, *rounded = self.verdicts
+            exact, *rounded = self.comparisons
             text = f"{exact.largest['gradient']:.1e} over {exact.num_gradients} tensors in {exact.precision}"
-            rest = "".join(f", {verdict.largest['gradient']:.1e} in {verdict.precision}" for verdict in rounded)
+            rest = "".join(
+                f", {comparison.largest['gradient']:.1e} in {comparison.precision}" for comparison in rounded
+            )
             told = f"gradients equal one process: largest relative difference {text}{rest}  ({self.seconds:.1f} s)"
             return [_labelled("check", told)]
         first, *others = self._why()
@@ -63,14 +65,14 @@ class CheckReport:
 
     def _why(self) -> Iterator[str]:
         assert self.failure is not None
-        failure, departure = self.failure, self.failure.departure
-        if departure is None:
+        failure, mismatch = self.failure, self.failure.mismatch
+        if mismatch is None:
             yield f"the plan does not run  ({self.seconds:.1f} s)"
             yield from failure.cause.splitlines()
         else:
-            name = departure.name if departure.name.startswith("step ") else f"of {departure.name}"
-            what = f"{departure.kind} {name} differs from one process by {departure.relative:.1e}"
-            limit = f"the limit in {failure.precision} is {departure.limit:.0e}"
+            name = mismatch.name if mismatch.name.startswith("step ") else f"of {mismatch.name}"
+            what = f"{mismatch.kind} {name} differs from one process by {mismatch.relative:.1e}"
+            limit = f"the limit in {failure.precision} is {mismatch.limit:.0e}"
             rest = f"; {failure.others} more differ" if failure.others else ""
             yield f"{what} ({limit}){rest}  ({self.seconds:.1f} s)"
             if failure.cause:
@@ -87,12 +89,12 @@ class CheckReport:
             "processes": self.plan.mesh.world_size,
             "steps": STEPS,
             "what": list(self.lines),
-            "precisions": [_verdict_json(verdict) for verdict in self.verdicts],
+            "precisions": [_comparison_json(comparison) for comparison in self.comparisons],
             "failure": None
             if failure is None
             else {
                 "precision": failure.precision,
-                "first": None if failure.departure is None else _departure_json(failure.departure),
+                "first": None if failure.mismatch is None else _mismatch_json(failure.mismatch),
                 "others": failure.others,
                 "cause": failure.cause,
                 "needs": list(failure.needs),
@@ -100,23 +102,23 @@ class CheckReport:
         }
 
 
-def _verdict_json(verdict: Verdict) -> dict[str, Json]:
+def _comparison_json(comparison: Comparison) -> dict[str, Json]:
     return {
-        "precision": verdict.precision,
-        "equal": verdict.is_equal,
-        "gradients": verdict.num_gradients,
-        "largest_gradient": verdict.largest_gradient,
-        "largest": {kind: _number(value) for kind, value in verdict.largest.items()},
+        "precision": comparison.precision,
+        "equal": comparison.is_equal,
+        "gradients": comparison.num_gradients,
+        "largest_gradient": comparison.largest_gradient,
+        "largest": {kind: _number(value) for kind, value in comparison.largest.items()},
     }
 
 
-def _departure_json(departure: Departure) -> dict[str, Json]:
+def _mismatch_json(mismatch: Mismatch) -> dict[str, Json]:
     return {
-        "kind": departure.kind,
-        "name": departure.name,
-        "step": departure.step,
-        "relative": _number(departure.relative),
-        "limit": departure.limit,
+        "kind": mismatch.kind,
+        "name": mismatch.name,
+        "step": mismatch.step,
+        "relative": _number(mismatch.relative),
+        "limit": mismatch.limit,
     }
 
 
@@ -130,9 +132,9 @@ def describe_case(
 ) -> list[str]:
     """Say what stands for the plan and for the model."""
     sizes = mesh_sizes(plan)
-    folded = mesh_sizes(small.plan)
+    scaled = mesh_sizes(small.plan)
     world = small.plan.mesh.world_size
-    how = f"{sizes}, folded to {folded}" if folded != sizes else sizes
+    how = f"{sizes}; scaled down to {scaled}" if scaled != sizes else sizes
     lines = [_labelled("plan", f"{how} = {world} process{'es' if world > 1 else ''}")]
     if recipe.model.factory is None:
         whole, part = _model(facts) or _model(small_facts), _model(small_facts)

@@ -11,8 +11,8 @@ from weft.blueprint import build_blueprint
 from weft.comm import Mesh
 from weft.launch import RankInfo, initialise_distributed
 from weft.models import Blueprint
+from weft.numerics import STEPS, Outputs, perturb_constants, run_trial, write_trial
 from weft.plan import Plan, parse_plan
-from weft.prove import STEPS, Outputs, awaken, run_trial, write_trial
 from weft.recipe import Precision, Recipe, parse_recipe
 
 TIMEOUT_SECONDS = 60.0
@@ -47,7 +47,7 @@ def run_rank(
             trial = run_trial(
                 what,
                 with_precision(how, precision, compiled=bool(compiled)),  # pyright: ignore[reportArgumentType]
-                lambda: awake_model(what),
+                lambda: perturbed_model(what),
                 steps=STEPS,
                 label_range=label_range,
                 mesh=mesh,
@@ -63,9 +63,9 @@ def with_precision(plan: Plan, precision: Precision, *, compiled: bool) -> Plan:
     return replace(plan, compute=replace(plan.compute, precision=precision, compile=compiled))
 
 
-def awake_model(recipe: Recipe) -> Blueprint:
+def perturbed_model(recipe: Recipe) -> Blueprint:
     """The recipe's model, with no parameter that starts constant."""
-    return awaken(build_blueprint(recipe))
+    return perturb_constants(build_blueprint(recipe))
 
 
 def case_name(precision: str, compiled: bool) -> str:

@@ -23,8 +23,8 @@ from weft.comm import Mesh, peak_memory_bytes, synchronize
 from weft.engine import create_training
 from weft.errors import WeftError
 from weft.launch import RankInfo, initialise_distributed
+from weft.numerics import TrialData
 from weft.plan import Plan, parse_plan
-from weft.prove import TrialData
 from weft.recipe import Recipe, learning_rate, parse_recipe
 from weft.record import Recorder
 from weft.worker._teams import team_of, teams_of

@@ -40,38 +40,40 @@ def assemble(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
             shapes[piece.name] = piece
             index = piece.split.index if piece.split is not None else 0
             shape = piece.split.local_shape(piece.shape) if piece.split is not None else piece.shape
-            held = locals_.setdefault(piece.name, {})
-            if index not in held:
-                held[index] = torch.full((shape.numel(),), torch.nan, dtype=torch.float64)
-            run = held[index][piece.start : piece.start + piece.tensor.numel()]
+            parts_by_index = locals_.setdefault(piece.name, {})
+            if index not in parts_by_index:
+                parts_by_index[index] = torch.full((shape.numel(),), torch.nan, dtype=torch.float64)
+            run = parts_by_index[index][piece.start : piece.start + piece.tensor.numel()]
             new = piece.tensor.detach().to("cpu", torch.float64)
             missing = run.isnan()
             scale = float(new.norm())
             disagree = (~missing) & ((run - new).abs() > 1e-5 * scale)
             run.copy_(torch.where(missing, new, torch.where(disagree, torch.nan, run)))
-    return {name: _join(shapes[name], held) for name, held in locals_.items()}
+    return {name: _join(shapes[name], parts_by_index) for name, parts_by_index in locals_.items()}
 
 
-def _join(piece: Piece, held: Mapping[int, Tensor]) -> Tensor:
+def _join(piece: Piece, parts_by_index: Mapping[int, Tensor]) -> Tensor:
     if piece.split is None:
-        return held[0].view(piece.shape)
+        return parts_by_index[0].view(piece.shape)
     shape = piece.split.local_shape(piece.shape)
     absent = torch.full(shape, torch.nan, dtype=torch.float64)
-    parts = [held[index].view(shape) if index in held else absent for index in range(piece.split.parts)]
+    parts = [
+        parts_by_index[index].view(shape) if index in parts_by_index else absent for index in range(piece.split.parts)
+    ]
     return piece.split.join(parts)
 
 
 def compare(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> list[Difference]:
     """Return the difference of every tensor, largest first; a missing, unexpected or non-finite one is infinite."""
     whole = float(torch.sqrt(sum((tensor.double().square().sum() for tensor in reference.values()), torch.zeros(()))))
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for name in reference.keys() | candidate.keys():
         if name not in reference or name not in candidate or reference[name].shape != candidate[name].shape:
-            found.append(Difference(name, float("inf")))
+            differences.append(Difference(name, float("inf")))
             continue
-        wanted = reference[name].double()
-        delta = float((wanted - candidate[name].double()).norm())
-        scale = max(float(wanted.norm()), _FLOOR * whole)
+        expected = reference[name].double()
+        delta = float((expected - candidate[name].double()).norm())
+        scale = max(float(expected.norm()), _FLOOR * whole)
         relative = delta / scale if scale else delta
-        found.append(Difference(name, relative if relative == relative else float("inf")))
-    return sorted(found, key=lambda difference: -difference.relative)
+        differences.append(Difference(name, relative if relative == relative else float("inf")))
+    return sorted(differences, key=lambda difference: -difference.relative)

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from weft.numerics._trial import Trial
 from weft.parallel import Piece, TensorSplit
-from weft.prove._trial import Trial
 
 _LISTS = ("initial", "gradients", "state")
 
@@ -40,7 +40,10 @@ def read_trial(path: Path) -> Trial:
     with safe_open(path, framework="pt") as file:
         header: dict[str, Any] = json.loads(file.metadata()["trial"])
         pieces = {
-            kind: [_piece(given, file.get_tensor(f"{kind}.{index}")) for index, given in enumerate(header[kind])]
+            kind: [
+                _piece(description, file.get_tensor(f"{kind}.{index}"))
+                for index, description in enumerate(header[kind])
+            ]
             for kind in _LISTS
         }
     return Trial(
@@ -63,12 +66,12 @@ def _description(piece: Piece) -> dict[str, Any]:
     }
 
 
-def _piece(given: dict[str, Any], tensor: Tensor) -> Piece:
+def _piece(description: dict[str, Any], tensor: Tensor) -> Piece:
     return Piece(
-        name=given["name"],
-        shape=torch.Size(given["shape"]),
+        name=description["name"],
+        shape=torch.Size(description["shape"]),
         tensor=tensor,
-        split=None if given["split"] is None else TensorSplit(**given["split"]),
-        start=given["start"],
-        counts=given["counts"],
+        split=None if description["split"] is None else TensorSplit(**description["split"]),
+        start=description["start"],
+        counts=description["counts"],
     )

@@ -45,14 +45,14 @@ class Outputs:
         return cls({name.partition(".")[2]: value for name, value in sorted(load_file(path).items())})
 
 
-def first_different(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[str, float] | None:
+def first_different(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tuple[str, float] | None:
     """Return the first module whose output differs, and by how much, relative to its norm.
 
-    `found` is that of the first data rank's first microbatch, which has the first samples of `wanted`.  Outputs that
-    are cut (other shapes than in one process) are passed over.
+    `candidate` is that of the first data rank's first microbatch, which has the first samples of `reference`.  Outputs
+    that are cut (other shapes than in one process) are passed over.
     """
-    for name, output in found.items():
-        whole = wanted.get(name)
+    for name, output in candidate.items():
+        whole = reference.get(name)
         if whole is None or whole.shape[1:] != output.shape[1:] or whole.ndim == 0:
             continue
         rows = whole[: output.shape[0]]

@@ -1,4 +1,4 @@
-"""Fold a plan onto a few processes: smaller axes, fewer microbatches and blocks, every technique and pattern kept.
+"""Scale a plan down to a few processes: smaller axes, fewer microbatches and blocks, every technique and pattern kept.
 
 What is kept: which axes there are and their order, schedule and chunks, the ZeRO stage, sequence parallelism,
 recomputation per block, that cuts and shares are unequal, that a rank has several microbatches.  What shrinks: how many
@@ -23,20 +23,20 @@ _SMALL_BUCKET_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folded:
-    """A folded plan, and the size of the model that it needs."""
+class ScaledDown:
+    """A plan that has been scaled down, and the size of the model that it needs."""
 
     plan: Plan
     num_blocks: int | None
     """Blocks that the model must have; None: it has none, or nobody knows."""
 
 
-def least_processes(mesh: MeshPlan) -> int:
+def min_processes(mesh: MeshPlan) -> int:
     """Return how many processes show every axis of the mesh."""
     return math.prod(_least(axis, int(getattr(mesh, axis))) for axis in _GROWING)
 
 
-def fold_plan(plan: Plan, *, processes: int | None, num_blocks: int | None, may_shrink: bool) -> Folded:
+def scale_down_plan(plan: Plan, *, processes: int | None, num_blocks: int | None, may_shrink: bool) -> ScaledDown:
     """Return the plan on at most `processes` ranks (None: 8, or as many as its axes need).
 
     `num_blocks` is how many the model has; `may_shrink` says whether it may get fewer.
@@ -44,37 +44,37 @@ def fold_plan(plan: Plan, *, processes: int | None, num_blocks: int | None, may_
     Raises:
         PlanError: so few processes cannot show every axis.
     """
-    mesh = _fold_mesh(plan.mesh, processes)
+    mesh = _scale_mesh(plan.mesh, processes)
     pipeline = plan.pipeline_parallel
     if 1 < mesh.pipeline < plan.mesh.pipeline:
         pipeline = pipeline.with_few_chunks()
     blocks = _Blocks(plan, pipeline.num_stages(mesh.pipeline), num_blocks or 0, may_shrink)
     buckets = plan.data_parallel.with_small_buckets(_SMALL_BUCKET_BYTES) if may_shrink else plan.data_parallel
-    folded = replace(
+    scaled = replace(
         plan,
         mesh=mesh,
         data_parallel=buckets,
         pipeline_parallel=replace(pipeline, cuts=blocks.cuts()),
-        microbatch=_fold_microbatches(plan, mesh),
+        microbatch=_scale_microbatches(plan, mesh),
         memory=plan.memory.recomputing(blocks.words()),
         compute=replace(plan.compute, device="cpu").with_threads(1),
         origins={},
     )
-    return Folded(plan=folded, num_blocks=blocks.count() if num_blocks else num_blocks)
+    return ScaledDown(plan=scaled, num_blocks=blocks.count() if num_blocks else num_blocks)
 
 
 # ── axes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _least(axis: Axis, size: int) -> int:
-    """Ranks that an axis is folded to: two, or what the tensor axis needs for what it divides to stay divisible."""
+    """Ranks that an axis is scaled down to: two, or as many as keep what the tensor axis divides divisible."""
     if axis != "tensor":
         return min(size, 2)
     return next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size)
 
 
-def _fold_mesh(mesh: MeshPlan, processes: int | None) -> MeshPlan:
-    least = least_processes(mesh)
+def _scale_mesh(mesh: MeshPlan, processes: int | None) -> MeshPlan:
+    least = min_processes(mesh)
     limit = max(DEFAULT_PROCESSES, least) if processes is None else processes
     if limit >= mesh.world_size:
         return mesh
@@ -104,7 +104,7 @@ def _next_size(axis: Axis, now: int, whole: int) -> int | None:
 # ── microbatches ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _fold_microbatches(plan: Plan, mesh: MeshPlan) -> MicrobatchPlan:
+def _scale_microbatches(plan: Plan, mesh: MeshPlan) -> MicrobatchPlan:
     """Fewer and smaller ones; whether there are fewer than stages, and which data ranks have more, stays."""
     shares = plan.microbatch.shares(plan.mesh.data)
     fewest = min(shares)
@@ -116,9 +116,9 @@ def _fold_microbatches(plan: Plan, mesh: MeshPlan) -> MicrobatchPlan:
     if len(set(chosen)) == 1 and len(set(shares)) > 1:
         chosen[-1] = next(share for share in shares if share != chosen[0])
     lowest = min(chosen)
-    folded = tuple(base + min(share - lowest, 2) for share in chosen)
-    size = min(plan.microbatch.size, 5 if max(folded) == 1 else 3)
-    return MicrobatchPlan.of(size, folded)
+    scaled = tuple(base + min(share - lowest, 2) for share in chosen)
+    size = min(plan.microbatch.size, 5 if max(scaled) == 1 else 3)
+    return MicrobatchPlan.of(size, scaled)
 
 
 def _spread(whole: int, count: int) -> list[int]:
@@ -131,7 +131,7 @@ def _spread(whole: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """How many blocks a folded plan needs, how they fall into stages, and which are computed again."""
+    """How many blocks a plan needs that is scaled down, how they fall into stages, and which are computed again."""
 
     plan: Plan
     stages: int
@@ -144,8 +144,8 @@ class _Blocks:
             return self.whole
         words = set(self.plan.memory.block_words) if self.plan.memory.differs_by_block else set[str]()
         sizes = self._sizes()
-        wanted = sum(sizes) if sizes is not None else self.stages + 1 if self.stages > 1 else 2
-        return min(self.whole, max(wanted, len(words)))
+        least = sum(sizes) if sizes is not None else self.stages + 1 if self.stages > 1 else 2
+        return min(self.whole, max(least, len(words)))
 
     def cuts(self) -> tuple[int, ...] | None:
         sizes = self._sizes()
@@ -155,8 +155,8 @@ class _Blocks:
             return self.plan.pipeline_parallel.cuts if self.stages == self.plan.num_stages else None
         total, count, cuts = sum(sizes), self.count(), list[int]()
         for stage in range(1, self.stages):
-            wanted = round(count * sum(sizes[:stage]) / total)
-            cuts.append(min(max(wanted, (cuts[-1] if cuts else 0) + 1), count - (self.stages - stage)))
+            even = round(count * sum(sizes[:stage]) / total)
+            cuts.append(min(max(even, (cuts[-1] if cuts else 0) + 1), count - (self.stages - stage)))
         return tuple(cuts)
 
     def words(self) -> Recompute | tuple[Recompute, ...]:
@@ -174,7 +174,7 @@ class _Blocks:
         return tuple(chosen)
 
     def _sizes(self) -> list[int] | None:
-        """Blocks of each folded stage when the plan gives cuts: equal stages stay equal, longer ones longer."""
+        """Blocks of each stage that is left when the plan gives cuts: equal stages stay equal, longer ones longer."""
         cuts = self.plan.pipeline_parallel.cuts
         if cuts is None:
             return None

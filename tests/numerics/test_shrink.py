@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import RecipeError
-from weft.models import build_model
+from weft.models import Widths, build_model, shrink_config
+from weft.numerics import SmallCase, shrink_case
 from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, check_plan, facts_of
-from weft.prove import SmallCase, Widths, shrink_case, shrink_config
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -162,12 +162,12 @@ def test_a_factory_that_is_too_large_is_refused(tmp_path: Path) -> None:
     head_size=st.sampled_from([32, 64, 128]),
     ratio=st.floats(1.0, 6.0),
     tensor=st.sampled_from([1, 2, 4, 8]),
-    folded=st.sampled_from([1, 2, 4]),
+    scaled=st.sampled_from([1, 2, 4]),
 )
 def test_widths_stay_divisible(
-    per_rank: int, group: int, head_size: int, ratio: float, tensor: int, folded: int
+    per_rank: int, group: int, head_size: int, ratio: float, tensor: int, scaled: int
 ) -> None:
-    folded = min(folded, tensor)
+    scaled = min(scaled, tensor)
     heads = tensor * per_rank * group
     whole = Widths(
         hidden=heads * head_size,
@@ -177,9 +177,9 @@ def test_widths_stay_divisible(
         ffn=tensor * max(1, int(heads * head_size * ratio / tensor)),
         vocabulary=tensor * 16_000,
     )
-    small = whole.shrunk(tensor, folded)
+    small = whole.shrunk(tensor, scaled)
     for size in (small.heads, small.kv_heads, small.ffn, small.vocabulary):
-        assert size % folded == 0
+        assert size % scaled == 0
     assert small.heads % small.kv_heads == 0
     assert small.heads // small.kv_heads == whole.heads // whole.kv_heads
     assert small.hidden == small.heads * small.head_size

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
+from weft.numerics import min_processes, scale_down_plan
 from weft.plan import MemoryPlan, MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan, TensorParallelPlan
-from weft.prove import fold_plan, least_processes
 
 
 def plan(mesh: MeshPlan, *, size: int = 1, per_step: Any = 16, **sections: Any) -> Plan:
@@ -26,20 +26,20 @@ LARGE = plan(
 
 
 def test_three_large_axes_become_two_by_two_by_two():
-    folded = fold_plan(LARGE, processes=None, num_blocks=126, may_shrink=True)
-    mesh = folded.plan.mesh
+    scaled = scale_down_plan(LARGE, processes=None, num_blocks=126, may_shrink=True)
+    mesh = scaled.plan.mesh
     assert (mesh.pipeline, mesh.shard, mesh.replicate, mesh.tensor) == (2, 2, 1, 2)
-    assert folded.plan.tensor_parallel.sequence
-    assert folded.plan.memory.recompute == "selective"
-    assert folded.plan.microbatch == MicrobatchPlan(size=1, per_step=5)  # odd, and more than the two stages
-    assert folded.num_blocks == 3  # two stages, unequal
-    assert folded.plan.compute.device == "cpu"
+    assert scaled.plan.tensor_parallel.sequence
+    assert scaled.plan.memory.recompute == "selective"
+    assert scaled.plan.microbatch == MicrobatchPlan(size=1, per_step=5)  # odd, and more than the two stages
+    assert scaled.num_blocks == 3  # two stages, unequal
+    assert scaled.plan.compute.device == "cpu"
 
 
 def test_what_fits_is_not_folded():
     mesh = MeshPlan(replicate=2, tensor=4)
-    folded = fold_plan(plan(mesh), processes=None, num_blocks=12, may_shrink=True)
-    assert folded.plan.mesh == mesh
+    scaled = scale_down_plan(plan(mesh), processes=None, num_blocks=12, may_shrink=True)
+    assert scaled.plan.mesh == mesh
 
 
 @pytest.mark.parametrize(
@@ -53,55 +53,55 @@ def test_what_fits_is_not_folded():
     ],
 )
 def test_axes(mesh: MeshPlan, processes: int | None, wanted: dict[str, int]):
-    folded = fold_plan(plan(mesh), processes=processes, num_blocks=64, may_shrink=True).plan.mesh
-    assert {axis: getattr(folded, axis) for axis in wanted} == wanted
+    scaled = scale_down_plan(plan(mesh), processes=processes, num_blocks=64, may_shrink=True).plan.mesh
+    assert {axis: getattr(scaled, axis) for axis in wanted} == wanted
 
 
 def test_too_few_processes_are_refused_with_the_number_to_use():
     with pytest.raises(PlanError, match=r"processes = 4 is too few to show pipeline 16 × tensor 8 × shard 128.*Use 8"):
-        fold_plan(LARGE, processes=4, num_blocks=126, may_shrink=True)
+        scale_down_plan(LARGE, processes=4, num_blocks=126, may_shrink=True)
 
 
 def test_unequal_shares_stay_unequal():
     three = plan(MeshPlan(replicate=3, tensor=4), per_step=(11, 11, 10))
-    folded = fold_plan(three, processes=4, num_blocks=8, may_shrink=True).plan
-    assert folded.microbatch.shares(folded.mesh.data) == (4, 3)
+    scaled = scale_down_plan(three, processes=4, num_blocks=8, may_shrink=True).plan
+    assert scaled.microbatch.shares(scaled.mesh.data) == (4, 3)
     many = plan(MeshPlan(replicate=64), per_step=(2,) * 63 + (1,))
-    folded = fold_plan(many, processes=4, num_blocks=8, may_shrink=True).plan
-    assert folded.microbatch.shares(folded.mesh.data) == (2, 2, 2, 1)
+    scaled = scale_down_plan(many, processes=4, num_blocks=8, may_shrink=True).plan
+    assert scaled.microbatch.shares(scaled.mesh.data) == (2, 2, 2, 1)
     middle = plan(MeshPlan(replicate=5), per_step=(3, 3, 2, 3, 3))  # the odd one out is not among those that stay
-    folded = fold_plan(middle, processes=2, num_blocks=8, may_shrink=True).plan
-    assert len(set(folded.microbatch.shares(2))) == 2
+    scaled = scale_down_plan(middle, processes=2, num_blocks=8, may_shrink=True).plan
+    assert len(set(scaled.microbatch.shares(2))) == 2
 
 
 def test_fewer_microbatches_than_stages_stay_fewer():
     few = plan(MeshPlan(pipeline=16, tensor=8), per_step=4)
-    folded = fold_plan(few, processes=8, num_blocks=64, may_shrink=True).plan
-    assert max(folded.microbatch.shares(1)) < folded.mesh.pipeline
+    scaled = scale_down_plan(few, processes=8, num_blocks=64, may_shrink=True).plan
+    assert max(scaled.microbatch.shares(1)) < scaled.mesh.pipeline
 
 
 def test_uneven_cuts_stay_uneven():
     cuts = (7, 15, 23, 31, 39, 47, 55)  # the first stage has a block less, the last one more
     whole = plan(MeshPlan(pipeline=8, tensor=4), pipeline_parallel=PipelineParallelPlan(cuts=cuts))
-    folded = fold_plan(whole, processes=4, num_blocks=64, may_shrink=True)
-    assert folded.num_blocks == 3
-    assert folded.plan.pipeline_parallel.cuts == (1,)
+    scaled = scale_down_plan(whole, processes=4, num_blocks=64, may_shrink=True)
+    assert scaled.num_blocks == 3
+    assert scaled.plan.pipeline_parallel.cuts == (1,)
 
 
 def test_every_word_of_recompute_stays():
     words = ("full",) * 30 + ("none",) * 30 + ("selective",) * 4
     whole = plan(MeshPlan(tensor=2), memory=MemoryPlan(recompute=words))
-    folded = fold_plan(whole, processes=None, num_blocks=64, may_shrink=True)
-    assert set(folded.plan.memory.recompute) == {"full", "none", "selective"}
-    assert len(folded.plan.memory.recompute) == folded.num_blocks
+    scaled = scale_down_plan(whole, processes=None, num_blocks=64, may_shrink=True)
+    assert set(scaled.plan.memory.recompute) == {"full", "none", "selective"}
+    assert len(scaled.plan.memory.recompute) == scaled.num_blocks
 
 
 def test_a_model_that_cannot_shrink_keeps_its_blocks():
     whole = plan(MeshPlan(pipeline=4, replicate=8), pipeline_parallel=PipelineParallelPlan(cuts=(2, 3, 9)))
-    folded = fold_plan(whole, processes=4, num_blocks=12, may_shrink=False)
-    assert folded.num_blocks == 12
-    assert folded.plan.pipeline_parallel.cuts is not None
-    assert len(folded.plan.pipeline_parallel.cuts) == folded.plan.num_stages - 1
+    scaled = scale_down_plan(whole, processes=4, num_blocks=12, may_shrink=False)
+    assert scaled.num_blocks == 12
+    assert scaled.plan.pipeline_parallel.cuts is not None
+    assert len(scaled.plan.pipeline_parallel.cuts) == scaled.plan.num_stages - 1
 
 
 @settings(max_examples=200, deadline=None)
@@ -134,13 +134,13 @@ def test_any_plan_folds_into_one_that_keeps_its_axes(
         whole,
         pipeline_parallel=PipelineParallelPlan(schedule=schedule, chunks_per_rank=chunks if schedule != "1f1b" else 1),
     )
-    folded = fold_plan(whole, processes=None, num_blocks=blocks, may_shrink=may_shrink)
-    small = folded.plan.mesh
-    assert small.world_size <= max(8, least_processes(mesh))
+    scaled = scale_down_plan(whole, processes=None, num_blocks=blocks, may_shrink=may_shrink)
+    small = scaled.plan.mesh
+    assert small.world_size <= max(8, min_processes(mesh))
     for axis in ("pipeline", "replicate", "shard", "tensor"):
         assert (getattr(small, axis) > 1) == (getattr(mesh, axis) > 1)
         assert getattr(small, axis) <= getattr(mesh, axis)
     assert tensor % small.tensor == 0
-    assert folded.plan.num_stages <= (folded.num_blocks or 0) <= blocks
-    assert folded.plan.global_batch_size <= whole.global_batch_size
-    assert (folded.plan.microbatch.shares(small.data)[0] > 1) >= (per_step > 1 and per_step >= pipeline)
+    assert scaled.plan.num_stages <= (scaled.num_blocks or 0) <= blocks
+    assert scaled.plan.global_batch_size <= whole.global_batch_size
+    assert (scaled.plan.microbatch.shares(small.data)[0] > 1) >= (per_step > 1 and per_step >= pipeline)

@@ -17,7 +17,7 @@ from weft.models import Blueprint
 _SPREAD = 0.1
 
 
-def awaken(blueprint: Blueprint) -> Blueprint:
+def perturb_constants(blueprint: Blueprint) -> Blueprint:
     """Return the blueprint with noise on every parameter that would start constant, the same under every plan."""
     original = blueprint.initialise
     if original is None:

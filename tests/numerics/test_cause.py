@@ -18,20 +18,20 @@ from cells import Cell, plan  # noqa: E402
 
 from pool import RankPool  # noqa: E402
 from weft.models import Blueprint, build_model  # noqa: E402
-from weft.plan import Plan  # noqa: E402
-from weft.prove import (  # noqa: E402
+from weft.numerics import (  # noqa: E402
     Contributions,
     Evidence,
-    Outcome,
     Trial,
-    awaken,
+    TrialResult,
+    compare_results,
     contributions,
     join_trials,
-    judge,
     likely_cause,
     one_process,
+    perturb_constants,
     run_trial,
 )
+from weft.plan import Plan  # noqa: E402
 from weft.recipe import Recipe  # noqa: E402
 
 STEPS = 3
@@ -40,41 +40,41 @@ STEPS = 3
 def run_broken(recipe: Recipe, chosen: Plan, breakage: str) -> Trial:
     """One rank, with a piece of Weft broken and no parameter that starts constant."""
     with breakages.entered(breakage) as build:
-        return run_trial(recipe, chosen, lambda: awaken(build(recipe)), steps=STEPS)
+        return run_trial(recipe, chosen, lambda: perturb_constants(build(recipe)), steps=STEPS)
 
 
 @dataclass
 class Bench:
     """Compares trials with one process, which runs once for every recipe and plan."""
 
-    known: dict[str, tuple[Outcome, Contributions]] = field(default_factory=dict)
+    known: dict[str, tuple[TrialResult, Contributions]] = field(default_factory=dict)
 
     def explain(self, recipe: Recipe, chosen: Plan, trials: list[Trial]) -> tuple[str, str]:
         """Kind and name of the first difference, and its likely cause."""
         key = recipe.digest + chosen.digest
         if key not in self.known:
             self.known[key] = one(recipe, chosen)
-        wanted, apart = self.known[key]
-        found = join_trials(trials, chosen)
-        verdict = judge(wanted, found, precision="fp64", order=apart.order)
+        reference, apart = self.known[key]
+        candidate = join_trials(trials, chosen)
+        comparison = compare_results(reference, candidate, precision="fp64", order=apart.order)
         evidence = Evidence(
             plan=chosen,
             blueprint=build_model(recipe),
-            wanted=wanted,
-            found=found,
+            reference=reference,
+            candidate=candidate,
             trials=trials,
             contributions=apart,
-            verdict=verdict,
+            comparison=comparison,
         )
-        first = verdict.departures[0]
+        first = comparison.mismatches[0]
         return f"{first.kind} {first.name}", likely_cause(evidence)
 
 
-def one(recipe: Recipe, chosen: Plan) -> tuple[Outcome, Contributions]:
+def one(recipe: Recipe, chosen: Plan) -> tuple[TrialResult, Contributions]:
     """What one process computes, and its first gradient taken apart."""
 
     def build() -> Blueprint:
-        return awaken(build_model(recipe))
+        return perturb_constants(build_model(recipe))
 
     alone = one_process(chosen)
     trial = run_trial(recipe, alone, build, steps=STEPS)
@@ -129,7 +129,7 @@ def sound(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Re
 
 
 def run_sound(recipe: Recipe, chosen: Plan) -> Trial:
-    return run_trial(recipe, chosen, lambda: awaken(build_model(recipe)), steps=STEPS)
+    return run_trial(recipe, chosen, lambda: perturb_constants(build_model(recipe)), steps=STEPS)
 
 
 def changed(trials: list[Trial], kind: str, scale: float, only: str = "") -> list[Trial]:
@@ -233,29 +233,29 @@ def test_ranks_that_disagree_about_the_loss(bench: Bench, sound: tuple[Recipe, l
 def test_what_is_equal_departs_nowhere(sound: tuple[Recipe, list[Trial]]) -> None:
     _, trials = sound
     whole = join_trials(trials, SOUND.plan)
-    verdict = judge(whole, whole, precision="fp64")
-    assert verdict.is_equal
-    assert all(value == 0.0 for value in verdict.largest.values())
+    comparison = compare_results(whole, whole, precision="fp64")
+    assert comparison.is_equal
+    assert all(value == 0.0 for value in comparison.largest.values())
 
 
 def test_numbers_that_are_not_finite_equal_nothing_but_themselves() -> None:
-    def outcome(loss: float) -> Outcome:
-        return Outcome(initial={}, gradients={}, state={}, losses=[loss], norms=[1.0], validation=1.0)
+    def outcome(loss: float) -> TrialResult:
+        return TrialResult(initial={}, gradients={}, state={}, losses=[loss], norms=[1.0], validation=1.0)
 
-    assert judge(outcome(math.nan), outcome(math.nan), precision="fp64").is_equal
-    assert not judge(outcome(1.0), outcome(math.nan), precision="fp64").is_equal
-    assert not judge(outcome(1.0), outcome(math.inf), precision="fp64").is_equal
+    assert compare_results(outcome(math.nan), outcome(math.nan), precision="fp64").is_equal
+    assert not compare_results(outcome(1.0), outcome(math.nan), precision="fp64").is_equal
+    assert not compare_results(outcome(1.0), outcome(math.inf), precision="fp64").is_equal
 
 
 def test_lower_precisions_are_held_to_their_own_rounding() -> None:
-    def outcome(noise: float) -> Outcome:
+    def outcome(noise: float) -> TrialResult:
         gradient = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
         wave = torch.sin(torch.arange(50, dtype=torch.float64)) * noise
         made = {"gradient/a": gradient + wave, "gradient/key.bias": wave * 1e-3}
-        return Outcome(initial={}, gradients=made, state={}, losses=[1.0 + noise], norms=[1.0], validation=1.0)
+        return TrialResult(initial={}, gradients=made, state={}, losses=[1.0 + noise], norms=[1.0], validation=1.0)
 
     exact, alone = outcome(0.0), outcome(1e-2)
-    assert judge(alone, outcome(2e-2), precision="bf16", exact=exact).is_equal
-    verdict = judge(alone, outcome(2e-1), precision="bf16", exact=exact)
-    assert [departure.name for departure in verdict.departures if departure.kind == "gradient"] == ["a"]
-    assert verdict.num_gradients == 1  # the other one is zero in exact arithmetic
+    assert compare_results(alone, outcome(2e-2), precision="bf16", exact=exact).is_equal
+    comparison = compare_results(alone, outcome(2e-1), precision="bf16", exact=exact)
+    assert [mismatch.name for mismatch in comparison.mismatches if mismatch.kind == "gradient"] == ["a"]
+    assert comparison.num_gradients == 1  # the other one is zero in exact arithmetic

@@ -12,8 +12,8 @@ from pool import RankPool
 from weft.engine.optimizers._adafactor import Adafactor
 from weft.engine.optimizers._sums import ParameterSums
 from weft.models import build_model
+from weft.numerics import Comparison, PlainLoop, Trial, comparable, compare_results, join_trials, one_process, run_trial
 from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan
-from weft.prove import PlainLoop, Trial, Verdict, comparable, join_trials, judge, one_process, run_trial
 from weft.recipe import (
     BatchRecipe,
     DataRecipe,
@@ -76,20 +76,20 @@ def _broken(what: str) -> Any:
     raise AssertionError(what)
 
 
-def against_plain(recipe: Recipe, breakage: str | None = None) -> tuple[Verdict, int]:
+def against_plain(recipe: Recipe, breakage: str | None = None) -> tuple[Comparison, int]:
     found = join_trials([trial(recipe, ALONE, breakage)], ALONE)
     loop = PlainLoop(recipe=recipe, plan=ALONE, label_range=None)
     wanted = loop.run(build_model(recipe), found.initial)
-    return judge(wanted, comparable(found, loop.steps), precision="fp64"), loop.steps
+    return compare_results(wanted, comparable(found, loop.steps), precision="fp64"), loop.steps
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_proves_its_steps(name: str):
     for settings in ({}, OTHERS[name]):
-        verdict, steps = against_plain(recipe_of(name, **settings))
+        comparison, steps = against_plain(recipe_of(name, **settings))
         assert steps == STEPS
-        assert verdict.is_equal, verdict.departures[:3]
-        assert verdict.largest["weight"] <= 1e-10  # weights after the steps are compared, not first gradients alone
+        assert comparison.is_equal, comparison.mismatches[:3]
+        assert comparison.largest["weight"] <= 1e-10  # weights after the steps are compared, not first gradients alone
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_every_optimizer_proves_its_steps(name: str):
 )  # fmt: skip
 def test_a_wrong_rule_is_seen_in_one_process(name: str, breakage: str):
     settings = {"relative_step": True} if name == "adafactor" else {}
-    verdict, _ = against_plain(recipe_of(name, **settings), breakage)
-    assert not verdict.is_equal
-    assert {departure.kind for departure in verdict.departures} >= {"weight"}
+    comparison, _ = against_plain(recipe_of(name, **settings), breakage)
+    assert not comparison.is_equal
+    assert {mismatch.kind for mismatch in comparison.mismatches} >= {"weight"}
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars", "adafactor"])
@@ -111,4 +111,4 @@ def test_a_norm_that_is_not_summed_over_ranks_is_seen(ranks: RankPool, name: str
     plan = TWO if name != "adafactor" else replace(TWO, mesh=MeshPlan(tensor=2), microbatch=MicrobatchPlan(size=4))
     for breakage, is_equal in ((None, True), ("norms of a shard", False)):
         found = join_trials(ranks.run(2, trial, recipe, plan, breakage), plan)
-        assert judge(wanted, found, precision="fp64").is_equal is is_equal
+        assert compare_results(wanted, found, precision="fp64").is_equal is is_equal

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from weft.figures import spell_figure
 from weft.models import Blueprint
+from weft.numerics._comparison import Comparison, Mismatch, TrialResult
+from weft.numerics._reference import Contributions
+from weft.numerics._trial import Trial
 from weft.parallel import Piece
 from weft.plan import Plan, axis_coordinates
-from weft.prove._judge import Departure, Outcome, Verdict
-from weft.prove._reference import Contributions
-from weft.prove._trial import Trial
 
 _CLOSE = 1e-7
 """Relative; causes are looked for in fp64."""
@@ -34,19 +34,19 @@ class Evidence:
 
     plan: Plan
     blueprint: Blueprint
-    wanted: Outcome
-    found: Outcome
+    reference: TrialResult
+    candidate: TrialResult
     trials: Sequence[Trial]
     """By rank."""
     contributions: Contributions
-    verdict: Verdict
+    comparison: Comparison
 
     @property
-    def first(self) -> Departure:
-        return self.verdict.departures[0]
+    def first(self) -> Mismatch:
+        return self.comparison.mismatches[0]
 
-    def departing(self, kind: str) -> list[str]:
-        return [departure.name for departure in self.verdict.departures if departure.kind == kind]
+    def mismatching(self, kind: str) -> list[str]:
+        return [mismatch.name for mismatch in self.comparison.mismatches if mismatch.kind == kind]
 
     def tied(self) -> set[str]:
         """First names of the parameters that two modules share."""
@@ -90,9 +90,9 @@ def _counts(plan: Plan) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count > 1}
 
 
-def _factor(wanted: Tensor, found: Tensor) -> float | None:
-    """c when `found` is c × `wanted`, c not 1."""
-    one, other = wanted.double().flatten(), found.double().flatten()
+def _factor(reference: Tensor, candidate: Tensor) -> float | None:
+    """c when `candidate` is c × `reference`, c not 1."""
+    one, other = reference.double().flatten(), candidate.double().flatten()
     square = float(one @ one)
     if not square or not bool(other.isfinite().all()):
         return None
@@ -123,39 +123,39 @@ def factor_sentence(factor: float, plan: Plan) -> str:
 
 def _initial(evidence: Evidence) -> str:
     """Weights differ before any step."""
-    names = evidence.departing("initial weight")
+    names = evidence.mismatching("initial weight")
     name = names[0]
     key = f"model/{name}"
-    some = f"{len(names)} of {len(evidence.wanted.initial)} initial weights differ"
-    wanted, found = evidence.wanted.initial.get(key), evidence.found.initial.get(key)
-    if wanted is None or found is None:
-        return f"{some}: {name} is {'missing' if found is None else 'unknown to one process'}"
-    order = _permutation(evidence, key, wanted, found)
+    some = f"{len(names)} of {len(evidence.reference.initial)} initial weights differ"
+    reference, candidate = evidence.reference.initial.get(key), evidence.candidate.initial.get(key)
+    if reference is None or candidate is None:
+        return f"{some}: {name} is {'missing' if candidate is None else 'unknown to one process'}"
+    order = _permutation(evidence, key, reference, candidate)
     if order is not None:
         return f"{some}: the parts of {name} are right but lie in another order, {order}: a wrong slice or a wrong join"
     axis = _axis_of_disagreement(evidence, "initial", key)
     if axis is not None:
         return f"{some}: ranks along {axis} hold different copies of {name}"
-    if not bool(found.isfinite().all()):
+    if not bool(candidate.isfinite().all()):
         return f"{some}: part of {name} is held by no rank, or is not finite"
     return f"{some}: {name} is drawn or cut otherwise than in one process"
 
 
 def _loss(evidence: Evidence) -> str:
-    wanted, found = evidence.wanted.losses[0], evidence.found.losses[0]
-    gradients = evidence.departing("gradient")
-    total = evidence.verdict.num_gradients
+    reference, candidate = evidence.reference.losses[0], evidence.candidate.losses[0]
+    gradients = evidence.mismatching("gradient")
+    total = evidence.comparison.num_gradients
     also = f"{len(gradients)} of {total} gradients differ too" if gradients else "all gradients are equal"
-    if not math.isfinite(found):
+    if not math.isfinite(candidate):
         apart = len({trial.losses[0] for trial in evidence.trials if trial.losses[0] == trial.losses[0]}) > 1
         what = "ranks report different losses: their sum over all ranks is missing" if apart else "it is not finite"
         return f"{what}; {also}"
     for who, mean in _means(evidence.contributions).items():
-        if _near(found, mean) and not _near(wanted, mean):
+        if _near(candidate, mean) and not _near(reference, mean):
             return f"it is the mean of the {who}' own means: divided by each one's count, not the global one; {also}"
-    if wanted and not gradients:
-        return f"{factor_sentence(found / wanted, evidence.plan)}; {also}, so only its count or sum over ranks is wrong"
-    factor = found / wanted if wanted else 0.0
+    factor = candidate / reference if reference else 0.0
+    if reference and not gradients:
+        return f"{factor_sentence(factor, evidence.plan)}; {also}, so only its count or sum over ranks is wrong"
     counts = {*_counts(evidence.plan).values()}
     if any(_near(factor, count) or _near(factor * count, 1.0) for count in counts):
         return f"{factor_sentence(factor, evidence.plan)}; {also}"
@@ -184,10 +184,10 @@ def _gradient(evidence: Evidence) -> str:
         sentence = rule(evidence)
         if sentence is not None:
             return sentence
-    names = evidence.departing("gradient")
+    names = evidence.mismatching("gradient")
     nearest = names[-1]
     return (
-        f"{len(names)} of {evidence.verdict.num_gradients} gradients differ under an equal loss; the backward goes"
+        f"{len(names)} of {evidence.comparison.num_gradients} gradients differ under an equal loss; the backward goes"
         f" wrong at or after {nearest}, the last of them in the forward"
     )
 
@@ -227,31 +227,34 @@ def _subset(parts: Sequence[Tensor], piece: Tensor) -> tuple[int, ...] | None:
 
 
 def _one_factor_for_all(evidence: Evidence) -> str | None:
-    names = evidence.departing("gradient")
+    names = evidence.mismatching("gradient")
     factors = [_gradient_factor(evidence, name) for name in names]
     known = [factor for factor in factors if factor is not None]
     if len(known) < len(factors) or not known or max(known) - min(known) > _CLOSE * max(abs(f) for f in known):
         return None
-    every = len(names) == evidence.verdict.num_gradients
+    every = len(names) == evidence.comparison.num_gradients
     who = "every gradient is" if every else f"{_list(names)} {'is' if len(names) == 1 else 'are'}"
     kind = "" if every else _kind_clause(evidence, names)
     return f"{who} {factor_sentence(known[0], evidence.plan)}{kind}"
 
 
 def _gradient_factor(evidence: Evidence, name: str) -> float | None:
-    wanted, found = evidence.wanted.gradients.get(f"gradient/{name}"), evidence.found.gradients.get(f"gradient/{name}")
-    return None if wanted is None or found is None else _factor(wanted, found)
+    reference, candidate = (
+        evidence.reference.gradients.get(f"gradient/{name}"),
+        evidence.candidate.gradients.get(f"gradient/{name}"),
+    )
+    return None if reference is None or candidate is None else _factor(reference, candidate)
 
 
 def _only_some_kind(evidence: Evidence) -> str | None:
-    names = evidence.departing("gradient")
+    names = evidence.mismatching("gradient")
     clause = _kind_clause(evidence, names)
     return f"only {_list(names)} differ{'s' if len(names) == 1 else ''}{clause}" if clause else None
 
 
 def _kind_clause(evidence: Evidence, names: Sequence[str]) -> str:
     """What the parameters have in common, when only they differ."""
-    everyone = {name.partition("/")[2] for name in evidence.wanted.gradients}
+    everyone = {name.partition("/")[2] for name in evidence.reference.gradients}
     if set(names) == everyone:
         return ""
     if set(names) <= evidence.tied():
@@ -272,17 +275,17 @@ def _kind_clause(evidence: Evidence, names: Sequence[str]) -> str:
 def _zeros(evidence: Evidence) -> str | None:
     """Elements that are zero and should not be, whole pieces of ranks at a time."""
     key = f"gradient/{evidence.first.name}"
-    wanted, found = evidence.wanted.gradients.get(key), evidence.found.gradients.get(key)
-    if wanted is None or found is None or wanted.shape != found.shape:
+    reference, candidate = evidence.reference.gradients.get(key), evidence.candidate.gradients.get(key)
+    if reference is None or candidate is None or reference.shape != candidate.shape:
         return None
-    lost = (found == 0) & (wanted != 0)
-    rest = torch.where(lost, wanted, found.nan_to_num(math.inf)) - wanted
-    if not bool(lost.any()) or float(rest.norm()) > _CLOSE * float(wanted.norm()):
+    lost = (candidate == 0) & (reference != 0)
+    rest = torch.where(lost, reference, candidate.nan_to_num(math.inf)) - reference
+    if not bool(lost.any()) or float(rest.norm()) > _CLOSE * float(reference.norm()):
         return None
     ranks = [
         rank
         for rank, piece in _pieces(evidence, "gradients", key)
-        if piece.tensor.numel() and not bool(piece.tensor.any()) and bool(_slice(wanted, piece).any())
+        if piece.tensor.numel() and not bool(piece.tensor.any()) and bool(_slice(reference, piece).any())
     ]
     where = f", the whole part of rank{'s' if len(ranks) > 1 else ''} {_list([str(r) for r in ranks])}" if ranks else ""
     return f"{int(lost.sum())} of {lost.numel()} elements are zero{where}: a reduction or a gather never fills them"
@@ -290,26 +293,26 @@ def _zeros(evidence: Evidence) -> str | None:
 
 def _shuffled(evidence: Evidence) -> str | None:
     key = f"gradient/{evidence.first.name}"
-    wanted, found = evidence.wanted.gradients.get(key), evidence.found.gradients.get(key)
-    if wanted is None or found is None:
+    reference, candidate = evidence.reference.gradients.get(key), evidence.candidate.gradients.get(key)
+    if reference is None or candidate is None:
         return None
-    order = _permutation(evidence, key, wanted, found)
+    order = _permutation(evidence, key, reference, candidate)
     return None if order is None else f"its parts are right but lie in another order, {order}: a wrong slice or join"
 
 
-def _permutation(evidence: Evidence, key: str, wanted: Tensor, found: Tensor) -> str | None:
-    """The order of the tensor ranks' parts in `found`, when it is `wanted` in another order."""
+def _permutation(evidence: Evidence, key: str, reference: Tensor, candidate: Tensor) -> str | None:
+    """The order of the tensor ranks' parts in `candidate`, when it is `reference` in another order."""
     splits = [
         piece.split
         for kind in ("initial", "gradients")
         for _, piece in _pieces(evidence, kind, key)
         if piece.split is not None
     ]
-    if not splits or wanted.shape != found.shape:
+    if not splits or reference.shape != candidate.shape:
         return None
-    split, scale = splits[0], _CLOSE * float(wanted.norm())
+    split, scale = splits[0], _CLOSE * float(reference.norm())
     pieces = split.parts * split.blocks
-    mine, theirs = wanted.chunk(pieces, split.dim), found.chunk(pieces, split.dim)
+    mine, theirs = reference.chunk(pieces, split.dim), candidate.chunk(pieces, split.dim)
     order = [
         next(
             (index for index, part in enumerate(mine) if part.shape == p.shape and float((part - p).norm()) <= scale),
@@ -329,10 +332,10 @@ def _disagreement(evidence: Evidence) -> str | None:
 
 def _not_finite(evidence: Evidence) -> str | None:
     key = f"gradient/{evidence.first.name}"
-    found = evidence.found.gradients.get(key)
-    if found is None:
+    candidate = evidence.candidate.gradients.get(key)
+    if candidate is None:
         return f"no rank holds a gradient of {evidence.first.name}"
-    if bool(found.isfinite().all()):
+    if bool(candidate.isfinite().all()):
         return None
     bad = [rank for rank, piece in _pieces(evidence, "gradients", key) if not bool(piece.tensor.isfinite().all())]
     if bad:
@@ -357,18 +360,18 @@ _GRADIENT_RULES: tuple[Callable[[Evidence], str | None], ...] = (
 
 def _norm(evidence: Evidence) -> str:
     """All gradients are right, their norm is not: something is counted too often or left out."""
-    wanted, found = evidence.wanted.norms[0], evidence.found.norms[0]
-    if not math.isfinite(found):
+    reference, candidate = evidence.reference.norms[0], evidence.candidate.norms[0]
+    if not math.isfinite(candidate):
         return "ranks do not agree on the norm, or it is not finite, while all gradients are equal"
     scale = _gradient_scale(evidence)
-    excess = (found * found - wanted * wanted) / scale
+    excess = (candidate * candidate - reference * reference) / scale
     for who, squares in _countable(evidence).items():
         for count in sorted({*_counts(evidence.plan).values()}):
             if squares and abs(excess - (count - 1) * squares) <= 1e-9 * abs(excess):
                 return f"all gradients are equal, but {who} count {count} times"
         if squares and abs(excess + squares) <= 1e-9 * squares:
             return f"all gradients are equal, but {who} do not count"
-    factor = found / wanted
+    factor = candidate / reference
     return (
         f"all gradients are equal, but the norm is {spell_figure(factor, 9)} times the right one: squares counted twice"
         " or left out"
@@ -377,14 +380,14 @@ def _norm(evidence: Evidence) -> str:
 
 def _gradient_scale(evidence: Evidence) -> float:
     """Square of the factor between the reported norm and that of the compared gradients."""
-    total = sum(float(tensor.double().square().sum()) for tensor in evidence.wanted.gradients.values())
-    return evidence.wanted.norms[0] ** 2 / total if total else 1.0
+    total = sum(float(tensor.double().square().sum()) for tensor in evidence.reference.gradients.values())
+    return evidence.reference.norms[0] ** 2 / total if total else 1.0
 
 
 def _countable(evidence: Evidence) -> Mapping[str, float]:
     """Sums of squares of gradients that may be counted too often, by who they are."""
     cut = {piece.name for trial in evidence.trials for piece in trial.gradients if piece.split is not None}
-    squares = {name: float(t.double().square().sum()) for name, t in evidence.wanted.gradients.items()}
+    squares = {name: float(t.double().square().sum()) for name, t in evidence.reference.gradients.items()}
     tied = {f"gradient/{name}" for name in evidence.tied()}
     return {
         "all parameters": sum(squares.values()),
@@ -396,7 +399,7 @@ def _countable(evidence: Evidence) -> Mapping[str, float]:
 
 def _update(evidence: Evidence) -> str:
     """The first step's gradients and norm are right, and what comes of them is not."""
-    weights, buffers = evidence.departing("weight"), evidence.departing("buffer")
+    weights, buffers = evidence.mismatching("weight"), evidence.mismatching("buffer")
     if not weights and buffers:
         return f"only {_list(buffers)} differ: statistics of a part of the batch, or taken twice"
     if not weights:
@@ -409,7 +412,7 @@ def _update(evidence: Evidence) -> str:
         axis = _axis_of_disagreement(evidence, "state", f"model/{name}")
         if axis is not None:
             return f"{start}, but ranks along {axis} end with different copies of {name}"
-    every = len(weights) == len([name for name in evidence.wanted.state if name.startswith("model/")])
+    every = len(weights) == len([name for name in evidence.reference.state if name.startswith("model/")])
     if every:
         return f"{start}, and all weights differ: the optimizer's step, the clip factor, or stale weights in step 2"
     return f"{start}, and {len(weights)} weights differ, first {weights[0]}{_kind_clause(evidence, weights)}"
@@ -417,10 +420,10 @@ def _update(evidence: Evidence) -> str:
 
 def _unchanged(evidence: Evidence, name: str) -> bool:
     key = f"model/{name}"
-    before, after, wanted = (
-        outcome.get(key) for outcome in (evidence.found.initial, evidence.found.state, evidence.wanted.state)
+    before, after, reference = (
+        outcome.get(key) for outcome in (evidence.candidate.initial, evidence.candidate.state, evidence.reference.state)
     )
-    return before is not None and after is not None and wanted is not None and torch.equal(before, after)
+    return before is not None and after is not None and reference is not None and torch.equal(before, after)
 
 
 # ── pieces ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -446,8 +449,8 @@ def _data_index(plan: Plan, rank: int) -> int:
 
 def _axis_of_disagreement(evidence: Evidence, kind: str, key: str) -> str | None:
     """The axis along which two ranks hold different values of the same elements."""
-    held = list(_pieces(evidence, kind, key))
-    for (rank, piece), (other_rank, other) in itertools.combinations(held, 2):
+    copies = list(_pieces(evidence, kind, key))
+    for (rank, piece), (other_rank, other) in itertools.combinations(copies, 2):
         same = (piece.split, piece.start, piece.tensor.shape) == (other.split, other.start, other.tensor.shape)
         if not same or torch.allclose(piece.tensor, other.tensor, rtol=_CLOSE, atol=0.0, equal_nan=True):
             continue

@@ -12,8 +12,8 @@ from typing import Any
 from weft.errors import RecipeError
 from weft.figures import spell_memory
 from weft.models import Widths, build_model, shrink_config, shrink_feed_forward
+from weft.numerics._scale_down import scale_down_plan
 from weft.plan import ModelFacts, Plan, default_ffn_size
-from weft.prove._fold import fold_plan
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -51,7 +51,7 @@ class SmallCase:
 def shrink_case(
     recipe: Recipe, plan: Plan, facts: ModelFacts, *, processes: int | None, folder: Path, memory_bytes: int
 ) -> SmallCase:
-    """Return a small model under the folded plan.  Writes a Hugging Face configuration into `folder`.
+    """Return a small model under the plan scaled down.  Writes a Hugging Face configuration into `folder`.
 
     `facts` are those of the model as it is.  A factory's model cannot be shrunk: it runs as it is, and `memory_bytes`
     says how much it may take.
@@ -62,51 +62,51 @@ def shrink_case(
     """
     model = recipe.model
     may_shrink = model.factory is None
-    folded = fold_plan(plan, processes=processes, num_blocks=facts.num_blocks, may_shrink=may_shrink)
+    scaled = scale_down_plan(plan, processes=processes, num_blocks=facts.num_blocks, may_shrink=may_shrink)
     notes: list[str] = []
     if not may_shrink:
-        _check_memory(facts, folded.plan, model, memory_bytes)
+        _check_memory(facts, scaled.plan, model, memory_bytes)
         notes.append(f"{model.factory} is no model that Weft can shrink: it runs as it is")
     small = replace(
         recipe,
-        model=_shrink_model(model, folded.num_blocks, plan.mesh.tensor, folded.plan.mesh.tensor, folder),
+        model=_shrink_model(model, scaled.num_blocks, plan.mesh.tensor, scaled.plan.mesh.tensor, folder),
         data=DataRecipe(train=(DataSource(source="synthetic"),), documents=recipe.data.documents),
-        batch=BatchRecipe(global_batch_size=folded.plan.global_batch_size),
+        batch=BatchRecipe(global_batch_size=scaled.plan.global_batch_size),
         optimizer=_shrink_optimizer(recipe),
         run=replace(recipe.run, steps=STEPS, evaluate_every=None, evaluate_batches=None, save_every=None),
         permit=replace(recipe.permit, precision=("fp64", "fp32", "bf16", "fp16")),
         origins={},
     )
     small, dropped = _without_absent_patterns(small)
-    return SmallCase(recipe=small, plan=folded.plan, label_range=_label_range(small.model), notes=(*notes, *dropped))
+    return SmallCase(recipe=small, plan=scaled.plan, label_range=_label_range(small.model), notes=(*notes, *dropped))
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _shrink_model(
-    model: ModelRecipe, num_blocks: int | None, tensor: int, folded_tensor: int, folder: Path
+    model: ModelRecipe, num_blocks: int | None, tensor: int, scaled_tensor: int, folder: Path
 ) -> ModelRecipe:
     if model.shape is not None:
-        shape = _shrink_shape(model.shape, num_blocks or model.shape.num_layers, tensor, folded_tensor)
+        shape = _shrink_shape(model.shape, num_blocks or model.shape.num_layers, tensor, scaled_tensor)
         return replace(model, shape=shape)
     if model.hf is None:
         return model
-    given = Path(model.hf).expanduser()
-    file = given / "config.json" if given.is_dir() else given
+    source = Path(model.hf).expanduser()
+    file = source / "config.json" if source.is_dir() else source
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     path = folder / "config.json"
-    path.write_text(json.dumps(shrink_config(config, num_blocks, tensor, folded_tensor)))
+    path.write_text(json.dumps(shrink_config(config, num_blocks, tensor, scaled_tensor)))
     length = min(model.sequence_length or SEQUENCE_LENGTH, SEQUENCE_LENGTH)
     return replace(model, hf=str(path), sequence_length=length)
 
 
-def _shrink_shape(shape: ReferenceShape, num_blocks: int, tensor: int, folded_tensor: int) -> ReferenceShape:
+def _shrink_shape(shape: ReferenceShape, num_blocks: int, tensor: int, scaled_tensor: int) -> ReferenceShape:
     if isinstance(shape, DecoderShape | EncoderShape):
-        return _shrink_transformer(shape, num_blocks, tensor, folded_tensor)
+        return _shrink_transformer(shape, num_blocks, tensor, scaled_tensor)
     if isinstance(shape, MlpShape):
         hidden = min(shape.hidden_size, 14)
-        ffn = shrink_feed_forward(default_ffn_size(shape) or 0, shape.hidden_size, hidden, folded_tensor)
+        ffn = shrink_feed_forward(default_ffn_size(shape) or 0, shape.hidden_size, hidden, scaled_tensor)
         classes = min(shape.num_classes, 10)
         return replace(
             shape,
@@ -126,7 +126,7 @@ def _shrink_shape(shape: ReferenceShape, num_blocks: int, tensor: int, folded_te
 
 
 def _shrink_transformer(
-    shape: DecoderShape | EncoderShape, num_blocks: int, tensor: int, folded_tensor: int
+    shape: DecoderShape | EncoderShape, num_blocks: int, tensor: int, scaled_tensor: int
 ) -> DecoderShape | EncoderShape:
     kv_heads = shape.num_kv_heads if isinstance(shape, DecoderShape) else None
     widths = Widths(
@@ -136,7 +136,7 @@ def _shrink_transformer(
         head_size=shape.hidden_size // shape.num_heads,
         ffn=default_ffn_size(shape) or 0,
         vocabulary=shape.vocabulary_size,
-    ).shrunk(tensor, folded_tensor)
+    ).shrunk(tensor, scaled_tensor)
     sizes = {
         "num_layers": num_blocks,
         "hidden_size": widths.hidden,
@@ -192,10 +192,10 @@ def _without_absent_patterns(recipe: Recipe) -> tuple[Recipe, list[str]]:
     dropped: list[str] = []
 
     def present(pattern: str, names: Sequence[str], setting: str) -> bool:
-        found = any(fnmatchcase(name, pattern) for name in names)
-        if not found:
+        matches = any(fnmatchcase(name, pattern) for name in names)
+        if not matches:
             dropped.append(f'{setting} "{pattern}" matches nothing in the small model and is not checked')
-        return found
+        return matches
 
     small = replace(
         recipe,

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from weft.engine.optimizers import group_parameters
 from weft.models import Batch, Blueprint
+from weft.numerics._comparison import TrialResult
+from weft.numerics._plain_optimizers import plain_optimizer
+from weft.numerics._trial import one_process
+from weft.numerics._trial_data import TrialData
 from weft.parallel import ModelLayout, ParameterLayout, keyed_alone, materialise
 from weft.plan import Plan
-from weft.prove._judge import Outcome
-from weft.prove._plain_optimizers import plain_optimizer
-from weft.prove._trial import one_process
-from weft.prove._trial_data import TrialData
 from weft.recipe import Recipe, learning_rate
 
 
@@ -37,8 +37,8 @@ class PlainLoop:
         """How many optimizer steps are taken."""
         return self.recipe.run.steps
 
-    def run(self, blueprint: Blueprint, initial: Mapping[str, Tensor]) -> Outcome:
-        """Return losses, gradients and weights; `initial` is named as in `Outcome.initial`.
+    def run(self, blueprint: Blueprint, initial: Mapping[str, Tensor]) -> TrialResult:
+        """Return losses, gradients and weights; `initial` is named as in `TrialResult.initial`.
 
         The blueprint must have no dropout modules, whose masks are Weft's own; what it draws by functions is given the
         same keyed numbers.
@@ -65,7 +65,7 @@ class PlainLoop:
             losses.append(float(total.detach() / count))
             norms.append(norm)
             self._step(optimizer, step)
-        return Outcome(
+        return TrialResult(
             initial={}, gradients=gradients, state=_state(module), losses=losses, norms=norms, validation=0.0
         )
 
@@ -104,14 +104,14 @@ def without_dropout(build: Callable[[], Blueprint]) -> Callable[[], Blueprint]:
     return quiet
 
 
-def comparable(found: Outcome, steps: int) -> Outcome:
-    """Return of one process's outcome what a plain loop of so many steps also has."""
-    return Outcome(
+def comparable(result: TrialResult, steps: int) -> TrialResult:
+    """Return of one process's result what a plain loop of so many steps also has."""
+    return TrialResult(
         initial={},
-        gradients=found.gradients,
-        state=found.state,
-        losses=found.losses[:steps],
-        norms=found.norms[:steps],
+        gradients=result.gradients,
+        state=result.state,
+        losses=result.losses[:steps],
+        norms=result.norms[:steps],
         validation=0.0,
     )
 
@@ -131,8 +131,8 @@ def _module(blueprint: Blueprint, initial: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _inputs(blueprint: Blueprint, batch: Batch) -> dict[str, Tensor]:
-    found = {keyword: batch[name] for keyword, name in blueprint.inputs.items() if name in batch}
-    return {name: value.double() if value.is_floating_point() else value for name, value in found.items()}
+    fields = {keyword: batch[name] for keyword, name in blueprint.inputs.items() if name in batch}
+    return {name: value.double() if value.is_floating_point() else value for name, value in fields.items()}
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from weft.comm import Mesh
 from weft.engine import TrainingState, create_training
 from weft.models import Batch, Blueprint
+from weft.numerics._differences import assemble
+from weft.numerics._trial import one_process
+from weft.numerics._trial_data import TrialData
 from weft.parallel import shard_pieces
 from weft.plan import Plan
-from weft.prove._compare import assemble
-from weft.prove._trial import one_process
-from weft.prove._trial_data import TrialData
 from weft.recipe import Recipe
 from weft.record import Recorder
 

@@ -1,4 +1,4 @@
-"""Put the ranks of a trial together, and judge two trials as the law of the house says."""
+"""Put the ranks of a trial together, and compare two trials as the law of the house says."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Literal
 
 from torch import Tensor
 
+from weft.numerics._differences import TOLERANCES, assemble, compare
+from weft.numerics._trial import Trial
 from weft.plan import Plan
-from weft.prove._compare import TOLERANCES, assemble, compare
-from weft.prove._trial import Trial
 
-Kind = Literal["initial weight", "loss", "gradient", "gradient norm", "weight", "buffer", "validation loss"]
+Quantity = Literal["initial weight", "loss", "gradient", "gradient norm", "weight", "buffer", "validation loss"]
 """What can differ, in the order in which a step makes it."""
 
-_MADE: tuple[Kind, ...] = ("initial weight", "loss", "gradient", "gradient norm")
+_MADE: tuple[Quantity, ...] = ("initial weight", "loss", "gradient", "gradient norm")
 """What the first step makes, in order."""
 _NOISE_FACTOR = 4.0
 """A lower precision may be so many times as far from one process as one process is from itself in fp64."""
@@ -26,7 +26,7 @@ _NOTHING = 1e-12
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class TrialResult:
     """What all ranks of a trial saw together."""
 
     initial: dict[str, Tensor]
@@ -38,10 +38,10 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
+class Mismatch:
     """Something that is not what one process computes."""
 
-    kind: Kind
+    kind: Quantity
     name: str
     """Of the tensor; `step 2` for a loss or a norm."""
     relative: float
@@ -51,29 +51,29 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Comparison:
     """Largest relative difference of each kind, and everything beyond its limit."""
 
     precision: str
-    largest: Mapping[Kind, float]
+    largest: Mapping[Quantity, float]
     largest_gradient: str
     """Name of the parameter whose gradient differs most."""
     num_gradients: int
-    departures: tuple[Departure, ...]
-    """In the order of `Kind`, then as found; empty: equal to one process."""
+    mismatches: tuple[Mismatch, ...]
+    """In the order of `Quantity`, then in the order of the forward; empty: equal to one process."""
 
     @property
     def is_equal(self) -> bool:
-        return not self.departures
+        return not self.mismatches
 
 
-def join_trials(trials: Sequence[Trial], plan: Plan) -> Outcome:
+def join_trials(trials: Sequence[Trial], plan: Plan) -> TrialResult:
     """Put the ranks' pieces together.  Ranks that disagree about a loss or a norm give nan, which equals nothing."""
 
     def agreed(lists: list[list[float]]) -> list[float]:
         return [values[0] if len(set(values)) == 1 else math.nan for values in zip(*lists, strict=True)]
 
-    return Outcome(
+    return TrialResult(
         initial=assemble([trial.initial for trial in trials]),
         gradients=assemble([trial.gradients for trial in trials]),
         state=assemble([trial.state for trial in trials]),
@@ -83,9 +83,14 @@ def join_trials(trials: Sequence[Trial], plan: Plan) -> Outcome:
     )
 
 
-def judge(
-    wanted: Outcome, found: Outcome, *, precision: str, exact: Outcome | None = None, order: Sequence[str] = ()
-) -> Verdict:
+def compare_results(
+    reference: TrialResult,
+    candidate: TrialResult,
+    *,
+    precision: str,
+    exact: TrialResult | None = None,
+    order: Sequence[str] = (),
+) -> Comparison:
     """Compare what a plan computed with what one process did.
 
     In fp64 everything is held to 1e-10.  In lower precisions `exact`, one process in fp64, says how large rounding is:
@@ -95,39 +100,41 @@ def judge(
 
     `order` lists parameters as the forward meets them.
     """
-    limits = _Limits(wanted, exact, precision)
-    differences: dict[Kind, dict[str, float]] = {
-        "initial weight": _tensors(wanted.initial, found.initial, lambda name: exact is None),
-        "loss": _steps(wanted.losses, found.losses),
-        "gradient": _tensors(wanted.gradients, found.gradients, lambda name: name not in limits.unjudged),
-        "gradient norm": _steps(wanted.norms, found.norms),
-        "weight": _tensors(wanted.state, found.state, lambda name: exact is None and not name.startswith("buffer/")),
-        "buffer": _tensors(wanted.state, found.state, lambda name: exact is None and name.startswith("buffer/")),
-        "validation loss": _steps([wanted.validation], [found.validation]),
+    limits = _Limits(reference, exact, precision)
+    differences: dict[Quantity, dict[str, float]] = {
+        "initial weight": _tensors(reference.initial, candidate.initial, lambda name: exact is None),
+        "loss": _steps(reference.losses, candidate.losses),
+        "gradient": _tensors(reference.gradients, candidate.gradients, lambda name: name not in limits.unjudged),
+        "gradient norm": _steps(reference.norms, candidate.norms),
+        "weight": _tensors(
+            reference.state, candidate.state, lambda name: exact is None and not name.startswith("buffer/")
+        ),
+        "buffer": _tensors(reference.state, candidate.state, lambda name: exact is None and name.startswith("buffer/")),
+        "validation loss": _steps([reference.validation], [candidate.validation]),
     }
-    departures: list[Departure] = []
+    mismatches: list[Mismatch] = []
     for kind, values in differences.items():
         for name in sorted(values, key=lambda name: _position(name, order)):
             limit = limits.of(kind, name)
             if not values[name] <= limit:
                 step = int(name.split()[1]) if name.startswith("step ") else 1
-                departures.append(Departure(kind=kind, name=name, relative=values[name], limit=limit, step=step))
-    departures.sort(key=_when)
+                mismatches.append(Mismatch(kind=kind, name=name, relative=values[name], limit=limit, step=step))
+    mismatches.sort(key=_when)
     gradients = differences["gradient"]
-    return Verdict(
+    return Comparison(
         precision=precision,
         largest={kind: max(values.values(), default=0.0) for kind, values in differences.items()},
         largest_gradient=max(gradients, key=lambda name: gradients[name], default=""),
         num_gradients=len(gradients),
-        departures=tuple(departures),
+        mismatches=tuple(mismatches),
     )
 
 
-def _when(departure: Departure) -> int:
+def _when(mismatch: Mismatch) -> int:
     """What is made first stands first: later steps after everything of the first."""
-    if departure.step > 1:
+    if mismatch.step > 1:
         return len(_MADE)
-    return _MADE.index(departure.kind) if departure.kind in _MADE else len(_MADE) + 1
+    return _MADE.index(mismatch.kind) if mismatch.kind in _MADE else len(_MADE) + 1
 
 
 def _position(name: str, order: Sequence[str]) -> tuple[int, str]:
@@ -142,17 +149,17 @@ def _bare(name: str) -> str:
 
 
 def _tensors(
-    wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], judged: Callable[[str], bool]
+    reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor], is_compared: Callable[[str], bool]
 ) -> dict[str, float]:
-    mine = {name: tensor for name, tensor in wanted.items() if judged(name)}
-    theirs = {name: tensor for name, tensor in found.items() if judged(name)}
-    return {_bare(difference.name): difference.relative for difference in compare(mine, theirs)}
+    ours = {name: tensor for name, tensor in reference.items() if is_compared(name)}
+    theirs = {name: tensor for name, tensor in candidate.items() if is_compared(name)}
+    return {_bare(difference.name): difference.relative for difference in compare(ours, theirs)}
 
 
-def _steps(wanted: Sequence[float], found: Sequence[float]) -> dict[str, float]:
+def _steps(reference: Sequence[float], candidate: Sequence[float]) -> dict[str, float]:
     """Relative difference by step; numbers that are not finite on both sides alike differ infinitely."""
     values: dict[str, float] = {}
-    for step, (one, other) in enumerate(zip(wanted, found, strict=True), 1):
+    for step, (one, other) in enumerate(zip(reference, candidate, strict=True), 1):
         if one == other or (math.isnan(one) and math.isnan(other)):
             values[f"step {step}"] = 0.0
         else:
@@ -164,9 +171,9 @@ def _steps(wanted: Sequence[float], found: Sequence[float]) -> dict[str, float]:
 class _Limits:
     """How far a plan may be from one process."""
 
-    def __init__(self, wanted: Outcome, exact: Outcome | None, precision: str) -> None:
+    def __init__(self, reference: TrialResult, exact: TrialResult | None, precision: str) -> None:
         self._law = TOLERANCES.get(precision, 0.0)
-        self._noise: dict[Kind, dict[str, float]] = {}
+        self._noise: dict[Quantity, dict[str, float]] = {}
         self.unjudged: frozenset[str] = frozenset()
         """Gradients that are nothing but rounding noise in this precision."""
         if exact is None:
@@ -175,13 +182,13 @@ class _Limits:
         whole = math.sqrt(sum(norm * norm for norm in norms.values()))
         self.unjudged = frozenset(name for name, norm in norms.items() if norm <= _NOTHING * whole)
         self._noise = {
-            "loss": _steps(exact.losses, wanted.losses),
-            "gradient": _tensors(exact.gradients, wanted.gradients, lambda name: name not in self.unjudged),
-            "gradient norm": _steps(exact.norms, wanted.norms),
-            "validation loss": _steps([exact.validation], [wanted.validation]),
+            "loss": _steps(exact.losses, reference.losses),
+            "gradient": _tensors(exact.gradients, reference.gradients, lambda name: name not in self.unjudged),
+            "gradient norm": _steps(exact.norms, reference.norms),
+            "validation loss": _steps([exact.validation], [reference.validation]),
         }
 
-    def of(self, kind: Kind, name: str) -> float:
+    def of(self, kind: Quantity, name: str) -> float:
         noise = self._noise.get(kind)
         if not noise:
             return self._law

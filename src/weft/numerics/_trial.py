@@ -10,9 +10,9 @@ import torch
 from weft.comm import Mesh
 from weft.engine import TrainingState, create_training
 from weft.models import Blueprint
+from weft.numerics._trial_data import TrialData
 from weft.parallel import Piece, shard_pieces
 from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, DataParallelPlan, MicrobatchPlan, Plan
-from weft.prove._trial_data import TrialData
 from weft.recipe import Recipe, learning_rate
 from weft.record import Recorder
 from weft.techniques.registry import TECHNIQUES

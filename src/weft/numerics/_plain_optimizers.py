@@ -97,9 +97,9 @@ def _adafactor(settings: OptimizerRecipe, group: dict[str, Any], state: dict[str
     w -= rate * group["weight_decay"] * w + rate * update
 
 
-def _moved(state: dict[str, Any], name: str, found: Tensor, newest: float) -> Tensor:
+def _moved(state: dict[str, Any], name: str, value: Tensor, newest: float) -> Tensor:
     """A moving average, which the first step sets (its weight is 1)."""
-    state[name] = (1 - newest) * state.get(name, torch.zeros_like(found)) + newest * found
+    state[name] = (1 - newest) * state.get(name, torch.zeros_like(value)) + newest * value
     return state[name]
 
 

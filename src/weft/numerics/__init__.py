@@ -1,0 +1,36 @@
+"""The numerics check: that a plan computes what one process computes: the same gradients, the same losses."""
+
+from weft.numerics._cause import Evidence as Evidence
+from weft.numerics._cause import likely_cause as likely_cause
+from weft.numerics._comparison import Comparison as Comparison
+from weft.numerics._comparison import Mismatch as Mismatch
+from weft.numerics._comparison import TrialResult as TrialResult
+from weft.numerics._comparison import compare_results as compare_results
+from weft.numerics._comparison import join_trials as join_trials
+from weft.numerics._differences import TOLERANCES as TOLERANCES
+from weft.numerics._differences import Difference as Difference
+from weft.numerics._differences import assemble as assemble
+from weft.numerics._differences import compare as compare
+from weft.numerics._isolate import REMOVABLE as REMOVABLE
+from weft.numerics._isolate import without as without
+from weft.numerics._outputs import Outputs as Outputs
+from weft.numerics._outputs import first_different as first_different
+from weft.numerics._perturb import perturb_constants as perturb_constants
+from weft.numerics._plain import PlainLoop as PlainLoop
+from weft.numerics._plain import comparable as comparable
+from weft.numerics._plain import without_dropout as without_dropout
+from weft.numerics._reference import Contributions as Contributions
+from weft.numerics._reference import contributions as contributions
+from weft.numerics._scale_down import DEFAULT_PROCESSES as DEFAULT_PROCESSES
+from weft.numerics._scale_down import ScaledDown as ScaledDown
+from weft.numerics._scale_down import min_processes as min_processes
+from weft.numerics._scale_down import scale_down_plan as scale_down_plan
+from weft.numerics._shrink import STEPS as STEPS
+from weft.numerics._shrink import SmallCase as SmallCase
+from weft.numerics._shrink import shrink_case as shrink_case
+from weft.numerics._stored import read_trial as read_trial
+from weft.numerics._stored import write_trial as write_trial
+from weft.numerics._trial import Trial as Trial
+from weft.numerics._trial import one_process as one_process
+from weft.numerics._trial import run_trial as run_trial
+from weft.numerics._trial_data import TrialData as TrialData

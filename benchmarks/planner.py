@@ -1,57 +1,91 @@
-"""Fit the planner to published runs, and draw its predictions beside the measurements.
+"""Predict published runs, fit the planner to them, and draw its predictions beside the measurements.
 
-python -m benchmarks.planner fit      writes src/weft/price/fitted.toml, in about a minute
-python -m benchmarks.planner report   writes docs/notebook/planner-accuracy.md, docs/pictures/planner-*.png and the
-                                      figures that ship with Weft, in about three minutes
+python -m benchmarks.planner validate FILE.csv   predicts a file's runs, and says how far off that is
+python -m benchmarks.planner fit                 writes src/weft/price/fitted.toml, in about a minute
+python -m benchmarks.planner report              writes docs/notebook/planner-accuracy.md, docs/pictures/planner-*.png
+                                                 and the figures that ship with Weft, in about three minutes
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.published import (
+from benchmarks.published import (
     PUBLISHED_RUNS,
-    Accuracy,
     Mode,
     Validation,
     accuracy_of,
+    dump_accuracy,
+    dump_forecasts,
     dump_knowledge,
     fit,
     predictable_samples,
     read_rows,
     report_of,
+    show,
     validate,
 )
+from weft.errors import DataError, WeftError
 
 ROOT = Path(__file__).parents[1]
-_FITTED = ROOT / "src/weft/price/fitted.toml"
-_ACCURACY = ROOT / "src/weft/published/data/accuracy.toml"
+_PRICE = ROOT / "src/weft/price"
 _PAGE = ROOT / "docs/notebook/planner-accuracy.md"
 _PICTURES = ROOT / "docs/pictures"
 _HEAD = """# How well the planner predicts
 
-Written by `python -m benchmarks.planner report` from the published runs that ship with Weft; do not edit.
+Written by `python -m benchmarks.planner report` from the published runs in `benchmarks/published/data`; do not edit.
 [The planner](../concepts/planner.md) says how predictions are made, what the columns mean, and why some families are
 off."""
 _LARGE = 10
 """Families with fewer timed rows share one colour."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one of the three; return 0, or 2 for what the caller can mend, in one paragraph."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.what == "fit":
+            write_fit(options.file)
+        elif options.what == "report":
+            write_report(options.file)
+        else:
+            show_validation(options)
+    except WeftError as error:
+        print(error, file=sys.stderr)
+        return error.status
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("fit", "report"))
-    parser.add_argument("--file", type=Path, default=PUBLISHED_RUNS)
-    options = parser.parse_args()
-    if options.what == "fit":
-        write_fit(options.file)
-    else:
-        write_report(options.file)
+    verbs = parser.add_subparsers(dest="what", required=True)
+    for verb, about in (("fit", "fit the constants"), ("report", "write page, pictures and figures")):
+        verbs.add_parser(verb, help=about).add_argument("--file", type=Path, default=PUBLISHED_RUNS)
+    one = verbs.add_parser("validate", help="predict the runs of a file")
+    one.add_argument("file", type=Path, help="CSV file: one run a line, with its layout and what was measured")
+    knows = "what predictions know: data sheets alone, or the shipped constants; neither learns from FILE"
+    one.add_argument("--mode", choices=("datasheet", "fitted"), default="fitted", help=knows)
+    one.add_argument("--json", type=Path, help="file to write the predictions to")
+    one.add_argument("--cross-validate", action="store_true", help="fit anew for each source, on all the others")
+    one.add_argument("--few-shot", type=int, default=0, help="rows of each source that set its scalar, unscored")
+    return parser
+
+
+def show_validation(options: argparse.Namespace) -> None:
+    """Predict a file's runs, print the report, and write the predictions where asked."""
+    validation = validate(options.file, options.mode, cross_validate=options.cross_validate, few_shot=options.few_shot)
+    if options.json is not None:
+        try:
+            options.json.write_text(dump_forecasts(validation))
+        except OSError as error:
+            raise DataError(f"{options.json} cannot be written: {error.strerror}. Name a file you may write.") from None
+    show(report_of(validation))
 
 
 def write_fit(path: Path) -> None:
@@ -64,8 +98,8 @@ def write_fit(path: Path) -> None:
         f"Fitted {datetime.date.today().isoformat()} on {len(fitted.samples)} of the {len(samples)} timed rows of"
         f" {path.name}: at most 16 of each of {len({sample.family for sample in samples})} families.",
     ]
-    _FITTED.write_text(dump_knowledge(fitted.knowledge, fitted.factors, told))
-    print(f"{_FITTED.relative_to(ROOT)} written")
+    (_PRICE / "fitted.toml").write_text(dump_knowledge(fitted.knowledge, fitted.factors, told))
+    print("src/weft/price/fitted.toml written")
 
 
 def write_report(path: Path) -> None:
@@ -84,7 +118,7 @@ def write_report(path: Path) -> None:
         ends = next(place for place, line in enumerate(report.lines) if line.startswith("refused"))
         page += [_markdown(report.header, report.table), "", *map(_item, report.lines[: ends + 1])]
         if name == "fitted":
-            _ACCURACY.write_text(_toml(accuracy_of(validation)))
+            (_PRICE / "accuracy.toml").write_text(dump_accuracy(accuracy_of(validation)))
         if name == "datasheet":
             refused = [line for line in report.lines[ends:] if line.startswith(" ")]
     page += ["\n## Rows without a prediction\n", *(f"- {line.strip()}" for line in refused)]
@@ -95,19 +129,6 @@ def write_report(path: Path) -> None:
 def _item(line: str) -> str:
     """A line of a list; what is indented belongs to the line above."""
     return f"  - {line.strip()}" if line.startswith(" ") else f"- {line}"
-
-
-def _toml(found: Accuracy) -> str:
-    lines = ["# Written by `python -m benchmarks.planner report`; do not edit."]
-    for name, value in dataclasses.asdict(found).items():
-        lines.append(
-            f'{name} = "{value}"'
-            if isinstance(value, str)
-            else f"{name} = {value:.4g}"
-            if isinstance(value, float)
-            else f"{name} = {value}"
-        )
-    return "\n".join(lines) + "\n"
 
 
 def _markdown(header: Sequence[str], table: Sequence[Sequence[str]]) -> str:
@@ -158,4 +179,4 @@ def _draw(validation: Validation, title: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -43,11 +43,11 @@ def command_page() -> str:
 
 
 def _commands(name: tuple[str, ...], app: App) -> Iterator[tuple[tuple[str, ...], App]]:
-    """Every command that does something, those within commands too."""
+    """Every command that does something, those within commands too; not those that only say where they went."""
     for key in app:
         if key not in _BUILT_IN:
             inner = app[key]
-            if inner.default_command is not None:
+            if inner.default_command is not None and inner.show:
                 yield (*name, key), inner
             yield from _commands((*name, key), inner)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
-from weft.published import PUBLISHED_RUNS
+from benchmarks.published import PUBLISHED_RUNS, Validation, validate
 
 
 def shipped(every: int = 1, families: Iterable[str] | None = None) -> list[dict[str, str]]:
@@ -15,6 +16,12 @@ def shipped(every: int = 1, families: Iterable[str] | None = None) -> list[dict[
         rows = list(csv.DictReader(file))
     wanted = None if families is None else set(families)
     return [row for row in rows if wanted is None or row["source_family"] in wanted][::every]
+
+
+@cache
+def validated() -> Validation:
+    """All shipped rows, predicted from data sheets."""
+    return validate(PUBLISHED_RUNS, "datasheet")
 
 
 def write(path: Path, rows: Sequence[Mapping[str, str]], columns: Sequence[str] | None = None) -> Path:

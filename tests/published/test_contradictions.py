@@ -6,12 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
-from published_examples import LLAMA, write
-
-from weft.published import PUBLISHED_RUNS, read_rows, report_of, validate
-from weft.published._cases import Case, Forecast, cases_of
-from weft.published._contradictions import contradictions_of
-from weft.published._score import Outcome, outcomes_of
+from benchmarks.published import read_rows, report_of, validate
+from benchmarks.published._cases import Case, Forecast, cases_of
+from benchmarks.published._contradictions import contradictions_of
+from benchmarks.published._score import Outcome, outcomes_of
+from published_examples import LLAMA, validated, write
 
 
 def outcomes(path: Path) -> tuple[Outcome, ...]:
@@ -59,7 +58,7 @@ def test_predicted_peaks_never_contradict_each_other(tmp_path: Path) -> None:
 
 def test_the_shipped_rows() -> None:
     """Three pairs contradict each other; without them peaks are within 8 % in the mean, and both figures are told."""
-    found = validate(PUBLISHED_RUNS, "datasheet")
+    found = validated()
     assert {(pair.larger, pair.smaller) for pair in found.contradictions} == {(2066, 2079), (2082, 2086), (2083, 2087)}
     assert found.memory is not None
     assert found.consistent_memory is not None

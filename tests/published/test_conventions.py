@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmarks.published import PUBLISHED_RUNS, Row, read_rows, validate
+from benchmarks.published._cases import Case, Forecast, cases_of
+from benchmarks.published._devices import largest_divisor, parse_device_name
+from benchmarks.published._measure import measured_step, step_flops
+from benchmarks.published._sources import framework_of, year_of
 from published_examples import LLAMA, shipped, write
 
 from weft.errors import PlanError
 from weft.price import model_flops
-from weft.published import PUBLISHED_RUNS, Row, read_rows, validate
-from weft.published._cases import Case, Forecast, cases_of
-from weft.published._devices import largest_divisor, parse_device_name
-from weft.published._measure import measured_step, step_flops
-from weft.published._sources import framework_of, year_of
 from weft.search import plan_of
 
 

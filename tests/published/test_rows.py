@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmarks.published import MEASURED_COLUMNS, PUBLISHED_RUNS, RUN_COLUMNS, read_rows
 from published_examples import LLAMA, shipped, write
 
 from weft.errors import DataError
-from weft.published import MEASURED_COLUMNS, PUBLISHED_RUNS, RUN_COLUMNS, read_rows
 
 
 def test_the_shipped_runs_are_whole() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+from benchmarks.published._metrics import Confusion, errors_of, kendall_tau, quantile
 from hypothesis import given
 from hypothesis import strategies as st
-
-from weft.published._metrics import Confusion, errors_of, kendall_tau, quantile
 
 POSITIVE = st.floats(0.01, 100.0)
 

@@ -1,26 +1,31 @@
-"""`weft plan validate`: what it reads, what it writes, what it reports."""
+"""`python -m benchmarks.planner validate`: what it reads, what it writes, what it reports."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
-from published_examples import LLAMA, shipped, write
-
-from weft.cli._main import run
-from weft.errors import DataError
-from weft.price import FACTORS
-from weft.published import (
+from benchmarks.planner import main
+from benchmarks.published import (
     MEASURED_COLUMNS,
-    accuracy,
+    PUBLISHED_RUNS,
+    accuracy_of,
     datasheet_knowledge,
+    dump_accuracy,
     dump_forecasts,
     dump_knowledge,
     fitted_knowledge,
     report_of,
     validate,
 )
+from published_examples import LLAMA, shipped, validated, write
+
+from weft.cli._main import run
+from weft.errors import DataError
+from weft.price import FACTORS, accuracy
 
 
 @pytest.mark.parametrize("mode", ["datasheet", "fitted"])
@@ -94,23 +99,39 @@ def test_report(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = write(tmp_path / "runs.csv", shipped(every=100)), tmp_path / "out.json"
-    assert run(["plan", "validate", str(path), "--mode", "datasheet", "--json", str(out)]) == 0
+    assert main(["validate", str(path), "--mode", "datasheet", "--json", str(out)]) == 0
     assert len(json.loads(out.read_text())) == len(shipped(every=100))
     assert "predictions know data sheets only" in capsys.readouterr().out
-    assert run(["plan", "validate", str(tmp_path / "none.csv")]) == 2
+    assert main(["validate", str(tmp_path / "none.csv")]) == 2
     assert "cannot be read" in capsys.readouterr().err
-    assert run(["plan", "validate", str(path), "--json", str(tmp_path / "no" / "out.json")]) == 2
+    assert main(["validate", str(path), "--json", str(tmp_path / "no" / "out.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
-    assert run(["plan", "validate", str(path), "--mode", "guess"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["validate", str(path), "--mode", "guess"])
 
 
-def test_the_shipped_figures_are_those_of_the_shipped_page() -> None:
-    found = accuracy()
-    assert found.rows == 2095
-    assert f"median {found.median:.1%}" in found.line
+def test_the_command_of_before_says_where_it_went(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "validate", "my runs.csv", "--mode", "datasheet", "--few-shot", "5"]) == 2
+    told = capsys.readouterr().err
+    assert "run `python -m benchmarks.planner validate 'my runs.csv' --mode datasheet --few-shot 5`" in told
+    assert run(["plan", "validate"]) == 2
+
+
+def test_the_shipped_figures_are_those_of_the_page_and_the_rows() -> None:
+    """What a fit does not change is computed here; the rest is compared with the page that the same command wrote."""
+    shipped_figures, computed = accuracy(), accuracy_of(validated())
+    for name in ("rows", "families", "largest_parameters", "most_devices"):
+        assert getattr(shipped_figures, name) == getattr(computed, name), name
     page = (Path(__file__).parents[2] / "docs" / "notebook" / "planner-accuracy.md").read_text()
-    medians = [line.split(" | ")[2] for line in page.splitlines() if line.startswith("| median of families")]
-    assert f"{found.median:.1%}" in medians
+    medians = [line.split(" | ") for line in page.splitlines() if line.startswith("| median of families")]
+    assert (f"{shipped_figures.median:.1%}", f"{shipped_figures.p90:.1%}") in [(row[2], row[3]) for row in medians]
+    assert f"| {shipped_figures.worst_family} |" in page
+    assert f"median {shipped_figures.median:.1%}" in shipped_figures.line
+
+
+def test_the_shipped_figures_are_what_a_cross_validation_computes() -> None:
+    computed = accuracy_of(validate(PUBLISHED_RUNS, "fitted", cross_validate=True))
+    assert tomllib.loads(dump_accuracy(computed)) == dataclasses.asdict(accuracy())
 
 
 def test_shipped_constants_stay_near_the_data_sheets() -> None:

@@ -44,8 +44,7 @@ def answer_lines(result: SearchResult, questions: Questions, subject: Subject) -
 
 def _lines(result: SearchResult, questions: Questions, subject: Subject) -> Iterator[str]:
     from weft.explain import explain_choice, memory_line, time_line
-    from weft.price import Pricer
-    from weft.published import accuracy
+    from weft.price import Pricer, accuracy
 
     best = result.best[0]
     yield f"time      {time_line(best.prediction.time)}"

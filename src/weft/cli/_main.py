@@ -20,7 +20,6 @@ from weft.cli import (
     _generate,
     _launch,
     _plan,
-    _plan_validate,
     _probe,
     _train,
 )
@@ -42,7 +41,7 @@ def build_app() -> App:
     app.command(_train.train)
     plan = App(name="plan", help_format="plaintext")
     plan.default(_plan.plan)
-    plan.command(_plan_validate.validate)
+    plan.command(_plan.validate, show=False)
     app.command(plan)
     app.command(_check.check)
     app.command(_describe.describe)

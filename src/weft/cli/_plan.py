@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -312,3 +313,12 @@ def _write(choice: Choice, recipe: Path, output: Path | None, eject: Path | None
         from weft.cli._eject import eject_script
 
         eject_script(choice.recipe, choice.plan, eject)
+
+
+def validate(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+    """Say where the command went that was here until November 2026."""
+    command = shlex.join(["python", "-m", "benchmarks.planner", "validate", *arguments])
+    raise PlanError(
+        "`weft plan validate` does not come with Weft any more: it measures the planner, not your training."
+        f" In a checkout of Weft's repository, run `{command}`."
+    )

@@ -19,7 +19,7 @@ from weft.search import Choice
 
 _UNCERTAIN = 0.8
 """Share of the usable memory above which a prediction is tried: of 117 published peaks 6 % were predicted more than a
-fifth too low (`weft plan validate --mode fitted` on the shipped runs, 2026-11-22)."""
+fifth too low (`python -m benchmarks.planner validate --mode fitted` on the shipped runs, 2026-11-22)."""
 _KILLED = "SIGKILL"
 
 

@@ -6,6 +6,8 @@ from weft.collective import Flow as Flow
 from weft.collective import best_bucket as best_bucket
 from weft.collective import next_bucket as next_bucket
 from weft.collective import rounded_bucket as rounded_bucket
+from weft.price._accuracy import Accuracy as Accuracy
+from weft.price._accuracy import accuracy as accuracy
 from weft.price._block_memory import BlockMemory as BlockMemory
 from weft.price._block_memory import activation_bytes as activation_bytes
 from weft.price._block_memory import memory_key as memory_key

@@ -105,4 +105,4 @@ def read_fitted() -> dict[str, Any]:
 
 
 FITTED = with_factors(DATASHEET, read_fitted()["factors"], name="fitted")
-"""Constants fitted on published training runs; `weft plan validate` says how well."""
+"""Constants fitted on published training runs; `python -m benchmarks.planner validate` says how well."""

@@ -11,15 +11,15 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from benchmarks.published._cases import Case, Forecast, Forecaster, cases_of
+from benchmarks.published._contradictions import Contradiction, contradictions_of
+from benchmarks.published._fit import Sample, fit, without
+from benchmarks.published._floor import floor_of
+from benchmarks.published._knowledge import Knowledge, datasheet_knowledge, fitted_knowledge
+from benchmarks.published._metrics import Errors
+from benchmarks.published._rows import Row, read_rows
+from benchmarks.published._score import Outcome, Score, memory_errors, outcomes_of, score_of, seconds_of
 from weft.errors import DataError
-from weft.published._cases import Case, Forecast, Forecaster, cases_of
-from weft.published._contradictions import Contradiction, contradictions_of
-from weft.published._fit import Sample, fit, without
-from weft.published._floor import floor_of
-from weft.published._knowledge import Knowledge, datasheet_knowledge, fitted_knowledge
-from weft.published._metrics import Errors
-from weft.published._rows import Row, read_rows
-from weft.published._score import Outcome, Score, memory_errors, outcomes_of, score_of, seconds_of
 
 Mode = Literal["datasheet", "fitted"]
 

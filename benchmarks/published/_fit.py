@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.published._cases import Case, Forecaster
+from benchmarks.published._knowledge import Knowledge, StackScalar, datasheet_knowledge
 from weft.errors import DataError
 from weft.price import DATASHEET, FACTORS, with_factors
-from weft.published._cases import Case, Forecaster
-from weft.published._knowledge import Knowledge, StackScalar, datasheet_knowledge
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from weft.published._cases import Case
-from weft.published._measure import peak_flops, step_flops
+from benchmarks.published._cases import Case
+from benchmarks.published._measure import peak_flops, step_flops
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ MEASURED_COLUMNS = (
 )  # fmt: skip
 """Columns that no prediction reads; a file may lack them."""
 PUBLISHED_RUNS = Path(__file__).parent / "data" / "published_runs.csv"
-"""The runs that ship with Weft."""
+"""The runs that constants are fitted on."""
 FURTHER_COLUMNS = ("schedule", "attention")
 """Columns that a prediction reads where a file has them."""
 _ABSENT_ALLOWED = ("source_family", "source")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weft.published._rows import Run
+from benchmarks.published._rows import Run
 
 FlopConvention = Literal["full", "causal", "linear"]
 """What counts as model FLOPs of attention: all scores, the unmasked half, none."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.published._devices import cluster_of
+from benchmarks.published._knowledge import Knowledge
+from benchmarks.published._layouts import layouts_of_run, world_of
+from benchmarks.published._models import profile_of_run
+from benchmarks.published._rows import Run
+from benchmarks.published._sources import Framework, attention_speed, framework_of, year_of
+from benchmarks.published._unpredictable import Unpredictable
 from weft.cluster import Cluster
 from weft.errors import WeftError
 from weft.price import HABITS, Layout, Prediction, Pricer, Stack
 from weft.profile import Profile
-from weft.published._devices import cluster_of
-from weft.published._knowledge import Knowledge
-from weft.published._layouts import layouts_of_run, world_of
-from weft.published._models import profile_of_run
-from weft.published._rows import Run
-from weft.published._sources import Framework, attention_speed, framework_of, year_of
-from weft.published._unpredictable import Unpredictable
 
 _GIBI = 2**30
 

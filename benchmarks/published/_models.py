@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.published._rows import Run
+from benchmarks.published._sources import framework_of, year_of
+from benchmarks.published._unpredictable import Unpredictable
 from weft.errors import RecipeError
 from weft.profile import ModelSizes, Profile, profile_of_sizes
 from weft.profile.known import KNOWN_MODELS
-from weft.published._rows import Run
-from weft.published._sources import framework_of, year_of
-from weft.published._unpredictable import Unpredictable
 
 _GPT_VOCABULARY = 51200
 """GPT-2's 50,257 padded to a multiple of 128 × 8, Megatron's usual."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from benchmarks.published._sources import Framework
 from weft.profile import Profile
-from weft.published._sources import Framework
 
 
 def cuts_of(profile: Profile, framework: Framework, stages: int) -> tuple[int, ...] | None:

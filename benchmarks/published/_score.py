@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from weft.published._cases import Case, Forecast
-from weft.published._measure import measured_step
-from weft.published._metrics import Confusion, Errors, errors_of, kendall_tau
-from weft.published._rows import Row
+from benchmarks.published._cases import Case, Forecast
+from benchmarks.published._measure import measured_step
+from benchmarks.published._metrics import Confusion, Errors, errors_of, kendall_tau
+from benchmarks.published._rows import Row
 
 _SMALLEST_SWEEP = 3
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from benchmarks.published._models import trains_adapters_only
+from benchmarks.published._rows import Row, Run
+from benchmarks.published._sources import FlopConvention, framework_of
 from weft.cluster import Cluster
 from weft.price import PricedPrecision
 from weft.profile import Block, Profile
-from weft.published._models import trains_adapters_only
-from weft.published._rows import Row, Run
-from weft.published._sources import FlopConvention, framework_of
 
 _TERA = 1e12
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.published._metrics import Confusion, Errors
-from weft.published._score import FamilyScore, Score
-from weft.published._validate import Validation
+from benchmarks.published._metrics import Confusion, Errors
+from benchmarks.published._score import FamilyScore, Score
+from benchmarks.published._validate import Validation
 
 _HEADER = (
     *("family", "rows", "median", "p90", "mean", "bias", "floor median", "floor p90"),

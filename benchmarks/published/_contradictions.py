@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from benchmarks.published._cases import is_fullest
+from benchmarks.published._score import Outcome
 from weft.price import Layout
 from weft.profile import Profile
-from weft.published._cases import is_fullest
-from weft.published._score import Outcome
 
 _GIBI = 2**30
 _TOLERANCE = 0.1

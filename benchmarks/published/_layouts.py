@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
+from benchmarks.published._cuts import cuts_of
+from benchmarks.published._models import trains_adapters_only
+from benchmarks.published._rows import Run
+from benchmarks.published._sources import Framework, framework_of, year_of
+from benchmarks.published._unpredictable import Unpredictable
 from weft.cluster import Cluster
 from weft.plan import PricedSchedule, Recompute, Schedule, chunk_limits
 from weft.price import Layout, PricedPrecision
 from weft.profile import Profile
-from weft.published._cuts import cuts_of
-from weft.published._models import trains_adapters_only
-from weft.published._rows import Run
-from weft.published._sources import Framework, framework_of, year_of
-from weft.published._unpredictable import Unpredictable
 from weft.techniques.zero.contract import stage_of
 
 _PRECISIONS: dict[str, PricedPrecision] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from benchmarks.published._rows import Run
+from benchmarks.published._unpredictable import Unpredictable
 from weft.cluster import DEVICES, Cluster, find_kind, named_cluster, parse_cluster_spec, sold_bytes
-from weft.published._rows import Run
-from weft.published._unpredictable import Unpredictable
 
 _GIGA = 1e9
 _GIGABIT = 1.25e8

@@ -27,6 +27,7 @@ from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import median_interval, spread
 from weft.cluster import Cluster, known_machine
+from weft.description import facts_of, profile_of
 from weft.entry import TimedPlan, decide_by_trials, step_seconds, time_plans
 from weft.errors import PlanError
 from weft.plan import (
@@ -37,9 +38,7 @@ from weft.plan import (
     PipelineParallelPlan,
     Plan,
     check_plan,
-    facts_of,
 )
-from weft.profile import profile_of
 from weft.recipe import Recipe, parse_recipe
 from weft.search import Candidate, Choice, choose_plan
 
@@ -95,7 +94,7 @@ def chosen(cell: Cell, cluster: Cluster) -> tuple[Choice, Choice]:
     """What auto chooses by prediction, and with trials; nothing that earlier trials kept is used."""
     recipe = cell.recipe
     facts = facts_of(recipe)
-    choice = choose_plan(recipe, cluster, facts, cell.world, profile=profile_of(recipe, facts))
+    choice = choose_plan(recipe, cluster, facts, cell.world, profile=profile_of(recipe))
     steps = int(_TRIED_SECONDS / choice.rivals[0].prediction.step_seconds)
     fixed = replace(choice, rivals=tuple(_uncompiled(each) for each in choice.rivals))
     with tempfile.TemporaryDirectory() as folder:

@@ -22,6 +22,8 @@ MODULES = (
     "weft.errors",
     "weft.models",
     "weft.models.generate",
+    "weft.families",
+    "weft.description",
     "weft.models.hf",
     "weft.describe",
     "weft.launch",

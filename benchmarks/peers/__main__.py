@@ -21,9 +21,9 @@ from benchmarks._statistics import round_ratios, spread, summary
 from benchmarks._weft import recipe_for_auto
 from benchmarks.peers._environment import peer_versions, peers_python
 from weft.cluster import known_machine
+from weft.description import facts_of, profile_of
 from weft.entry import decide_by_trials
-from weft.plan import dump_plan, facts_of
-from weft.profile import profile_of
+from weft.plan import dump_plan
 from weft.search import choose_plan
 
 _BATCH, _RANKS = 8, 2
@@ -53,7 +53,7 @@ def auto_entry() -> Entry:
     """What `weft train --plan auto` would run here: searched, tried, compiled where that pays; any processes."""
     recipe, known = recipe_for_auto(_BATCH * _RANKS), known_machine()
     facts = facts_of(recipe)
-    choice = choose_plan(recipe, known.cluster, facts, profile=profile_of(recipe, facts))
+    choice = choose_plan(recipe, known.cluster, facts, profile=profile_of(recipe))
     plan = decide_by_trials(recipe, choice, known.cluster, tell=log).plan
     settings = {"plan": dump_plan(plan, everything=True), "threads": plan.compute.threads_per_rank}
     return Entry(name="weft auto", target=_WEFT, settings=settings, ranks=plan.mesh.world_size)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.describe import describe, examine
+from weft.description import profile_of
 from weft.errors import RecipeError
 from weft.models import Blueprint, build_reference
 from weft.models.hf import build_hf
-from weft.plan import facts_of
-from weft.profile import Block, Operator, Profile, profile_of
+from weft.profile import Block, Operator, Profile
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -95,7 +95,7 @@ def test_flops_are_those_of_torchs_counter_and_parameters_those_of_the_model(nam
 def test_profile_of_numbers_says_the_same(name: str) -> None:
     """Parameters exactly; operations within 1 %; what is kept within 2 % and, per block, one statistic per row."""
     recipe = recipe_of(name)
-    wanted, found = profile_of(recipe, facts_of(recipe)), describe(blueprint_of(name))
+    wanted, found = profile_of(recipe), describe(blueprint_of(name))
     assert wanted is not None
     assert found.num_parameters == wanted.num_parameters
     assert len(found.blocks) == len(wanted.blocks)
@@ -135,7 +135,7 @@ def test_hugging_face_models_agree_with_their_config(family: str, tmp_path: Path
         run=RunRecipe(steps=1),
     )
     blueprint = build_hf(recipe.model)
-    wanted, found = profile_of(recipe, facts_of(recipe)), describe(blueprint)
+    wanted, found = profile_of(recipe), describe(blueprint)
     assert wanted is not None
     assert found.num_parameters == wanted.num_parameters
     assert forward_flops(found) == pytest.approx(forward_flops(wanted), rel=0.01)

@@ -24,9 +24,10 @@ import torch.distributed as dist
 
 from pool import RankPool
 from weft.cli._eject import eject_script
+from weft.description import facts_of
 from weft.eject import check_ejectable
 from weft.errors import PlanError, RecipeError
-from weft.plan import check_plan, facts_of, parse_plan
+from weft.plan import check_plan, parse_plan
 from weft.recipe import load_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[2]

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from weft.checkpoint import Checkpointer, Peers
 from weft.comm import Mesh
+from weft.description import facts_of
 from weft.errors import PlanError
 from weft.numerics import assemble
 from weft.parallel import Piece
-from weft.plan import MeshPlan, Plan, check_plan, check_runnable, facts_of
+from weft.plan import MeshPlan, Plan, check_plan, check_runnable
 from weft.recipe import OptimizerRecipe, Recipe
-from weft.techniques.compression.runtime import compression_of
+from weft.techniques.compression.build import compression_of
 
 SAVED, END, FEW = 3, 6, 4
 PATIENCE = 240.0

@@ -16,16 +16,16 @@ from engine_models import branches_blueprint, branches_sample, tables_blueprint,
 from torch import Tensor
 
 from weft.checkpoint import Checkpointer, Peers
+from weft.description import facts_of
 from weft.engine import Outcome, Trainer
 from weft.models import build_model
 from weft.numerics import TOLERANCES, PlainLoop, TrialData, assemble, compare
 from weft.numerics._plain import _inputs, _module
 from weft.parallel import Piece
-from weft.plan import Plan, check_plan, check_runnable, facts_of
+from weft.plan import Plan, check_plan, check_runnable
 from weft.recipe import OptimizerRecipe, Recipe
 from weft.record import Recorder
 from weft.rehearse._witness import Witness
-from weft.techniques.local_steps.runtime import LocalRounds
 
 STEPS, ROUND = 8, 3
 """Rounds end after steps 3 and 6, and with the training after 8."""
@@ -205,7 +205,8 @@ def sent(plan: Plan) -> tuple[list[dict[str, int]], int, int]:
                 if one.axis == "replicate" or (one.axis == "data" and one.size_bytes > _AGREEMENT):
                     sizes[one.axis] = sizes.get(one.axis, 0) + one.size_bytes
             found.append(sizes)
-    (rounds,) = (each for each in training.state.model.techniques if isinstance(each, LocalRounds))
+    rounds = training.state.rounds
+    assert rounds is not None
     return found, rounds.round_bytes(), rounds.state_bytes()
 
 

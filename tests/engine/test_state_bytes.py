@@ -17,9 +17,9 @@ from engine_kit import Training, plan_of, recipe_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from weft.plan import Plan, facts_of
+from weft.description import profile_of
+from weft.plan import Plan
 from weft.price import Layout, Memories
-from weft.profile import profile_of
 from weft.recipe import OptimizerRecipe
 
 N = 4
@@ -133,7 +133,7 @@ def test_gradients_between_microbatches_are_what_was_priced(ranks: Any, precisio
         for replicate in (1, 2)
     }
     recipe = recipe_of(precision, ADAMW, hidden_size=64, ffn_size=128)
-    profile = profile_of(recipe, facts_of(recipe))
+    profile = profile_of(recipe)
     assert profile is not None
     memories = Memories(profile, on_accelerator=False)
     for one in ranks.run(N, held_between, plans, precision):

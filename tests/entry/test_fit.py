@@ -13,12 +13,12 @@ import torch
 
 import weft
 from weft.cluster import parse_cluster_spec
+from weft.description import facts_of, profile_of
 from weft.entry._fit import Trial, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
 from weft.errors import PlanError, RecipeError
 from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer
-from weft.plan import MeshPlan, MicrobatchPlan, Plan, dump_plan, facts_of, parse_plan
-from weft.profile import profile_of
+from weft.plan import MeshPlan, MicrobatchPlan, Plan, dump_plan, parse_plan
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, Recipe, RunRecipe, dump_recipe, parse_recipe
 from weft.search import choose_plan
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_made_smaller_is_refused() -> None:
 def test_only_a_plan_near_its_limit_is_tried() -> None:
     recipe = recipe_of()
     facts = facts_of(recipe)
-    choice = choose_plan(recipe, parse_cluster_spec("1x1xh100"), facts, 1, profile=profile_of(recipe, facts))
+    choice = choose_plan(recipe, parse_cluster_spec("1x1xh100"), facts, 1, profile=profile_of(recipe))
     assert not is_tight(choice)
     first = choice.rivals[0]
     needed = first.prediction.fullest.device

@@ -10,11 +10,11 @@ import pytest
 
 from weft.cli._read import read_choice
 from weft.cluster import Cluster
+from weft.description import facts_of, profile_of
 from weft.entry import TimedPlan, decide_by_trials, step_seconds, time_plans
 from weft.entry._trials import _fit_together, _key, close_rivals
 from weft.launch.launcher import ForkServer
-from weft.plan import MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan, facts_of
-from weft.profile import profile_of
+from weft.plan import MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan
 from weft.recipe import Recipe, parse_recipe
 from weft.search import Choice, choose_plan
 
@@ -33,7 +33,7 @@ steps = 100
 
 def chosen(recipe: Recipe) -> tuple[Choice, Cluster]:
     facts, machine = facts_of(recipe), Cluster.detect()
-    choice = choose_plan(recipe, machine, facts, 2, profile=profile_of(recipe, facts))
+    choice = choose_plan(recipe, machine, facts, 2, profile=profile_of(recipe))
     # Two that predictions do not tell apart: the chosen one, and the same with another ZeRO stage.
     first = choice.rivals[0]
     assert first.plan is not None

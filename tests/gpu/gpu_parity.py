@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pool import RankPool
 from weft.comm import Mesh, device_for_rank
+from weft.description import facts_of
 from weft.engine import create_training
 from weft.models import build_model
 from weft.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
@@ -30,7 +31,6 @@ from weft.plan import (
     TensorParallelPlan,
     check_plan,
     check_runnable,
-    facts_of,
 )
 from weft.recipe import (
     BatchRecipe,

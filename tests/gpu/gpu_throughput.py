@@ -34,16 +34,17 @@ from weft.comm import (
     start_reduce_scatter,
     synchronize,
 )
+from weft.description import profile_of
 from weft.engine import TrainingState, create_training
 from weft.engine._throughput import measure_peak_flops
 from weft.launch import RankInfo, initialise_distributed
 from weft.models import Blueprint
 from weft.models.decoder import build_decoder
 from weft.parallel import ModelLayout, ParameterLayout, materialise
-from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MicrobatchPlan, Plan, facts_of
+from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MicrobatchPlan, Plan
+from weft.price import Layout, Memories
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.record import Recorder
-from weft.search import estimate_memory
 
 Step = Callable[[int], float]
 SEED, LEARNING_RATE = 1234, 1e-4
@@ -107,7 +108,7 @@ def measure(
 def measure_memory(
     rank_info: RankInfo, *, device: str, sizes: dict[str, int], batch: int, precision: str, recomputes: list[str]
 ) -> list[dict[str, Any]]:
-    """Peak of the allocator in three steps against `estimate_memory` without what a process holds besides."""
+    """Peak of the allocator in three steps against the predicted bytes of the allocator."""
     found: list[dict[str, Any]] = []
     with initialise_distributed(device, rank_info) as distributed:  # type: ignore[arg-type]
         where = distributed.device
@@ -120,9 +121,10 @@ def measure_memory(
             training = create_training(recipe, plan, build_decoder(shape), Mesh(plan.mesh, where), Recorder())
             for index in range(3):
                 training.stepper([batches[index]], step=index, learning_rate=LEARNING_RATE)
-            need = estimate_memory(plan, recipe, facts_of(recipe), on_accelerator=where.type != "cpu")
-            assert need is not None
-            predicted = need.total_bytes - need.process_bytes
+            profile = profile_of(recipe)
+            assert profile is not None
+            (need,) = Memories(profile, on_accelerator=where.type != "cpu").of(Layout.of(plan))
+            predicted = need.kinds.allocated
             measured = peak_memory_bytes(where) - before
             found.append(
                 {
@@ -130,7 +132,7 @@ def measure_memory(
                     "predicted_bytes": predicted,
                     "measured_bytes": measured,
                     "predicted_over_measured": predicted / measured if measured > 0 else None,
-                    "predicted_states_bytes": need.states_bytes,
+                    "predicted_states_bytes": need.kinds.weights + need.kinds.gradients + need.kinds.optimizer,
                     "measured_states_bytes": _state_bytes(training),
                 }
             )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pages import ROOT, links
+from weft.description import facts_of
 from weft.errors import PlanError
 from weft.plan import (
     ComputePlan,
@@ -22,7 +23,6 @@ from weft.plan import (
     TensorParallelPlan,
     check_plan,
     check_runnable,
-    facts_of,
 )
 from weft.recipe import load_recipe
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weft.plan import ModelFacts, Plan, facts_of
+from weft.description import facts_of
+from weft.plan import ModelFacts, Plan
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, ReferenceShape, RunRecipe
 from weft.recipe import DecoderShape as DecoderShape
 

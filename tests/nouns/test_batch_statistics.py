@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from weft.description import facts_of
 from weft.errors import PlanError
-from weft.plan import MemoryPlan, MicrobatchPlan, Plan, check_plan, facts_of
+from weft.plan import MemoryPlan, MicrobatchPlan, Plan, check_plan
 from weft.recipe import BatchRecipe, ConvNetShape, ModelRecipe, Recipe, RunRecipe
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from noun_examples import PLAN, SMALL, case, recipe_of
 
+from weft.description import facts_of
 from weft.errors import PlanError
 from weft.plan import (
     ComputePlan,
@@ -24,7 +25,6 @@ from weft.plan import (
     TensorParallelPlan,
     check_plan,
     check_runnable,
-    facts_of,
     keeps_whole_gradients,
     parse_plan,
     reduction_conflict,

@@ -12,6 +12,7 @@ import sys, time
 started = time.process_time()
 import weft.recipe, weft.cluster, weft.plan
 seconds = time.process_time() - started
+import weft.description
 recipe = weft.recipe.parse_recipe('''[model]
 reference = "decoder"
 num_layers = 2
@@ -23,7 +24,7 @@ global_batch_size = 8
 steps = 1
 ''')
 plan = weft.plan.Plan(microbatch=weft.plan.MicrobatchPlan(size=8))
-weft.plan.check_plan(plan, recipe, weft.plan.facts_of(recipe))
+weft.plan.check_plan(plan, recipe, weft.description.facts_of(recipe))
 weft.plan.dump_plan(plan, {"mesh.replicate": f"{weft.cluster.Cluster.detect().num_cores} cores"})
 heavy = {"torch", "numpy", "transformers", "rich", "cyclopts"} & set(sys.modules)
 print(seconds, ",".join(sorted(heavy)) or "none")

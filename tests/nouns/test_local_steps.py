@@ -22,7 +22,6 @@ from weft.plan import (
     parse_plan,
 )
 from weft.recipe import ConvNetShape, OptimizerRecipe, PermitRecipe, Recipe, ReferenceShape
-from weft.search import estimate_memory
 
 
 def plan_of(replicate: int = 2, shard: int = 1, **data: Any) -> Plan:
@@ -115,19 +114,3 @@ def test_they_are_written_and_shown() -> None:
     lines = describe_plan(plan, {}, permitted(plan)[2])
     assert "replicas average every 500 steps" in lines[0]
     assert any("data_parallel.local_steps = 500" in line for line in lines[1:])
-
-
-@pytest.mark.parametrize(("zero", "shard"), [(0, 1), (1, 2), (3, 2)])
-def test_anchor_and_momentum_take_memory(zero: int, shard: int) -> None:
-    """Two fp32 numbers per parameter and rank, cut over the ranks of a replica; without momentum one."""
-
-    def states(**data: Any) -> float:
-        plan, recipe, facts = permitted(plan_of(2, shard, zero=zero, **data))
-        need = estimate_memory(plan, recipe, facts, on_accelerator=False)
-        assert need is not None
-        return need.states_bytes
-
-    parameters = permitted(plan_of())[2].num_parameters
-    assert states() - states(outer_momentum=0.0) == pytest.approx(4 * parameters / shard)
-    if zero in (0, 3):  # ZeRO-1 would also cut the optimizer's states over the replicas
-        assert states() - states(local_steps=0) == pytest.approx(8 * parameters / shard)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from noun_examples import recipe_of
 
+from weft.description import facts_of, profile_of
 from weft.errors import RecipeError
 from weft.models import Blueprint, build_model
-from weft.plan import facts_of
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -72,7 +72,9 @@ def compare(recipe: Recipe) -> None:
     assert blueprint.cut is not None
     assert facts.num_blocks == len(blueprint.cut.blocks)
     block = blueprint.module.get_submodule(blueprint.cut.blocks[0])
-    assert facts.block_parameters == sum(parameter.numel() for parameter in block.parameters())
+    profile = profile_of(recipe)
+    assert profile is not None
+    assert profile.blocks[0].parameters == sum(parameter.numel() for parameter in block.parameters())
     norms = [module for module in blueprint.module.modules() if "BatchNorm" in type(module).__name__]
     assert facts.has_batch_norm == bool(norms)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from noun_examples import PLAN, RECIPE, recipe_of
 
+from weft.description import facts_of
 from weft.errors import PlanError, RecipeError, WeftError
-from weft.plan import Plan, apply_overrides, check_plan, facts_of, load_plan, parse_plan
+from weft.plan import Plan, apply_overrides, check_plan, load_plan, parse_plan
 from weft.recipe import load_recipe, parse_recipe
 
 

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.description import facts_of
 from weft.errors import RecipeError
 from weft.models import Widths, build_model, shrink_config
 from weft.numerics import SmallCase, shrink_case
-from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, check_plan, facts_of
+from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, check_plan
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from pool import RankPool
 from weft.comm import Mesh, shared_memory_group
+from weft.description import facts_of
 from weft.models import build_model
 from weft.numerics import Trial, run_trial
 from weft.parallel import Piece
-from weft.plan import Plan, check_plan, check_runnable, facts_of
+from weft.plan import Plan, check_plan, check_runnable
 from weft.recipe import Recipe
 
 AXES = ("world", "data", "shard", "replicate", "tensor", "pipeline")

@@ -18,11 +18,12 @@ from cells import STEPS, Cell
 from torch import Tensor
 
 from pool import RankPool
+from weft.description import facts_of
 from weft.engine import TrainingState
 from weft.models import Blueprint, build_model
 from weft.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 from weft.parallel.data import BucketStore
-from weft.plan import Plan, check_plan, check_runnable, facts_of
+from weft.plan import Plan, check_plan, check_runnable
 from weft.recipe import ModelRecipe, Recipe
 
 _ROUNDING = 2.0**-24

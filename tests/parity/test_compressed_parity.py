@@ -19,8 +19,9 @@ from compressed_run import recipe as recipe_of
 from parity_run import joined, judge
 
 from pool import RankPool
+from weft.description import facts_of
 from weft.numerics import Trial, assemble
-from weft.plan import Plan, check_plan, facts_of, runnability
+from weft.plan import Plan, check_plan, runnability
 from weft.recipe import COMPRESSIONS
 from weft.techniques.compression.codecs import Frame
 

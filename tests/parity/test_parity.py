@@ -15,9 +15,10 @@ from matrix import COVERING, FULL
 from parity_run import Matrix
 
 from pool import RankPool
+from weft.description import facts_of
 from weft.errors import PlanError
 from weft.models import build_model
-from weft.plan import check_plan, facts_of
+from weft.plan import check_plan
 from weft.recipe import ModelRecipe
 
 STEPS = 6

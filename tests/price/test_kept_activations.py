@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from weft.description import profile_of
 from weft.models import build_model
-from weft.plan import facts_of
 from weft.price import WEFT, Layout, Memories, PricedPrecision
 from weft.price._block_memory import memory_key
-from weft.profile import profile_of
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -57,7 +56,7 @@ def kept_bytes(block: nn.Module, *inputs: Tensor | None) -> int:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_blocks_keep_what_their_profile_says(shape: ReferenceShape, precision: PricedPrecision) -> None:
     recipe = Recipe(model=ModelRecipe(shape=shape), batch=BatchRecipe(global_batch_size=4), run=RunRecipe(steps=1))
-    profile = profile_of(recipe, facts_of(recipe))
+    profile = profile_of(recipe)
     assert profile is not None
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     block = build_model(recipe).module.get_submodule("blocks.0").to_empty(device="cpu").to(dtype)

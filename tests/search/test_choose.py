@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from weft.cluster import Cluster, parse_cluster_spec
+from weft.description import facts_of, profile_of
 from weft.errors import PlanError
-from weft.plan import Plan, apply_overrides, check_plan, facts_of
-from weft.profile import profile_of
+from weft.plan import Plan, apply_overrides, check_plan
 from weft.recipe import PermitRecipe, Recipe, parse_recipe
 from weft.search import Choice, choose_plan
 
@@ -34,13 +34,12 @@ def slow_bf16() -> Cluster:
     return replace(whole, nodes=(replace(node, cores=2, memory_bytes=24_000_000_000, devices=devices),))
 
 
-def chosen(
-    *settings: str, processes: int | None = None, recipe: Recipe | None = None, described: bool = True
-) -> Choice:
+def chosen(*settings: str, processes: int | None = None, recipe: Recipe | None = None) -> Choice:
     recipe = recipe or parse_recipe(RECIPE)
     _, given = apply_overrides(recipe, Plan(), settings)
     facts = facts_of(recipe)
-    profile = profile_of(recipe, facts) if described else None
+    profile = profile_of(recipe)
+    assert profile is not None
     choice = choose_plan(recipe, slow_bf16(), facts, processes, profile=profile, given=given)
     _, plan = apply_overrides(recipe, choice.plan, settings)
     check_plan(plan, recipe, facts, processes)
@@ -81,12 +80,3 @@ def test_given_axes_may_need_more_ranks_than_cores() -> None:
     assert choice.plan.compute.threads_per_rank == 1
     with pytest.raises(PlanError, match=r"--processes 3 is no multiple of the 2 ranks(.|\n)*Use --processes 2\."):
         chosen("plan.mesh.tensor=2", processes=3)
-
-
-def test_without_a_profile_a_rule_chooses() -> None:
-    choice = chosen(processes=2, described=False)
-    assert choice.rivals == ()
-    assert choice.reasons["mesh.replicate"].startswith("the largest data-parallel split")
-    beside = chosen("plan.mesh.tensor=2", described=False)
-    assert beside.plan.mesh.tensor == 2
-    assert beside.plan.compute.threads_per_rank == 1

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from search_kit import all_layouts, best_by_brute_force, cluster_of, narrow, tiny
 
 from weft.cluster import parse_cluster_spec
+from weft.description import facts_of, profile_of
 from weft.errors import PlanError
-from weft.plan import ReduceEvery, check_plan, facts_of
+from weft.plan import ReduceEvery, check_plan
 from weft.price import Layout, Pricer
-from weft.profile import profile_of, profile_of_sizes
+from weft.profile import profile_of_sizes
 from weft.profile.known import known_model
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.search import Candidate, Objective, Space, pinned, search, smallest_cluster, space_of
@@ -98,7 +99,7 @@ def test_runnable_plans_pass_every_check_of_their_recipe() -> None:
         permit=PermitRecipe(precision=("fp32", "bf16")),
     )
     facts = facts_of(recipe)
-    profile = profile_of(recipe, facts)
+    profile = profile_of(recipe)
     assert profile is not None
     result = search(
         profile, cluster_of("8xh100"), global_batch_size=24, permit=recipe.permit, runnable_only=True, top=12

@@ -224,10 +224,10 @@ def _recipe_for(
     folder: Path | None,
 ) -> None:
     from weft.cli._elsewhere import run_for
-    from weft.cli._search import given_plan, need_subject, print_search, recipe_subject, write_best
+    from weft.cli._search import given_plan, print_search, recipe_subject, write_best
     from weft.cluster import resolve_cluster
 
-    subject = need_subject(recipe_subject(recipe, tuple(t for t in overrides if not t.startswith("plan."))), recipe)
+    subject = recipe_subject(recipe, tuple(text for text in overrides if not text.startswith("plan.")))
     given = None if plan == "auto" else given_plan(plan, asked)
     assert asked.system is not None
     result, lines = run_for(asked.system, subject, resolve_cluster(cluster), asked, given, folder)
@@ -249,7 +249,7 @@ def _recipe(
 ) -> None:
     """For a cluster that is not this machine search chooses the plan; here it is the one that `weft train` would take,
     with what search finds beside it."""
-    from weft.cli._search import need_subject, print_search, recipe_subject, run_search, write_best
+    from weft.cli._search import print_search, recipe_subject, run_search, write_best
     from weft.cluster import resolve_cluster
     from weft.plan import describe_plan, runnability
 
@@ -267,8 +267,6 @@ def _recipe(
         if rehearsed is not None:
             _rehearse_best(result, recipe, overrides, rehearsed)
         return
-    if asked.is_special:
-        subject = need_subject(subject, recipe)
     described = None if subject is None else subject.described
     choice = read_choice(recipe, plan, overrides, processes, cluster, described=described)
     if not asked.json:

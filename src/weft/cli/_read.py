@@ -53,7 +53,8 @@ def read_choice(
         WeftError: RecipeError, PlanError or ClusterError for what is wrong with them.
     """
     from weft.cluster import known_machine, resolve_cluster
-    from weft.plan import Plan, apply_overrides, check_plan, facts_of, load_plan
+    from weft.description import facts_of
+    from weft.plan import Plan, apply_overrides, check_plan, load_plan
     from weft.recipe import load_recipe
     from weft.search import choose_plan
 
@@ -76,7 +77,7 @@ def read_choice(
         if trials:
             tight = _is_tight(choice)
         plan, reasons = choice.plan, choice.reasons
-        note = note if choice.rivals else ""
+        note = "; ".join([*described.notes, *([note] if note and choice.rivals else [])])
     else:
         plan, note = load_plan(plan_path), ""
     _, plan = apply_overrides(recipe, plan, of_plan)
@@ -88,9 +89,10 @@ def read_choice(
 class Described:
     """A recipe's model as the planner knows it."""
 
-    profile: Profile | None
-    """None where building and tracing the model does not tell its sizes either."""
+    profile: Profile
     facts: ModelFacts
+    notes: tuple[str, ...] = ()
+    """What could not be found out."""
 
 
 def describe_recipe(recipe: Recipe) -> Described:
@@ -100,16 +102,15 @@ def describe_recipe(recipe: Recipe) -> Described:
     Raises:
         RecipeError: the model cannot be built.
     """
-    from weft.plan import facts_of
-    from weft.profile import profile_of
+    from weft.description import description_of
 
-    facts = facts_of(recipe)
-    profile = profile_of(recipe, facts)
-    if profile is not None:
-        return Described(profile, facts)
-    from weft.entry import profile_of_built
+    description = description_of(recipe)
+    if description is not None:
+        return Described(description.profile, description.facts)
+    from weft.entry import describe_built
 
-    return Described(*profile_of_built(recipe))
+    built, facts = describe_built(recipe)
+    return Described(built.profile, facts, built.notes)
 
 
 def _is_tight(choice: Chosen) -> bool:

@@ -14,7 +14,7 @@ from weft.cli._explain import Questions, answer_lines
 from weft.cli._numbers import parse_count, parse_duration
 from weft.cli._read import describe_recipe
 from weft.cli._subject import Subject
-from weft.errors import PlanError, RecipeError
+from weft.errors import PlanError
 from weft.figures import spell_figure, spell_memory, spell_seconds
 
 if TYPE_CHECKING:
@@ -75,22 +75,20 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
     return Subject(profile=profile, global_batch_size=batch, permit=None, optimizer=None, sizes=sizes)
 
 
-def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject | None:
-    """Return a recipe's model, built on the meta device where only that tells its sizes; None where not even that."""
+def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject:
+    """Return a recipe's model, built on the meta device where only that tells its sizes."""
+    from weft.description import sizes_of
     from weft.plan import Plan, apply_overrides
-    from weft.profile import sizes_of
     from weft.recipe import load_recipe
 
     recipe, _ = apply_overrides(load_recipe(recipe_path), Plan(), overrides)
     described = describe_recipe(recipe)
-    if described.profile is None:
-        return None
     return Subject(
         profile=described.profile,
         global_batch_size=recipe.batch.global_batch_size,
         permit=recipe.permit,
         optimizer=recipe.optimizer,
-        sizes=sizes_of(recipe, described.facts),
+        sizes=sizes_of(recipe),
         recipe=recipe,
         described=described,
         steps=recipe.run.steps,
@@ -265,13 +263,3 @@ def _totals(result: SearchResult) -> list[str]:
     if best.cost_per_million_tokens is not None:
         lines.append(f"cost      {spell_figure(best.cost_per_million_tokens)} per million tokens of the best plan")
     return lines
-
-
-def need_subject(subject: Subject | None, recipe: Path) -> Subject:
-    """Raise unless a recipe's sizes are known."""
-    if subject is None:
-        raise RecipeError(
-            f"{recipe}: this model's sizes are not known without building it, so its plans cannot be priced. Use a "
-            "reference model, a Hugging Face config.json of a known family, or --model."
-        )
-    return subject

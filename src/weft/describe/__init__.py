@@ -3,6 +3,7 @@
 from weft.describe._describe import Description as Description
 from weft.describe._describe import describe as describe
 from weft.describe._describe import examine as examine
+from weft.describe._of_weights import describe_weights as describe_weights
 from weft.describe._proposal import Proposal as Proposal
 from weft.describe._proposal import ProposedRule as ProposedRule
 from weft.describe._proposal import lines_of as lines_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from weft.plan import ModelFacts, Plan
+from weft.plan import ModelFacts, Plan, default_ffn_size
 from weft.recipe import DecoderShape, Recipe, decay_start, peak_learning_rate
 
 _LINE_LENGTH = 120
@@ -34,7 +34,7 @@ def _model(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
     if isinstance(shape, DecoderShape):
         heads, kv_heads = shape.num_heads, shape.num_kv_heads or shape.num_heads
         head_size = shape.hidden_size // heads
-        yield f"NUM_LAYERS, HIDDEN_SIZE, FFN_SIZE = {shape.num_layers}, {shape.hidden_size}, {facts.ffn_size}"
+        yield f"NUM_LAYERS, HIDDEN_SIZE, FFN_SIZE = {shape.num_layers}, {shape.hidden_size}, {default_ffn_size(shape)}"
         yield f"NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = {heads}, {kv_heads}, {head_size}"
         yield f"VOCABULARY_SIZE, SEQUENCE_LENGTH = {shape.vocabulary_size}, {shape.sequence_length}"
         yield f"ROPE_THETA, NORM_EPSILON = {shape.rope_theta!r}, {shape.norm_epsilon!r}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from weft.description import facts_of
 from weft.document import spell
 from weft.errors import PlanError, RecipeError
-from weft.plan import Plan, facts_of, runnability
+from weft.plan import Plan, runnability
 from weft.recipe import DecoderShape, Recipe, read_hf_config
 from weft.techniques.registry import unwritten
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import PurePath
 
+from weft.description import facts_of
 from weft.eject._compose import Composer, join
 from weft.eject._constants import axes, constants
 from weft.eject._refuse import check_ejectable
-from weft.plan import DataParallelPlan, ModelFacts, Plan, facts_of, reduces_every_microbatch
+from weft.plan import DataParallelPlan, ModelFacts, Plan, reduces_every_microbatch
 from weft.recipe import DecoderShape, Recipe, decay_start, read_hf_config
 
 FLAGS = (

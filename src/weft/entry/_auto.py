@@ -12,39 +12,42 @@ from torch import nn
 
 from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, KnownMachine, known_machine
-from weft.describe import describe
+from weft.describe import describe, describe_weights
+from weft.description import Description, description_of
 from weft.errors import RecipeError
 from weft.launch import RankInfo
 from weft.models import Blueprint
 from weft.plan import ModelFacts
-from weft.profile import Profile, profile_of
 from weft.recipe import Recipe
 from weft.worker import facts_of_blueprint
 
+_WEIGHTS_ALONE = "a forward of the model cannot be described, so plans are compared by its weights alone"
 
-def profile_of_built(recipe: Recipe) -> tuple[Profile | None, ModelFacts]:
-    """Build the recipe's model on the meta device; return its profile and its facts.  See `profile_of_blueprint`."""
+
+def describe_built(recipe: Recipe) -> tuple[Description, ModelFacts]:
+    """Build the recipe's model on the meta device; return its description and its facts.  See `describe_blueprint`."""
     blueprint = build_blueprint(recipe)
     facts = facts_of_blueprint(blueprint, recipe)
-    return profile_of_blueprint(blueprint, recipe, facts), facts
+    return describe_blueprint(blueprint, recipe), facts
 
 
-def profile_of_blueprint(blueprint: Blueprint, recipe: Recipe, facts: ModelFacts) -> Profile | None:
-    """Return the profile that the recipe's numbers give, or one forward of the model on the meta device.
+def describe_blueprint(blueprint: Blueprint, recipe: Recipe) -> Description:
+    """Return what the recipe's numbers say of a model, or one forward of it on the meta device.
 
-    None where the model cannot be described: it brings no example, or its forward depends on values.
+    Where that cannot be run (the model brings no example, or its forward depends on values), its weights alone tell.
     """
-    known = profile_of(recipe, facts)
-    if known is not None or blueprint.example is None:
+    known = description_of(recipe)
+    if known is not None:
         return known
     dtype = torch.bfloat16 if "bf16" in recipe.permit.precision else torch.float32
-    with suppress(RecipeError):  # `weft describe` says what is missing
-        return describe(blueprint, dtype=dtype)
-    return None
+    if blueprint.example is not None:
+        with suppress(RecipeError):  # `weft describe` says what is missing
+            return Description(profile=describe(blueprint, dtype=dtype))
+    return Description(profile=describe_weights(blueprint), notes=(_WEIGHTS_ALONE,))
 
 
-def profile_of_user_model(blueprint: Blueprint, recipe: Recipe, facts: ModelFacts) -> Profile | None:
-    """Describe a module that the user has constructed, with the user's own loss; None where that cannot be done.
+def describe_user_model(blueprint: Blueprint, recipe: Recipe) -> Description:
+    """Describe a module that the user has constructed, with the user's own loss.
 
     A copy of it on the meta device runs, so that what its forward counts or stores, and the state of the random
     generators, stay as they are.
@@ -52,7 +55,9 @@ def profile_of_user_model(blueprint: Blueprint, recipe: Recipe, facts: ModelFact
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # the loss says what it has to say when it is run for what it is for
         module = _on_meta(blueprint.module)
-        return None if module is None else profile_of_blueprint(replace(blueprint, module=module), recipe, facts)
+        if module is None:
+            return Description(profile=describe_weights(blueprint), notes=(_WEIGHTS_ALONE,))
+        return describe_blueprint(replace(blueprint, module=module), recipe)
 
 
 def _on_meta(module: nn.Module) -> nn.Module | None:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, known_machine
-from weft.entry._auto import profile_of_built
+from weft.description import facts_of, profile_of
+from weft.entry._auto import describe_built
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.launch import RankInfo
@@ -46,8 +47,7 @@ from weft.numerics import (
     without,
     without_dropout,
 )
-from weft.plan import ModelFacts, Plan, check_plan, check_runnable, dump_plan, facts_of, load_plan
-from weft.profile import profile_of
+from weft.plan import ModelFacts, Plan, check_plan, check_runnable, dump_plan, load_plan
 from weft.recipe import Precision, Recipe, dump_recipe, load_recipe
 from weft.search import choose_plan
 from weft.techniques.registry import exact
@@ -120,7 +120,7 @@ def check_by(
     recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
     facts = _facts(recipe)
     if plan == "auto":
-        profile = profile_of_built(recipe)[0] if recipe.model.factory is not None else profile_of(recipe, facts)
+        profile = profile_of(recipe) or describe_built(recipe)[0].profile
         plan = choose_plan(recipe, known_machine().cluster, facts, profile=profile).plan
     elif not isinstance(plan, Plan):
         plan = load_plan(plan)

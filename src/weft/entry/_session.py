@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.comm import Mesh, group_store
 from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
-from weft.entry._auto import machine_for, profile_of_user_model
+from weft.entry._auto import describe_user_model, machine_for
 from weft.entry._calls import Calls
 from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
 from weft.entry._recording import SessionRuns
@@ -382,13 +382,17 @@ class Session:
         if plan is None:
             known = LossOfUser(loss)
             known.like = type(example)
-            profile = profile_of_user_model(replace(blueprint, loss=known), recipe, facts)
+            description = describe_user_model(replace(blueprint, loss=known), recipe)
             choice = choose_plan(
-                recipe, machine.cluster, facts, self.world_size, profile=profile, given=Plan(origins=_DATA_ONLY)
+                recipe,
+                machine.cluster,
+                facts,
+                self.world_size,
+                profile=description.profile,
+                given=Plan(origins=_DATA_ONLY),
             )
             plan, reasons = _with_timeout(choice.plan, self._timeout_seconds), choice.reasons
-            if profile is None:
-                note = "the model cannot be described, so auto took the largest split of the data that fits"
+            note = "; ".join(description.notes)
         check_no_loop(plan)
         check_plan(plan, recipe, facts, self.world_size)
         check_runnable(plan)

@@ -22,7 +22,7 @@ from weft.comm import backend_for, device_for_rank
 from weft.data import ConsoleProgress, PreparedData, data_shape, prepare_data, silent
 from weft.engine.optimizers import check_group_globs
 from weft.entry._agreement import check_same_on_all_ranks
-from weft.entry._auto import machine_for, profile_of_blueprint
+from weft.entry._auto import describe_blueprint, machine_for
 from weft.entry._fit import Weigher, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
 from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
@@ -32,6 +32,7 @@ from weft.launch import RankInfo, initialise_distributed
 from weft.launch.launcher import ForkServer, launch_function, open_fork_server
 from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
+from weft.profile import Profile
 from weft.recipe import Recipe, dump_recipe, load_recipe
 from weft.search import Choice, choose_plan
 from weft.worker import facts_of_blueprint, train_rank
@@ -140,8 +141,10 @@ class _Asked:
         machine = machine_for(rank_info)
         plan, reasons, note, tight = self.plan, self.reasons, self.note, False
         if plan == "auto":
-            choice = self._choice(blueprint, facts, machine.cluster, world)
-            plan, reasons, note = choice.plan, choice.reasons, machine.note if choice.rivals else ""
+            description = describe_blueprint(blueprint, recipe)
+            choice = self._choice(description.profile, facts, machine.cluster, world)
+            plan, reasons = choice.plan, choice.reasons
+            note = "; ".join([*description.notes, *([machine.note] if machine.note and choice.rivals else [])])
             tight = self.trials and is_tight(choice)
         elif not isinstance(plan, Plan):
             plan = load_plan(plan)
@@ -158,8 +161,7 @@ class _Asked:
         tight = tight if self.try_memory is None else self.try_memory
         return _Job(recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, self.quiet, self.fork_server)
 
-    def _choice(self, blueprint: Blueprint, facts: ModelFacts, cluster: Cluster, world: int | None) -> Choice:
-        profile = profile_of_blueprint(blueprint, self.recipe, facts)
+    def _choice(self, profile: Profile, facts: ModelFacts, cluster: Cluster, world: int | None) -> Choice:
         choice = choose_plan(self.recipe, cluster, facts, world, profile=profile)
         if not self.trials:
             return choice

@@ -1,14 +1,16 @@
 """Blueprints, losses, and the way from a recipe to a model; each kind of model is a module, loaded when it is built."""
 
-from weft.models._adopt import Tables as Tables
+from weft.families import INHERITED as INHERITED
+from weft.families import CutTable as CutTable
+from weft.families import Localise as Localise
+from weft.families import SplitRule as SplitRule
+from weft.families import SplitTable as SplitTable
+from weft.families import Tables as Tables
 from weft.models._adopt import tables_of as tables_of
 from weft.models._blueprint import Batch as Batch
 from weft.models._blueprint import Blueprint as Blueprint
-from weft.models._blueprint import CutTable as CutTable
 from weft.models._blueprint import Initialiser as Initialiser
-from weft.models._blueprint import Localise as Localise
 from weft.models._blueprint import Loss as Loss
-from weft.models._blueprint import SplitRule as SplitRule
 from weft.models._blueprint import logits_of as logits_of
 from weft.models._build import build_model as build_model
 from weft.models._build import build_reference as build_reference
@@ -21,8 +23,6 @@ from weft.models._losses import regression_loss as regression_loss
 from weft.models._losses import token_loss as token_loss
 from weft.models._seeded import others_draw as others_draw
 from weft.models._seeded import seeded as seeded
-from weft.models._split_table import INHERITED as INHERITED
-from weft.models._split_table import SplitTable as SplitTable
 from weft.models._widths import Widths as Widths
 from weft.models._widths import shrink_config as shrink_config
 from weft.models._widths import shrink_feed_forward as shrink_feed_forward

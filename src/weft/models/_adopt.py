@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from weft.models._blueprint import CutTable, Localise, SplitRule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tables:
-    """How a live model splits and cuts; empty where nothing is known of it."""
-
-    split: Sequence[SplitRule] = ()
-    localise: Sequence[Localise] = ()
-    divisible: Mapping[str, int] = field(default_factory=dict[str, int])
-    cut: CutTable | None = None
-    vocabulary_head: str | None = None
-    notes: Sequence[str] = ()
+from weft.families import Tables
 
 
 def tables_of(module: nn.Module, sequence_length: int | None = None) -> Tables:
@@ -29,15 +15,6 @@ def tables_of(module: nn.Module, sequence_length: int | None = None) -> Tables:
     config: Any = getattr(module, "config", None)
     if config is None or not hasattr(config, "model_type") or not type(module).__module__.startswith("transformers."):
         return Tables()
-    from weft.models.hf._families import family_of
+    from weft.models.hf import tables_of_model
 
-    length = sequence_length or getattr(config, "max_position_embeddings", None) or 1
-    family = family_of(config, module, length)
-    return Tables(
-        split=family.split,
-        localise=family.localise,
-        divisible=family.divisible,
-        cut=family.cut,
-        vocabulary_head=family.vocabulary_head,
-        notes=family.notes,
-    )
+    return tables_of_model(module, sequence_length)

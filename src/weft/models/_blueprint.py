@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from weft.recipe import SplitKind
+from weft.families import CutTable, Localise, SplitRule
+
+if TYPE_CHECKING:
+    from weft.description import Description
 
 Batch = Mapping[str, Tensor]
 """Fields by name, each with samples along dim 0.  `sample_ids` (int64) is always there."""
@@ -25,54 +28,6 @@ class Loss(Protocol):
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitRule:
-    """How the modules whose names match split over the tensor axis.
-
-    `column` and `row` take linear layers (`nn.Linear`, `nn.Embedding` for `vocab`, Hugging Face `Conv1D`).
-    `sequence` marks modules (norms, dropouts) that may work on a shard of the sequence.
-    `whole` marks modules that read the sequence's length off their input (`batch, length, _ = x.shape`): under sequence
-    parallelism their first argument is gathered before them, and not once more at the columns inside.
-    `heads` / `features` mark dropouts whose input is already split along dim 1 (heads) / the last dim (features).
-    """
-
-    match: str
-    """Glob over module names; the first rule that matches wins."""
-    kind: SplitKind
-    blocks: int = 1
-    """Equal blocks fused along the split dimension (3 for a fused query-key-value), each cut on its own."""
-    gather_output: bool = False
-    """`column` only: all-gather the output (a head whose loss is not vocabulary-parallel)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Localise:
-    """An attribute of the matching modules that counts something split over the tensor axis, divided by its size."""
-
-    match: str
-    attribute: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutTable:
-    """Where a model may be cut into pipeline stages, by module names in forward order.
-
-    A later stage replaces `entry` by the activation it receives, `stem_zero` modules by a zero, and `stem_skip` by the
-    identity; blocks and `tail` modules that are not the stage's become identities on their first argument.  Nothing is
-    renamed and the model's own forward runs unchanged.
-    """
-
-    entry: str
-    stem_zero: tuple[str, ...] = ()
-    stem_skip: tuple[str, ...] = ()
-    blocks: tuple[str, ...]
-    tail: tuple[str, ...] = ()
-
-    @property
-    def stem(self) -> tuple[str, ...]:
-        return (self.entry, *self.stem_zero, *self.stem_skip)
-
-
 Initialiser = Callable[[str, nn.Module], None]
 """`initialise(name, module)`: fill the module's own materialised CPU parameters and buffers (not those of its children)
 from the default generator, which the caller has seeded for this name."""
@@ -83,6 +38,8 @@ class Blueprint:
     """A model and its tables.  `module` is on the meta device when `initialise` is given, else really constructed."""
 
     module: nn.Module
+    name: str = ""
+    """Of the kind of model, for messages: `decoder`, `llama`; empty: the class says it."""
     inputs: Mapping[str, str]
     """Keyword of the model's forward → field of the batch."""
     loss: Loss
@@ -100,8 +57,10 @@ class Blueprint:
     """Name of the linear head whose output only the vocabulary loss reads; it may be fused with the loss."""
     task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"
     vocabulary_size: int | None = None
+    hidden_size: int | None = None
+    """Width of the activation between two blocks, for messages."""
     flops_per_sample: float = 0.0
-    """Forward and backward of one sample, by the usual 6 N D + attention count."""
+    """Forward and backward of one sample, attention counted without the causal half."""
     block_costs: Sequence[float] = ()
     """Relative forward cost of [stem, block 0, …, tail]; empty: cut by block count."""
     example: Callable[[int], dict[str, Tensor]] | None = None
@@ -116,6 +75,14 @@ class Blueprint:
     """Globs over buffers that keep their dtype in bf16 and fp16 (tables that lose their meaning when rounded)."""
     notes: Sequence[str] = ()
     """What the user should hear once at the start: a model really constructed, a table that is missing."""
+
+    def described_by(self, description: Description) -> Blueprint:
+        """Take what a description of the model says: its name, its widths, and what its parts cost; return itself."""
+        profile = description.profile
+        self.name, self.hidden_size = profile.name, profile.hidden_size
+        self.divisible = dict(profile.divisible)
+        self.flops_per_sample, self.block_costs = description.flops_per_sample, description.block_costs
+        return self
 
 
 def logits_of(outputs: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.errors import RecipeError
-from weft.models._blueprint import Blueprint, SplitRule
+from weft.families import SplitRule
+from weft.models._blueprint import Blueprint
 from weft.models._losses import loss_by_name, token_loss
 from weft.models._patterns import require_matches
 from weft.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, Recipe, ReferenceShape

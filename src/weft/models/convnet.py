@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models._blueprint import Blueprint, CutTable
+from weft.description import description_of_shape
+from weft.families import CutTable
+from weft.models._blueprint import Blueprint
 from weft.models._examples import image_example
 from weft.models._initialise import module_default
 from weft.models._losses import class_loss
@@ -67,10 +69,6 @@ def build_convnet(shape: ConvNetShape) -> Blueprint:
     """Return the classifier on the meta device with its tables."""
     with torch.device("meta"):
         module = ConvNet(shape)
-    pixels = shape.image_size**2
-    stem = 9 * shape.image_channels * shape.channels * pixels
-    block = 2 * 9 * shape.channels**2 * pixels
-    head = shape.channels * shape.num_classes
     return Blueprint(
         module=module,
         inputs={"images": "images"},
@@ -80,7 +78,5 @@ def build_convnet(shape: ConvNetShape) -> Blueprint:
             entry="stem", blocks=tuple(f"blocks.{index}" for index in range(shape.num_layers)), tail=("head",)
         ),
         task="classification",
-        flops_per_sample=6.0 * (stem + shape.num_layers * block + head),
-        block_costs=[stem / block, *[1.0] * shape.num_layers, head / block],
         example=image_example((shape.image_channels, shape.image_size, shape.image_size)),
-    )
+    ).described_by(description_of_shape(shape))

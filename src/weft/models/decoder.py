@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models._blueprint import Blueprint, CutTable, SplitRule
-from weft.models._costs import TransformerCost
+from weft.description import description_of_shape
+from weft.families import CutTable, SplitRule
+from weft.models._blueprint import Blueprint
 from weft.models._examples import token_example
 from weft.models._initialise import normal_initialiser
 from weft.models._losses import token_loss
+from weft.plan import default_ffn_size
 from weft.recipe import DecoderShape
 
 
@@ -87,7 +89,7 @@ class DecoderBlock(nn.Module):
         self.attention = Attention(shape)
         self.attention_dropout = nn.Dropout(shape.dropout)
         self.ffn_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_epsilon)
-        self.ffn = SwiGLU(shape.hidden_size, ffn_size_of(shape))
+        self.ffn = SwiGLU(shape.hidden_size, default_ffn_size(shape))
         self.ffn_dropout = nn.Dropout(shape.dropout)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
@@ -124,11 +126,6 @@ class Decoder(nn.Module):
         return self.head(self.norm(hidden))
 
 
-def ffn_size_of(shape: DecoderShape) -> int:
-    """8/3 of the hidden size, rounded up to a multiple of 64, unless the shape says otherwise."""
-    return shape.ffn_size or -(-8 * shape.hidden_size // (3 * 64)) * 64
-
-
 def build_decoder(shape: DecoderShape, *, isolated_documents: bool = False) -> Blueprint:
     """Return the decoder on the meta device with its tables.
 
@@ -139,7 +136,6 @@ def build_decoder(shape: DecoderShape, *, isolated_documents: bool = False) -> B
     inputs = {"tokens": "tokens"}
     if isolated_documents:
         inputs |= {"positions": "positions", "document_ids": "document_ids"}
-    cost = _cost(shape)
     return Blueprint(
         module=module,
         inputs=inputs,
@@ -148,12 +144,6 @@ def build_decoder(shape: DecoderShape, *, isolated_documents: bool = False) -> B
             residual_outputs=("blocks.*.attention.output", "blocks.*.ffn.down"), num_layers=shape.num_layers
         ),
         split=_SPLIT,
-        divisible={
-            "num_heads": shape.num_heads,
-            "num_kv_heads": shape.num_kv_heads or shape.num_heads,
-            "ffn_size": ffn_size_of(shape),
-            "vocabulary_size": shape.vocabulary_size,
-        },
         cut=CutTable(
             entry="embedding",
             stem_skip=("embedding_dropout",),
@@ -163,13 +153,11 @@ def build_decoder(shape: DecoderShape, *, isolated_documents: bool = False) -> B
         vocabulary_head="head",
         task="causal_lm",
         vocabulary_size=shape.vocabulary_size,
-        flops_per_sample=cost.flops_per_sample,
-        block_costs=cost.block_costs,
         example=token_example(shape.sequence_length, inputs.values()),
         export=_export(shape),
         export_config=_export_config(shape),
         sequence_length=shape.sequence_length,
-    )
+    ).described_by(description_of_shape(shape))
 
 
 _SPLIT = (
@@ -184,18 +172,6 @@ _SPLIT = (
     SplitRule(match="norm", kind="sequence"),
     SplitRule(match="head", kind="column"),
 )
-
-
-def _cost(shape: DecoderShape) -> TransformerCost:
-    kv_size = shape.hidden_size // shape.num_heads * (shape.num_kv_heads or shape.num_heads)
-    attention = 2 * shape.hidden_size * (shape.hidden_size + kv_size)
-    return TransformerCost(
-        num_layers=shape.num_layers,
-        block_weights=attention + 3 * shape.hidden_size * ffn_size_of(shape),
-        attention_size=shape.hidden_size,
-        head_weights=shape.hidden_size * shape.vocabulary_size,
-        sequence_length=shape.sequence_length,
-    )
 
 
 _EXPORTED = {
@@ -237,7 +213,7 @@ def _export_config(shape: DecoderShape) -> dict[str, Any]:
         "model_type": "llama",
         "vocab_size": shape.vocabulary_size,
         "hidden_size": shape.hidden_size,
-        "intermediate_size": ffn_size_of(shape),
+        "intermediate_size": default_ffn_size(shape),
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads or shape.num_heads,

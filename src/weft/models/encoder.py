@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models._blueprint import Blueprint, CutTable, SplitRule
-from weft.models._costs import TransformerCost
+from weft.description import description_of_shape
+from weft.families import CutTable, SplitRule
+from weft.models._blueprint import Blueprint
 from weft.models._examples import token_example
 from weft.models._initialise import normal_initialiser
 from weft.models._losses import token_loss
+from weft.plan import default_ffn_size
 from weft.recipe import EncoderShape
 
 
@@ -66,7 +68,7 @@ class EncoderBlock(nn.Module):
         self.attention = EncoderAttention(shape)
         self.attention_dropout = nn.Dropout(shape.dropout)
         self.attention_norm = nn.LayerNorm(shape.hidden_size, eps=shape.norm_epsilon)
-        self.ffn = FeedForward(shape.hidden_size, ffn_size_of(shape))
+        self.ffn = FeedForward(shape.hidden_size, default_ffn_size(shape))
         self.ffn_dropout = nn.Dropout(shape.dropout)
         self.ffn_norm = nn.LayerNorm(shape.hidden_size, eps=shape.norm_epsilon)
 
@@ -116,27 +118,16 @@ class Encoder(nn.Module):
         return self.head(self.transform(hidden))
 
 
-def ffn_size_of(shape: EncoderShape) -> int:
-    """Four times the hidden size unless the shape says otherwise."""
-    return shape.ffn_size or 4 * shape.hidden_size
-
-
 def build_encoder(shape: EncoderShape) -> Blueprint:
     """Return the encoder on the meta device with its tables."""
     with torch.device("meta"):
         module = Encoder(shape)
-    cost = _cost(shape)
     return Blueprint(
         module=module,
         inputs={"tokens": "tokens"},
         loss=token_loss,
         initialise=normal_initialiser(residual_outputs=(), num_layers=shape.num_layers),
         split=_SPLIT,
-        divisible={
-            "num_heads": shape.num_heads,
-            "ffn_size": ffn_size_of(shape),
-            "vocabulary_size": shape.vocabulary_size,
-        },
         cut=CutTable(
             entry="embedding",
             stem_zero=("position_embedding",),
@@ -147,13 +138,11 @@ def build_encoder(shape: EncoderShape) -> Blueprint:
         vocabulary_head="head",
         task="masked_lm",
         vocabulary_size=shape.vocabulary_size,
-        flops_per_sample=cost.flops_per_sample,
-        block_costs=cost.block_costs,
         example=token_example(shape.sequence_length),
         export=_export(shape),
         export_config=_export_config(shape),
         sequence_length=shape.sequence_length,
-    )
+    ).described_by(description_of_shape(shape))
 
 
 _SPLIT = (
@@ -167,17 +156,6 @@ _SPLIT = (
     SplitRule(match="blocks.*_dropout", kind="sequence"),
     SplitRule(match="head", kind="column"),
 )
-
-
-def _cost(shape: EncoderShape) -> TransformerCost:
-    size = shape.hidden_size
-    return TransformerCost(
-        num_layers=shape.num_layers,
-        block_weights=4 * size * size + 2 * size * ffn_size_of(shape),
-        attention_size=size,
-        head_weights=size * (size + shape.vocabulary_size),
-        sequence_length=shape.sequence_length,
-    )
 
 
 _EXPORTED = {
@@ -225,7 +203,7 @@ def _export_config(shape: EncoderShape) -> dict[str, Any]:
         "model_type": "bert",
         "vocab_size": shape.vocabulary_size,
         "hidden_size": shape.hidden_size,
-        "intermediate_size": ffn_size_of(shape),
+        "intermediate_size": default_ffn_size(shape),
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "hidden_act": "gelu",

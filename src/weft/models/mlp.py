@@ -6,10 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models._blueprint import Blueprint, CutTable, SplitRule
+from weft.description import description_of_shape
+from weft.families import CutTable, SplitRule
+from weft.models._blueprint import Blueprint
 from weft.models._examples import image_example
 from weft.models._initialise import module_default
 from weft.models._losses import class_loss
+from weft.plan import default_ffn_size
 from weft.recipe import MlpShape
 
 
@@ -30,7 +33,7 @@ class Mlp(nn.Module):
 
     def __init__(self, shape: MlpShape) -> None:
         super().__init__()
-        ffn_size = ffn_size_of(shape)
+        ffn_size = default_ffn_size(shape)
         self.stem = nn.Sequential(nn.Flatten(), nn.Linear(shape.input_size, shape.hidden_size))
         self.blocks = nn.ModuleList(
             MlpBlock(shape.hidden_size, ffn_size, shape.dropout) for _ in range(shape.num_layers)
@@ -45,18 +48,10 @@ class Mlp(nn.Module):
         return self.head(self.norm(hidden))
 
 
-def ffn_size_of(shape: MlpShape) -> int:
-    """Four times the hidden size unless the shape says otherwise."""
-    return shape.ffn_size or 4 * shape.hidden_size
-
-
 def build_mlp(shape: MlpShape) -> Blueprint:
     """Return the perceptron on the meta device with its tables."""
     with torch.device("meta"):
         module = Mlp(shape)
-    ffn_size = ffn_size_of(shape)
-    stem, block = shape.input_size * shape.hidden_size, 2 * shape.hidden_size * ffn_size
-    head = shape.hidden_size * shape.num_classes
     return Blueprint(
         module=module,
         inputs={"images": "images"},
@@ -66,14 +61,11 @@ def build_mlp(shape: MlpShape) -> Blueprint:
             SplitRule(match="blocks.*.up", kind="column"),
             SplitRule(match="blocks.*.down", kind="row"),
         ),
-        divisible={"ffn_size": ffn_size},
         cut=CutTable(
             entry="stem",
             blocks=tuple(f"blocks.{index}" for index in range(shape.num_layers)),
             tail=("norm", "head"),
         ),
         task="classification",
-        flops_per_sample=6.0 * (stem + shape.num_layers * block + head),
-        block_costs=[stem / block, *[1.0] * shape.num_layers, head / block],
         example=image_example((shape.input_size,)),
-    )
+    ).described_by(description_of_shape(shape))

@@ -106,7 +106,7 @@ def _shrink_shape(shape: ReferenceShape, num_blocks: int, tensor: int, scaled_te
         return _shrink_transformer(shape, num_blocks, tensor, scaled_tensor)
     if isinstance(shape, MlpShape):
         hidden = min(shape.hidden_size, 14)
-        ffn = shrink_feed_forward(default_ffn_size(shape) or 0, shape.hidden_size, hidden, scaled_tensor)
+        ffn = shrink_feed_forward(default_ffn_size(shape), shape.hidden_size, hidden, scaled_tensor)
         classes = min(shape.num_classes, 10)
         return replace(
             shape,
@@ -134,7 +134,7 @@ def _shrink_transformer(
         heads=shape.num_heads,
         kv_heads=kv_heads or shape.num_heads,
         head_size=shape.hidden_size // shape.num_heads,
-        ffn=default_ffn_size(shape) or 0,
+        ffn=default_ffn_size(shape),
         vocabulary=shape.vocabulary_size,
     ).shrunk(tensor, scaled_tensor)
     sizes = {

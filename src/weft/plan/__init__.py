@@ -6,10 +6,8 @@ from weft.plan._check import check_runnable as check_runnable
 from weft.plan._check import mesh_sizes as mesh_sizes
 from weft.plan._cuts import balanced_cuts as balanced_cuts
 from weft.plan._describe import describe_plan as describe_plan
-from weft.plan._facts import WINDOWS as WINDOWS
 from weft.plan._facts import ModelFacts as ModelFacts
 from weft.plan._facts import default_ffn_size as default_ffn_size
-from weft.plan._facts import facts_of as facts_of
 from weft.plan._load import apply_overrides as apply_overrides
 from weft.plan._load import dump_plan as dump_plan
 from weft.plan._load import load_plan as load_plan

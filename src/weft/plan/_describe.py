@@ -26,7 +26,7 @@ def describe_plan(
     reason or an origin, with it.
 
     Args:
-        reasons: dotted key → why (from `auto_plan`); empty for a plan that was given.
+        reasons: dotted key → why (from `choose_plan`); empty for a plan that was given.
         cluster: adds the cores or devices of the first line.
     """
     settings = list(_settings(plan, reasons))

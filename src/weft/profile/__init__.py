@@ -1,7 +1,5 @@
 """Profile: what a model computes, keeps and sends, block by block, without torch."""
 
-from weft.profile._of_recipe import profile_of as profile_of
-from weft.profile._of_recipe import sizes_of as sizes_of
 from weft.profile._plain import ConvolutionSizes as ConvolutionSizes
 from weft.profile._plain import ConvolutionStage as ConvolutionStage
 from weft.profile._plain import MlpSizes as MlpSizes

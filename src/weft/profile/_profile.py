@@ -68,6 +68,14 @@ class Operator:
     selective: bool = False
     """Whether `recompute = "selective"` computes it again: attention's inside, activation functions, norms."""
 
+    def forward_flops(self, length: int) -> float:
+        """FLOPs of one token's forward in a sample of `length` tokens; attention without the causal half."""
+        if self.kind == "attention":
+            keys = min(self.window or length, length)
+            return 2.0 * self.rows_per_token * self.heads * keys * (self.head_size + self.value_head_size)
+        groups = self.groups if self.kind == "convolution" else 1
+        return 2.0 * self.rows_per_token * self.n * self.k * groups
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
@@ -85,6 +93,10 @@ class Block:
     @property
     def expert_parameters(self) -> int:
         return sum(operator.parameters for operator in self.operators if operator.split == "expert")
+
+    def forward_flops(self, length: int) -> float:
+        """FLOPs of one token's forward, as `Operator.forward_flops`."""
+        return sum(operator.forward_flops(length) for operator in self.operators)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

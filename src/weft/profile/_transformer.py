@@ -124,7 +124,7 @@ def _tail(sizes: ModelSizes) -> Iterator[Operator]:
 
 def _divisible(sizes: ModelSizes) -> tuple[tuple[str, int], ...]:
     named = [("num_heads", sizes.num_heads)]
-    if not sizes.kv_rank:
+    if sizes.num_kv_heads is not None and not sizes.kv_rank:
         named.append(("num_kv_heads", sizes.kv_heads))
     if not all(sizes.is_mixture(layer) for layer in range(sizes.num_layers)):
         named.append(("ffn_size", sizes.ffn_size))

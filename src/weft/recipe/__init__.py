@@ -1,6 +1,5 @@
 """Recipe: what to train."""
 
-from weft.recipe._hf_config import has_sliding_windows as has_sliding_windows
 from weft.recipe._hf_config import read_hf_config as read_hf_config
 from weft.recipe._learning_rate import decay_start as decay_start
 from weft.recipe._learning_rate import learning_rate as learning_rate

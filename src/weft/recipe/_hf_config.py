@@ -43,20 +43,3 @@ def read_hf_config(given: str) -> Mapping[str, Any]:
     if config.values.get("architectures") is not None:
         config.texts("architectures")
     return config.values
-
-
-_WINDOW_OF_MISTRAL = 4096
-_FULL_LAYERS_OF_QWEN = 28
-"""What `transformers` takes where the configuration leaves it out."""
-
-
-def has_sliding_windows(config: Mapping[str, Any]) -> bool:
-    """Return whether some layer of a `config.json` attends through a sliding window, its family's defaults included."""
-    layers = config.get("layer_types")
-    if layers is not None:
-        return "sliding_attention" in layers
-    if config.get("model_type") == "mistral":
-        return config.get("sliding_window", _WINDOW_OF_MISTRAL) is not None
-    if not config.get("use_sliding_window", False) or config.get("sliding_window", _WINDOW_OF_MISTRAL) is None:
-        return False
-    return config.get("max_window_layers", _FULL_LAYERS_OF_QWEN) < config.get("num_hidden_layers", 0)

@@ -21,9 +21,6 @@ from weft.search._recipe_space import recipe_space as recipe_space
 from weft.search._result import Candidate as Candidate
 from weft.search._result import Counts as Counts
 from weft.search._result import SearchResult as SearchResult
-from weft.search._rule import auto_plan as auto_plan
-from weft.search._rule_memory import MemoryNeed as MemoryNeed
-from weft.search._rule_memory import estimate_memory as estimate_memory
 from weft.search._search import search as search
 from weft.search._shares import unequal_shares as unequal_shares
 from weft.search._space import Space as Space

@@ -12,9 +12,9 @@ from weft.plan import DataParallelPlan, ModelFacts, Plan, check_plan
 from weft.price import DATASHEET, Calibration, Pricer
 from weft.profile import Profile
 from weft.recipe import Recipe
-from weft.search._fallback import enough_processes, plan_by_rule
 from weft.search._pins import has_pins
 from weft.search._recipe_space import recipe_space
+from weft.search._refusal import no_plan
 from weft.search._result import Candidate
 from weft.search._search import search
 from weft.search._space import Space, divisors
@@ -50,19 +50,19 @@ def choose_plan(
     facts: ModelFacts,
     processes: int | None = None,
     *,
-    profile: Profile | None = None,
+    profile: Profile,
     given: Plan | None = None,
     calibration: Calibration = DATASHEET,
     top: int = 8,
 ) -> Choice:
     """Choose a plan that the engine can run: the fastest that search finds and `check_plan` accepts.
 
-    Needs no torch.  Without a profile (a factory's model that nobody described) it is the largest data-parallel split
-    that fits (`auto_plan`).
+    Needs no torch.  Where no plan has all the given settings that search could choose, it is the fastest that has the
+    given axes, and the rest is for the caller to lay over it.
 
     Args:
         processes: exactly so many ranks; None: as many of the cluster's devices as are of use.
-        profile: of the recipe's model; None where nothing is known of it.
+        profile: of the recipe's model.
         given: a plan whose `origins` name settings that are fixed: search chooses the others.  Those that search does
             not choose, such as `compile`, are for the caller to lay over the plan.
 
@@ -72,17 +72,39 @@ def choose_plan(
     if processes is not None and processes < 1:
         raise PlanError(f"processes = {processes} is too few. Use 1 or more.")
     given = given or Plan()
-    processes = enough_processes(given, cluster, processes)
-    rivals: list[Candidate] = []
-    if profile is not None:
-        rivals = _rivals(recipe, cluster, facts, processes, profile, given, calibration, top)
-    if not rivals:  # the rule's message says what is too large, or which number of processes could share the batch
-        plan, reasons = plan_by_rule(recipe, cluster, facts, processes, given)
-        return Choice(plan=plan, reasons=_unless_given(reasons, given))
-    best = rivals[0]
+    processes = _enough_processes(given, cluster, processes)
+
+    def find(cluster: Cluster, processes: int | None, given: Plan = given) -> list[Candidate]:
+        return _rivals(recipe, cluster, facts, processes, profile, given, calibration, top)
+
+    rivals = find(cluster, processes)
+    axes = replace(given, origins={key: where for key, where in given.origins.items() if key.startswith("mesh.")})
+    known = rivals if rivals or axes == given else find(cluster, processes, axes)
+    if not known:
+        raise no_plan(find, cluster, processes, profile, recipe.batch.global_batch_size, given)
+    best = known[0]
     assert best.plan is not None
-    reasons = _unless_given(explain_settings(best.plan, recipe, cluster, rivals), given)
+    reasons = _unless_given(explain_settings(best.plan, recipe, cluster, known), given)
     return Choice(plan=best.plan, reasons=reasons, rivals=tuple(rivals))
+
+
+def _enough_processes(given: Plan, cluster: Cluster, processes: int | None) -> int | None:
+    """Return `processes`; where none are given and given axes make up more ranks than there are devices, so many.
+
+    Raises:
+        PlanError: the given axes do not divide the processes.
+    """
+    mesh = given.mesh
+    model_ranks = mesh.pipeline * mesh.context * mesh.tensor
+    if processes is None:
+        return mesh.world_size if mesh.world_size > cluster.num_devices else None
+    if processes % model_ranks:
+        raise PlanError(
+            f"--processes {processes} is no multiple of the {model_ranks} ranks that pipeline {mesh.pipeline} ×"
+            f" context {mesh.context} × tensor {mesh.tensor} (from --set) need."
+            f" Use --processes {max(1, processes // model_ranks) * model_ranks}."
+        )
+    return processes
 
 
 def _unless_given(reasons: Mapping[str, str], given: Plan) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import RecipeError
+from weft.families import family_of
 from weft.models._blueprint import Blueprint, Initialiser
 from weft.models._examples import token_example
 from weft.models._isolation import check_isolation
@@ -24,7 +24,7 @@ from weft.models.hf._attention import (
 )
 from weft.models.hf._experts import IMPLEMENTATION as EXPERTS
 from weft.models.hf._experts import register_experts
-from weft.models.hf._families import Family, family_of, has_plain_masks
+from weft.models.hf._tables import description_of_model, library_tables
 from weft.models.hf._weights import SafetensorsFolder, folder_initialiser, random_initialiser
 from weft.recipe import ModelRecipe, read_hf_config
 
@@ -45,43 +45,45 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
     exported_config: dict[str, Any] = config.to_dict()
     model = _construct(transformers, config, task)
     inputs = _inputs(recipe.hf, config, task, isolated_documents)
-    if isolated_documents and not has_plain_masks(config):
+    if isolated_documents and not _has_plain_masks(config):
         check_isolation(transformers, recipe.hf, model.config)
-    try:
-        length = _sequence_length(recipe, config)
-        family = family_of(config, model, length)
-    except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as problem:
-        raise RecipeError(
-            f'model.hf = "{recipe.hf}": the config.json of this {config.model_type} does not hang together'
-            f" ({type(problem).__name__}: {_first_line(problem)}). Use the config.json that the model came with."
-        ) from problem
-    weights = SafetensorsFolder(folder)
-    initialise, notes = _initialiser(model, weights)
-    if config.model_type == "bert":
-        _drop_bias_alias(model)
-    return Blueprint(
+    length = _sequence_length(recipe, config)
+    description = description_of_model(model, length, where=recipe.hf)
+    tables = library_tables(model) if description is None else description.tables
+    initialise, notes = _initialiser(model, SafetensorsFolder(folder))
+    family = family_of(config.model_type)
+    if family is not None:
+        family.adapt(model)
+    blueprint = Blueprint(
         module=model,
+        name=config.model_type,
         inputs=inputs,
         loss=token_loss,
         initialise=initialise,
-        split=family.split,
-        localise=family.localise,
-        divisible=family.divisible,
-        cut=family.cut,
-        no_stages=family.no_stages,
-        no_tensor=family.no_tensor,
-        vocabulary_head=family.vocabulary_head,
+        split=tables.split,
+        localise=tables.localise,
+        divisible=tables.divisible,
+        cut=tables.cut,
+        no_stages=tables.no_stages,
+        no_tensor=tables.no_tensor,
+        vocabulary_head=tables.vocabulary_head,
         task=task,
         vocabulary_size=config.vocab_size,
-        flops_per_sample=_flops(family, model, length),
-        block_costs=family.cost.block_costs if family.cost else (),
+        flops_per_sample=6.0 * sum(parameter.numel() for parameter in model.parameters()) * length,
         example=token_example(length, inputs.values()),
-        export=_with_bias_alias if config.model_type == "bert" else None,
+        export=None if family is None else family.exported,
         export_config=exported_config | {"architectures": [type(model).__name__]},
         sequence_length=length,
         keep_dtype=("*inv_freq",),
-        notes=(*family.notes, *notes, *_attention_notes(model.config)),
+        notes=(*tables.notes, *notes, *_attention_notes(model.config)),
     )
+    return blueprint if description is None else blueprint.described_by(description)
+
+
+def _has_plain_masks(config: Any) -> bool:
+    """Whether attention is known to be causal, or to see everything, without windows."""
+    family = family_of(config.model_type)
+    return family is not None and not family.has_windows(config.to_dict())
 
 
 def _transformers() -> Any:
@@ -119,7 +121,10 @@ def _first_line(problem: Exception) -> str:
 
 def _task(path: str, config: Any) -> Literal["causal_lm", "masked_lm"]:
     names: list[str] = list(config.architectures or ())
-    if any(name.endswith("ForMaskedLM") for name in names) or (not names and config.model_type == "bert"):
+    family = family_of(config.model_type)
+    if not names and family is not None:
+        return family.task
+    if any(name.endswith("ForMaskedLM") for name in names):
         return "masked_lm"
     if not names or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         return "causal_lm"
@@ -134,9 +139,11 @@ def _construct(transformers: Any, config: Any, task: str) -> Any:
     register_experts()
     config.use_cache = False
     config._experts_implementation = EXPERTS
-    if config.model_type == "gpt2":
-        config.pad_token_id = None  # it looks for padding in every batch, which Weft never makes
-    attention = IMPLEMENTATION if has_plain_masks(config) else MASKED_IMPLEMENTATION
+    family = family_of(config.model_type)
+    if family is not None:
+        family.prepare(config)
+    has_plain_masks = _has_plain_masks(config)
+    attention = IMPLEMENTATION if has_plain_masks else MASKED_IMPLEMENTATION
     auto = transformers.AutoModelForMaskedLM if task == "masked_lm" else transformers.AutoModelForCausalLM
     try:
         model = _of_config(auto, config, attention)
@@ -148,7 +155,7 @@ def _construct(transformers: Any, config: Any, task: str) -> Any:
         ) from problem
     model.tie_weights()
     model.train()
-    if has_plain_masks(config):
+    if has_plain_masks:
         add_masks(model, causal=task == "causal_lm")
     _widen_norms(model)
     return model
@@ -177,22 +184,6 @@ def _attention_notes(config: Any) -> list[str]:
         f'a {config.model_type} takes no attention but its own: it runs with that of transformers ("{implementation}"),'
         " whatever is fused elsewhere"
     ]
-
-
-def _drop_bias_alias(model: Any) -> None:
-    """Leave the bias of BERT's vocabulary to the linear layer that uses it, so that both are split as one.
-
-    `cls.predictions` holds the same parameter a second time and never reads it.
-    """
-    alias, owner = "cls.predictions.bias", "cls.predictions.decoder.bias"
-    del model.cls.predictions.bias
-    model._tied_weights_keys = {name: first for name, first in model._tied_weights_keys.items() if first != alias}
-    model.all_tied_weights_keys.pop(owner, None)
-
-
-def _with_bias_alias(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    alias = {"cls.predictions.bias": weights["cls.predictions.decoder.bias"].clone()}
-    return {**weights, **alias}
 
 
 def _widen_norms(model: nn.Module) -> None:
@@ -252,9 +243,3 @@ def _inputs(path: str, config: Any, task: str, isolated_documents: bool) -> dict
             ' both directions and takes no document borders. Use "packed", or model.reference = "encoder".'
         )
     return {"input_ids": "tokens", "position_ids": "positions"}
-
-
-def _flops(family: Family, model: nn.Module, length: int) -> float:
-    if family.cost is not None:
-        return family.cost.flops_per_sample
-    return 6.0 * sum(parameter.numel() for parameter in model.parameters()) * length

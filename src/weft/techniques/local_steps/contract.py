@@ -73,10 +73,6 @@ class LocalSteps(Technique):
 
     name = "local steps"
     part = LocalStepsSettings
-    saved_as = "local_rounds"
-
-    def runs(self, plan: Plan) -> bool:
-        return plan.data_parallel.replicas_step_alone
 
     def unrunnable(self, plan: Plan) -> Iterator[str]:
         mesh, data = plan.mesh, plan.data_parallel

@@ -1,0 +1,65 @@
+"""The one description of a model, of which everything that a plan, a price or a check must know is a reading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.families import Tables
+from weft.plan import ModelFacts
+from weft.profile import ModelSizes, Profile
+
+_LOOKUP_COST = 0.05
+"""Of a stem that multiplies nothing, in blocks: looking up an embedding is nearly free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a model computes and keeps, how it splits and where it is cut."""
+
+    profile: Profile
+    tables: Tables = Tables()
+    sizes: ModelSizes | None = None
+    """The numbers that make up the profile, of a transformer that is described by numbers."""
+    notes: tuple[str, ...] = ()
+    """What was assumed, or could not be found out: whole sentences without their end."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What a plan must know of it."""
+        profile, tables = self.profile, self.tables
+        return ModelFacts(
+            name=profile.name,
+            num_blocks=len(profile.blocks),
+            no_stages=tables.no_stages,
+            no_tensor=tables.no_tensor,
+            divisible=dict(profile.divisible),
+            num_parameters=profile.num_parameters,
+            hidden_size=profile.hidden_size,
+            vocabulary_size=profile.vocabulary_size or None,
+            sequence_length=self.sequence_length,
+            tied=profile.tied,
+            has_batch_norm=profile.has_batch_norm,
+            per_sample_loss=profile.per_sample_loss,
+        )
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens per sample; None where samples are no sequences."""
+        return None if self.sizes is None else self.profile.sequence_length
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Forward and backward of one sample, attention counted without the causal half."""
+        profile = self.profile
+        parts = (profile.stem, *profile.blocks, profile.tail)
+        return 3.0 * profile.sequence_length * sum(part.forward_flops(profile.sequence_length) for part in parts)
+
+    @property
+    def block_costs(self) -> Sequence[float]:
+        """Forward of [stem, block 0, …, tail] in units of the first block's, by which stages are balanced."""
+        profile, length = self.profile, self.profile.sequence_length
+        unit = profile.blocks[0].forward_flops(length)
+        blocks = {id(block): block.forward_flops(length) / unit for block, _ in profile.count_blocks()}
+        stem = profile.stem.forward_flops(length) / unit or _LOOKUP_COST
+        return [stem, *(blocks[id(block)] for block in profile.blocks), profile.tail.forward_flops(length) / unit]

@@ -1,0 +1,97 @@
+"""Descriptions of what a recipe names: reference models, and families of `transformers` from their `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.description._description import Description
+from weft.description._shapes import profile_of_shape, sizes_of_shape
+from weft.errors import RecipeError
+from weft.families import WINDOWS, Config, Family, family_of
+from weft.plan import ModelFacts
+from weft.profile import ModelSizes, Profile, profile_of_sizes
+from weft.recipe import Recipe, ReferenceShape, read_hf_config
+
+
+def description_of(recipe: Recipe) -> Description | None:
+    """Return the description of a reference model, or of a model of a family that has a file.
+
+    None for what only building it would tell: a factory's, other families.
+
+    Raises:
+        RecipeError: `model.hf` names no readable `config.json`, or one that makes no model.
+    """
+    model = recipe.model
+    if model.shape is not None:
+        return description_of_shape(model.shape)
+    if model.hf is None:
+        return None
+    config = read_hf_config(model.hf)
+    family = family_of(str(config.get("model_type")))
+    return None if family is None else describe_family(family, config, model.sequence_length, where=model.hf)
+
+
+def description_of_shape(shape: ReferenceShape) -> Description:
+    """Return the description of a reference model; its tables stand beside its modules (`weft.models`)."""
+    return Description(profile=profile_of_shape(shape), sizes=sizes_of_shape(shape))
+
+
+def describe_family(
+    family: Family, config: Config, sequence_length: int | None = None, *, where: str = "config.json"
+) -> Description:
+    """Return the description of a model of a family.  Without a length, samples are as long as the model can take.
+
+    Raises:
+        RecipeError: a size is missing or none; names `where` the configuration came from.
+    """
+    kind = config.get("model_type", "model")
+    try:
+        sizes = family.sizes(config)
+        sizes = replace(sizes, sequence_length=sequence_length or sizes.sequence_length)
+        windows = family.has_windows(config)
+        tables = family.tables(config, sizes)
+    except KeyError as missing:
+        raise RecipeError(f'model.hf = "{where}": its config.json, of a {kind}, has no {missing.args[0]}.') from None
+    except RecipeError as impossible:
+        raise RecipeError(f'model.hf = "{where}": its config.json makes no {kind}: {impossible}') from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+        raise RecipeError(
+            f'model.hf = "{where}": the config.json of this {kind} does not hang together'
+            f" ({type(problem).__name__}: {problem}). Use the config.json that the model came with."
+        ) from problem
+    profile = profile_of_sizes(sizes)
+    divisible = {family.named(name): size for name, size in profile.divisible}
+    tables = replace(tables, divisible=divisible)
+    if windows:
+        tables = replace(tables, cut=None, no_stages=WINDOWS, notes=(*tables.notes, f"{WINDOWS}: no pipeline stages."))
+    profile = replace(profile, divisible=tuple(divisible.items()), can_be_cut=not windows)
+    return Description(profile=profile, tables=tables, sizes=sizes)
+
+
+def profile_of(recipe: Recipe) -> Profile | None:
+    """Return the profile of `description_of`."""
+    description = description_of(recipe)
+    return None if description is None else description.profile
+
+
+def sizes_of(recipe: Recipe) -> ModelSizes | None:
+    """Return the numbers of a recipe's transformer; None where it is none, or only building it would tell."""
+    description = description_of(recipe)
+    return None if description is None else description.sizes
+
+
+def facts_of(recipe: Recipe) -> ModelFacts:
+    """Return what a recipe says of its model: all of a described one, next to nothing of others.
+
+    Raises:
+        RecipeError: as `description_of`.
+    """
+    description = description_of(recipe)
+    if description is not None:
+        return description.facts
+    model = recipe.model
+    if model.hf is None:
+        return ModelFacts(name=model.factory or "model", sequence_length=model.sequence_length)
+    config = read_hf_config(model.hf)
+    kind = str(config.get("model_type", "model"))
+    return ModelFacts(name=kind, sequence_length=model.sequence_length, vocabulary_size=config.get("vocab_size"))

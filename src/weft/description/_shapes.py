@@ -1,0 +1,108 @@
+"""Sizes and profiles of the reference models, from their shapes."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from weft.plan import default_ffn_size
+from weft.profile import (
+    ConvolutionSizes,
+    ConvolutionStage,
+    MlpSizes,
+    ModelSizes,
+    Profile,
+    profile_of_convolutions,
+    profile_of_mlp,
+    profile_of_sizes,
+)
+from weft.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ReferenceShape
+
+
+def sizes_of_shape(shape: ReferenceShape) -> ModelSizes | None:
+    """Return the numbers of a transformer; None where it is none."""
+    if isinstance(shape, DecoderShape):
+        return _decoder(shape)
+    return _encoder(shape) if isinstance(shape, EncoderShape) else None
+
+
+def profile_of_shape(shape: ReferenceShape) -> Profile:
+    """Return the operators of a reference model."""
+    match shape:
+        case DecoderShape():
+            return profile_of_sizes(_decoder(shape))
+        case EncoderShape():
+            return profile_of_sizes(_encoder(shape))
+        case MlpShape():
+            return profile_of_mlp(_mlp(shape))
+        case ConvNetShape():
+            return profile_of_convolutions(_convnet(shape))
+        case _:
+            assert_never(shape)
+
+
+def _decoder(shape: DecoderShape) -> ModelSizes:
+    return ModelSizes(
+        name="decoder",
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads or shape.num_heads,
+        ffn_size=default_ffn_size(shape),
+        vocabulary_size=shape.vocabulary_size,
+        sequence_length=shape.sequence_length,
+        dropout=shape.dropout,
+        tied=shape.tie_embeddings,
+        rotary_base=shape.rope_theta,
+        norm_epsilon=shape.norm_epsilon,
+    )
+
+
+def _encoder(shape: EncoderShape) -> ModelSizes:
+    return ModelSizes(
+        name="encoder",
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        ffn_size=default_ffn_size(shape),
+        vocabulary_size=shape.vocabulary_size,
+        sequence_length=shape.sequence_length,
+        learned_positions=shape.sequence_length,
+        causal=False,
+        activation="gelu",
+        norm="layer",
+        norm_placement="after",
+        norm_epsilon=shape.norm_epsilon,
+        stem_norm=True,
+        rotary=False,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        head="masked",
+        head_bias=True,
+        dropout=shape.dropout,
+        attention_dropout=shape.dropout,
+        tied=shape.tie_embeddings,
+    )
+
+
+def _mlp(shape: MlpShape) -> MlpSizes:
+    return MlpSizes(
+        num_layers=shape.num_layers,
+        input_size=shape.input_size,
+        hidden_size=shape.hidden_size,
+        ffn_size=default_ffn_size(shape),
+        num_classes=shape.num_classes,
+        dropout=shape.dropout,
+    )
+
+
+def _convnet(shape: ConvNetShape) -> ConvolutionSizes:
+    return ConvolutionSizes(
+        image_size=shape.image_size,
+        image_channels=shape.image_channels,
+        stem_channels=shape.channels,
+        stem_image_size=shape.image_size,
+        stages=(ConvolutionStage(blocks=shape.num_layers, channels=shape.channels, image_size=shape.image_size),),
+        num_classes=shape.num_classes,
+        batch_norm=shape.norm == "batch",
+    )

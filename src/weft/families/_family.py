@@ -1,0 +1,68 @@
+"""What a file of a family says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from weft.families._tables import Tables
+    from weft.profile import ModelSizes
+
+Config = Mapping[str, Any]
+"""A `config.json` as it is written: what it leaves out has the family's default."""
+
+WINDOWS = "its attention looks through sliding windows, whose masks are made outside the blocks"
+"""Why a model with windows has no stages."""
+
+
+class Family:
+    """A family of models of `transformers`: a file `weft/families/<model_type>.py` with an instance called `FAMILY`.
+
+    It says only what looking at a model does not tell, by names and numbers, without torch.  Everything else (sizes of
+    layers, costs, profiles, facts, small forms for checks) follows from that or from the model that is built.  What the
+    file says is tested against models as built, like everything that is found in this folder (`tests/families`).
+    """
+
+    model_types: ClassVar[tuple[str, ...]]
+    """`model_type` of the configurations that it reads; the first is the name of the file."""
+    task: ClassVar[Literal["causal_lm", "masked_lm"]] = "causal_lm"
+    """What its models learn where the configuration names no architecture."""
+
+    def sizes(self, config: Config) -> ModelSizes:
+        """Return the numbers of the transformer; `sequence_length` is the longest that it can take.
+
+        Raises:
+            KeyError: a size that has no default is missing.
+        """
+        raise NotImplementedError
+
+    def tables(self, config: Config, sizes: ModelSizes) -> Tables:
+        """Return how it splits and where it is cut.  `divisible` is left to the sizes."""
+        raise NotImplementedError
+
+    def named(self, size: str) -> str:
+        """The key of a configuration that holds a size of `Profile.divisible`, for messages."""
+        return _KEYS.get(size, size)
+
+    def has_windows(self, config: Config) -> bool:
+        """Whether some layer looks through a sliding window: its masks are then transformers' own."""
+        return False
+
+    def prepare(self, config: Any) -> None:
+        """Change the library's configuration before the model is constructed from it."""
+
+    def adapt(self, model: Any) -> None:
+        """Change a model that has been constructed on the meta device, so that its tables hold."""
+
+    def exported(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return weights under the names and shapes that `transformers` loads."""
+        return dict(weights)
+
+
+_KEYS = {
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "ffn_size": "intermediate_size",
+    "vocabulary_size": "vocab_size",
+}

@@ -1,0 +1,75 @@
+"""How the modules of a model split over the tensor axis, and where it may be cut, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weft.recipe import SplitKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRule:
+    """How the modules whose names match split over the tensor axis.
+
+    `column` and `row` take linear layers (`nn.Linear`, `nn.Embedding` for `vocab`, Hugging Face `Conv1D`).
+    `sequence` marks modules (norms, dropouts) that may work on a shard of the sequence.
+    `whole` marks modules that read the sequence's length off their input (`batch, length, _ = x.shape`): under sequence
+    parallelism their first argument is gathered before them, and not once more at the columns inside.
+    `heads` / `features` mark dropouts whose input is already split along dim 1 (heads) / the last dim (features).
+    """
+
+    match: str
+    """Glob over module names; the first rule that matches wins."""
+    kind: SplitKind
+    blocks: int = 1
+    """Equal blocks fused along the split dimension (3 for a fused query-key-value), each cut on its own."""
+    gather_output: bool = False
+    """`column` only: all-gather the output (a head whose loss is not vocabulary-parallel)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Localise:
+    """An attribute of the matching modules that counts something split over the tensor axis, divided by its size."""
+
+    match: str
+    attribute: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutTable:
+    """Where a model may be cut into pipeline stages, by module names in forward order.
+
+    A later stage replaces `entry` by the activation it receives, `stem_zero` modules by a zero, and `stem_skip` by the
+    identity; blocks and `tail` modules that are not the stage's become identities on their first argument.  Nothing is
+    renamed and the model's own forward runs unchanged.
+    """
+
+    entry: str
+    stem_zero: tuple[str, ...] = ()
+    stem_skip: tuple[str, ...] = ()
+    blocks: tuple[str, ...]
+    tail: tuple[str, ...] = ()
+
+    @property
+    def stem(self) -> tuple[str, ...]:
+        return (self.entry, *self.stem_zero, *self.stem_skip)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """How a model splits and where it is cut; empty where nothing is known of it."""
+
+    split: Sequence[SplitRule] = ()
+    localise: Sequence[Localise] = ()
+    divisible: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Named sizes that the tensor axis must divide."""
+    cut: CutTable | None = None
+    no_stages: str = ""
+    """Why `cut` is None: a sentence without its end."""
+    no_tensor: str = ""
+    """Why no rule splits a layer: a sentence without its end."""
+    vocabulary_head: str | None = None
+    """Name of the linear head whose output only the vocabulary loss reads; it may be fused with the loss."""
+    notes: Sequence[str] = ()
+    """What the user should hear once at the start."""

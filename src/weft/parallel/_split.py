@@ -1,0 +1,182 @@
+"""From split rules by module name to the cut of every parameter of the whole model, and the cutting itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from weft.comm import GroupView
+from weft.errors import PlanError
+from weft.models import INHERITED, Blueprint, SplitRule, SplitTable
+from weft.parallel._layout import ModelLayout, ParameterLayout, TensorSplit
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is Hugging Face's `Conv1D`: a linear layer whose weight is stored (in, out)."""
+    return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
+
+
+def is_own(part: nn.Module, blueprint: Blueprint, name: str) -> bool:
+    """Whether `name` is the model's own module in this part and not what a stage put in its place."""
+    return type(part.get_submodule(name)) is type(blueprint.module.get_submodule(name))
+
+
+def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, TensorSplit]:
+    """Return the cut of every parameter of the whole model that a rule cuts, by name; others are replicated.
+
+    Raises:
+        PlanError: a rule that does not fit its module, or sizes that do not divide.
+    """
+    table, splits = SplitTable(blueprint.split), dict[str, TensorSplit]()
+    for name, child in blueprint.module.named_modules(remove_duplicate=False):
+        rule = table.rule(name)
+        if rule is None or rule.kind in INHERITED or rule.kind == "whole":
+            continue
+        for leaf, dim in _cut_dims(name, child, rule, blueprint.module).items():
+            parameter = getattr(child, leaf)
+            if parameter is not None:
+                _check_divides(f"{name}.{leaf}", parameter.shape, dim, rule, view.size)
+                splits[f"{name}.{leaf}"] = TensorSplit(dim=dim, parts=view.size, index=view.index, blocks=rule.blocks)
+    return splits
+
+
+def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) -> Mapping[str, int]:
+    """Dimension along which each parameter of a matching module is cut; what is not named is replicated."""
+    if rule.kind == "vocab" and isinstance(module, nn.Embedding):
+        return {"weight": 0}
+    linear, conv1d = is_linear(module), is_conv1d(module)
+    if rule.kind in ("column", "row") and (linear or conv1d):
+        _refuse_fused_attention(name, rule, root)
+        if rule.kind == "column":
+            return {"weight": 0 if linear else 1, "bias": 0}
+        return {"weight": 1 if linear else 0}
+    fitting = {"vocab": "an nn.Embedding", "column": "a linear layer", "row": "a linear layer"}.get(rule.kind)
+    if fitting is None:
+        raise PlanError(
+            f'model.split: "{rule.match}" = "{rule.kind}" is not a 1-D tensor split, so plan.mesh.tensor > 1'
+            f' cannot use it for {name}. Set it to "replicate", or plan.mesh.tensor = 1.'
+        )
+    raise PlanError(
+        f'model.split: "{rule.match}" = "{rule.kind}" also matches {name}, a {type(module).__name__}, but only'
+        f' {fitting} splits so. Narrow the pattern, or give {name} the kind "replicate" in a rule before it.'
+    )
+
+
+def _refuse_fused_attention(name: str, rule: SplitRule, root: nn.Module) -> None:
+    parent = name.rpartition(".")[0]
+    if isinstance(root.get_submodule(parent), nn.MultiheadAttention):
+        raise PlanError(
+            f'model.split: "{rule.match}" = "{rule.kind}" matches {name} inside an nn.MultiheadAttention, which'
+            " computes in one call and never runs its projections as modules. Write attention with separate linear"
+            ' layers to split it, or use "replicate".'
+        )
+
+
+def _check_divides(name: str, shape: torch.Size, dim: int, rule: SplitRule, parts: int) -> None:
+    size = shape[dim]
+    if size % (parts * rule.blocks) == 0:
+        return
+    divisors = [str(n) for n in range(1, parts) if size % (n * rule.blocks) == 0]
+    blocks = f" in {rule.blocks} blocks" if rule.blocks > 1 else ""
+    unit = parts * rule.blocks
+    larger = f", or pad the size to {-(-size // unit) * unit}" if size > parts else ""
+    raise PlanError(
+        f"plan.mesh.tensor = {parts} does not divide dimension {dim} of {name}, {tuple(shape)}, which is split"
+        f' {rule.kind} ("{rule.match}"){blocks}. Use tensor = {" or ".join(divisors) or "1"}{larger}.'
+    )
+
+
+def check_sizes(blueprint: Blueprint, parts: int) -> None:
+    """Raise PlanError when the tensor axis does not divide the sizes that the model names."""
+    wrong = {name: size for name, size in blueprint.divisible.items() if size % parts}
+    if not wrong:
+        return
+    common = math.gcd(*blueprint.divisible.values())
+    choices = [str(n) for n in range(1, common + 1) if common % n == 0]
+    listed = ", ".join(f"{name} = {size}" for name, size in wrong.items())
+    if len(choices) == 1:
+        fix = "Use 1, or change those sizes"
+    else:
+        fix = f"Use {', '.join(choices[:-1])} or {choices[-1]}" if len(choices) <= 8 else f"Use a divisor of {common}"
+    raise PlanError(f"plan.mesh.tensor = {parts} does not divide {listed}. {fix}.")
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Return, for every name of a parameter or buffer, the first name under which the same tensor is found."""
+    seen, names = dict[int, str](), dict[str, str]()
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        names[name] = seen.setdefault(id(tensor), name)
+    return names
+
+
+def check_ties(names: Mapping[str, str], splits: Mapping[str, TensorSplit], table: SplitTable) -> None:
+    """Raise PlanError when two modules share a parameter and cut it differently."""
+    for name, first in names.items():
+        mine, theirs = splits.get(name), splits.get(first)
+        if mine != theirs:
+            kinds = [f"{n.rpartition('.')[0]} ({table.kind(n.rpartition('.')[0]) or 'no rule'})" for n in (first, name)]
+            raise PlanError(
+                f"{kinds[0]} and {kinds[1]} share one parameter, {first}, but would split it differently over"
+                " plan.mesh.tensor. Give both the same cut in [model.split]:"
+                ' "vocab" for an embedding, "column" for its head.'
+            )
+
+
+def cut_parameters(part: nn.Module, splits: Mapping[str, TensorSplit]) -> None:
+    """Replace every cut parameter by this rank's part: on meta an empty one, else sliced data.  Ties stay ties."""
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(part.named_parameters(remove_duplicate=False)):
+        split = splits.get(name)
+        if split is None:
+            continue
+        if id(parameter) not in made:
+            data = parameter.detach()
+            local = data.new_empty(split.local_shape(data.shape)) if data.is_meta else split.slice(data)
+            made[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        owner, _, leaf = name.rpartition(".")
+        setattr(part.get_submodule(owner), leaf, made[id(parameter)])
+
+
+def fill_layout(
+    layout: ModelLayout, part: nn.Module, names: Mapping[str, str], splits: Mapping[str, TensorSplit], view: GroupView
+) -> None:
+    """Enter every parameter and floating buffer of the part, before it is cut; keep what others said of ties."""
+    for name, parameter in part.named_parameters(remove_duplicate=False):
+        layout.entries[name] = _entry(layout, name, names, parameter.shape, splits.get(name), view, is_buffer=False)
+    for name, buffer in part.named_buffers(remove_duplicate=False):
+        if buffer.is_floating_point():
+            layout.entries[name] = _entry(layout, name, names, buffer.shape, None, view, is_buffer=True)
+
+
+def _entry(
+    layout: ModelLayout,
+    name: str,
+    names: Mapping[str, str],
+    shape: torch.Size,
+    split: TensorSplit | None,
+    view: GroupView,
+    *,
+    is_buffer: bool,
+) -> ParameterLayout:
+    counts = split is not None or view.index == 0
+    known = layout.entries.get(name)
+    if known is not None:
+        return replace(known, split=split, counts=known.counts and counts)
+    first = names.get(name, name)
+    return ParameterLayout(name=first, shape=shape, split=split, counts=counts, is_buffer=is_buffer)
+
+
+def mark_partial(layout: ModelLayout, name: str) -> None:
+    """Note that each tensor rank computes only its part of this parameter's gradient."""
+    entry = layout.entries.get(name)
+    if entry is not None and not entry.is_buffer and entry.split is None:
+        layout.entries[name] = replace(entry, tensor_partial=True)

@@ -1,0 +1,39 @@
+"""`torch.compile` of each block in place: one graph serves all blocks of a kind, and names stay as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from weft.errors import PlanError
+from weft.models import Blueprint
+from weft.parallel._split import is_own
+from weft.plan import Plan
+
+
+def apply_compile(part: nn.Module, blueprint: Blueprint, plan: Plan, *, backend: str = "inductor") -> None:
+    """Compile the blocks of `part` when `plan.compute.compile` says so; without a cut table the whole part.
+
+    Compilation happens at the first forward.  Do it last of all that changes a block's forward, and before
+    `fully_shard`.
+
+    Raises:
+        PlanError: a pipeline schedule that splits the backward, which compiled blocks cannot do.
+    """
+    if not plan.compute.compile:
+        return
+    pipeline = plan.pipeline_parallel
+    if plan.mesh.pipeline > 1 and pipeline.splits_backward:
+        raise PlanError(
+            f"plan.compute.compile = true does not go with {pipeline.schedule_setting}: it takes input and weight"
+            ' gradients in separate passes, and a compiled block has only one. Use "1f1b" or "interleaved_1f1b", or'
+            " compile = false."
+        )
+    names = [] if blueprint.cut is None else [name for name in blueprint.cut.blocks if is_own(part, blueprint, name)]
+    if plan.memory.recompute != "none":
+        # Recomputation puts the microbatch's keys into the context and takes them out again, which Dynamo calls an
+        # unsafe side effect: it would run the block eagerly.  Nothing is lost where backward does not repeat it: what
+        # reads the keys has them as inputs of its graph.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # pyright: ignore[reportPrivateUsage]
+    for module in [part.get_submodule(name) for name in names] or [part]:
+        module.compile(backend=backend)

@@ -1,0 +1,115 @@
+"""Recomputation: blocks drop their activations in the forward and compute them again in the backward.
+
+`full` keeps only a block's input.  `selective` keeps the results of matrix products, convolutions and attention kernels
+besides, which are most of the time, and recomputes what is cheap between them: norms, activations, dropouts, sums.
+Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,  # pyright: ignore[reportUnknownVariableType]
+)
+
+from weft.errors import PlanError
+from weft.models import Blueprint
+from weft.parallel._context import MicrobatchState, StepContext
+from weft.parallel._selective import selective_contexts
+from weft.parallel._split import is_own
+from weft.plan import Plan
+
+_aten = torch.ops.aten
+_KEPT = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.convolution.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def apply_recompute(part: nn.Module, blueprint: Blueprint, plan: Plan, context: StepContext) -> None:
+    """Wrap the forward of the blocks of `part` as `plan.memory.recompute` says: one word, or one per block of the
+    model.
+
+    Hooks of a block run outside, once; hooks of modules inside run again, collectives in the same order on every rank.
+    The microbatch that the context held in the forward is put back for the recomputation, which a pipeline starts in
+    the middle of another's.
+
+    Raises:
+        PlanError: the model has no blocks, or the list is not one word per block.
+    """
+    words = plan.memory.recompute
+    if words == "none":
+        return
+    blocks = blueprint.cut.blocks if blueprint.cut is not None else ()
+    if not blocks:
+        raise PlanError(
+            f"plan.memory.recompute = {_shown(words)}, but nothing says what the blocks of"
+            f" {type(blueprint.module).__name__}"
+            ' are (it has no cut table). Use recompute = "none".'
+        )
+    each = (words,) * len(blocks) if isinstance(words, str) else tuple(words)
+    if len(each) != len(blocks):
+        raise PlanError(
+            f"plan.memory.recompute lists {len(each)} blocks, but the model has {len(blocks)}."
+            f" Give {len(blocks)} words, or one for all."
+        )
+    for name, word in zip(blocks, each, strict=True):
+        if word != "none" and is_own(part, blueprint, name):
+            block = part.get_submodule(name)
+            contexts = None if word == "full" else _compiled_contexts if plan.compute.compile else _contexts
+            block.forward = partial(_recomputed, block, block.forward, context, contexts)
+
+
+def _shown(words: Any) -> str:
+    return f'"{words}"' if isinstance(words, str) else str(list(words))
+
+
+def _recomputed(
+    block: nn.Module,
+    forward: Callable[..., Any],
+    context: StepContext,
+    selective: Callable[[], Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    contexts = {} if selective is None else {"context_fn": selective}
+    within = partial(_within, forward, context, context.current)
+    return checkpoint(within, *args, use_reentrant=False, **contexts, **kwargs)
+
+
+def _within(
+    forward: Callable[..., Any], context: StepContext, state: MicrobatchState | None, *args: Any, **kwargs: Any
+) -> Any:
+    with context.entered(state):
+        return forward(*args, **kwargs)
+
+
+def _contexts() -> Any:
+    return selective_contexts(_KEPT.__contains__)
+
+
+def _compiled_contexts() -> Any:
+    """Torch's own: the compiler reads them, and what it compiles writes nothing in place."""
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

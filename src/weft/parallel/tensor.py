@@ -1,0 +1,312 @@
+"""Tensor parallelism, 1-D: linear layers and embeddings cut over the tensor group.
+
+Parameters become plain local tensors and the user's modules run unchanged on them; hooks before and after carry the
+collectives.  A column-parallel layer computes its share of the features from the whole input, a row-parallel one its
+share of the sum over the features, so a pair costs one all-reduce forward and one backward.  Source: Shoeybi et al.
+2019, https://arxiv.org/abs/1909.08053; with sequence parallelism Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.comm import GroupView, Mesh
+from weft.errors import PlanError
+from weft.models import Blueprint, SplitRule, SplitTable
+from weft.parallel._autograd import (
+    copy_to_group,
+    gather_features,
+    gather_sequence,
+    reduce_from_group,
+    reduce_scatter_sequence,
+)
+from weft.parallel._context import StepContext
+from weft.parallel._layout import ModelLayout, TensorSplit
+from weft.parallel._region import sequence_region
+from weft.parallel._split import (
+    check_sizes,
+    check_ties,
+    cut_parameters,
+    fill_layout,
+    first_names,
+    is_linear,
+    is_own,
+    mark_partial,
+    split_parameters,
+)
+from weft.plan import Plan
+
+Forward = Callable[..., Any]
+
+
+def apply_tensor(
+    part: nn.Module, blueprint: Blueprint, plan: Plan, mesh: Mesh, context: StepContext, layout: ModelLayout
+) -> None:
+    """Cut `part` in place by the blueprint's split rules and enter all its parameters and buffers in `layout`.
+
+    Call it on every rank, before anything else that installs hooks.  `part` may be on meta (parameters become meta
+    tensors of local shape; the layout keeps the whole shape) or hold real, equal data on all ranks, which is sliced.
+    Modules without a rule are replicated and computed alike by every rank of the group.  A module that rules mark
+    `heads` or `features` works on split activations, so its own parameters get partial gradients.  Attributes such as
+    `nn.Linear.out_features` go on describing the whole layer, which initialisers read.
+
+    Raises:
+        PlanError: no split table, sizes that do not divide, ties cut differently, a rule that does not fit its module.
+    """
+    view = mesh["tensor"]
+    whole = blueprint.module
+    names = first_names(part) | first_names(whole)
+    if view.group is None:
+        fill_layout(layout, part, names, {}, view)
+        return
+    _check_table(blueprint, plan, view)
+    splits = split_parameters(blueprint, view)
+    check_ties(names, splits, SplitTable(blueprint.split))
+    fill_layout(layout, part, names, splits, view)
+    _Splitter(part, blueprint, plan, view, context, layout).install(splits)
+    cut_parameters(part, splits)
+    _localise(part, blueprint, view)
+
+
+def _check_table(blueprint: Blueprint, plan: Plan, view: GroupView) -> None:
+    scheme = plan.tensor_parallel.scheme
+    if scheme != "1d":
+        raise PlanError(f'plan.tensor_parallel.scheme = "{scheme}" is not runnable: only "1d" is. Use scheme = "1d".')
+    if not any(rule.kind in ("column", "row", "vocab") for rule in blueprint.split):
+        raise PlanError(
+            f"plan.mesh.tensor = {view.size}, but nothing says how {type(blueprint.module).__name__} splits: it"
+            f" gets data and"
+            " ZeRO plans only. Write its table under [model.split], or use plan.mesh.tensor = 1."
+        )
+    check_sizes(blueprint, view.size)
+
+
+@dataclass(slots=True)
+class _SharedInput:
+    """The copied (or gathered) input of the columns that read one tensor (query, key, value; gate, up).
+
+    Autograd then sums their gradients before the one collective of the backward, instead of three.  The slot is emptied
+    by the next row-parallel layer, so that it does not keep activations alive.
+    """
+
+    source: Tensor | None = None
+    version: int = -1
+    result: Tensor | None = None
+
+    def get(self, x: Tensor, make: Callable[[Tensor], Tensor], *, kept: bool) -> Tensor:
+        """Return what was made of `x` for an earlier reader, or make it.  `kept`: the reader's backward needs `x`."""
+        version = _version(x, kept)
+        if version is None:
+            return make(x)
+        wants_grad = torch.is_grad_enabled() and x.requires_grad
+        held = self.result
+        fresh = held is None or self.source is not x or self.version != version or held.requires_grad != wants_grad
+        if held is None or fresh:
+            held = make(x)
+            self.source, self.version, self.result = x, version, held
+        return held
+
+    def clear(self) -> None:
+        self.source = self.result = None
+
+
+def _version(x: Tensor, kept: bool) -> int | None:
+    """What tells whether `x` was changed in between; None: nothing does.
+
+    Compiled code has no versions to compare (a graph would end here).  There `x` is as it was where a backward needs
+    it, because autograd would refuse to run it otherwise.
+    """
+    if torch.compiler.is_compiling():
+        return 0 if kept else None
+    return None if x.is_inference() else x._version
+
+
+@dataclass(slots=True)
+class _Splitter:
+    """Installs the hooks of one part."""
+
+    part: nn.Module
+    blueprint: Blueprint
+    plan: Plan
+    view: GroupView
+    context: StepContext
+    layout: ModelLayout
+    shared: _SharedInput = field(default_factory=_SharedInput)
+
+    def install(self, splits: dict[str, TensorSplit]) -> None:
+        table = SplitTable(self.blueprint.split)
+        sequence = self.plan.tensor_parallel.sequence
+        region = sequence_region(self.blueprint, table) if sequence else None
+        done: set[int] = set()
+        wholes: list[str] = []
+        for name, module in self.part.named_modules(remove_duplicate=False):
+            rule = table.rule(name)
+            if rule is None or id(module) in done or not is_own(self.part, self.blueprint, name):
+                continue
+            done.add(id(module))
+            inside = region is not None and region.contains(name)
+            match rule.kind:
+                case "column":
+                    self._column(name, module, rule, inside, gathered=name.startswith(tuple(wholes)))
+                case "row":
+                    self._row(name, module, inside)
+                case "vocab":
+                    _vocabulary_embedding(name, module, self.view)
+                case "whole" if inside:
+                    wholes.append(name + ".")
+                    module.register_forward_pre_hook(
+                        partial(_share_input, self.shared, self._gathered), with_kwargs=True
+                    )
+                case "heads" | "features":
+                    for leaf, _ in module.named_parameters(recurse=False):
+                        mark_partial(self.layout, f"{name}.{leaf}")
+                case _:
+                    pass
+
+    def _column(self, name: str, module: nn.Module, rule: SplitRule, inside: bool, *, gathered: bool) -> None:
+        is_head = rule.gather_output or name == self.blueprint.vocabulary_head
+        if not gathered:
+            before = self._gathered if inside else self._copied
+            shared = None if is_head else self.shared  # no row-parallel layer comes after a head to empty the slot
+            module.register_forward_pre_hook(partial(_share_input, shared, before), with_kwargs=True)
+        if not is_linear(module):
+            width: Any = module.nf  # the one width that Conv1D's forward reads
+            object.__setattr__(module, "nf", width // self.view.size)
+        if rule.gather_output and name != self.blueprint.vocabulary_head:
+            module.register_forward_hook(partial(_gather_output, self.view, rule.blocks))
+
+    def _copied(self, x: Tensor) -> Tensor:
+        return copy_to_group(x, self.view) if torch.is_grad_enabled() and x.requires_grad else x
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        return gather_sequence(x, self.view, self.context.whole_length(), sum_grad=True)
+
+    def _row(self, name: str, module: nn.Module, inside: bool) -> None:
+        reduce = partial(reduce_scatter_sequence if inside else reduce_from_group, view=self.view)
+        plain = type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
+        if plain:
+            product = _linear_product if is_linear(module) else _conv1d_product
+            module.forward = _row_forward(module, product, reduce, self.shared)
+        elif getattr(module, "bias", None) is None:
+            module.register_forward_hook(partial(_reduce_output, reduce, self.shared))
+        else:
+            raise PlanError(
+                f"{name} is a {type(module).__name__} with a bias and a forward of its own: split row-wise, its"
+                f" bias would be"
+                f' added {self.view.size} times. Use a plain nn.Linear, bias=False, or the kind "replicate".'
+            )
+        if inside and getattr(module, "bias", None) is not None:
+            mark_partial(self.layout, f"{name}.bias")
+
+
+def _share_input(
+    shared: _SharedInput | None, make: Callable[[Tensor], Tensor], module: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    weight = getattr(module, "weight", None)
+    kept = weight is not None and weight.requires_grad
+
+    def get(x: Tensor) -> Tensor:
+        return make(x) if shared is None else shared.get(x, make, kept=kept)
+
+    if args:
+        return (get(args[0]), *args[1:]), kwargs
+    key = next(iter(kwargs))
+    return args, {**kwargs, key: get(kwargs[key])}
+
+
+def _gather_output(view: GroupView, blocks: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return gather_features(output, view, blocks)
+
+
+def _row_forward(
+    module: nn.Module,
+    product: Callable[[nn.Module, Tensor], Tensor],
+    reduce: Callable[[Tensor], Tensor],
+    shared: _SharedInput,
+) -> Callable[[Tensor], Tensor]:
+    """The layer's own forward, with the bias added once, after the sum over the group.
+
+    A function and no partial: compiled code would ask whether that is the very same one, so that every block were
+    compiled for itself, up to torch's limit of eight, and the others run eagerly.
+    """
+
+    def forward(input: Tensor) -> Tensor:
+        shared.clear()
+        output = reduce(product(module, input))
+        bias = getattr(module, "bias", None)
+        return output if bias is None else output + bias
+
+    return forward
+
+
+def _linear_product(module: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, module.weight)  # pyright: ignore[reportArgumentType]
+
+
+def _conv1d_product(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.matmul(x, module.weight)  # pyright: ignore[reportArgumentType]
+
+
+def _reduce_output(
+    reduce: Callable[[Tensor], Tensor], shared: _SharedInput, module: nn.Module, args: Any, output: Tensor
+) -> Tensor:
+    shared.clear()
+    return reduce(output)
+
+
+def _vocabulary_embedding(name: str, module: nn.Module, view: GroupView) -> None:
+    assert isinstance(module, nn.Embedding)
+    for option, value in (("max_norm", module.max_norm), ("scale_grad_by_freq", module.scale_grad_by_freq or None)):
+        if value is not None:
+            raise PlanError(
+                f"{name} is an nn.Embedding with {option} = {value}, which needs all its rows on one rank."
+                f' Give it the kind "replicate" in [model.split], or build it without {option}.'
+            )
+    module.forward = partial(_vocabulary_forward, module, module.forward, view, module.num_embeddings // view.size)
+
+
+def _vocabulary_forward(module: nn.Embedding, forward: Forward, view: GroupView, rows: int, input: Tensor) -> Tensor:
+    """Look up the ids whose rows this rank has, zero for the others, and sum over the group.
+
+    `padding_idx` keeps its whole-model value for initialisers; here its row is known by its local number, or not at
+    all.
+    """
+    first = view.index * rows
+    local = input - first
+    elsewhere = (local < 0) | (local >= rows)
+    padding = module.padding_idx
+    if padding is not None:
+        module.padding_idx = padding - first if 0 <= padding - first < rows else None
+    try:
+        found = forward(local.masked_fill(elsewhere, 0))
+    finally:
+        module.padding_idx = padding
+    return reduce_from_group(found.masked_fill(elsewhere[..., None], 0), view)
+
+
+def _localise(part: nn.Module, blueprint: Blueprint, view: GroupView) -> None:
+    """Divide the attributes that count something split over the group; a shared module once."""
+    done: set[tuple[int, str]] = set()
+    for name, module in part.named_modules():
+        for entry in blueprint.localise:
+            if not fnmatchcase(name, entry.match) or (id(module), entry.attribute) in done:
+                continue
+            value = getattr(module, entry.attribute, None)
+            if value is None:
+                continue
+            if not isinstance(value, int) or value % view.size:
+                raise PlanError(
+                    f"plan.mesh.tensor = {view.size} does not divide {name}.{entry.attribute} = {value}."
+                    " Use a size that does, or tensor = 1."
+                )
+            setattr(module, entry.attribute, value // view.size)
+            done.add((id(module), entry.attribute))

@@ -1,0 +1,290 @@
+"""Vocabulary-parallel cross-entropy, fused with the head so that the full logits never exist.
+
+The head's product, the softmax and the gradients of hidden states and head are computed together for a chunk of tokens
+at a time; the backward only scales what is there.  That costs the same six products of the plain loss and none of its
+passes over (tokens × vocabulary).  Over a tensor group each rank does so for its part of the vocabulary and one small
+gather per chunk makes the softmax whole.  Tokens without a label are left out of the products.
+
+2,048 tokens, hidden 256, vocabulary 8,192, forward and backward, against `F.cross_entropy(F.linear(...))` with fp32
+softmax: fp32 0.30 s against 0.43 s on one thread and 0.16 against 0.22 on two; bf16 0.11 against 0.21 and 0.055 against
+0.13 (AMD EPYC with AVX-512, torch 2.13, 2026-11).  Chunks of 128 to 512 tokens differ by less than the noise; 1,024 are
+slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.comm import GroupView, Mesh, all_gather
+from weft.errors import PlanError
+from weft.models import IGNORED, Blueprint
+from weft.parallel._autograd import gather_features, no_view
+from weft.parallel._context import StepContext
+from weft.parallel._layout import ModelLayout
+from weft.parallel._split import is_own
+from weft.plan import Plan
+
+_CHUNK_BYTES, _CHUNK_TOKENS = 8 << 20, (64, 1024)
+"""Of a chunk's logits in the softmax's precision, and bounds of a chunk, on the CPU: below, the products lose their
+speed; above, small vocabularies would gain nothing more."""
+_ACCELERATOR_CHUNK_BYTES, _ACCELERATOR_CHUNK_TOKENS = 256 << 20, (512, 8192)
+"""On accelerators, where products of few rows are bound by reading the head's weight and by launches.  By reckoning,
+not by measurement: in bf16, 2,048 tokens do 2,048 operations per byte of weight that is read, and 64 do 64."""
+
+
+@dataclass(slots=True, kw_only=True)
+class VocabularyLogits:
+    """The logits of a head, not computed yet (`hidden`, `weight`, `bias`), or computed for this rank's vocabulary
+    (`local`).
+
+    Losses ask it for `cross_entropy`; whoever needs numbers asks it to `materialise`.
+    """
+
+    view: GroupView
+    hidden: Tensor | None = None
+    """(…, features), the same on all ranks of the tensor group."""
+    weight: Tensor | None = None
+    """(vocabulary / members, features)."""
+    bias: Tensor | None = None
+    local: Tensor | None = None
+    """(…, vocabulary / members)."""
+
+    def cross_entropy(self, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
+        """Return the 0-d sum over labels that are not `ignore_index`, in fp32 (fp64 for fp64).
+
+        `labels` is int64, the logits' shape without the last dim.  Call on every rank of the tensor group.
+        """
+        flat = labels.reshape(-1)
+        if self.local is not None:
+            return vocabulary_cross_entropy(self.local.flatten(0, -2), flat, self.view, ignore_index=ignore_index)
+        assert self.hidden is not None
+        assert self.weight is not None
+        hidden = self.hidden.flatten(0, -2)
+        return fused_cross_entropy(hidden, self.weight, self.bias, flat, self.view, ignore_index=ignore_index)
+
+    def materialise(self) -> Tensor:
+        """Return the whole logits, (…, vocabulary).  Call on every rank of the tensor group."""
+        local = self.local
+        if local is None:
+            assert self.hidden is not None
+            assert self.weight is not None
+            local = F.linear(self.hidden, self.weight, self.bias)
+        return local if self.view.group is None else gather_features(local, self.view)
+
+
+def fused_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, view: GroupView, *, ignore_index: int = IGNORED
+) -> Tensor:
+    """Return the summed cross-entropy of `hidden @ weight.T + bias` without its (tokens, vocabulary) logits.
+
+    hidden (tokens, features); weight (vocabulary / members, features); bias (vocabulary / members) or None; labels
+    (tokens) in the whole vocabulary.  The gradient of `hidden` is this rank's part of a sum over the group, which the
+    copy before a column-parallel head takes.  The result supports one backward.  Call on every rank of the group.
+    """
+    return _FusedCrossEntropy.apply(hidden, weight, bias, labels, view, ignore_index)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+
+
+def vocabulary_cross_entropy(local: Tensor, labels: Tensor, view: GroupView, *, ignore_index: int = IGNORED) -> Tensor:
+    """Return the summed cross-entropy of logits (tokens, vocabulary / members) that are there already.
+
+    The gradient is that of the local logits.  Call on every rank of the group.
+    """
+    return _LocalCrossEntropy.apply(local, labels, view, ignore_index)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+
+
+@dataclass(slots=True)
+class _Softmax:
+    """Cross-entropy of one chunk of tokens: losses (tokens), and the gradient of their sum by the local logits."""
+
+    losses: Tensor
+    gradient: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, labels: Tensor, view: GroupView) -> _Softmax:
+        """Take (tokens, local vocabulary); labels are whole-vocabulary ids.  One gather over the group."""
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        log_p = torch.log_softmax(logits, -1, dtype=wide)
+        first = view.index * logits.shape[1]
+        target = labels - first
+        if view.group is None:
+            losses = -log_p.gather(1, target[:, None])[:, 0]
+            return cls(losses, _minus_one(log_p.exp_(), target[:, None], None))
+        here = (target >= 0) & (target < logits.shape[1])
+        column = target.clamp(0, logits.shape[1] - 1)[:, None]
+        # The log of the local sum of exponentials, from any column; a target elsewhere adds nothing.
+        log_sum = logits[:, 0].to(wide) - log_p[:, 0]
+        found = logits.gather(1, column)[:, 0].to(wide).masked_fill(~here, 0)
+        stats = all_gather(torch.stack([log_sum, found]), view)
+        whole = stats[:, 0].logsumexp(0)
+        gradient = log_p.add_((log_sum - whole)[:, None]).exp_()
+        return cls(whole - stats[:, 1].sum(0), _minus_one(gradient, column, here))
+
+
+def _minus_one(p: Tensor, column: Tensor, here: Tensor | None) -> Tensor:
+    """Subtract one at each row's target, where it is `here`."""
+    ones = p.new_full(column.shape, -1.0) if here is None else -here[:, None].to(p.dtype)
+    return p.scatter_add_(1, column, ones)
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        view: GroupView,
+        ignore_index: int,
+    ) -> Tensor:
+        chosen = _labelled(labels, ignore_index)
+        ctx.shape, ctx.chosen = hidden.shape, chosen
+        if chosen is not None:
+            hidden, labels = hidden[chosen], labels[chosen]
+        wanted = tuple(ctx.needs_input_grad[:3])
+        gradients = _Gradients.empty(hidden, weight, bias, wanted)
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for rows in _chunks(hidden.shape[0], weight.shape[0] * total.element_size(), hidden.device):
+            logits = F.linear(hidden[rows], weight, bias)
+            softmax = _Softmax.of(logits, labels[rows], view)
+            total += softmax.losses.sum()
+            gradients.add(rows, softmax.gradient.to(hidden.dtype), hidden, weight)
+        ctx.gradients = gradients
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: _Gradients | None = ctx.gradients
+        if gradients is None:
+            raise RuntimeError("The fused vocabulary loss keeps its gradients for one backward, and had it already.")
+        ctx.gradients = None
+        by_hidden, by_weight, by_bias = gradients.scaled(grads[0])
+        if by_hidden is not None and ctx.chosen is not None:
+            by_hidden = by_hidden.new_zeros(ctx.shape).index_copy_(0, ctx.chosen, by_hidden)
+        return by_hidden, by_weight, by_bias, None, None, None
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """Gradients of the summed loss, filled chunk by chunk; those of the head in fp32 where the head is narrower."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    dtype: torch.dtype
+
+    @classmethod
+    def empty(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> _Gradients:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return cls(
+            torch.empty_like(hidden) if wanted[0] else None,
+            torch.zeros_like(weight, dtype=wide) if wanted[1] else None,
+            torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None,
+            weight.dtype,
+        )
+
+    def add(self, rows: slice, by_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        if self.hidden is not None:
+            torch.mm(by_logits, weight, out=self.hidden[rows])
+        if self.weight is not None:
+            if self.weight.dtype == by_logits.dtype:
+                self.weight.addmm_(by_logits.t(), hidden[rows])
+            else:
+                self.weight += by_logits.t() @ hidden[rows]
+        if self.bias is not None:
+            self.bias += by_logits.sum(0, dtype=self.bias.dtype)
+
+    def scaled(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        head = [None if t is None else t.mul_(scale.to(t.dtype)).to(self.dtype) for t in (self.weight, self.bias)]
+        hidden = None if self.hidden is None else self.hidden.mul_(scale.to(self.hidden.dtype))
+        return hidden, head[0], head[1]
+
+
+class _LocalCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, labels: Tensor, view: GroupView, ignore_index: int) -> Tensor:
+        labelled = labels != ignore_index
+        softmax = _Softmax.of(local, labels.masked_fill(~labelled, 0), view)
+        ctx.save_for_backward(softmax.gradient.mul_(labelled[:, None]).to(local.dtype))
+        return softmax.losses.masked_fill(~labelled, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0].to(gradient.dtype), None, None, None
+
+
+def _labelled(labels: Tensor, ignore_index: int) -> Tensor | None:
+    """Return the positions of tokens with a label, or None when all have one."""
+    chosen = (labels != ignore_index).nonzero()[:, 0]
+    return None if chosen.numel() == labels.numel() else chosen
+
+
+def _chunks(tokens: int, row_bytes: int, device: torch.device) -> list[slice]:
+    on_cpu = device.type == "cpu"
+    low, high = _CHUNK_TOKENS if on_cpu else _ACCELERATOR_CHUNK_TOKENS
+    size = min(max((_CHUNK_BYTES if on_cpu else _ACCELERATOR_CHUNK_BYTES) // row_bytes, low), high)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def apply_fused_loss(
+    part: nn.Module,
+    blueprint: Blueprint,
+    plan: Plan,
+    mesh: Mesh,
+    layout: ModelLayout,
+    context: StepContext | None = None,
+) -> None:
+    """Let the head of `part` return `VocabularyLogits` inside a step, after `apply_tensor`.  Names and weights stay.
+
+    With `plan.memory.fused_loss` head and loss are computed together; without it, and the head split, the loss is taken
+    on local logits.  Outside a step (generation, a user's own call) the head returns whole logits.  A step is where
+    `context` says so, or training mode when no context is given.  A part without the head is left alone.
+
+    Raises:
+        PlanError: the head is no linear layer, or split otherwise than along its outputs.
+    """
+    name = blueprint.vocabulary_head
+    if name is None or not _has_head(part, blueprint, name):
+        return
+    head, view = part.get_submodule(name), mesh["tensor"]
+    if not isinstance(head, nn.Linear):
+        raise PlanError(
+            f"The vocabulary head {name} is a {type(head).__name__}; only an nn.Linear can be fused with the loss."
+            " Use plan.memory.fused_loss = false and no split for it."
+        )
+    split = layout[f"{name}.weight"].split
+    if split is not None and (split.dim != 0 or split.blocks != 1):
+        raise PlanError(
+            f"The vocabulary head {name} is split along its inputs, but the loss needs it split by vocabulary."
+            f' Give "{name}" the kind "column" in [model.split].'
+        )
+    own = view if split is not None else GroupView((mesh.rank,), 0, None)
+    if not plan.memory.fuses_loss and own.group is None:
+        return
+    forward = partial(_head_forward, head, head.forward, own, plan.memory.fuses_loss, context)
+    object.__setattr__(head, "forward", forward)
+
+
+def _has_head(part: nn.Module, blueprint: Blueprint, name: str) -> bool:
+    try:
+        return is_own(part, blueprint, name)
+    except AttributeError:  # a stage may drop what it has not
+        return False
+
+
+def _head_forward(
+    head: nn.Linear, forward: Any, view: GroupView, fused: bool, context: StepContext | None, input: Tensor
+) -> Tensor | VocabularyLogits:
+    inside = head.training if context is None else context.current is not None
+    if fused and inside:
+        return VocabularyLogits(view=view, hidden=no_view(input), weight=head.weight, bias=head.bias)
+    local = forward(input)
+    logits = VocabularyLogits(view=view, local=local)
+    return logits if inside else logits.materialise()

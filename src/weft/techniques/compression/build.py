@@ -1,0 +1,55 @@
+"""From what a plan says of compression to the codecs that do it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from weft.comm import Mesh
+from weft.errors import PlanError
+from weft.plan import Plan
+
+if TYPE_CHECKING:
+    from weft.techniques.compression.codecs import Compression
+
+logger = logging.getLogger(__name__)
+
+
+def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | None) -> Compression | None:
+    """Return what the plan says of compression, whose names `runnability` has checked; random draws follow `seed`.
+
+    Of one that promises nothing about convergence the first rank warns, once per training.  Call on every rank.
+
+    Raises:
+        PlanError: 1-bit Adam with an optimizer that is not Weft's AdamW.
+    """
+    data = plan.data_parallel
+    if not data.compresses:
+        return None
+    if data.is_unproven and mesh.rank == 0:
+        logger.warning(
+            'plan.data_parallel.compression = "%s": nothing guarantees that this training converges as without it,'
+            " because a step applies little of its gradients and owes the rest to later ones. Compare the losses of"
+            ' a short run with compression = "none" first, or use "int8", which sends every gradient.',
+            data.compression,
+        )
+    if data.frozen_after is not None and momentum_decay is None:
+        raise PlanError(
+            'plan.data_parallel.compression = "onebit" freezes the variance of AdamW, which your own optimizer does'
+            ' not allow. Use "int8", or train a recipe with optimizer.name = "adamw".'
+        )
+    from weft.techniques.compression.codecs import Compression  # loaded where one is used
+
+    match data.compression:
+        case "bf16" | "int8" | "powersgd" | "topk" | "onebit" | "randomk" | "signsgd" as codec:
+            return Compression(
+                codec=codec,
+                powersgd_rank=data.powersgd_rank,
+                topk_share=data.topk_share,
+                randomk_share=data.randomk_share,
+                seed=seed,
+                onebit_warmup_steps=data.onebit_warmup_steps,
+                onebit_decay=0.0 if momentum_decay is None else momentum_decay,
+            )
+        case other:
+            raise AssertionError(f"{other} cannot be run")

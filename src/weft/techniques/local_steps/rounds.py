@@ -1,0 +1,193 @@
+"""Local SGD and DiLoCo: replicas step by themselves, and average what they learnt at the end of each round.
+
+Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019, algorithm 1); Douillard et al., "DiLoCo:
+distributed low-communication training of language models" (arXiv 2311.08105, algorithm 1), whose outer optimizer is
+SGD with Nesterov momentum as `torch.optim.SGD` has it.  With anchor θ, the weights at the start of a round of H inner
+steps, and θᵣ, what replica r made of them:
+
+    Δ = Σᵣ wᵣ·(θ − θᵣ)        wᵣ: share of the tokens (or samples) of the round that replica r counted
+    v ← μ·v + Δ
+    θ ← θ − λ·(Δ + μ·v)       and every replica goes on from θ
+
+λ = 1, μ = 0 is local SGD: θ becomes the average of the replicas.  The papers weight all replicas alike; equal shares
+make that of it.  With unequal ones, H = 1, plain SGD, λ = 1 and μ = 0, the weights by counts give exactly the step of
+ordinary data parallelism.
+
+The sum is made in the storage of the masters, so that a round's end needs no memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint import Json
+from weft.comm import GroupView, Mesh, Wait, nothing_to_wait_for, start_all_reduce
+from weft.document import JsonObject
+from weft.parallel import Piece, Shard, exchange_masters, shard_pieces
+from weft.techniques.local_steps.contract import LocalStepsSettings
+
+
+class LocalRounds:
+    """Anchor, outer momentum, and the sums at the end of each round.  Create and call it on every rank alike.
+
+    `shards` are those of stores that sum gradients inside a replica only (`Mesh.within_replica`), so that the ranks of
+    `mesh["replicate"]` hold the same runs of the same parameters.  `last_step` is the number of the training's steps:
+    its last round ends there, however short it is.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        mesh: Mesh,
+        settings: LocalStepsSettings,
+        *,
+        last_step: int,
+    ) -> None:
+        self._shards = tuple(shards)
+        self._replicas: GroupView = mesh["replicate"]
+        self._steps = settings.local_steps
+        self._learning_rate = settings.outer_learning_rate
+        self._momentum = settings.outer_momentum
+        self._last_step = last_step
+        self._anchors = [shard.master.detach().clone() for shard in self._shards]
+        self._velocities = [torch.zeros_like(anchor) for anchor in self._anchors] if self._momentum else []
+        self._counts = [0.0] * self._replicas.size
+
+    @property
+    def length(self) -> int:
+        """Steps of a round."""
+        return self._steps
+
+    @property
+    def num_replicas(self) -> int:
+        return self._replicas.size
+
+    @property
+    def index(self) -> int:
+        """Of this rank's replica."""
+        return self._replicas.index
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some step of this round has been applied, so that replicas differ."""
+        return any(self._counts)
+
+    def end_step(self, step: int, counts: Sequence[float] | None) -> bool:
+        """Note a step, and end the round with its last one.  Return whether the masters have changed thereby.
+
+        Args:
+            step: number of the step, from 0.  Rounds end where `step + 1` is a multiple of their length, whatever was
+                skipped, so that a resumed run has the same rounds.
+            counts: what each replica counted in the step; None when the step was skipped.
+        """
+        if counts is not None:
+            self._counts = [total + count for total, count in zip(self._counts, counts, strict=True)]
+        is_last = (step + 1) % self._steps == 0 or step + 1 == self._last_step
+        if not is_last or not self.is_open:
+            return False
+        self._average()
+        return True
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        weight = self._counts[self._replicas.index] / sum(self._counts)
+        waits: list[Wait] = []
+        for shard, anchor in zip(self._shards, self._anchors, strict=True):
+            torch.sub(anchor, shard.master, out=shard.master)
+            shard.master.mul_(weight)
+            empty = not shard.master.numel()  # of a parameter with fewer rows than ranks, alike in all replicas
+            waits.append(nothing_to_wait_for if empty else start_all_reduce(shard.master, self._replicas))
+        for index, (shard, wait) in enumerate(zip(self._shards, waits, strict=True)):
+            wait()
+            self._step_outer(index, shard.master)
+        self._counts = [0.0] * self._replicas.size
+
+    def _step_outer(self, index: int, difference: Tensor) -> None:
+        """Move an anchor by the replicas' mean difference, which lies in the masters, and the masters to it."""
+        anchor = self._anchors[index]
+        if self._velocities:
+            velocity = self._velocities[index].mul_(self._momentum).add_(difference)
+            difference.add_(velocity, alpha=self._momentum)
+        anchor.sub_(difference, alpha=self._learning_rate)
+        difference.copy_(anchor)
+
+    @contextmanager
+    def swapped(self, publish: Callable[[], None]) -> Generator[None]:
+        """Let the model have the weights that replicas agreed on last, and its own, bit for bit, after it.
+
+        `publish` brings masters into the parameters.  Enter and leave on every rank; between rounds it does nothing.
+        """
+        if not self.is_open:
+            yield
+            return
+        exchange_masters(self._shards, self._anchors)
+        try:
+            publish()
+            yield
+        finally:
+            exchange_masters(self._shards, self._anchors)
+            publish()
+
+    # ── memory, checkpoints ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_bytes(self) -> int:
+        """Return the bytes of anchors and outer momentum on this rank."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self._anchors, *self._velocities))
+
+    def round_bytes(self) -> int:
+        """Return the bytes that this rank hands to all-reduces at the end of a round: its masters."""
+        return sum(shard.master.numel() * shard.master.element_size() for shard in self._shards)
+
+    def pieces(self, optimizer: Sequence[Piece]) -> list[Piece]:
+        """Return weights, outer momentum and optimizer states for saving and loading; `optimizer` are the optimizer's
+        own pieces, as of a training without replicas.
+
+        What any plan can load bears the usual names: the weights that replicas agreed on last, and the optimizer
+        states of the first replica.  The rest is `local/momentum/…` and, by replica, `local/<index>-of-<number>/…`: its
+        optimizer states, and in the middle of a round its weights.  A replica that finds none of its own starts from
+        the usual ones, so they are listed for it as well, and fill what is then filled again.
+        """
+        anchors = shard_pieces("model", self._shards, self._anchors)
+        found = [self._shared(piece) for piece in anchors]
+        masters = list(shard_pieces("model", self._shards, [shard.master for shard in self._shards]))
+        found += [replace(piece, counts=False) for piece in masters]
+        found += [self._shared(piece) for piece in optimizer]
+        if self._velocities:
+            velocities = shard_pieces("local/momentum", self._shards, self._velocities)
+            found += [self._shared(piece) for piece in velocities]
+        found += self._own(masters, counts=self.is_open)
+        if self._replicas.index:
+            found += self._own(optimizer, counts=True)
+        return found
+
+    def _shared(self, piece: Piece) -> Piece:
+        """Written by the first replica."""
+        return replace(piece, counts=piece.counts and self._replicas.index == 0)
+
+    def _own(self, pieces: Sequence[Piece], *, counts: bool) -> Iterator[Piece]:
+        prefix = f"local/{self._replicas.index}-of-{self._replicas.size}"
+        for piece in pieces:
+            yield replace(piece, name=f"{prefix}/{piece.name}", counts=piece.counts and counts)
+
+    def state(self) -> dict[str, Json]:
+        """Return what is no tensor: how much each replica has counted in the round under way."""
+        return {"counts": list[Json](self._counts)}
+
+    def check_state(self, state: JsonObject) -> None:
+        """Refuse counts that are none.  Raises `CheckpointError`."""
+        state.only(("counts",))
+        for count in state.items("counts"):
+            if type(count) not in (int, float) or not 0 <= count < 2.0**62:
+                raise state.fail("counts", "a list of numbers from 0")
+
+    def load_state(self, state: Mapping[str, Json]) -> None:
+        """Take over what `state` returned, after the pieces have been filled.  Where other replicas saved it, or none,
+        all start a round from the weights that were agreed on last."""
+        counts = state.get("counts")
+        mine = [float(count) for count in counts if isinstance(count, int | float)] if isinstance(counts, list) else []
+        self._counts = mine if len(mine) == self._replicas.size else [0.0] * self._replicas.size

@@ -1,0 +1,42 @@
+"""Every family that has a file, under drawn plans: the gradients, losses and weights of one process."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import cells
+import pytest
+from parity_run import joined, judge, run_rank
+
+from pool import RankPool
+from small_families import TYPES, small_model
+from weft.families import families
+from weft.numerics import one_process
+from weft.plan import Plan
+
+STEPS = 2
+ALONE = one_process(cells.plan())
+PLANS: dict[str, Plan] = {
+    "data": cells.plan(shard=2, zero=1, micro=3),
+    "zero3": cells.plan(shard=2, zero=3, micro=2, recompute="selective"),
+    "tensor": cells.plan(tensor=2, micro=6),
+    "sequence": cells.plan(tensor=2, sequence=True, micro=4, recompute="full"),
+    "pipeline": cells.plan(pipeline=2, micro=3),
+    "interleaved": cells.plan(pipeline=2, schedule="interleaved_1f1b", chunks=2, micro=2),
+    "all": cells.plan(pipeline=2, tensor=2, sequence=True, micro=4),
+    "data and tensor": cells.plan(shard=2, tensor=2, zero=2, micro=2),
+}
+"""One plan or more for every axis, of which each family has all, and each further type of it two that are drawn."""
+FIRST = [family.model_types[0] for family in families()]
+DRAWN = [(kind, name) for kind in TYPES for name in PLANS if kind in FIRST]
+DRAWN += [(kind, name) for kind in TYPES if kind not in FIRST for name in random.Random(kind).sample([*PLANS], 2)]
+
+
+@pytest.mark.parametrize(("kind", "name"), DRAWN)
+def test_equals_one_process(ranks: RankPool, kind: str, name: str, tmp_path: Path) -> None:
+    seed = 1 + sorted(PLANS).index(name) % 3
+    recipe, plan = cells.recipe_of(small_model(kind, seed, tmp_path), "fp64"), PLANS[name]
+    wanted = joined(ranks.run(1, run_rank, recipe, ALONE, STEPS), ALONE)
+    found = joined(ranks.run(plan.mesh.world_size, run_rank, recipe, plan, STEPS), plan)
+    assert judge(wanted, found, None).failures("fp64") == []

@@ -278,3 +278,15 @@ def test_published_layouts_have_little_regret() -> None:
     assert all(any(source in name for name in by_name) for source in ("Llama 3", "Megatron-LM", "torchtitan"))
     for name, case in by_name.items():
         assert case["regret"] <= 0.1 or case["supported_by"], name
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "batch"), [("gpt-neox-20b", "4x8xa100-80gb", 512), ("qwen2.5-14b", "12xa100-40gb", 96)]
+)
+def test_runners_up_leave_no_device_idle(model: str, spec: str, batch: int) -> None:
+    """Where few kinds of plans were priced on the way, further ones are looked for: no filler of 15 stages on 30 of 32
+    devices stands for them."""
+    profile, cluster = profile_of_sizes(known_model(model).sizes), parse_cluster_spec(spec)
+    best = search(profile, cluster, global_batch_size=batch).best
+    assert [each.layout.world_size for each in best] == [cluster.num_devices] * 5
+    assert any(each.layout.tensor > 1 for each in best)

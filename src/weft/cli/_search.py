@@ -71,7 +71,7 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
     profile = profile_of_sizes(sizes, sequence_length)
     if batch is None:
         batch, reason = default_batch(profile, cluster)
-        print(f"no --global-batch-size was given: {batch:,} samples, {reason}", file=sys.stderr)
+        print(f"no --global-batch-size was given: {batch:,} sample{'s' * (batch != 1)}, {reason}", file=sys.stderr)
     return Subject(profile=profile, global_batch_size=batch, permit=None, optimizer=None, sizes=sizes)
 
 

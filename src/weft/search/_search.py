@@ -186,11 +186,12 @@ class SearchState:
     def _with_others(self, frontier: Frontier, finalists: Finalists, top: int) -> list[Priced]:
         """The best plan, and plans of other kinds to compare it with: the best that were priced on the way, and where
         they are few, some more."""
-        leaders = _leaders(finalists.found.values())
+        cheap = self.objective.quantity == "cost"
+        leaders = _leaders(finalists.found.values(), idle=cheap)
         if leaders and len(leaders) < top:
             finalists.compared = _COMPARED
             for _ in frontier.look(finalists, most=_LOOKED_AT):
-                leaders = _leaders(finalists.found.values())
+                leaders = _leaders(finalists.found.values(), idle=cheap)
                 if len(leaders) >= top:
                     break
         return leaders[:top]
@@ -340,12 +341,14 @@ def family_of(layout: Layout) -> Family:
     return layout.pipeline, layout.data, layout.context, layout.tensor, layout.expert, layout.zero == 3
 
 
-def _leaders(priced: Iterable[Priced]) -> list[Priced]:
-    """The best of each family, best first."""
+def _leaders(priced: Iterable[Priced], *, idle: bool) -> list[Priced]:
+    """The best of each family, best first.  Plans on fewer devices than the best one are left out unless `idle`: nobody
+    takes them instead."""
     found: dict[Family, Priced] = {}
     for each in sorted(priced, key=_rank):
         found.setdefault(family_of(each.layout), each)
-    return list(found.values())
+    leaders = list(found.values())
+    return [each for each in leaders if idle or each.layout.world_size >= leaders[0].layout.world_size]
 
 
 def _rank(priced: Priced) -> tuple[object, ...]:

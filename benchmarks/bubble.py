@@ -25,8 +25,9 @@ from benchmarks._statistics import summary
 from weft.comm import Mesh
 from weft.models import Batch, Blueprint, CutTable, token_loss
 from weft.parallel import StepContext
-from weft.parallel.pipeline import PipelineRunner, cut_parts
 from weft.plan import Action, MeshPlan, PipelineParallelPlan, Plan, Schedule, bubble_seconds, schedule_orders, simulate
+from weft.techniques.pipeline.parts import cut_parts
+from weft.techniques.pipeline.runner import PipelineRunner
 
 SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("gpipe", 1),

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.engine import LocalRounds
 from weft.engine.optimizers import SGD, AdamW, GroupSettings, OptimizerGroup, ShardOptimizer
 from weft.parallel import ParameterLayout
 from weft.parallel.buckets import Member
 from weft.parallel.data import BucketStore
 from weft.plan import DataParallelPlan, MeshPlan
 from weft.techniques.compression.codecs import Compression
+from weft.techniques.local_steps.runtime import LocalRounds
 
 CONTEXT, WIDTH, BATCH = 10, 128, 48
 """Characters seen, units of a layer, samples per step and rank."""
@@ -84,7 +84,9 @@ def final_loss(
         bucket_limits=(2_000_000, 2_000_000), compression=compression,
     )  # fmt: skip
     optimizer = _optimizer(rule, store, compression)
-    rounds = LocalRounds(store.shards, whole, local, last_step=steps) if local is not None else None
+    rounds = LocalRounds(whole, local, last_step=steps) if local is not None else None
+    if rounds is not None:
+        rounds.take(store.shards)
     order = torch.Generator().manual_seed(1000 * seed + whole.rank)
     cut = len(data) * 9 // 10
     for step in range(steps):
@@ -97,7 +99,7 @@ def final_loss(
         optimizer.step(LEARNING_RATES[rule] * min(1.0, 2 * (steps - step) / steps))
         store.on_applied(())
         if rounds is not None:
-            rounds.end_step(step, [float(BATCH)] * rounds.num_replicas)
+            rounds.end_step(step, [float(BATCH)] * whole.size("replicate"))
         store.publish()
     store.close()
     places = torch.linspace(cut, len(data) - CONTEXT - 1, _VALIDATED).long()

@@ -23,7 +23,7 @@ from weft.numerics import assemble
 from weft.parallel import Piece
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable
 from weft.recipe import OptimizerRecipe, Recipe
-from weft.techniques.compression.build import compression_of
+from weft.techniques.compression.runtime import compression_of
 
 SAVED, END, FEW = 3, 6, 4
 PATIENCE = 240.0

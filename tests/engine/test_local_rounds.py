@@ -26,6 +26,7 @@ from weft.plan import Plan, check_plan, check_runnable
 from weft.recipe import OptimizerRecipe, Recipe
 from weft.record import Recorder
 from weft.rehearse._witness import Witness
+from weft.techniques.local_steps.runtime import LocalRounds
 
 STEPS, ROUND = 8, 3
 """Rounds end after steps 3 and 6, and with the training after 8."""
@@ -205,8 +206,7 @@ def sent(plan: Plan) -> tuple[list[dict[str, int]], int, int]:
                 if one.axis == "replicate" or (one.axis == "data" and one.size_bytes > _AGREEMENT):
                     sizes[one.axis] = sizes.get(one.axis, 0) + one.size_bytes
             found.append(sizes)
-    rounds = training.state.rounds
-    assert rounds is not None
+    (rounds,) = (each for each in training.state.model.techniques if isinstance(each, LocalRounds))
     return found, rounds.round_bytes(), rounds.state_bytes()
 
 

@@ -17,8 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RULES = ("universal.rules", "python.rules")
-ROOMS = ("src/weft/parallel", "src/weft/comm/_reduce.py", "src/weft/comm/_collectives.py", "src/weft/engine/_step.py")
-"""Where a mistake changes what a plan computes: the techniques, the reductions, and the step that sums."""
+ROOMS = (
+    "src/weft/parallel",
+    *(f"src/weft/techniques/{name}" for name in ("tensor", "pipeline", "recompute", "fused_loss", "compute")),
+    "src/weft/comm/_reduce.py",
+    "src/weft/comm/_collectives.py",
+    "src/weft/engine/_step.py",
+)
+"""Where a mistake changes what a plan computes: the techniques as they run, the reductions, and the step that sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,7 @@ def sources(root: Path) -> list[Path]:
     for room in ROOMS:
         path = root / room
         found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    return found
+    return [path for path in found if path.name != "contract.py"]
 
 
 def mutants_of(root: Path, path: Path, statement: int) -> list[Mutant]:

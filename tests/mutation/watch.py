@@ -11,7 +11,7 @@ from weft.numerics import STEPS, run_trial
 from weft.plan import Plan
 from weft.recipe import Recipe
 
-_ROOMS = ("/weft/parallel/", "/weft/comm/", "/weft/engine/")
+_ROOMS = ("/weft/parallel/", "/weft/techniques/", "/weft/comm/", "/weft/engine/")
 
 
 def run_rank(recipe: Recipe, plan: Plan) -> list[tuple[str, int]]:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from weft.comm import Collectives, nothing_to_wait_for
 from weft.engine import _step
 from weft.models import Batch, Blueprint, build_model
-from weft.parallel import build, data, pipeline, randomness, zero3
-from weft.parallel.pipeline import WeightPass, deferring
+from weft.parallel import build, data, randomness, zero3
 from weft.recipe import Recipe
+from weft.techniques.pipeline import runtime as pipeline
+from weft.techniques.pipeline.weight_pass import WeightPass, deferring
 
 Build = Callable[[Recipe], Blueprint]
 Patch = tuple[Any, str, Any]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from weft.errors import PlanError
 from weft.models.decoder import build_decoder
-from weft.parallel.pipeline import Passed, Received, choose_cuts, cut_stage, find_ties
 from weft.recipe import DecoderShape
+from weft.techniques.pipeline.cut import Passed, Received, choose_cuts, cut_stage
+from weft.techniques.pipeline.ties import find_ties
 
 
 def slowest(costs: list[float], cuts: tuple[int, ...]) -> float:

@@ -16,7 +16,6 @@ from weft.comm import Mesh
 from weft.errors import CollectiveError
 from weft.models.decoder import build_decoder
 from weft.parallel import ParallelModel, StepContext, parallelize
-from weft.parallel.pipeline import PipelineRunner, cut_parts
 from weft.plan import (
     ComputePlan,
     DataParallelPlan,
@@ -28,6 +27,8 @@ from weft.plan import (
     TensorParallelPlan,
 )
 from weft.recipe import DecoderShape
+from weft.techniques.pipeline.parts import cut_parts
+from weft.techniques.pipeline.runner import PipelineRunner
 
 SHAPE = DecoderShape(
     num_layers=4,

@@ -18,8 +18,10 @@ from weft.comm import Mesh
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint, CutTable
 from weft.parallel import ModelPart, SequentialRunner, StepContext
-from weft.parallel.pipeline import PipelineRunner, cut_parts, share_parameters
 from weft.plan import MeshPlan, PipelineParallelPlan, Plan
+from weft.techniques.pipeline.parts import cut_parts
+from weft.techniques.pipeline.runner import PipelineRunner
+from weft.techniques.pipeline.ties import share_parameters
 
 VOCABULARY, HIDDEN, BLOCKS = 23, 8, 8
 SCHEDULES = [

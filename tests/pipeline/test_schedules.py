@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.parallel.pipeline.routes import Message, plan_routes, sent_by, wanted_by
 from weft.plan import (
     Action,
     Schedule,
@@ -21,6 +20,7 @@ from weft.plan import (
     simulate,
     stage_ranks,
 )
+from weft.techniques.pipeline.routes import Message, plan_routes, sent_by, wanted_by
 
 CHUNKS: dict[Schedule, tuple[int, ...]] = {
     "gpipe": (1,),

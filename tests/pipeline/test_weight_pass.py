@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from weft.parallel.pipeline import WeightPass, deferring
+from weft.techniques.pipeline.weight_pass import WeightPass, deferring
 
 
 class Everything(nn.Module):

@@ -116,10 +116,10 @@ def test_what_only_the_end_of_a_round_sends_is_told() -> None:
     report = rehearse(recipe, plan, lambda: build_model(recipe))
     assert ("replicate", "all_reduce") not in report.step_traffic
     assert any("all-reduce" in note and "of weights in every 3. step" in note for note in report.notes)
-    assert report.state.outer > 0
+    assert report.state.techniques > 0
     often = replace(plan, data_parallel=DataParallelPlan(zero=3, local_steps=1))
     sent = rehearse(recipe, often, lambda: build_model(recipe)).step_traffic["replicate", "all_reduce"][1]
-    assert 2 * sent == report.state.outer
+    assert 2 * sent == report.state.techniques
 
 
 def test_every_rank_of_a_large_world() -> None:

@@ -16,15 +16,15 @@ from weft.parallel import (
     ModelLayout,
     StepContext,
     apply_batch_norm,
-    apply_fused_loss,
     apply_keyed_dropout,
-    apply_sequence,
-    apply_tensor,
 )
-from weft.parallel.compile import apply_compile
 from weft.parallel.materialise import materialise
-from weft.parallel.recompute import apply_recompute
 from weft.plan import ComputePlan, MemoryPlan, MeshPlan, Plan, TensorParallelPlan
+from weft.techniques.compute.compiling import apply_compile
+from weft.techniques.fused_loss.vocabulary import apply_fused_loss
+from weft.techniques.recompute.blocks import apply_recompute
+from weft.techniques.tensor.layers import apply_tensor
+from weft.techniques.tensor.sequence import apply_sequence
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 SEED = 7

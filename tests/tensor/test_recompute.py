@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import parity
 from weft.errors import PlanError
-from weft.parallel.compile import apply_compile
-from weft.parallel.recompute import apply_recompute
 from weft.plan import ComputePlan, MemoryPlan, MeshPlan, PipelineParallelPlan, Plan
+from weft.techniques.compute.compiling import apply_compile
+from weft.techniques.recompute.blocks import apply_recompute
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective", ("selective", "full")], ids=str)
@@ -131,7 +131,7 @@ def gradients_of(how: str, contexts: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("how", ["none", "inside", "a part", "unsafe", "twice", "outside"])
 def test_what_is_written_in_place_is_computed_again(how: str):
-    from weft.parallel import recompute  # the modes are its own
+    from weft.techniques.recompute import blocks as recompute  # the modes are its own
 
     for found, expected in zip(gradients_of(how, recompute._contexts), gradients_of(how, None), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

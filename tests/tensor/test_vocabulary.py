@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import parity
 from weft.comm import GroupView, Mesh
-from weft.parallel import VocabularyLogits, fused_cross_entropy, vocabulary_cross_entropy
 from weft.plan import MeshPlan
+from weft.techniques.fused_loss.vocabulary import VocabularyLogits, fused_cross_entropy, vocabulary_cross_entropy
 
 ALONE = GroupView((0,), 0, None)
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}

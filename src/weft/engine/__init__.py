@@ -13,4 +13,3 @@ from weft.engine._throughput import ThroughputMeter as ThroughputMeter
 from weft.engine._trainer import Outcome as Outcome
 from weft.engine._trainer import Trainer as Trainer
 from weft.engine._trainer import TrainingData as TrainingData
-from weft.techniques.local_steps.rounds import LocalRounds as LocalRounds

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,7 +30,6 @@ from weft.parallel import ParallelModel, Piece, parallelize, shard_pieces, spars
 from weft.plan import Plan
 from weft.recipe import Recipe
 from weft.record import Recorder
-from weft.techniques.local_steps.rounds import LocalRounds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,19 +39,16 @@ class TrainingState:
     model: ParallelModel
     optimizer: ShardOptimizer
     average: WeightAverage | None
-    rounds: LocalRounds | None
-    """Where replicas step by themselves."""
     loss_scale: LossScale | None
     stepper: Stepper
 
     def pieces(self) -> list[Piece]:
         """Every tensor that a checkpoint holds: masters, frozen parameters and buffers, optimizer states, averages, and
         what belongs to a plan: what compression owes and has learnt, what replicas have for themselves."""
-        if self.rounds is None:
-            pieces = model_pieces(self.model) + self.optimizer.pieces()
-        else:
-            pieces = unchanged_pieces(self.model) + self.rounds.pieces(self.optimizer.pieces())
-        pieces += self.model.stores.pieces()
+        trained = master_pieces(self.model) + self.optimizer.pieces()
+        for technique in self.model.techniques:
+            trained = technique.pieces(trained)
+        pieces = unchanged_pieces(self.model) + trained + self.model.stores.pieces()
         if self.average is not None:
             pieces += self.average.pieces()
         return pieces
@@ -61,46 +58,57 @@ class TrainingState:
         state: dict[str, Json] = {
             "loss_scale": None if self.loss_scale is None else dict[str, Json](self.loss_scale.state())
         }
-        if self.rounds is not None:
-            state["local_rounds"] = self.rounds.state()
+        state.update({each.saved_as: each.state() for each in self.model.techniques if each.saved_as})
         return state
 
     def check_state(self, state: JsonObject) -> None:
         """Refuse what `state` cannot have returned, whatever the plan that saved it.  Raises `CheckpointError`."""
         if state.values.get("loss_scale") is not None:
             LossScale().check_state(state.object("loss_scale"))
-        if self.rounds is not None and "local_rounds" in state.values:
-            self.rounds.check_state(state.object("local_rounds"))
+        for technique in self.model.techniques:
+            if technique.saved_as in state.values:
+                technique.check_state(state.object(technique.saved_as))
 
     def restored(self, state: Mapping[str, Json]) -> None:
         """Take over a loaded checkpoint after its pieces have been filled.  Call on every rank."""
         saved = state.get("loss_scale")
         if self.loss_scale is not None and isinstance(saved, Mapping):
             self.loss_scale.load_state(saved)  # pyright: ignore[reportArgumentType]
-        if self.rounds is not None:
-            rounds = state.get("local_rounds")
-            self.rounds.load_state(rounds if isinstance(rounds, Mapping) else {})
+        for technique in self.model.techniques:
+            own = state.get(technique.saved_as)
+            technique.load_state(own if isinstance(own, Mapping) else {})
         self.model.stores.publish()
 
-    def evaluated(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def evaluated(self) -> Generator[None]:
         """Let the model have the weights that are evaluated: their moving average where there is one, and those that
         replicas agreed on last where they step by themselves.  Enter and leave on every rank."""
         self.model.stores.settle()  # what is swapped may be on its way
         publish = self.model.stores.publish
-        if self.average is not None:
-            return self.average.swapped(publish)
-        return self.rounds.swapped(publish) if self.rounds is not None else nullcontext()
+        with ExitStack() as stack:
+            for technique in self.model.techniques:
+                stack.enter_context(technique.evaluated(publish))
+            if self.average is not None:
+                stack.enter_context(self.average.swapped(publish))
+            yield
 
     def close(self) -> None:
         """End what the training runs in the background; no steps follow.  Call it before process groups end."""
         self.model.stores.close()
+        for technique in self.model.techniques:
+            technique.close()
         self.model.mesh.watch(None)
 
 
 def model_pieces(model: ParallelModel) -> list[Piece]:
     """Return this rank's masters, frozen parameters and buffers, for saving and loading.  Call on every rank."""
+    return [*master_pieces(model), *unchanged_pieces(model)]
+
+
+def master_pieces(model: ParallelModel) -> list[Piece]:
+    """Return this rank's masters, for saving and loading."""
     shards = model.stores.shards
-    return [*shard_pieces("model", shards, [shard.master for shard in shards]), *unchanged_pieces(model)]
+    return list(shard_pieces("model", shards, [shard.master for shard in shards]))
 
 
 def unchanged_pieces(model: ParallelModel) -> list[Piece]:
@@ -117,7 +125,6 @@ def create_stepper(
     batch: int,
     max_gradient_norm: float | None,
     average: WeightAverage | None,
-    rounds: LocalRounds | None = None,
     recorder: Recorder,
 ) -> tuple[Stepper, LossScale | None]:
     """Return the stepper of a model, whoever owns the loop, and the loss scale that fp16 needs.  Call on every rank.
@@ -136,7 +143,8 @@ def create_stepper(
         max_gradient_norm=max_gradient_norm,
         loss_scale=loss_scale,
         average=average,
-        rounds=rounds,
+        summing=model.summing,
+        techniques=model.techniques,
         recorder=recorder,
         buffers=changing_buffers(model),
     )
@@ -152,8 +160,12 @@ def changing_buffers(model: ParallelModel) -> list[Tensor]:
     return found
 
 
-def create_training(recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh, recorder: Recorder) -> TrainingState:
+def create_training(
+    recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh, recorder: Recorder, folder: Path | None = None
+) -> TrainingState:
     """Build one rank's share of a training.  Call on every rank with equal arguments; the plan must have been checked.
+
+    `folder` is where the run keeps its files, if there is a run.
 
     Raises:
         RecipeError: an optimizer setting that nothing reads, a group that matches no parameter.
@@ -176,13 +188,13 @@ def create_training(recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh
         cuts=optimizer_class(recipe.optimizer).cuts,
         momentum_decay=recipe.optimizer.betas[0] if recipe.optimizer.name == "adamw" else None,
         gathers_ahead=True,
+        num_steps=recipe.run.steps,
+        folder=folder,
     )
     shards = model.stores.shards
-    data = plan.data_parallel
-    optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups, data.frozen_after)
+    optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups, plan.data_parallel.frozen_after)
     decay = recipe.optimizer.average_decay
     average = WeightAverage(shards, decay) if decay is not None else None
-    rounds = LocalRounds(shards, mesh, data, last_step=recipe.run.steps) if data.replicas_step_alone else None
     stepper, loss_scale = create_stepper(
         model,
         optimizer,
@@ -190,9 +202,6 @@ def create_training(recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh
         batch=recipe.batch.global_batch_size,
         max_gradient_norm=recipe.optimizer.max_grad_norm,
         average=average,
-        rounds=rounds,
         recorder=recorder,
     )
-    return TrainingState(
-        model=model, optimizer=optimizer, average=average, rounds=rounds, loss_scale=loss_scale, stepper=stepper
-    )
+    return TrainingState(model=model, optimizer=optimizer, average=average, loss_scale=loss_scale, stepper=stepper)

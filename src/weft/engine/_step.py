@@ -21,9 +21,8 @@ from weft.engine._average import WeightAverage
 from weft.engine._loss_scale import LossScale
 from weft.engine.optimizers import ShardOptimizer, squared_sum
 from weft.models import Batch
-from weft.parallel import LossTotals, Runner, Shard, StoreSet
+from weft.parallel import LossTotals, Runner, Shard, StoreSet, TechniqueRuntime
 from weft.record import Recorder
-from weft.techniques.local_steps.rounds import LocalRounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +78,14 @@ class Stepper:
         max_gradient_norm: float | None,
         loss_scale: LossScale | None,
         average: WeightAverage | None,
-        rounds: LocalRounds | None = None,
+        summing: Mesh,
+        techniques: Sequence[TechniqueRuntime] = (),
         recorder: Recorder,
         buffers: Sequence[Tensor] = (),
     ) -> None:
-        """Join the parts.  `buffers` are those that a forward changes (running statistics): a step that is skipped puts
-        them back, so that a single NaN does not stay in them for good."""
+        """Join the parts.  `summing` is the mesh over whose data ranks gradients are summed: the whole, or as one of
+        several replicas sees it.  `buffers` are those that a forward changes (running statistics): a step that is
+        skipped puts them back, so that a single NaN does not stay in them for good."""
         self._runner = runner
         self._stores = stores
         self._optimizer = optimizer
@@ -95,10 +96,10 @@ class Stepper:
         self._max_gradient_norm = max_gradient_norm
         self._loss_scale = loss_scale
         self._average = average
-        self._rounds = rounds
-        self._replica = rounds.index if rounds is not None else 0
-        within = mesh.within_replica() if rounds is not None else mesh
-        self._summing = (within["data"], within["tensor"])  # the ranks that sum the gradients of a step
+        self._ending = [technique for technique in techniques if technique.span]
+        self._num_replicas = mesh.size("data") // summing.size("data")
+        self._replica = mesh.index("replicate") if self._num_replicas > 1 else 0
+        self._summing = (summing["data"], summing["tensor"])  # the ranks that sum the gradients of a step
         self._recorder = recorder
         self._buffers = tuple(buffers)
 
@@ -146,9 +147,9 @@ class Stepper:
                     buffer.copy_(kept)
             if self._loss_scale is not None:
                 self._loss_scale.update(finite)
-        if self._rounds is not None:
-            with self._recorder.span("average_replicas"):
-                if self._rounds.end_step(step, agreed.counts if finite else None):
+        for technique in self._ending:
+            with self._recorder.span(technique.span):
+                if technique.end_step(step, agreed.counts if finite else None):
                     self._stores.publish()
         return StepResult(
             step=step,
@@ -171,7 +172,7 @@ class Stepper:
     def _agree(self, totals: LossTotals, stop: float, fingerprint: float | None) -> _Agreed:
         """The step's one world-wide all-reduce.  Memory goes in one slot per rank, so that a sum can give its maximum,
         and so do fingerprints; what each replica needs for itself in one slot per replica."""
-        replicas, size = self._rounds.num_replicas if self._rounds is not None else 1, self._world.size
+        replicas, size = self._num_replicas, self._world.size
         slots = 3 * replicas + 2 + size * (1 if fingerprint is None else 2)
         mine = torch.zeros(slots, dtype=torch.float64, device=self._mesh.device)
         by_replica = mine[: 3 * replicas].view(3, replicas)[:, self._replica]
@@ -195,10 +196,10 @@ class Stepper:
         skipped = self._unused_everywhere() if some_unused else frozenset[str]()
         self._optimizer.step(learning_rate, gradient_scale, skipped)
         self._stores.on_applied(skipped)
-        if self._rounds is None:
-            self._stores.publish_ahead()
+        if any(technique.changes_masters for technique in self._ending):
+            self._stores.publish()
         else:
-            self._stores.publish()  # the end of a round changes masters
+            self._stores.publish_ahead()
         if self._average is not None:
             self._average.update()
 

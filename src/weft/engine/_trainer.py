@@ -26,6 +26,7 @@ from weft.models import Batch
 from weft.recipe import Recipe, learning_rate
 from weft.record import Recorder
 from weft.techniques.buckets.advice import advise_bucket
+from weft.techniques.registry import saved_states
 
 
 class TrainingData(Protocol):
@@ -132,7 +133,7 @@ class Trainer:
 
     def _check_state(self, state: JsonObject, step: int) -> None:
         """Refuse what `_save` cannot have written after `step` steps."""
-        state.only(("loss_scale", "data", "skipped_steps"), optional=("local_rounds",))
+        state.only(("loss_scale", "data", "skipped_steps"), optional=saved_states())
         state.count("skipped_steps", most=step)
         self._training.check_state(state)
         data = state.object("data")

@@ -1,18 +1,27 @@
-"""One file per technique."""
+"""A model as ranks hold it under a plan: its composition, and what techniques (`weft.techniques`) are made of."""
 
 from weft.parallel._context import MicrobatchState as MicrobatchState
 from weft.parallel._context import StepContext as StepContext
 from weft.parallel._draw_net import Generators as Generators
+from weft.parallel._draw_net import without_draws as without_draws
 from weft.parallel._layout import ModelLayout as ModelLayout
 from weft.parallel._layout import ParameterLayout as ParameterLayout
 from weft.parallel._layout import TensorSplit as TensorSplit
 from weft.parallel._part import ModelPart as ModelPart
+from weft.parallel._part import fill_layout as fill_layout
+from weft.parallel._part import first_names as first_names
+from weft.parallel._part import is_own as is_own
 from weft.parallel._precision import Dtypes as Dtypes
 from weft.parallel._rows import SparseRows as SparseRows
 from weft.parallel._runner import LossTotals as LossTotals
 from weft.parallel._runner import Runner as Runner
 from weft.parallel._runner import SequentialRunner as SequentialRunner
 from weft.parallel._runner import StepObserver as StepObserver
+from weft.parallel._runner import compute_dtype_of as compute_dtype_of
+from weft.parallel._runner import evaluating as evaluating
+from weft.parallel._runner import microbatch_state as microbatch_state
+from weft.parallel._runner import model_inputs as model_inputs
+from weft.parallel._runner import move_batch as move_batch
 from weft.parallel._shard import Piece as Piece
 from weft.parallel._shard import Segment as Segment
 from weft.parallel._shard import Shard as Shard
@@ -27,12 +36,6 @@ from weft.parallel.draws import keyed_alone as keyed_alone
 from weft.parallel.materialise import materialise as materialise
 from weft.parallel.randomness import KeyedDropout as KeyedDropout
 from weft.parallel.randomness import apply_keyed_dropout as apply_keyed_dropout
-from weft.parallel.sequence import apply_sequence as apply_sequence
-from weft.parallel.sequence import sequence_shard_length as sequence_shard_length
 from weft.parallel.sparse import SparseStore as SparseStore
 from weft.parallel.sparse import sparse_tables as sparse_tables
-from weft.parallel.tensor import apply_tensor as apply_tensor
-from weft.parallel.vocabulary import VocabularyLogits as VocabularyLogits
-from weft.parallel.vocabulary import apply_fused_loss as apply_fused_loss
-from weft.parallel.vocabulary import fused_cross_entropy as fused_cross_entropy
-from weft.parallel.vocabulary import vocabulary_cross_entropy as vocabulary_cross_entropy
+from weft.parallel.technique import TechniqueRuntime as TechniqueRuntime

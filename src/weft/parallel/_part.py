@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from weft.comm import GroupView
 from weft.models import Blueprint
 from weft.parallel._context import StepContext
-from weft.parallel._layout import ModelLayout, ParameterLayout
+from weft.parallel._layout import ModelLayout, ParameterLayout, TensorSplit
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class ModelPart:
     ties: dict[str, GroupView] = field(default_factory=dict[str, GroupView])
     """Local names of parameters that other stages hold too → pipeline ranks that hold them (only this one: `group` is
     None, and the parts of this rank share one Parameter).  Their gradients are sums over these ranks."""
+    shares_sequence: bool = False
+    """Whether the tensor ranks share the sequence between the blocks' matrices, each with its own positions."""
 
 
 def whole_part(blueprint: Blueprint, context: StepContext) -> ModelPart:
@@ -36,3 +40,46 @@ def whole_part(blueprint: Blueprint, context: StepContext) -> ModelPart:
     for name, buffer in module.named_buffers():
         entries[name] = ParameterLayout(name=name, shape=buffer.shape, is_buffer=True)
     return ModelPart(module=module, layout=ModelLayout(entries), context=context)
+
+
+def is_own(part: nn.Module, blueprint: Blueprint, name: str) -> bool:
+    """Whether `name` is the model's own module in this part and not what a stage put in its place."""
+    return type(part.get_submodule(name)) is type(blueprint.module.get_submodule(name))
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Return, for every name of a parameter or buffer, the first name under which the same tensor is found."""
+    seen, names = dict[int, str](), dict[str, str]()
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        names[name] = seen.setdefault(id(tensor), name)
+    return names
+
+
+def fill_layout(
+    layout: ModelLayout, part: nn.Module, names: Mapping[str, str], splits: Mapping[str, TensorSplit], view: GroupView
+) -> None:
+    """Enter every parameter and floating buffer of the part, before it is cut; keep what others said of ties."""
+    for name, parameter in part.named_parameters(remove_duplicate=False):
+        layout.entries[name] = _entry(layout, name, names, parameter.shape, splits.get(name), view, is_buffer=False)
+    for name, buffer in part.named_buffers(remove_duplicate=False):
+        if buffer.is_floating_point():
+            layout.entries[name] = _entry(layout, name, names, buffer.shape, None, view, is_buffer=True)
+
+
+def _entry(
+    layout: ModelLayout,
+    name: str,
+    names: Mapping[str, str],
+    shape: torch.Size,
+    split: TensorSplit | None,
+    view: GroupView,
+    *,
+    is_buffer: bool,
+) -> ParameterLayout:
+    counts = split is not None or view.index == 0
+    known = layout.entries.get(name)
+    if known is not None:
+        return replace(known, split=split, counts=known.counts and counts)
+    first = names.get(name, name)
+    return ParameterLayout(name=first, shape=shape, split=split, counts=counts, is_buffer=is_buffer)

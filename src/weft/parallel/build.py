@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
-from weft.comm import Mesh
+from weft.comm import GroupView, Mesh
 from weft.models import Blueprint
 from weft.parallel._context import StepContext
-from weft.parallel._part import ModelPart, whole_part
+from weft.parallel._part import ModelPart, fill_layout, first_names, whole_part
 from weft.parallel._precision import Dtypes
 from weft.parallel._runner import Runner, SequentialRunner
 from weft.parallel._store import GradientStore, StoreSet
@@ -27,13 +28,10 @@ from weft.parallel.data import BucketStore
 from weft.parallel.draws import apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.parallel.materialise import materialise
 from weft.parallel.randomness import apply_keyed_dropout
-from weft.parallel.sequence import apply_sequence
 from weft.parallel.sparse import SparseStore, sparse_tables
-from weft.parallel.tensor import apply_tensor
-from weft.parallel.vocabulary import apply_fused_loss
+from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
 from weft.parallel.zero3 import FullyShardedStore, apply_zero3
 from weft.plan import Plan, reduction_rounds
-from weft.techniques.compression.build import compression_of
 
 if TYPE_CHECKING:
     from weft.techniques.compression.codecs import Compression
@@ -54,6 +52,10 @@ class ParallelModel:
     """One, or one per chunk under a pipeline with several stages per rank."""
     runner: Runner
     stores: StoreSet
+    summing: Mesh
+    """Over whose data ranks the gradients of a step are summed."""
+    techniques: Sequence[TechniqueRuntime]
+    """What the plan's techniques do on this rank."""
 
     @property
     def module(self) -> nn.Module:
@@ -71,79 +73,85 @@ def parallelize(
     cuts: Literal["anywhere", "parameter"] = "anywhere",
     momentum_decay: float | None = None,
     gathers_ahead: bool = False,
+    num_steps: int | None = None,
+    folder: Path | None = None,
 ) -> ParallelModel:
     """Build this rank's share of the model.  Call on every rank with equal arguments; the plan must have been checked.
 
     `cuts` says where the optimizer lets data parallelism cut its shards.  `momentum_decay` is the optimizer's, where
     it is an AdamW that can freeze its variance, which 1-bit Adam needs.  `gathers_ahead`: nobody but the runner reads
-    weights between two steps, so that they may be gathered behind the next forward.
+    weights between two steps, so that they may be gathered behind the next forward.  `num_steps` are those of the whole
+    training, where it is known; `folder` is where the run keeps its files, if there is a run.
 
     Raises:
         PlanError: techniques that do not fit this model or optimizer.
     """
     dtypes = Dtypes.of(plan)
-    # Under local steps gradients meet inside a replica only, and so does all that is made for them.
-    summing = mesh.within_replica() if plan.data_parallel.replicas_step_alone else mesh
     draws = draws_of(blueprint, plan)
     context = StepContext(is_alone=is_alone(plan), unseen=draws.unseen)
     blueprint = replace(blueprint, loss=keyed_loss(blueprint.loss, draws, mesh, context))
-    parts = _create_parts(blueprint, plan, mesh, context)
+    build = Build(
+        blueprint=blueprint,
+        plan=plan,
+        mesh=mesh,
+        dtypes=dtypes,
+        context=context,
+        draws=draws,
+        seed=seed,
+        momentum_decay=momentum_decay,
+        num_steps=num_steps,
+        folder=folder,
+    )
+    techniques = techniques_of(build)
+    summing = mesh
+    for technique in techniques:
+        summing = technique.summing(summing)
+    parts = _create_parts(build, techniques)
     for part in parts:
-        apply_tensor(part.module, blueprint, plan, mesh, context, part.layout)
-        apply_sequence(part.module, blueprint, plan, mesh, context, part.layout)
+        for technique in techniques:
+            technique.split(part)
         apply_batch_norm(part.module, summing, is_narrow=dtypes.compute != dtypes.master)
-        sequence = plan.tensor_parallel.sequence
-        apply_keyed_dropout(part.module, blueprint, mesh, context, sequence=sequence, keyed=draws.modules)
+        apply_keyed_dropout(part.module, blueprint, mesh, context, sequence=part.shares_sequence, keyed=draws.modules)
         apply_keyed_draws(part.module, draws, mesh, context)
-        apply_fused_loss(part.module, blueprint, plan, mesh, part.layout, context)
         materialise(part.module, blueprint, part.layout, seed, mesh.device, dtypes.master)
-    if plan.mesh.pipeline > 1:
-        from weft.parallel.pipeline import share_parameters
-
-        share_parameters(parts)
-    for part in parts:
-        _wrap_blocks(part.module, blueprint, plan, context)
-    compression = compression_of(plan, seed, summing, momentum_decay)
-    stores = _create_stores(blueprint, plan, summing, dtypes, parts, group_parameters, cuts, compression)
+    for technique in techniques:
+        technique.join(parts)
+        for part in parts:
+            technique.wrap(part)
+    codec = next((codec for each in techniques if (codec := each.codec()) is not None), None)
+    stores = _create_stores(blueprint, plan, summing, dtypes, parts, group_parameters, cuts, codec)
     if gathers_ahead:
         _gather_ahead(stores, blueprint, parts)
+    for technique in techniques:
+        technique.take(stores.shards)
     return ParallelModel(
         blueprint=blueprint,
         plan=plan,
         mesh=mesh,
         dtypes=dtypes,
         parts=parts,
-        runner=_create_runner(blueprint, plan, mesh, dtypes, parts),
+        runner=_create_runner(build, techniques, parts),
         stores=stores,
+        summing=summing,
+        techniques=techniques,
     )
 
 
-def _create_parts(blueprint: Blueprint, plan: Plan, mesh: Mesh, context: StepContext) -> list[ModelPart]:
-    if plan.mesh.pipeline == 1:
-        return [whole_part(blueprint, context)]
-    from weft.parallel.pipeline import cut_parts  # ranks without stages do without what runs them
-
-    return cut_parts(blueprint, plan, mesh, context)
-
-
-def _wrap_blocks(part: nn.Module, blueprint: Blueprint, plan: Plan, context: StepContext) -> None:
-    """Let blocks repeat their forwards, then compile what repeats; ranks that do neither load neither."""
-    if plan.memory.recompute != "none":
-        from weft.parallel.recompute import apply_recompute
-
-        apply_recompute(part, blueprint, plan, context)
-    if plan.compute.compile:
-        from weft.parallel.compile import apply_compile
-
-        apply_compile(part, blueprint, plan)
+def _create_parts(build: Build, techniques: Sequence[TechniqueRuntime]) -> list[ModelPart]:
+    """Return what this rank holds of the model, without storage, with a layout that nothing splits yet."""
+    stages = next((stages for each in techniques if (stages := each.parts()) is not None), None)
+    parts = stages if stages is not None else [whole_part(build.blueprint, build.context)]
+    whole = first_names(build.blueprint.module)
+    for part in parts:
+        fill_layout(
+            part.layout, part.module, first_names(part.module) | whole, {}, GroupView((build.mesh.rank,), 0, None)
+        )
+    return parts
 
 
-def _create_runner(blueprint: Blueprint, plan: Plan, mesh: Mesh, dtypes: Dtypes, parts: Sequence[ModelPart]) -> Runner:
-    if plan.mesh.pipeline == 1:
-        return SequentialRunner(parts[0], blueprint, mesh, dtype=dtypes.compute)
-    from weft.parallel.pipeline import PipelineRunner
-
-    return PipelineRunner(parts, blueprint, plan, mesh, dtype=dtypes.compute)
+def _create_runner(build: Build, techniques: Sequence[TechniqueRuntime], parts: Sequence[ModelPart]) -> Runner:
+    runner = next((runner for each in techniques if (runner := each.runner(parts)) is not None), None)
+    return runner or SequentialRunner(parts[0], build.blueprint, build.mesh, dtype=build.dtypes.compute)
 
 
 def _create_stores(

@@ -63,25 +63,23 @@ def draws_of(blueprint: Blueprint, plan: Plan) -> Draws:
         return draws
     for name, whose in draws.foreign.items():
         raise PlanError(
-            f"{_shown(name, blueprint)} draws from {whose} generator, which cannot be keyed by sample, so plans would"
+            f"{shown(name, blueprint)} draws from {whose} generator, which cannot be keyed by sample, so plans would"
             " differ. Draw with torch (torch.rand, F.dropout), or train on one process with the whole batch in one"
             " microbatch."
         )
     for (name, op, _), layouts in draws.layouts.items():
         if any(layout.place == "unknown" for layout in layouts):
-            raise PlanError(_unknown(_shown(name, blueprint), op, layouts[-1].whole))
+            raise PlanError(_unknown(shown(name, blueprint), op, layouts[-1].whole))
     if plan.compute.compile and draws.modules:
         name = draws.modules[0]
         raise PlanError(
-            f"plan.compute.compile = true, but {_shown(name, blueprint)} draws by {draws.operators(name)}, whose keys"
+            f"plan.compute.compile = true, but {shown(name, blueprint)} draws by {draws.operators(name)}, whose keys"
             f" change with every step. {_MODULE}, or use compile = false."
         )
-    if plan.mesh.pipeline > 1:
-        _refuse_between_stages(draws, blueprint, plan)
     return draws
 
 
-def _shown(name: str, blueprint: Blueprint) -> str:
+def shown(name: str, blueprint: Blueprint) -> str:
     return name or f"the forward of {type(blueprint.module).__name__} itself"
 
 
@@ -91,20 +89,6 @@ def _unknown(where: str, op: str, shape: Sequence[int]) -> str:
         " draw differently. Draw with samples along a dim of their own (torch.rand(batch, …)), or train on one"
         " process with the whole batch in one microbatch."
     )
-
-
-def _refuse_between_stages(draws: Draws, blueprint: Blueprint, plan: Plan) -> None:
-    from weft.parallel.pipeline.cut import cut_table_of, stage_of
-
-    table = cut_table_of(blueprint)
-    cuts = tuple(range(1, plan.num_stages))
-    for name in draws.modules:
-        if name != LOSS and stage_of(name, table, cuts) is None:
-            raise PlanError(
-                f"{_shown(name, blueprint)} draws by {draws.operators(name)} outside the modules of its cut table, so"
-                f" every stage would draw again. Move the draw into {table.entry} or a block, or use"
-                " plan.mesh.pipeline = 1."
-            )
 
 
 def apply_keyed_draws(part: nn.Module, draws: Draws, mesh: Mesh, context: StepContext) -> None:

@@ -24,7 +24,7 @@ from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
 from weft.models import Blueprint, SplitTable
 from weft.parallel._context import MicrobatchState, StepContext
-from weft.parallel._region import sequence_region
+from weft.parallel.region import sequence_region
 
 RESOLUTION = 1 << 16
 """Each hash of 32 bits serves two neighbouring elements with 16 bits, so p is rounded to a multiple of 1/65536; what is

@@ -13,13 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # pyright: ignore[repo
 
 from weft.comm import Mesh, fake_world
 from weft.engine import TrainingState, create_training
-from weft.figures import spell_bytes
 from weft.models import Batch, Blueprint
-from weft.parallel.pipeline import PipelineRunner
 from weft.plan import Axis, Plan, axis_coordinates, reduction_rounds
 from weft.recipe import Recipe
 from weft.record import Recorder
 from weft.rehearse._witness import Issued, Witness
+from weft.techniques.pipeline.runner import PipelineRunner
 
 ActivationShape = tuple[tuple[int, ...], torch.dtype]
 
@@ -37,13 +36,13 @@ class StateBytes:
     buffers: int
     residuals: int = 0
     """What compression of gradients owes to later steps, and bases of compressed gradients."""
-    outer: int = 0
-    """Anchor and outer momentum of local steps."""
+    techniques: int = 0
+    """What the plan's techniques keep besides, such as the anchor and outer momentum of local steps."""
 
     @property
     def total(self) -> int:
         exact = self.weights + self.gradients + self.masters + self.optimizer + self.buffers
-        return exact + self.residuals + self.outer
+        return exact + self.residuals + self.techniques
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +143,8 @@ def _run(
                 notes.append("the model brings no example batch, so no step was taken: no gradients, no collectives")
             else:
                 training.stepper([example_batch(blueprint, plan)] * microbatches, step=0, learning_rate=1e-3)
-            if training.rounds is not None and training.rounds.length > 1:
-                notes.append(_round_note(training.rounds.round_bytes(), training.rounds.length))
+            for technique in training.model.techniques:
+                notes += technique.notes()
             state = _state_bytes(training)
         notes += [str(warning.message) for warning in heard if not issubclass(warning.category, DeprecationWarning)]
         return RankReport(
@@ -158,13 +157,6 @@ def _run(
             activation=runner.transport.activation if isinstance(runner, PipelineRunner) else None,
             notes=tuple(dict.fromkeys(notes)),
         )
-
-
-def _round_note(size_bytes: int, steps: int) -> str:
-    return (
-        f"replicas all-reduce {spell_bytes(size_bytes)} of weights in every {steps}. step, which is not in these"
-        f" numbers: {spell_bytes(size_bytes / steps)} per step in the mean"
-    )
 
 
 def prepare_device_mesh(plan: Plan, mesh: Mesh) -> None:
@@ -211,7 +203,7 @@ def _state_bytes(training: TrainingState) -> StateBytes:
         optimizer=optimizer,
         buffers=buffers,
         residuals=training.model.stores.model_state_bytes()["residuals"],
-        outer=training.rounds.state_bytes() if training.rounds is not None else 0,
+        techniques=sum(technique.state_bytes() for technique in training.model.techniques),
     )
 
 

@@ -14,12 +14,12 @@ import torch
 from weft.comm import Mesh, fake_world, peak_memory_bytes
 from weft.engine import create_training
 from weft.models import Blueprint
-from weft.parallel.pipeline import PipelineRunner
 from weft.plan import Plan, axis_coordinates
 from weft.recipe import Recipe
 from weft.record import Recorder
 from weft.rehearse._agree import rank_at
 from weft.rehearse._rehearse import ActivationShape, example_batch, microbatch_counts, prepare_device_mesh, rehearse
+from weft.techniques.pipeline.runner import PipelineRunner
 
 _CPU_RESERVE_BYTES, _ACCELERATOR_RESERVE_BYTES = 2**28, 2**30
 """Kept free for what a rank alone does not have: communicators with their buffers, and streams or data workers."""

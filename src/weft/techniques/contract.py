@@ -68,6 +68,12 @@ class Technique:
     """The forms without it, or without a part of it, which a check compares with."""
     judged_alone: ClassVar[tuple[str, ...]] = ()
     """Dotted settings that `check_model` judges."""
+    saved_as: ClassVar[str] = ""
+    """Key of its state in a checkpoint, which a checkpoint of any plan may have; empty: it has none."""
+
+    def runs(self, plan: Plan) -> bool:
+        """Whether ranks load `runtime.py` beside the contract, which does it (`weft.parallel.technique`)."""
+        return False
 
     def unrunnable(self, plan: Plan) -> Iterator[str]:
         """Yield why the engine cannot run it as a plan has it, with the change to make: what needs no recipe."""

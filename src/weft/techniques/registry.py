@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import PlanError
 from weft.techniques.buckets.contract import Buckets
 from weft.techniques.compression.contract import Compression
+from weft.techniques.compute.contract import Compilation
 from weft.techniques.context.contract import Context
 from weft.techniques.contract import Held, Technique
 from weft.techniques.data.contract import Data
@@ -36,8 +37,21 @@ TECHNIQUES: tuple[Technique, ...] = (
     Recomputation(),
     FusedLoss(),
     Offloading(),
+    Compilation(),
 )
-"""In the order in which they are checked."""
+"""In the order in which they are checked, and in which ranks apply them."""
+
+
+def running(plan: Plan) -> Iterator[str]:
+    """Yield the modules that do on a rank what a plan's techniques do there (`Technique.runs`)."""
+    for technique in TECHNIQUES:
+        if technique.runs(plan):
+            yield f"{type(technique).__module__.rpartition('.')[0]}.runtime"
+
+
+def saved_states() -> tuple[str, ...]:
+    """Return the keys under which a checkpoint may have states of techniques, whatever the plan that reads it."""
+    return tuple(technique.saved_as for technique in TECHNIQUES if technique.saved_as)
 
 
 def held(settings: Any) -> Held:

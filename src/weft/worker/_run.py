@@ -113,7 +113,7 @@ def training_of(
     blueprint = build_blueprint(recipe)
     check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
     recorder = Recorder()
-    training = create_training(recipe, plan, blueprint, mesh, recorder)
+    training = create_training(recipe, plan, blueprint, mesh, recorder, folder.path)
     data = open_data(
         recipe,
         data_shape(blueprint, recipe),

@@ -139,6 +139,9 @@ class Compression(Technique):
     name = "compression"
     part = CompressionSettings
 
+    def runs(self, plan: Plan) -> bool:
+        return plan.data_parallel.compresses
+
     def unrunnable(self, plan: Plan) -> Iterator[str]:
         mesh, data, precision = plan.mesh, plan.data_parallel, plan.compute.precision
         named = f'{_KEY} = "{data.compression}"'

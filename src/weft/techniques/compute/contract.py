@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, final
 
 from weft.document import Rules, spell
 from weft.errors import PlanError
 from weft.recipe import Precision
+from weft.techniques.contract import Technique
 from weft.techniques.settings import setting
+
+if TYPE_CHECKING:
+    from weft.plan import Plan
 
 _RULES = Rules(PlanError)
 THREADS = "compute.threads_per_rank"
@@ -75,3 +79,14 @@ class ComputePlan:
         if self.collective_timeout_seconds != COLLECTIVE_TIMEOUT_SECONDS:
             named = f"plan.compute.collective_timeout_seconds = {spell(self.collective_timeout_seconds)}"
             yield f"{named}: the script waits for other ranks as long as torch does by itself. Leave it out."
+
+
+@final
+class Compilation(Technique):
+    """Blocks that run as compiled code."""
+
+    name = "compilation"
+    part = ComputePlan
+
+    def runs(self, plan: Plan) -> bool:
+        return plan.compute.compile

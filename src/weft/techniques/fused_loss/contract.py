@@ -36,3 +36,6 @@ class FusedLoss(Technique):
     name = "the fused loss"
     part = FusedLossSettings
     removals = (Removal("the fused loss", _without),)
+
+    def runs(self, plan: Plan) -> bool:
+        return plan.memory.fuses_loss or plan.mesh.tensor > 1  # split logits need a loss that knows of the split

@@ -73,6 +73,10 @@ class LocalSteps(Technique):
 
     name = "local steps"
     part = LocalStepsSettings
+    saved_as = "local_rounds"
+
+    def runs(self, plan: Plan) -> bool:
+        return plan.data_parallel.replicas_step_alone
 
     def unrunnable(self, plan: Plan) -> Iterator[str]:
         mesh, data = plan.mesh, plan.data_parallel

@@ -117,6 +117,9 @@ class Pipeline(Technique):
     )
     judged_alone = ("mesh.pipeline",)
 
+    def runs(self, plan: Plan) -> bool:
+        return plan.mesh.pipeline > 1
+
     def check_model(self, case: Case) -> None:
         plan, blocks = case.plan, case.facts.num_blocks
         stages, chunks = plan.num_stages, plan.pipeline_parallel.chunks_per_rank

@@ -99,6 +99,9 @@ class Recomputation(Technique):
     removals = (Removal("recomputation", _without),)
     judged_alone = (RECOMPUTE_KEY,)
 
+    def runs(self, plan: Plan) -> bool:
+        return plan.memory.recomputes
+
     def check(self, case: Case) -> None:
         if case.facts.has_batch_norm and case.plan.memory.recomputes:
             problem = "would run BatchNorm's forward twice per step, and its running statistics would move twice."

@@ -48,6 +48,9 @@ class Tensor(Technique):
     )
     judged_alone = ("mesh.tensor", "tensor_parallel.sequence")
 
+    def runs(self, plan: Plan) -> bool:
+        return plan.mesh.tensor > 1
+
     def unrunnable(self, plan: Plan) -> Iterator[str]:
         scheme = plan.tensor_parallel.scheme
         if scheme != "1d":

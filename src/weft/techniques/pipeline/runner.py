@@ -12,20 +12,20 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import Mesh
 from weft.models import Batch, Blueprint
-from weft.parallel._context import MicrobatchState
-from weft.parallel._part import ModelPart
-from weft.parallel._runner import (
+from weft.parallel import (
     LossTotals,
+    MicrobatchState,
+    ModelPart,
     StepObserver,
     compute_dtype_of,
     evaluating,
     microbatch_state,
     move_batch,
 )
-from weft.parallel.pipeline.routes import Message, Routes, plan_routes, sent_by, wanted_by
-from weft.parallel.pipeline.stage import Stage
-from weft.parallel.pipeline.transport import Transport, signature_of
 from weft.plan import Action, Plan, forward_orders, schedule_orders, stage_ranks
+from weft.techniques.pipeline.routes import Message, Routes, plan_routes, sent_by, wanted_by
+from weft.techniques.pipeline.stage import Stage
+from weft.techniques.pipeline.transport import Transport, signature_of
 
 
 @dataclass(slots=True, kw_only=True)

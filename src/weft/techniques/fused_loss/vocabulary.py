@@ -24,10 +24,8 @@ from torch import Tensor, nn
 from weft.comm import GroupView, Mesh, all_gather
 from weft.errors import PlanError
 from weft.models import IGNORED, Blueprint
-from weft.parallel._autograd import gather_features, no_view
-from weft.parallel._context import StepContext
-from weft.parallel._layout import ModelLayout
-from weft.parallel._split import is_own
+from weft.parallel import ModelLayout, StepContext, is_own
+from weft.parallel.autograd import gather_features, no_view
 from weft.plan import Plan
 
 _CHUNK_BYTES, _CHUNK_TOKENS = 8 << 20, (64, 1024)

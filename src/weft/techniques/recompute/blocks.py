@@ -21,10 +21,9 @@ from torch.utils.checkpoint import (
 
 from weft.errors import PlanError
 from weft.models import Blueprint
-from weft.parallel._context import MicrobatchState, StepContext
-from weft.parallel._selective import selective_contexts
-from weft.parallel._split import is_own
+from weft.parallel import MicrobatchState, StepContext, is_own
 from weft.plan import Plan
+from weft.techniques.recompute.selective import selective_contexts
 
 _aten = torch.ops.aten
 _KEPT = frozenset(

@@ -14,10 +14,9 @@ from torch import nn
 
 from weft.comm import GroupView, Mesh
 from weft.models import CutTable
-from weft.parallel._layout import ModelLayout, ParameterLayout
-from weft.parallel._part import ModelPart
-from weft.parallel.pipeline.cut import stage_of
-from weft.parallel.pipeline.transport import pipeline_partition
+from weft.parallel import ModelLayout, ModelPart, ParameterLayout
+from weft.techniques.pipeline.cut import stage_of
+from weft.techniques.pipeline.transport import pipeline_partition
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from torch import Tensor
 from weft.comm import Mesh, carried_by_gloo
 from weft.errors import CollectiveError
 from weft.models import Batch
-from weft.parallel.pipeline.routes import Message, Routes
 from weft.plan import axis_coordinates
+from weft.techniques.pipeline.routes import Message, Routes
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

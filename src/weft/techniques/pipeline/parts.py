@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from weft.comm import Mesh
 from weft.models import Blueprint
-from weft.parallel._context import StepContext
-from weft.parallel._part import ModelPart
-from weft.parallel.pipeline.cut import choose_cuts, cut_stage, cut_table_of
-from weft.parallel.pipeline.ties import create_tie_groups, find_ties, stage_layout
-from weft.parallel.pipeline.verify import verify_cut_table
+from weft.parallel import ModelPart, StepContext
 from weft.plan import Plan, check_schedule, stage_ranks
+from weft.techniques.pipeline.cut import choose_cuts, cut_stage, cut_table_of
+from weft.techniques.pipeline.ties import create_tie_groups, find_ties, stage_layout
+from weft.techniques.pipeline.verify import verify_cut_table
 
 
 def cut_parts(blueprint: Blueprint, plan: Plan, mesh: Mesh, context: StepContext) -> list[ModelPart]:

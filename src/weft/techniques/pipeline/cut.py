@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.models import Blueprint, CutTable
-from weft.parallel._autograd import no_view
+from weft.parallel.autograd import no_view
 from weft.plan import balanced_cuts
 
 

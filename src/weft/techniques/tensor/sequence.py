@@ -2,7 +2,7 @@
 
 The activation is cut along dim 1 before the first block and whole again after the last norm; norms, dropouts and
 residual sums in between work on shards and store 1/t of the activations.  The collectives at the column- and
-row-parallel layers (`tensor.py`) turn from all-reduces into all-gathers and reduce-scatters of the same volume.  Any
+row-parallel layers (`layers.py`) turn from all-reduces into all-gathers and reduce-scatters of the same volume.  Any
 length is cut, also one that the group does not divide.  Source: Korthikanti et al. 2022,
 https://arxiv.org/abs/2205.05198.
 """
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
 from weft.models import Blueprint, SplitTable
-from weft.parallel._autograd import gather_sequence, scatter_sequence
-from weft.parallel._context import StepContext
-from weft.parallel._layout import ModelLayout
-from weft.parallel._region import SequenceRegion, sequence_region
-from weft.parallel._split import is_own, mark_partial
+from weft.parallel import ModelLayout, StepContext, is_own
+from weft.parallel.autograd import gather_sequence, scatter_sequence
+from weft.parallel.region import SequenceRegion, sequence_region
 from weft.plan import Plan
+from weft.techniques.tensor.cuts import mark_partial
 
 
 def sequence_shard_length(length: int, plan: Plan, mesh: Mesh) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.models import Blueprint, CutTable, logits_of
-from weft.parallel.pipeline.cut import Absent, Passed, Received
+from weft.techniques.pipeline.cut import Absent, Passed, Received
 
 
 class _Stop(Exception):

@@ -12,7 +12,7 @@ from torch import nn
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import INHERITED, Blueprint, SplitRule, SplitTable
-from weft.parallel._layout import ModelLayout, ParameterLayout, TensorSplit
+from weft.parallel import ModelLayout, TensorSplit
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -22,11 +22,6 @@ def is_linear(module: nn.Module) -> bool:
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is Hugging Face's `Conv1D`: a linear layer whose weight is stored (in, out)."""
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
-
-
-def is_own(part: nn.Module, blueprint: Blueprint, name: str) -> bool:
-    """Whether `name` is the model's own module in this part and not what a stage put in its place."""
-    return type(part.get_submodule(name)) is type(blueprint.module.get_submodule(name))
 
 
 def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, TensorSplit]:
@@ -109,15 +104,6 @@ def check_sizes(blueprint: Blueprint, parts: int) -> None:
     raise PlanError(f"plan.mesh.tensor = {parts} does not divide {listed}. {fix}.")
 
 
-def first_names(module: nn.Module) -> dict[str, str]:
-    """Return, for every name of a parameter or buffer, the first name under which the same tensor is found."""
-    seen, names = dict[int, str](), dict[str, str]()
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name, tensor in tensors:
-        names[name] = seen.setdefault(id(tensor), name)
-    return names
-
-
 def check_ties(names: Mapping[str, str], splits: Mapping[str, TensorSplit], table: SplitTable) -> None:
     """Raise PlanError when two modules share a parameter and cut it differently."""
     for name, first in names.items():
@@ -144,35 +130,6 @@ def cut_parameters(part: nn.Module, splits: Mapping[str, TensorSplit]) -> None:
             made[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
         owner, _, leaf = name.rpartition(".")
         setattr(part.get_submodule(owner), leaf, made[id(parameter)])
-
-
-def fill_layout(
-    layout: ModelLayout, part: nn.Module, names: Mapping[str, str], splits: Mapping[str, TensorSplit], view: GroupView
-) -> None:
-    """Enter every parameter and floating buffer of the part, before it is cut; keep what others said of ties."""
-    for name, parameter in part.named_parameters(remove_duplicate=False):
-        layout.entries[name] = _entry(layout, name, names, parameter.shape, splits.get(name), view, is_buffer=False)
-    for name, buffer in part.named_buffers(remove_duplicate=False):
-        if buffer.is_floating_point():
-            layout.entries[name] = _entry(layout, name, names, buffer.shape, None, view, is_buffer=True)
-
-
-def _entry(
-    layout: ModelLayout,
-    name: str,
-    names: Mapping[str, str],
-    shape: torch.Size,
-    split: TensorSplit | None,
-    view: GroupView,
-    *,
-    is_buffer: bool,
-) -> ParameterLayout:
-    counts = split is not None or view.index == 0
-    known = layout.entries.get(name)
-    if known is not None:
-        return replace(known, split=split, counts=known.counts and counts)
-    first = names.get(name, name)
-    return ParameterLayout(name=first, shape=shape, split=split, counts=counts, is_buffer=is_buffer)
 
 
 def mark_partial(layout: ModelLayout, name: str) -> None:

@@ -1,21 +1,37 @@
-"""From what a plan says of compression to the codecs that do it."""
+"""Compression on a rank: from what a plan says of it to the codecs that do it."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import final
 
 from weft.comm import Mesh
 from weft.errors import PlanError
+from weft.parallel.technique import Build, TechniqueRuntime
 from weft.plan import Plan
-
-if TYPE_CHECKING:
-    from weft.techniques.compression.codecs import Compression
+from weft.techniques.compression.codecs import Compression
 
 logger = logging.getLogger(__name__)
 
 
-def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | None) -> Compression | None:
+@final
+class CompressedGradients(TechniqueRuntime):
+    """What gradients are compressed by."""
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+
+    def codec(self) -> Compression:
+        build = self._build
+        return compression_of(build.plan, build.seed, build.mesh, build.momentum_decay)
+
+
+def create(build: Build) -> TechniqueRuntime:
+    """See `weft.parallel.technique`."""
+    return CompressedGradients(build)
+
+
+def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | None) -> Compression:
     """Return what the plan says of compression, whose names `runnability` has checked; random draws follow `seed`.
 
     Of one that promises nothing about convergence the first rank warns, once per training.  Call on every rank.
@@ -24,8 +40,6 @@ def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | No
         PlanError: 1-bit Adam with an optimizer that is not Weft's AdamW.
     """
     data = plan.data_parallel
-    if not data.compresses:
-        return None
     if data.is_unproven and mesh.rank == 0:
         logger.warning(
             'plan.data_parallel.compression = "%s": nothing guarantees that this training converges as without it,'
@@ -38,8 +52,6 @@ def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | No
             'plan.data_parallel.compression = "onebit" freezes the variance of AdamW, which your own optimizer does'
             ' not allow. Use "int8", or train a recipe with optimizer.name = "adamw".'
         )
-    from weft.techniques.compression.codecs import Compression  # loaded where one is used
-
     match data.compression:
         case "bf16" | "int8" | "powersgd" | "topk" | "onebit" | "randomk" | "signsgd" as codec:
             return Compression(

@@ -7,7 +7,7 @@ from torch import nn
 
 from weft.errors import PlanError
 from weft.models import Blueprint
-from weft.parallel._split import is_own
+from weft.parallel import is_own
 from weft.plan import Plan
 
 

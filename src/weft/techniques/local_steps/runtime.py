@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -28,49 +29,44 @@ from torch import Tensor
 from weft.checkpoint import Json
 from weft.comm import GroupView, Mesh, Wait, nothing_to_wait_for, start_all_reduce
 from weft.document import JsonObject
+from weft.figures import spell_bytes
 from weft.parallel import Piece, Shard, exchange_masters, shard_pieces
-from weft.techniques.local_steps.contract import LocalStepsSettings
+from weft.parallel.technique import Build, TechniqueRuntime
+from weft.techniques.local_steps.contract import LocalSteps, LocalStepsSettings
 
 
-class LocalRounds:
+@final
+class LocalRounds(TechniqueRuntime):
     """Anchor, outer momentum, and the sums at the end of each round.  Create and call it on every rank alike.
 
-    `shards` are those of stores that sum gradients inside a replica only (`Mesh.within_replica`), so that the ranks of
-    `mesh["replicate"]` hold the same runs of the same parameters.  `last_step` is the number of the training's steps:
-    its last round ends there, however short it is.
+    `last_step` is the number of the training's steps: its last round ends there, however short it is.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        mesh: Mesh,
-        settings: LocalStepsSettings,
-        *,
-        last_step: int,
-    ) -> None:
-        self._shards = tuple(shards)
+    changes_masters: ClassVar[bool] = True
+    span: ClassVar[str] = "average_replicas"
+    saved_as: ClassVar[str] = LocalSteps.saved_as
+
+    def __init__(self, mesh: Mesh, settings: LocalStepsSettings, *, last_step: int) -> None:
+        self._shards: tuple[Shard, ...] = ()
+        self._anchors: list[Tensor] = []
+        self._velocities: list[Tensor] = []
         self._replicas: GroupView = mesh["replicate"]
         self._steps = settings.local_steps
         self._learning_rate = settings.outer_learning_rate
         self._momentum = settings.outer_momentum
         self._last_step = last_step
-        self._anchors = [shard.master.detach().clone() for shard in self._shards]
-        self._velocities = [torch.zeros_like(anchor) for anchor in self._anchors] if self._momentum else []
         self._counts = [0.0] * self._replicas.size
 
-    @property
-    def length(self) -> int:
-        """Steps of a round."""
-        return self._steps
+    def summing(self, mesh: Mesh) -> Mesh:
+        """Gradients meet inside a replica only."""
+        return mesh.within_replica()
 
-    @property
-    def num_replicas(self) -> int:
-        return self._replicas.size
-
-    @property
-    def index(self) -> int:
-        """Of this rank's replica."""
-        return self._replicas.index
+    def take(self, shards: Sequence[Shard]) -> None:
+        """Begin the first round.  `shards` are those of stores that sum gradients inside a replica only, so that the
+        ranks of `mesh["replicate"]` hold the same runs of the same parameters."""
+        self._shards = tuple(shards)
+        self._anchors = [shard.master.detach().clone() for shard in self._shards]
+        self._velocities = [torch.zeros_like(anchor) for anchor in self._anchors] if self._momentum else []
 
     @property
     def is_open(self) -> bool:
@@ -117,7 +113,7 @@ class LocalRounds:
         difference.copy_(anchor)
 
     @contextmanager
-    def swapped(self, publish: Callable[[], None]) -> Generator[None]:
+    def evaluated(self, publish: Callable[[], None]) -> Generator[None]:
         """Let the model have the weights that replicas agreed on last, and its own, bit for bit, after it.
 
         `publish` brings masters into the parameters.  Enter and leave on every rank; between rounds it does nothing.
@@ -141,20 +137,29 @@ class LocalRounds:
 
     def round_bytes(self) -> int:
         """Return the bytes that this rank hands to all-reduces at the end of a round: its masters."""
-        return sum(shard.master.numel() * shard.master.element_size() for shard in self._shards)
+        return sum(anchor.numel() * anchor.element_size() for anchor in self._anchors)
 
-    def pieces(self, optimizer: Sequence[Piece]) -> list[Piece]:
-        """Return weights, outer momentum and optimizer states for saving and loading; `optimizer` are the optimizer's
-        own pieces, as of a training without replicas.
+    def notes(self) -> list[str]:
+        if self._steps == 1:
+            return []  # every step is a round, whose collectives a dry run sees
+        size = self.round_bytes()
+        return [
+            f"replicas all-reduce {spell_bytes(size)} of weights in every {self._steps}. step, which is not in these"
+            f" numbers: {spell_bytes(size / self._steps)} per step in the mean"
+        ]
+
+    def pieces(self, pieces: list[Piece]) -> list[Piece]:
+        """Return weights, outer momentum and optimizer states for saving and loading.
 
         What any plan can load bears the usual names: the weights that replicas agreed on last, and the optimizer
         states of the first replica.  The rest is `local/momentum/…` and, by replica, `local/<index>-of-<number>/…`: its
         optimizer states, and in the middle of a round its weights.  A replica that finds none of its own starts from
         the usual ones, so they are listed for it as well, and fill what is then filled again.
         """
+        masters = [piece for piece in pieces if piece.name.startswith("model/")]
+        optimizer = [piece for piece in pieces if not piece.name.startswith("model/")]
         anchors = shard_pieces("model", self._shards, self._anchors)
         found = [self._shared(piece) for piece in anchors]
-        masters = list(shard_pieces("model", self._shards, [shard.master for shard in self._shards]))
         found += [replace(piece, counts=False) for piece in masters]
         found += [self._shared(piece) for piece in optimizer]
         if self._velocities:
@@ -191,3 +196,9 @@ class LocalRounds:
         counts = state.get("counts")
         mine = [float(count) for count in counts if isinstance(count, int | float)] if isinstance(counts, list) else []
         self._counts = mine if len(mine) == self._replicas.size else [0.0] * self._replicas.size
+
+
+def create(build: Build) -> TechniqueRuntime:
+    """See `weft.parallel.technique`."""
+    assert build.num_steps is not None, "a session refuses local steps"
+    return LocalRounds(build.mesh, build.plan.data_parallel, last_step=build.num_steps)

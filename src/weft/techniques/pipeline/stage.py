@@ -13,12 +13,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint, logits_of
-from weft.parallel._context import MicrobatchState
-from weft.parallel._draw_net import without_draws
-from weft.parallel._part import ModelPart
-from weft.parallel._runner import LossTotals, model_inputs
-from weft.parallel.pipeline.cut import Received
-from weft.parallel.pipeline.weight_pass import WeightPass, deferring
+from weft.parallel import LossTotals, MicrobatchState, ModelPart, model_inputs, without_draws
+from weft.techniques.pipeline.cut import Received
+from weft.techniques.pipeline.weight_pass import WeightPass, deferring
 
 
 @dataclass(slots=True)

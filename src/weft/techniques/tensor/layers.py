@@ -22,28 +22,24 @@ from torch import Tensor, nn
 from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
 from weft.models import Blueprint, SplitRule, SplitTable
-from weft.parallel._autograd import (
+from weft.parallel import ModelLayout, StepContext, TensorSplit, fill_layout, first_names, is_own
+from weft.parallel.autograd import (
     copy_to_group,
     gather_features,
     gather_sequence,
     reduce_from_group,
     reduce_scatter_sequence,
 )
-from weft.parallel._context import StepContext
-from weft.parallel._layout import ModelLayout, TensorSplit
-from weft.parallel._region import sequence_region
-from weft.parallel._split import (
+from weft.parallel.region import sequence_region
+from weft.plan import Plan
+from weft.techniques.tensor.cuts import (
     check_sizes,
     check_ties,
     cut_parameters,
-    fill_layout,
-    first_names,
     is_linear,
-    is_own,
     mark_partial,
     split_parameters,
 )
-from weft.plan import Plan
 
 Forward = Callable[..., Any]
 

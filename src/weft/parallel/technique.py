@@ -1,0 +1,145 @@
+"""What a technique does on a rank: the half of its contract that needs torch.
+
+Where a technique's contract says that a plan `runs` it, its folder has a file `runtime.py` with a function
+`create(build: Build) -> TechniqueRuntime`.  Ranks import that file by name, so they load what their plan uses and
+nothing else.  `parallelize` and `weft.engine` call the hooks below, each for all techniques in the order of the
+registry, and know no technique by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from weft.comm import Mesh
+from weft.document import JsonObject
+from weft.models import Blueprint
+from weft.parallel._context import StepContext
+from weft.parallel._draw_trace import Draws
+from weft.parallel._part import ModelPart
+from weft.parallel._precision import Dtypes
+from weft.parallel._runner import Runner
+from weft.parallel._shard import Piece, Shard
+from weft.plan import Plan
+from weft.techniques.registry import running
+
+if TYPE_CHECKING:
+    from weft.techniques.compression.codecs import Compression
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What every technique of a rank is told before there is a model; the same on all ranks but for the mesh."""
+
+    blueprint: Blueprint
+    plan: Plan
+    mesh: Mesh
+    dtypes: Dtypes
+    context: StepContext
+    draws: Draws
+    """What the model and its loss draw by functions."""
+    seed: int
+    momentum_decay: float | None = None
+    """The optimizer's, where it is an AdamW that can freeze its variance."""
+    num_steps: int | None = None
+    """Steps of the whole training; None where a loop of the user's own decides."""
+    folder: Path | None = None
+    """Where the run keeps its files; None where there is no run."""
+
+
+class TechniqueRuntime:
+    """One technique on one rank.  A subclass overrides the hooks that it needs; the others do nothing.
+
+    Every hook is called on every rank alike, in the order in which they stand here.
+    """
+
+    changes_masters: ClassVar[bool] = False
+    """Whether `end_step` may change masters, so that no weights may be gathered ahead of it."""
+    span: ClassVar[str] = ""
+    """Name by which the recorder keeps the time of `end_step`; empty: there is nothing to do at the end of a step."""
+    saved_as: ClassVar[str] = ""
+    """Key of `state` in a checkpoint, which is the contract's; empty: there is none."""
+
+    # ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def summing(self, mesh: Mesh) -> Mesh:
+        """Return the mesh over whose data ranks the gradients of a step are summed."""
+        return mesh
+
+    def parts(self) -> list[ModelPart] | None:
+        """Return the stages of the model that this rank holds; None: the whole model is one."""
+        return None
+
+    def split(self, part: ModelPart) -> None:
+        """Split a part over ranks and say so in its layout.  It has no storage yet."""
+
+    def join(self, parts: Sequence[ModelPart]) -> None:
+        """Let parts share what belongs to several of them.  They have storage and initial weights now."""
+
+    def wrap(self, part: ModelPart) -> None:
+        """Put something around or in place of forwards of a part's modules."""
+
+    def codec(self) -> Compression | None:
+        """Return what gradients are compressed by on their way; None: they travel as they are."""
+        return None
+
+    def take(self, shards: Sequence[Shard]) -> None:
+        """Take hold of what the optimizer will update, before it is built."""
+
+    def runner(self, parts: Sequence[ModelPart]) -> Runner | None:
+        """Return what runs the microbatches; None: they run one after another."""
+        return None
+
+    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def end_step(self, step: int, counts: Sequence[float] | None) -> bool:
+        """Note a step's end, and return whether masters have changed, which are then published again.
+
+        Args:
+            step: number of the step, from 0.
+            counts: what was counted by each part of the world that sums gradients for itself; None: the step was
+                skipped.
+        """
+        return False
+
+    def evaluated(self, publish: Callable[[], None]) -> AbstractContextManager[None]:
+        """Let the model have the weights that are evaluated, within the block.  `publish` brings masters into it."""
+        return nullcontext()
+
+    # ── memory, checkpoints ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_bytes(self) -> int:
+        """Return the bytes that it keeps on the device between steps, beside parameters, gradients, masters and
+        optimizer states."""
+        return 0
+
+    def notes(self) -> list[str]:
+        """Return what a dry run should say of it, beside bytes and the collectives of one step."""
+        return []
+
+    def pieces(self, pieces: list[Piece]) -> list[Piece]:
+        """Return what a checkpoint holds of masters and optimizer states, where `pieces` are all of them as a training
+        without the technique has them, masters first."""
+        return pieces
+
+    def state(self) -> dict[str, Any]:
+        """Return what must be saved and is no tensor, as JSON."""
+        return {}
+
+    def check_state(self, state: JsonObject) -> None:
+        """Refuse what `state` cannot have returned.  Raises `CheckpointError`."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned once the pieces have been filled; empty where a plan without it saved."""
+
+    def close(self) -> None:
+        """Let go of files and threads; no steps follow."""
+
+
+def techniques_of(build: Build) -> tuple[TechniqueRuntime, ...]:
+    """Create what a plan's techniques do on this rank, in the order of the registry."""
+    return tuple(import_module(name).create(build) for name in running(build.plan))

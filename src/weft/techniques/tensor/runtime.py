@@ -1,0 +1,30 @@
+"""Tensor and sequence parallelism on a rank: layers split over the tensor axis, and the borders of the sequence."""
+
+from __future__ import annotations
+
+from typing import final
+
+from weft.parallel import ModelPart
+from weft.parallel.technique import Build, TechniqueRuntime
+from weft.techniques.tensor.layers import apply_tensor
+from weft.techniques.tensor.sequence import apply_sequence
+
+
+@final
+class TensorRanks(TechniqueRuntime):
+    """This rank's share of every matrix."""
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+
+    def split(self, part: ModelPart) -> None:
+        build = self._build
+        apply_tensor(part.module, build.blueprint, build.plan, build.mesh, build.context, part.layout)
+        if build.plan.tensor_parallel.sequence:
+            apply_sequence(part.module, build.blueprint, build.plan, build.mesh, build.context, part.layout)
+            part.shares_sequence = True
+
+
+def create(build: Build) -> TechniqueRuntime:
+    """See `weft.parallel.technique`."""
+    return TensorRanks(build)

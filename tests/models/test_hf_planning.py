@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import transformers
 
+from weft.blueprint import build_blueprint
 from weft.cli._read import describe_recipe
 from weft.cluster import resolve_cluster
 from weft.description import facts_of
-from weft.entry import describe_built
+from weft.entry import describe_recipe as describe_by_building
 from weft.errors import PlanError, RecipeError
-from weft.plan import Plan, apply_overrides, check_plan
+from weft.plan import ModelFacts, Plan, apply_overrides, check_plan
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.search import choose_plan, recipe_space, search
+from weft.worker import facts_of_blueprint
 
 FAMILIES = {
     "llama": transformers.LlamaConfig,
@@ -58,12 +60,15 @@ def drawn_recipe(folder: Path, family: str, seed: int) -> Recipe:
     )
 
 
+def built_facts(recipe: Recipe) -> ModelFacts:
+    return facts_of_blueprint(build_blueprint(recipe), recipe)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_search_proposes_training_accepts(family: str, seed: int, tmp_path: Path) -> None:
     recipe = drawn_recipe(tmp_path, family, seed)
-    described, built = describe_built(recipe)
-    profile = described.profile
+    profile, built = describe_by_building(recipe).profile, built_facts(recipe)
     described = describe_recipe(recipe)
     assert profile is not None
     assert described.profile is not None
@@ -138,7 +143,7 @@ def test_a_family_without_a_table_gets_plans_that_training_accepts(family: str, 
         batch=BatchRecipe(global_batch_size=8),
         run=RunRecipe(steps=2),
     )
-    described, built = describe_recipe(recipe), describe_built(recipe)[1]
+    described, built = describe_recipe(recipe), built_facts(recipe)
     assert described.profile is not None
     cluster = resolve_cluster("2x4xa100-40gb")
     space = recipe_space(recipe, described.profile, described.facts, cluster, Plan(), runnable_only=True)
@@ -170,6 +175,6 @@ def test_defaults_of_a_family_count_where_its_configuration_is_short(tmp_path: P
     config = json.loads(path.read_text())
     config.pop("sliding_window", None)
     path.write_text(json.dumps(config))
-    built = describe_built(recipe)[1]
+    built = built_facts(recipe)
     assert bool(built.no_stages)
     assert bool(facts_of(recipe).no_stages)

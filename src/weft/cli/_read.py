@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.cluster import Cluster
+    from weft.description import Description
     from weft.launch.launcher import ForkServer
     from weft.plan import ModelFacts, Plan
-    from weft.profile import Profile
     from weft.recipe import Recipe
     from weft.search import Choice as Chosen
 
@@ -41,7 +41,7 @@ def read_choice(
     *,
     trials: bool = False,
     fork_server: ForkServer | None = None,
-    described: Described | None = None,
+    described: Description | None = None,
 ) -> Choice:
     """Read a recipe and its plan, choose the plan when it is `auto`, and check that both fit.
 
@@ -85,32 +85,21 @@ def read_choice(
     return Choice(recipe, plan, reasons, facts, machine, note, tight and "microbatch.size" not in plan.origins)
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A recipe's model as the planner knows it."""
-
-    profile: Profile
-    facts: ModelFacts
-    notes: tuple[str, ...] = ()
-    """What could not be found out."""
-
-
-def describe_recipe(recipe: Recipe) -> Described:
-    """Return the profile and the facts of a recipe's model.  One that only building it describes is built, on the meta
-    device, which imports torch.
+def describe_recipe(recipe: Recipe) -> Description:
+    """Return the description of a recipe's model.  One that only building it describes, and of which nothing was kept,
+    is built on the meta device, which imports torch.
 
     Raises:
         RecipeError: the model cannot be built.
     """
-    from weft.description import description_of
+    from weft.description import description_of, stored
 
-    description = description_of(recipe)
-    if description is not None:
-        return Described(description.profile, description.facts)
-    from weft.entry import describe_built
+    known = description_of(recipe) or stored(recipe)
+    if known is not None:
+        return known
+    from weft.entry import describe_recipe as describe_by_building
 
-    built, facts = describe_built(recipe)
-    return Described(built.profile, facts, built.notes)
+    return describe_by_building(recipe)
 
 
 def _is_tight(choice: Chosen) -> bool:

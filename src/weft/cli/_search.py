@@ -77,7 +77,6 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
 
 def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject:
     """Return a recipe's model, built on the meta device where only that tells its sizes."""
-    from weft.description import sizes_of
     from weft.plan import Plan, apply_overrides
     from weft.recipe import load_recipe
 
@@ -88,7 +87,7 @@ def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject:
         global_batch_size=recipe.batch.global_batch_size,
         permit=recipe.permit,
         optimizer=recipe.optimizer,
-        sizes=sizes_of(recipe),
+        sizes=described.sizes,
         recipe=recipe,
         described=described,
         steps=recipe.run.steps,

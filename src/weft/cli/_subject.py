@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weft.errors import RecipeError
 
 if TYPE_CHECKING:
-    from weft.cli._read import Described
+    from weft.description import Description
     from weft.profile import ModelSizes, Profile
     from weft.recipe import OptimizerRecipe, PermitRecipe, Recipe
 
@@ -25,7 +25,7 @@ class Subject:
     """Of a transformer, for other systems."""
     recipe: Recipe | None = None
     """None for a well-known model."""
-    described: Described | None = None
+    described: Description | None = None
     """The recipe's model."""
     steps: int | None = None
     """Of the recipe's run."""

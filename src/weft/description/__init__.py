@@ -7,3 +7,7 @@ from weft.description._of_recipe import description_of_shape as description_of_s
 from weft.description._of_recipe import facts_of as facts_of
 from weft.description._of_recipe import profile_of as profile_of
 from weft.description._of_recipe import sizes_of as sizes_of
+from weft.description._store import store as store
+from weft.description._store import stored as stored
+from weft.description._text import of_json as of_json
+from weft.description._text import to_json as to_json

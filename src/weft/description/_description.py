@@ -19,6 +19,10 @@ class Description:
 
     profile: Profile
     tables: Tables = Tables()
+    sequence_length: int | None = None
+    """Tokens per sample; None where samples are no sequences."""
+    vocabulary_size: int | None = None
+    """None: it reads no tokens."""
     sizes: ModelSizes | None = None
     """The numbers that make up the profile, of a transformer that is described by numbers."""
     notes: tuple[str, ...] = ()
@@ -30,23 +34,18 @@ class Description:
         profile, tables = self.profile, self.tables
         return ModelFacts(
             name=profile.name,
-            num_blocks=len(profile.blocks),
+            num_blocks=len(profile.blocks) if profile.can_be_cut or self.sizes is not None else None,
             no_stages=tables.no_stages,
             no_tensor=tables.no_tensor,
-            divisible=dict(profile.divisible),
+            divisible=dict(profile.divisible) or (None if tables.splits else {}),
             num_parameters=profile.num_parameters,
             hidden_size=profile.hidden_size,
-            vocabulary_size=profile.vocabulary_size or None,
+            vocabulary_size=self.vocabulary_size,
             sequence_length=self.sequence_length,
             tied=profile.tied,
             has_batch_norm=profile.has_batch_norm,
             per_sample_loss=profile.per_sample_loss,
         )
-
-    @property
-    def sequence_length(self) -> int | None:
-        """Tokens per sample; None where samples are no sequences."""
-        return None if self.sizes is None else self.profile.sequence_length
 
     @property
     def flops_per_sample(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from weft.description._description import Description
 from weft.description._shapes import profile_of_shape, sizes_of_shape
 from weft.errors import RecipeError
-from weft.families import WINDOWS, Config, Family, family_of
+from weft.families import WINDOWS, Config, Family, Tables, family_of
 from weft.plan import ModelFacts
 from weft.profile import ModelSizes, Profile, profile_of_sizes
 from weft.recipe import Recipe, ReferenceShape, read_hf_config
@@ -33,7 +33,18 @@ def description_of(recipe: Recipe) -> Description | None:
 
 def description_of_shape(shape: ReferenceShape) -> Description:
     """Return the description of a reference model; its tables stand beside its modules (`weft.models`)."""
-    return Description(profile=profile_of_shape(shape), sizes=sizes_of_shape(shape))
+    return _described(profile_of_shape(shape), sizes_of_shape(shape))
+
+
+def _described(profile: Profile, sizes: ModelSizes | None, tables: Tables | None = None) -> Description:
+    """A description by numbers: those of a transformer are of tokens in sequences."""
+    return Description(
+        profile=profile,
+        tables=tables or Tables(),
+        sizes=sizes,
+        sequence_length=None if sizes is None else sizes.sequence_length,
+        vocabulary_size=profile.vocabulary_size or None,
+    )
 
 
 def describe_family(
@@ -65,7 +76,7 @@ def describe_family(
     if windows:
         tables = replace(tables, cut=None, no_stages=WINDOWS, notes=(*tables.notes, f"{WINDOWS}: no pipeline stages."))
     profile = replace(profile, divisible=tuple(divisible.items()), can_be_cut=not windows)
-    return Description(profile=profile, tables=tables, sizes=sizes)
+    return _described(profile, sizes, tables)
 
 
 def profile_of(recipe: Recipe) -> Profile | None:

@@ -1,6 +1,6 @@
 """The ways in: `train`, `session` for a loop of one's own, `generate`."""
 
-from weft.entry._auto import describe_built as describe_built
+from weft.entry._auto import describe_recipe as describe_recipe
 from weft.entry._check import check as check
 from weft.entry._check_report import CheckFailure as CheckFailure
 from weft.entry._check_report import CheckReport as CheckReport

@@ -13,37 +13,25 @@ from torch import nn
 from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, KnownMachine, known_machine
 from weft.describe import describe, describe_weights
-from weft.description import Description, description_of
+from weft.description import Description, description_of, store, stored
 from weft.errors import RecipeError
+from weft.families import Tables
 from weft.launch import RankInfo
 from weft.models import Blueprint
-from weft.plan import ModelFacts
 from weft.recipe import Recipe
 from weft.worker import facts_of_blueprint
 
 _WEIGHTS_ALONE = "a forward of the model cannot be described, so plans are compared by its weights alone"
 
 
-def describe_built(recipe: Recipe) -> tuple[Description, ModelFacts]:
-    """Build the recipe's model on the meta device; return its description and its facts.  See `describe_blueprint`."""
-    blueprint = build_blueprint(recipe)
-    facts = facts_of_blueprint(blueprint, recipe)
-    return describe_blueprint(blueprint, recipe), facts
+def describe_recipe(recipe: Recipe) -> Description:
+    """Return what the recipe's numbers say of its model, what was kept of it, or else what the built model shows."""
+    return description_of(recipe) or stored(recipe) or _kept(recipe, build_blueprint(recipe))
 
 
 def describe_blueprint(blueprint: Blueprint, recipe: Recipe) -> Description:
-    """Return what the recipe's numbers say of a model, or one forward of it on the meta device.
-
-    Where that cannot be run (the model brings no example, or its forward depends on values), its weights alone tell.
-    """
-    known = description_of(recipe)
-    if known is not None:
-        return known
-    dtype = torch.bfloat16 if "bf16" in recipe.permit.precision else torch.float32
-    if blueprint.example is not None:
-        with suppress(RecipeError):  # `weft describe` says what is missing
-            return Description(profile=describe(blueprint, dtype=dtype))
-    return Description(profile=describe_weights(blueprint), notes=(_WEIGHTS_ALONE,))
+    """`describe_recipe`, of a recipe whose model has been built already."""
+    return description_of(recipe) or stored(recipe) or _kept(recipe, blueprint)
 
 
 def describe_user_model(blueprint: Blueprint, recipe: Recipe) -> Description:
@@ -56,8 +44,43 @@ def describe_user_model(blueprint: Blueprint, recipe: Recipe) -> Description:
         warnings.simplefilter("ignore")  # the loss says what it has to say when it is run for what it is for
         module = _on_meta(blueprint.module)
         if module is None:
-            return Description(profile=describe_weights(blueprint), notes=(_WEIGHTS_ALONE,))
-        return describe_blueprint(replace(blueprint, module=module), recipe)
+            return _described(replace(blueprint, example=None), recipe)
+        return _described(replace(blueprint, module=module), recipe)
+
+
+def _kept(recipe: Recipe, blueprint: Blueprint) -> Description:
+    description = _described(blueprint, recipe)
+    store(recipe, description)
+    return description
+
+
+def _described(blueprint: Blueprint, recipe: Recipe) -> Description:
+    """What one forward on the meta device shows; where that cannot be run (the model brings no example, or its forward
+    depends on values), what its weights alone tell."""
+    facts = facts_of_blueprint(blueprint, recipe)
+    profile, notes = None, ()
+    if blueprint.example is not None:
+        dtype = torch.bfloat16 if "bf16" in recipe.permit.precision else torch.float32
+        with suppress(RecipeError):  # `weft describe` says what is missing
+            profile = describe(blueprint, dtype=dtype)
+    if profile is None:
+        profile, notes = describe_weights(blueprint), (_WEIGHTS_ALONE,)
+    return Description(
+        profile=replace(profile, name=facts.name),
+        tables=Tables(
+            split=tuple(blueprint.split),
+            localise=tuple(blueprint.localise),
+            divisible=dict(blueprint.divisible),
+            cut=blueprint.cut,
+            no_stages=facts.no_stages,
+            no_tensor=facts.no_tensor,
+            vocabulary_head=blueprint.vocabulary_head,
+            notes=tuple(blueprint.notes),
+        ),
+        sequence_length=blueprint.sequence_length,
+        vocabulary_size=blueprint.vocabulary_size,
+        notes=notes,
+    )
 
 
 def _on_meta(module: nn.Module) -> nn.Module | None:

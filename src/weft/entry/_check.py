@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, known_machine
-from weft.description import facts_of, profile_of
-from weft.entry._auto import describe_built
+from weft.description import facts_of
+from weft.entry._auto import describe_recipe
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.launch import RankInfo
@@ -120,7 +120,7 @@ def check_by(
     recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
     facts = _facts(recipe)
     if plan == "auto":
-        profile = profile_of(recipe) or describe_built(recipe)[0].profile
+        profile = describe_recipe(recipe).profile
         plan = choose_plan(recipe, known_machine().cluster, facts, profile=profile).plan
     elif not isinstance(plan, Plan):
         plan = load_plan(plan)

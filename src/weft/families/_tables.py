@@ -73,3 +73,8 @@ class Tables:
     """Name of the linear head whose output only the vocabulary loss reads; it may be fused with the loss."""
     notes: Sequence[str] = ()
     """What the user should hear once at the start."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether a rule lets the tensor axis divide a layer."""
+        return any(rule.kind in ("column", "row", "vocab") for rule in self.split)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from weft.errors import RecipeError
-from weft.parallel import Piece, Shard, exchange_masters, shard_pieces
+from weft.parallel import Piece, Shard, exchange_masters, present, shard_pieces
 
 
 class WeightAverage:
@@ -34,8 +34,9 @@ class WeightAverage:
     def update(self) -> None:
         """Take up the masters of a step that was applied (not one that was skipped)."""
         assert not self._swapped, "the masters hold the average now"
-        for shard, average in zip(self._shards, self._averages, strict=True):
-            average.lerp_(shard.master, 1.0 - self._decay)
+        for here in present(self._shards, states=False, writes=False):
+            for index in here:
+                self._averages[index].lerp_(self._shards[index].master, 1.0 - self._decay)
 
     def reset(self) -> None:
         """Start again from the present masters, for a checkpoint that holds no average."""
@@ -71,5 +72,6 @@ class WeightAverage:
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
-        for shard, average in zip(self._shards, self._averages, strict=True):
-            average.copy_(shard.master)
+        for here in present(self._shards, states=False, writes=False):
+            for index in here:
+                self._averages[index].copy_(self._shards[index].master)

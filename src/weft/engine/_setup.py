@@ -74,6 +74,7 @@ class TrainingState:
         saved = state.get("loss_scale")
         if self.loss_scale is not None and isinstance(saved, Mapping):
             self.loss_scale.load_state(saved)  # pyright: ignore[reportArgumentType]
+        self.model.stores.settle()  # what is published below may be on its way
         for technique in self.model.techniques:
             own = state.get(technique.saved_as)
             technique.load_state(own if isinstance(own, Mapping) else {})
@@ -195,6 +196,8 @@ def create_training(
     optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups, plan.data_parallel.frozen_after)
     decay = recipe.optimizer.average_decay
     average = WeightAverage(shards, decay) if decay is not None else None
+    for technique in model.techniques:
+        technique.begin(shards)
     stepper, loss_scale = create_stepper(
         model,
         optimizer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,12 +32,44 @@ class Segment:
         return self.length == self.local_shape.numel()
 
 
+class Keeper(Protocol):
+    """Keeps masters and optimizer states elsewhere between the times when they are worked on.
+
+    What is away has no elements, so that whoever forgets to fetch it gets an error about shapes and never old numbers.
+    """
+
+    def new_state(self, shard: Shard) -> Tensor:
+        """Return a state of zeros, one element for each of the master's, that is away already."""
+        ...
+
+    def visit(self, shards: Sequence[Shard], *, states: bool, writes: bool) -> Iterator[Sequence[Shard]]:
+        """Yield `shards` in groups that are there until the next is asked for, with their states if `states`.
+
+        Changes are kept, and masters published as they leave, only if `writes`.
+        """
+        ...
+
+    def at_rest(self, tensor: Tensor) -> Tensor:
+        """Return the storage of a master or state while it is away, a tensor on the CPU: what is written there counts.
+
+        Any other tensor is returned as it is.
+        """
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Shard:
-    """A flat tensor that this rank updates: fp32 masters under bf16 and fp16, else the parameters themselves."""
+    """A flat tensor that this rank updates: fp32 masters under bf16 and fp16, else the parameters themselves.
+
+    Read and write masters and states within `present`: between two steps they may be away.
+    """
 
     master: Tensor
     """1-D, contiguous."""
+    weights: Tensor | None = None
+    """What the master is cast to for computing, 1-D; None: the model computes with the master itself."""
+    keeper: Keeper | None = None
+    """Who keeps master and states elsewhere between two steps; None: they are always there."""
     gradient: Tensor | None = None
     """1-D, as long as `master`, set by the gradient store once a step's gradients are reduced."""
     segments: list[Segment] = field(default_factory=list[Segment])
@@ -54,6 +87,24 @@ class Shard:
     """Whether this is one whole table whose gradient comes as `rows`, and `gradient` stays None."""
     rows: SparseRows | None = None
     """Of a sparse shard: what the step's rows sum to, set by the gradient store."""
+    size: int = field(init=False)
+    """Elements of the master, also while it is away."""
+
+    def __post_init__(self) -> None:
+        self.size = self.master.numel()
+
+    def new_state(self) -> Tensor:
+        """Return a state of zeros with one element for each of the master's."""
+        return torch.zeros_like(self.master) if self.keeper is None else self.keeper.new_state(self)
+
+    def at_rest(self, tensor: Tensor) -> Tensor:
+        """Return where the master or a state lies between two steps, for saving and loading."""
+        return tensor if self.keeper is None else self.keeper.at_rest(tensor)
+
+    def publish(self) -> None:
+        """Cast the master to the weights.  One that is away has done so when it left."""
+        if self.weights is not None and self.master.numel() == self.size:
+            self.weights.copy_(self.master)
 
     def gradient_values(self) -> Tensor | None:
         """The elements of the reduced gradient that are not zero by construction, flat: what norms look at."""
@@ -99,7 +150,8 @@ class Piece:
 
 def shard_pieces(prefix: str, shards: Sequence[Shard], states: Sequence[Tensor]) -> Iterator[Piece]:
     """Yield the pieces `<prefix>/<parameter>` of states (or averages) that lie element by element as the masters do."""
-    for shard, state in zip(shards, states, strict=True):
+    for shard, held in zip(shards, states, strict=True):
+        state = shard.at_rest(held)
         for segment in shard.segments:
             yield Piece(
                 name=f"{prefix}/{segment.layout.name}",
@@ -111,10 +163,27 @@ def shard_pieces(prefix: str, shards: Sequence[Shard], states: Sequence[Tensor])
             )
 
 
+def present(shards: Sequence[Shard], *, states: bool = True, writes: bool = True) -> Iterator[Sequence[int]]:
+    """Yield the indices of all shards in groups: a group's masters, and their states if `states`, are there until the
+    next is asked for.  One group where nothing is kept elsewhere.
+
+    `writes` must be true where masters or states change.  The groups are the same on ranks that hold the same runs.
+    """
+    kept = {id(shard): index for index, shard in enumerate(shards) if shard.keeper is not None}
+    keeper = next((shard.keeper for shard in shards if shard.keeper is not None), None)
+    resident = [index for index, shard in enumerate(shards) if shard.keeper is None]
+    if resident or keeper is None:
+        yield resident
+    if keeper is not None:
+        for group in keeper.visit([shards[index] for index in kept.values()], states=states, writes=writes):
+            yield [kept[id(shard)] for shard in group]
+
+
 @torch.no_grad()
 def exchange_masters(shards: Sequence[Shard], others: Sequence[Tensor]) -> None:
     """Let masters and others change places, one shard at a time: there is no third copy."""
-    for shard, other in zip(shards, others, strict=True):
-        held = shard.master.clone()
-        shard.master.copy_(other)
-        other.copy_(held)
+    for here in present(shards, states=False):
+        for index in here:
+            held = shards[index].master.clone()
+            shards[index].master.copy_(others[index])
+            others[index].copy_(held)

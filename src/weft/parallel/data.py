@@ -189,6 +189,8 @@ class BucketStore:
             counts=self._stage > 0 or self._data.index == 0,
             cut_group=self._data if self._stage > 0 and self._data.size > 1 else None,
         )
+        if master_dtype != self._compute_dtype:
+            shard.weights = weights[start:stop]
         kept = torch.zeros(stop - start, dtype=self._gradient_dtype, device=device) if self._stage == 2 else None
         live = _Live(bucket, weights, master, shard, None, kept, self._create_reduction(bucket, weights))
         if self._stage < 2:
@@ -421,9 +423,7 @@ class BucketStore:
         self.settle()
         for index in self._gather_order:
             live = self._live[index]
-            start, stop = live.bucket.regions[self._data.index if self._stage else 0]
-            if live.master.dtype != live.weights.dtype:
-                live.weights[start:stop].copy_(live.master)
+            live.shard.publish()
             if self._stage > 0:
                 regions, even = live.bucket.regions, live.bucket.even
                 gather = self._collectives.start_all_gather(live.weights, regions, even=even)

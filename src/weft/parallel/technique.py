@@ -88,11 +88,19 @@ class TechniqueRuntime:
         return None
 
     def take(self, shards: Sequence[Shard]) -> None:
-        """Take hold of what the optimizer will update, before it is built."""
+        """Take hold of what the optimizer will update, before it is built.  Who keeps masters and states elsewhere
+        becomes the shards' `keeper` here."""
 
     def runner(self, parts: Sequence[ModelPart]) -> Runner | None:
         """Return what runs the microbatches; None: they run one after another."""
         return None
+
+    def begin(self, shards: Sequence[Shard]) -> None:
+        """Optimizer and averages are built over the shards, and no step was taken.
+
+        Raises:
+            PlanError: it does nothing for this optimizer.
+        """
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -119,6 +119,7 @@ class MemoryPlan(FusedLossSettings, OffloadSettings, RecomputeSettings):
 
     def __post_init__(self) -> None:
         _RULES.types(self)
+        check_parts(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from weft.price._stack import Stack
 from weft.price._stages import Seconds
 from weft.price._timeline import Step
 from weft.techniques.buckets.contract import BucketSettings
+from weft.techniques.registry import update_seconds
 
 _USUAL_BUCKET_BYTES = BucketSettings().bucket_limits[1]
 _FIRST_READ = 0.05
@@ -256,10 +257,11 @@ def _optimizer(layout: Layout, load: RankLoad, device: Device) -> tuple[float, f
         moved = mine * (layout.gradient_bytes + element_bytes(layout)) / calibration.host_link_bytes_per_second
         worked = mine * 2.0 * layout.master_bytes / calibration.host_optimizer_bytes_per_second
         return worked, moved
+    waits = update_seconds(layout, mine * layout.master_bytes)
     known = device.speeds.update_seconds(mine) if device.speeds else None
     if known is not None:
-        return known + device.moved((mine + held) * layout.gradient_bytes).seconds, 0.0
+        return known + device.moved((mine + held) * layout.gradient_bytes).seconds, waits
     # Norm and clearing of the gradients; state read and written; the weight in compute precision written.
     touched = mine * (2.0 * layout.gradient_bytes + 2.0 * layout.master_bytes + element_bytes(layout))
     touched += held * layout.gradient_bytes
-    return device.moved(touched).seconds, 0.0
+    return device.moved(touched).seconds, waits

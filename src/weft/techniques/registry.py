@@ -60,6 +60,12 @@ def held(settings: Any) -> Held:
     return Held(sum(one.gradient_bytes for one in each), sum(one.master_copies for one in each))
 
 
+def update_seconds(settings: Any, state_bytes: float) -> float:
+    """Return the seconds that a layout's techniques add to an optimizer's step over so many bytes."""
+    mine = (technique for technique in TECHNIQUES if isinstance(settings, technique.part))
+    return sum(technique.update_seconds(settings, state_bytes) for technique in mine)
+
+
 def problems(settings: Any, *, on_cores: bool) -> Iterator[str]:
     """Yield what stands against a layout's techniques, whatever the model."""
     for technique in TECHNIQUES:

@@ -14,7 +14,7 @@ from weft.engine.optimizers._base import ShardOptimizer, whole_names
 from weft.engine.optimizers._groups import OptimizerGroup
 from weft.engine.optimizers._matrix import MatrixRun, MatrixSums, matrix_run
 from weft.engine.optimizers._sums import ParameterSums, squared_sum
-from weft.parallel import Piece, Segment, Shard
+from weft.parallel import Piece, Segment, Shard, present
 
 _CLIP = 1.0
 """Largest RMS of an update (d in the paper)."""
@@ -122,28 +122,50 @@ class Adafactor(ShardOptimizer):
 
     def _apply(self, updates: Sequence[Tensor], learning_rate: float, skipped: Collection[str]) -> None:
         """Clip the updates by their RMS, decay the parameters and move them."""
-        sources = [updates, [shard.master for shard in self._shards]] if self._relative_step else [updates]
-        rms = self._rms(sources)
+        rms = self._rms(updates)
         shrink = rms[0].div(_CLIP).clamp(min=1.0).reciprocal()
-        for position, index, segment in self._live(skipped):
-            here = slice(segment.offset, segment.offset + segment.length)
-            master, settings = self._shards[index].master[here], self._settings(index)
-            rate = torch.full_like(shrink[position], learning_rate * settings.learning_rate_scale)
-            if self._relative_step:
-                rate = rate.clamp(max=1.0 / math.sqrt(int(self._counts.counts[position])))
-                rate *= rms[1][position].clamp(min=_SMALLEST_RMS)
-            if settings.weight_decay:
-                master.mul_((1.0 - rate * settings.weight_decay).to(master))
-            master.addcmul_(updates[index][here], (rate * shrink[position]).to(master), value=-1.0)
+        for here in present(self._shards, states=False):
+            for position, index, segment in self._live(skipped):
+                if index in here:
+                    largest = rms[1][position] if self._relative_step else None
+                    self._move(position, index, segment, updates[index], shrink[position], largest, learning_rate)
 
-    def _rms(self, sources: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Root mean squares of whole parameters, fp64 (sources, segments)."""
-        sums = torch.zeros(len(sources), len(self._places), dtype=torch.float64, device=self._device)
-        for kind, flats in enumerate(sources):
-            for position, index, segment in self._places:
-                sums[kind, position] = squared_sum(flats[index][segment.offset : segment.offset + segment.length])
+    def _move(
+        self,
+        position: int,
+        index: int,
+        segment: Segment,
+        update: Tensor,
+        shrink: Tensor,
+        size: Tensor | None,
+        learning_rate: float,
+    ) -> None:
+        """Move one parameter; `size` is its RMS, where steps are relative to it."""
+        here = slice(segment.offset, segment.offset + segment.length)
+        master, settings = self._shards[index].master[here], self._settings(index)
+        rate = torch.full_like(shrink, learning_rate * settings.learning_rate_scale)
+        if size is not None:
+            rate = rate.clamp(max=1.0 / math.sqrt(int(self._counts.counts[position])))
+            rate *= size.clamp(min=_SMALLEST_RMS)
+        if settings.weight_decay:
+            master.mul_((1.0 - rate * settings.weight_decay).to(master))
+        master.addcmul_(update[here], (rate * shrink).to(master), value=-1.0)
+
+    def _rms(self, updates: Sequence[Tensor]) -> Tensor:
+        """Root mean squares of whole updates, and where steps are relative of whole parameters, fp64 (kinds,
+        segments)."""
+        sums = torch.zeros(1 + int(self._relative_step), len(self._places), dtype=torch.float64, device=self._device)
+        self._add_squares(sums[0], updates, range(len(self._shards)))
+        if self._relative_step:
+            for here in present(self._shards, states=False, writes=False):
+                self._add_squares(sums[1], [shard.master for shard in self._shards], here)
         sizes = torch.tensor([max(s.layout.shape.numel(), 1) for _, _, s in self._places], device=self._device)
         return (self._sums.total(sums) / sizes).sqrt()
+
+    def _add_squares(self, sums: Tensor, flats: Sequence[Tensor], here: Collection[int]) -> None:
+        for position, index, segment in self._places:
+            if index in here:
+                sums[position] = squared_sum(flats[index][segment.offset : segment.offset + segment.length])
 
     def state_bytes(self) -> int:
         states = (*self._rows.values(), *self._columns.values(), *self._variances.values())

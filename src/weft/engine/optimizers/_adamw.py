@@ -12,7 +12,7 @@ from weft.engine.optimizers._base import ShardOptimizer
 from weft.engine.optimizers._fused import Kind, fold_scale, gather_runs
 from weft.engine.optimizers._groups import OptimizerGroup
 from weft.engine.optimizers._runs import Run
-from weft.parallel import Shard
+from weft.parallel import Shard, present
 
 
 @final
@@ -45,12 +45,14 @@ class AdamW(ShardOptimizer):
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0, skipped: Collection[str] = ()) -> None:
-        for kind, runs in gather_runs(self._counts.advance(skipped), self._shards).items():
-            frozen = [run for run in runs if self._frozen_after is not None and run.step > self._frozen_after]
-            for run in frozen:
-                self._move(run, learning_rate, gradient_scale)
-            if len(frozen) < len(runs):
-                self._call(kind, [run for run in runs if run not in frozen], learning_rate, gradient_scale)
+        updated = self._counts.advance(skipped)
+        for here in present(self._shards):
+            for kind, runs in gather_runs(updated, self._shards, here).items():
+                frozen = [run for run in runs if self._frozen_after is not None and run.step > self._frozen_after]
+                for run in frozen:
+                    self._move(run, learning_rate, gradient_scale)
+                if len(frozen) < len(runs):
+                    self._call(kind, [run for run in runs if run not in frozen], learning_rate, gradient_scale)
 
     def _move(self, run: Run, learning_rate: float, gradient_scale: float) -> None:
         """Update a run whose variance is frozen."""

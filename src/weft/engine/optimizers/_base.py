@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from weft.engine.optimizers._groups import GroupSettings, OptimizerGroup
@@ -18,7 +17,8 @@ class ShardOptimizer(ABC):
     """Updates the masters of this rank's shards in place from their gradients.
 
     `groups[shard.group]` gives a shard's settings.  Build it on every rank (the constructors of optimizers that look at
-    whole parameters agree with other ranks), and keep the shards' `master` tensors for its whole life.
+    whole parameters agree with other ranks), and keep the shards' `master` tensors for its whole life.  Masters and
+    states may be away between two steps: a step works on them within `present`.
     """
 
     cuts: ClassVar[Literal["anywhere", "parameter"]] = "anywhere"
@@ -61,7 +61,7 @@ class ShardOptimizer(ABC):
 
     def _add_state(self, name: str) -> list[Tensor]:
         """Create a state, zero at first, with one element for every element of the masters."""
-        self._states[name] = [torch.zeros_like(shard.master) for shard in self._shards]
+        self._states[name] = [shard.new_state() for shard in self._shards]
         return self._states[name]
 
     def _settings(self, shard: int) -> GroupSettings:
@@ -71,7 +71,7 @@ class ShardOptimizer(ABC):
         """The gradient of a shard in the dtype of its master."""
         held = self._shards[shard]
         assert held.gradient is not None, "the gradient store has not finished this step"
-        assert held.gradient.shape == held.master.shape, "a gradient as long as its master"
+        assert held.gradient.numel() == held.size, "a gradient as long as its master"
         return held.gradient.to(held.master.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,12 @@ class Kind:
     dtype: torch.dtype
 
 
-def gather_runs(runs: Iterable[Run], shards: tuple[Shard, ...]) -> dict[Kind, list[Run]]:
-    """Sort runs into as few kernel calls as can be."""
+def gather_runs(runs: Iterable[Run], shards: tuple[Shard, ...], here: Collection[int]) -> dict[Kind, list[Run]]:
+    """Sort the runs of the shards that are `here` into as few kernel calls as can be."""
     calls: dict[Kind, list[Run]] = {}
     for run in runs:
+        if run.shard not in here:
+            continue
         shard = shards[run.shard]
         calls.setdefault(Kind(shard.group, shard.master.device, shard.master.dtype), []).append(run)
     return calls

@@ -14,7 +14,7 @@ from weft.engine.optimizers._base import ShardOptimizer
 from weft.engine.optimizers._groups import OptimizerGroup
 from weft.engine.optimizers._runs import Run
 from weft.engine.optimizers._trust import LayerNorms
-from weft.parallel import Shard
+from weft.parallel import Segment, Shard, present
 
 
 @final
@@ -46,19 +46,26 @@ class LAMB(ShardOptimizer):
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0, skipped: Collection[str] = ()) -> None:
         directions = [self._gradient(index) for index in range(len(self._shards))]
-        for run in self._counts.advance(skipped):
-            self._turn(run, directions[run.shard][run.start : run.stop], gradient_scale)
-        parameters, updates = self._norms([shard.master for shard in self._shards], directions)
+        runs, squares = self._counts.advance(skipped), self._norms.squares(2)
+        for here in present(self._shards):
+            for run in runs:
+                if run.shard in here:
+                    self._turn(run, directions[run.shard][run.start : run.stop], gradient_scale)
+            self._norms.add(squares, here, [shard.master for shard in self._shards], directions)
+        parameters, updates = self._norms.total(squares)
         ratios = torch.where((parameters > 0) & (updates > 0), parameters / updates, 1.0)
-        for position, index, segment in self._counts.places():
-            if segment.layout.name in skipped:
-                continue
-            here = slice(segment.offset, segment.offset + segment.length)
-            master, rate = self._shards[index].master, learning_rate * self._settings(index).learning_rate_scale
-            if self._norms.is_adapted(segment):
-                master[here].addcmul_(directions[index][here], ratios[position].to(master), value=-rate)
-            else:
-                master[here].add_(directions[index][here], alpha=-rate)
+        for here in present(self._shards, states=False):
+            for position, index, segment in self._counts.places():
+                if index in here and segment.layout.name not in skipped:
+                    self._move(index, segment, directions[index], ratios[position], learning_rate)
+
+    def _move(self, index: int, segment: Segment, direction: Tensor, ratio: Tensor, learning_rate: float) -> None:
+        here = slice(segment.offset, segment.offset + segment.length)
+        master, rate = self._shards[index].master, learning_rate * self._settings(index).learning_rate_scale
+        if self._norms.is_adapted(segment):
+            master[here].addcmul_(direction[here], ratio.to(master), value=-rate)
+        else:
+            master[here].add_(direction[here], alpha=-rate)
 
     def _turn(self, run: Run, gradient: Tensor, gradient_scale: float) -> None:
         """Update the moments of a run, and put its direction where its gradient was."""

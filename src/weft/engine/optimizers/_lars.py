@@ -12,7 +12,7 @@ from weft.comm import Mesh
 from weft.engine.optimizers._base import ShardOptimizer
 from weft.engine.optimizers._groups import OptimizerGroup
 from weft.engine.optimizers._trust import LayerNorms
-from weft.parallel import Segment, Shard
+from weft.parallel import Segment, Shard, present
 
 
 @final
@@ -45,17 +45,21 @@ class LARS(ShardOptimizer):
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0, skipped: Collection[str] = ()) -> None:
         gradients = [self._gradient(index) for index in range(len(self._shards))]
-        parameters, slopes = self._norms([shard.master for shard in self._shards], gradients)
+        squares = self._norms.squares(2)
+        for here in present(self._shards, states=False, writes=False):
+            self._norms.add(squares, here, [shard.master for shard in self._shards], gradients)
+        parameters, slopes = self._norms.total(squares)
         slopes = slopes * abs(gradient_scale)
-        for position, index, segment in self._counts.places():
-            if segment.layout.name not in skipped:
-                self._move(
-                    segment,
-                    index,
-                    gradients[index][segment.offset : segment.offset + segment.length],
-                    self._local_rate(segment, index, parameters[position], slopes[position]) * learning_rate,
-                    gradient_scale,
-                )
+        for here in present(self._shards):
+            for position, index, segment in self._counts.places():
+                if index in here and segment.layout.name not in skipped:
+                    self._move(
+                        segment,
+                        index,
+                        gradients[index][segment.offset : segment.offset + segment.length],
+                        self._local_rate(segment, index, parameters[position], slopes[position]) * learning_rate,
+                        gradient_scale,
+                    )
 
     def _local_rate(self, segment: Segment, index: int, parameter: Tensor, slope: Tensor) -> Tensor:
         settings = self._settings(index)

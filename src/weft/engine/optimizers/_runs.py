@@ -46,7 +46,7 @@ class StepCounts:
         if not skipped and self._equal():
             self.counts += self._increment
             step = int(self.counts[0]) if len(self.counts) else 0
-            return [Run(i, 0, s.master.numel(), step) for i, s in enumerate(self._shards) if s.segments]
+            return [Run(i, 0, s.size, step) for i, s in enumerate(self._shards) if s.segments]
         return list(self._joined(skipped))
 
     def _equal(self) -> bool:

@@ -12,7 +12,7 @@ from weft.engine.optimizers._base import ShardOptimizer
 from weft.engine.optimizers._fused import Kind, fold_scale, gather_runs
 from weft.engine.optimizers._groups import OptimizerGroup
 from weft.engine.optimizers._runs import Run
-from weft.parallel import Shard
+from weft.parallel import Shard, present
 
 
 @final
@@ -40,8 +40,10 @@ class SGD(ShardOptimizer):
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0, skipped: Collection[str] = ()) -> None:
-        for kind, runs in gather_runs(self._counts.advance(skipped), self._shards).items():
-            self._call(kind, runs, learning_rate, gradient_scale)
+        updated = self._counts.advance(skipped)
+        for here in present(self._shards):
+            for kind, runs in gather_runs(updated, self._shards, here).items():
+                self._call(kind, runs, learning_rate, gradient_scale)
 
     def _call(self, kind: Kind, runs: list[Run], learning_rate: float, gradient_scale: float) -> None:
         settings = self._groups[kind.group].settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class LayerNorms:
     ) -> None:
         self._sums = ParameterSums(shards, whole_names(groups), mesh)
         self._shards = shards
+        self._num_segments = sum(len(shard.segments) for shard in shards)
         self._device = mesh.device
         self._adapt_one_dimensional = adapt_one_dimensional
 
@@ -29,14 +30,21 @@ class LayerNorms:
         """Whether the parameter has a step size of its own; biases and norms take the plain step."""
         return self._adapt_one_dimensional or len(segment.layout.shape) >= 2
 
-    def __call__(self, *flats: Sequence[Tensor]) -> Tensor:
-        """Return norms, fp64 (kinds, segments), of flat tensors given shard by shard."""
-        rows = [[squared_sum(run).to(self._device) for run in self._segments(flat)] for flat in flats]
-        empty = torch.zeros(len(flats), 0, dtype=torch.float64, device=self._device)
-        sums = torch.stack([torch.stack(row) for row in rows]) if rows[0] else empty
-        return self._sums.total(sums).sqrt()
+    def squares(self, kinds: int) -> Tensor:
+        """Return zeros, fp64 (kinds, segments), for `add` to fill."""
+        return torch.zeros(kinds, self._num_segments, dtype=torch.float64, device=self._device)
 
-    def _segments(self, flat: Sequence[Tensor]) -> Iterator[Tensor]:
-        for shard, tensor in zip(self._shards, flat, strict=True):
+    def add(self, squares: Tensor, here: Collection[int], *flats: Sequence[Tensor]) -> None:
+        """Fill in the squares of the shards that are `here`, of flat tensors given shard by shard."""
+        position = 0
+        for index, shard in enumerate(self._shards):
             for segment in shard.segments:
-                yield tensor[segment.offset : segment.offset + segment.length]
+                if index in here:
+                    run = slice(segment.offset, segment.offset + segment.length)
+                    for kind, flat in enumerate(flats):
+                        squares[kind, position] = squared_sum(flat[index][run])
+                position += 1
+
+    def total(self, squares: Tensor) -> Tensor:
+        """Return the norms of whole parameters, fp64 (kinds, segments).  Call on every rank."""
+        return self._sums.total(squares).sqrt()

@@ -30,7 +30,7 @@ from weft.checkpoint import Json
 from weft.comm import GroupView, Mesh, Wait, nothing_to_wait_for, start_all_reduce
 from weft.document import JsonObject
 from weft.figures import spell_bytes
-from weft.parallel import Piece, Shard, exchange_masters, shard_pieces
+from weft.parallel import Piece, Shard, exchange_masters, present, shard_pieces
 from weft.parallel.technique import Build, TechniqueRuntime
 from weft.techniques.local_steps.contract import LocalSteps, LocalStepsSettings
 
@@ -92,15 +92,17 @@ class LocalRounds(TechniqueRuntime):
     @torch.no_grad()
     def _average(self) -> None:
         weight = self._counts[self._replicas.index] / sum(self._counts)
-        waits: list[Wait] = []
-        for shard, anchor in zip(self._shards, self._anchors, strict=True):
-            torch.sub(anchor, shard.master, out=shard.master)
-            shard.master.mul_(weight)
-            empty = not shard.master.numel()  # of a parameter with fewer rows than ranks, alike in all replicas
-            waits.append(nothing_to_wait_for if empty else start_all_reduce(shard.master, self._replicas))
-        for index, (shard, wait) in enumerate(zip(self._shards, waits, strict=True)):
-            wait()
-            self._step_outer(index, shard.master)
+        for here in present(self._shards, states=False):
+            waits: list[Wait] = []
+            for index in here:
+                master = self._shards[index].master
+                torch.sub(self._anchors[index], master, out=master)
+                master.mul_(weight)
+                empty = not master.numel()  # of a parameter with fewer rows than ranks, alike in all replicas
+                waits.append(nothing_to_wait_for if empty else start_all_reduce(master, self._replicas))
+            for index, wait in zip(here, waits, strict=True):
+                wait()
+                self._step_outer(index, self._shards[index].master)
         self._counts = [0.0] * self._replicas.size
 
     def _step_outer(self, index: int, difference: Tensor) -> None:

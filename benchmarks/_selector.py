@@ -12,8 +12,16 @@ import torch.distributed as dist
 
 from weft.cluster import Collective
 from weft.collective import ALGORITHMS, BUILT_IN, Arrangement, defines, table_to_json
-from weft.comm import Collectives, GroupView, Wait, discover_nodes, share_node_memory
-from weft.comm.selector import measure_table, slowest_of, time_once, work_of
+from weft.comm import GroupView, Wait
+from weft.comm.selector import (
+    ChosenCollectives,
+    discover_nodes,
+    measure_table,
+    share_node_memory,
+    slowest_of,
+    time_once,
+    work_of,
+)
 
 HOPELESS = 3.0
 """A way that takes so many times the fastest, in a run that all have warmed up for, is not run again."""
@@ -46,7 +54,7 @@ def race_rank(settings: Mapping[str, Any]) -> Callable[[int], float]:
     def step(index: int) -> float:
         del index
         found: dict[str, dict[str, Any]] = {}
-        with Collectives(view, place=place, node=share_node_memory(view, place)) as carrier:
+        with ChosenCollectives(view, place=place, node=share_node_memory(view, place)) as carrier:
             for collective in settings["collectives"]:
                 cells = found.setdefault(collective, {})
                 for size in settings["sizes"]:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from pool import RankPool
-from weft.comm import BackendKind, Collectives, GroupView, Mesh, shared_memory_group
+from weft.comm import BackendKind, GroupView, Mesh, shared_memory_group
 from weft.comm.messages import Messenger
+from weft.comm.selector import ChosenCollectives
 from weft.errors import PlanError
 from weft.launch import RankInfo, initialise_distributed
 from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, ComputePlan, MeshPlan, parse_plan
@@ -29,7 +30,7 @@ def _seconds_of(view: GroupView) -> set[float]:
     if shared is not None:
         found.add(shared.seconds)
         return found
-    with Messenger(view) as messenger, Collectives(view) as carrier:
+    with Messenger(view) as messenger, ChosenCollectives(view) as carrier:
         found |= {messenger._deadline_seconds}
         assert carrier._messenger is None
     return found

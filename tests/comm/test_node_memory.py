@@ -24,9 +24,10 @@ from test_messages_missing import DEADLINE, PATIENT, SLACK
 
 from pool import RankError, RankPool
 from weft.collective import Arrangement, Levels, build_levels, build_schedule, flat
-from weft.comm import Collectives, NodeMemory, collectives_for, share_node_memory
+from weft.comm import collectives_for
 from weft.comm._execute import execute
 from weft.comm.messages import Messenger
+from weft.comm.selector import ChosenCollectives, NodeMemory, share_node_memory
 from weft.errors import CollectiveError
 
 NAMES = ("hierarchical", "hierarchical+recursive_doubling", "hierarchical+direct", "hierarchical+tree")
@@ -84,7 +85,7 @@ def move_everything(nodes: tuple[int, ...]) -> None:
     n, me = view.size, view.index
     place, node = given(nodes)
     halves = itertools.cycle(HALVES)
-    with Collectives(view, place=place, node=node), Messenger(view, node=node) as messenger:
+    with ChosenCollectives(view, place=place, node=node), Messenger(view, node=node) as messenger:
         for size, dtype in zip(SIZES, itertools.cycle(TYPES), strict=False):
             total = expected("SUM", size, dtype)
             for bounds in (None, uneven(size, n)):
@@ -258,7 +259,7 @@ def test_without_the_engine_python_does_it(ranks: RankPool) -> None:
 def many_under_way() -> list[float]:
     view = world_view()
     place, node = given((2, 2))
-    with Collectives(view, place=place, node=node) as carrier:
+    with ChosenCollectives(view, place=place, node=node) as carrier:
         tensors = [torch.full((5000 + index,), float(index)) for index in range(12)]
         names = itertools.cycle((*NAMES, "ring", "backend"))
         waits = [carrier.start_all_reduce(tensor, by=name) for tensor, name in zip(tensors, names, strict=False)]
@@ -274,7 +275,7 @@ def test_several_are_under_way_at_a_time(ranks: RankPool) -> None:
 
 def one_round() -> None:
     place, node = given((2, 2))
-    with Collectives(world_view(), place=place, node=node) as carrier:
+    with ChosenCollectives(world_view(), place=place, node=node) as carrier:
         carrier.start_all_reduce(torch.ones(100), by="hierarchical")()
 
 

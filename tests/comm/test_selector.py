@@ -30,10 +30,10 @@ from weft.collective import (
     table_to_json,
     tables_of_others,
 )
-from weft.comm import Collectives, GroupView, _choose, collectives_for, discover_nodes, share_table
+from weft.comm import Collectives, GroupView, _choose, collectives_for
 from weft.comm._choose import drift_of
 from weft.comm._hosts import arrange_hosts
-from weft.comm.selector import SIZES, measure_table, probe_links
+from weft.comm.selector import SIZES, ChosenCollectives, discover_nodes, measure_table, probe_links, share_table
 from weft.errors import CollectiveError, PlanError
 
 CPU = torch.device("cpu")
@@ -215,7 +215,7 @@ def divergent_job(tables: list[ChoiceTable | None]) -> list[ChoiceTable | None]:
     view = world_view()
     agreed = share_table(tables[view.index], view)
     if agreed is not None:
-        with Collectives(view, agreed.choose) as carrier:
+        with ChosenCollectives(view, agreed.choose) as carrier:
             run_all(carrier, 999)
     return [agreed]
 
@@ -352,7 +352,7 @@ def test_links_that_have_drifted_are_reported_and_choices_stay(ranks: RankPool, 
 
 
 def test_nothing_short_means_no_drift() -> None:
-    with Collectives(GroupView((0,), 0, None)) as carrier:
+    with ChosenCollectives(GroupView((0,), 0, None)) as carrier:
         assert drift_of(carrier, table("ring")) == 1.0
 
 

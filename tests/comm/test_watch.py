@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pool import RankPool
 from weft.collective import parse_choices
 from weft.comm import (
-    Collectives,
     Mesh,
     Seen,
     WatchedGroup,
@@ -32,6 +31,7 @@ from weft.comm import (
     start_all_gather,
     start_reduce_scatter,
 )
+from weft.comm.selector import ChosenCollectives
 from weft.errors import CollectiveError
 from weft.plan import MeshPlan
 from weft.techniques.compression.codecs._exchange import start_all_to_all
@@ -148,7 +148,7 @@ def _own_collectives() -> list[Row]:
     start_all_to_all(torch.zeros(6, dtype=torch.uint8), [(0, 2), (2, 4), (4, 6)], incoming, view)()
     if shared_memory_group(view.group) is None:
         choices = parse_choices("ring")
-        with Collectives(view, lambda _, size: choices.algorithm_for(size)) as carrier:
+        with ChosenCollectives(view, lambda _, size: choices.algorithm_for(size)) as carrier:
             carrier.start_all_reduce(flat)()
             carrier.start_all_gather(flat, regions, even=False)()
     return _rows(found)

@@ -14,12 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.data import DataShape, PreparedData, data_shape, open_data, prepare, prepare_data
+from weft.data import DataShape, PreparedData, data_shape, open_data
 from weft.data._corpus import TokenStream
 from weft.data._fields import check_finite
 from weft.data._reader import TrainReader
 from weft.data._samples import ImageSamples
 from weft.data._tokens import StreamWindows, TokenSamples, TokenTask, document_borders, mask_tokens
+from weft.data.preparation import prepare, prepare_data
 from weft.errors import DataError
 from weft.models import Blueprint, regression_loss, token_loss
 from weft.plan import MicrobatchPlan

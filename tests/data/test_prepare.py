@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from weft.data import ConsoleProgress, PreparedCorpus, is_prepared, open_corpus, prepare
 from weft.data import _prepare as prepare_module
 from weft.data._sources import cut, list_sources, read_documents
+from weft.data.preparation import ConsoleProgress, PreparedCorpus, is_prepared, open_corpus, prepare
 from weft.errors import DataError
 
 VOCABULARY = 400
@@ -124,7 +124,8 @@ def test_fingerprint_follows_content_and_settings_not_paths(tmp_path: Path, libr
 
 KILLED = """
 import sys
-from weft.data import _prepare, prepare
+from weft.data import _prepare
+from weft.data.preparation import prepare
 _prepare._SMALLEST_SHARD_BYTES = 1 << 16
 prepare([sys.argv[1]], vocabulary_size=int(sys.argv[3]), folder=sys.argv[2], workers=int(sys.argv[4]))
 """

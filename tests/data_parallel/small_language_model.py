@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.engine.optimizers import SGD, AdamW, GroupSettings, OptimizerGroup, ShardOptimizer
+from weft.engine.optimizers import GroupSettings, OptimizerGroup, ShardOptimizer
+from weft.engine.optimizers.adamw import AdamW
+from weft.engine.optimizers.sgd import SGD
 from weft.parallel import ParameterLayout
 from weft.parallel.buckets import Member
 from weft.parallel.data import BucketStore

@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 from engine_kit import plan_of, recipe_of
 
-from weft.data import data_shape, prepare_data
+from weft.data import data_shape
+from weft.data.preparation import prepare_data
 from weft.entry import training_of
 from weft.events import Run, RunFolder
 from weft.launch import Distributed, RankInfo, initialise_distributed

@@ -13,7 +13,8 @@ from engine_kit import BATCH, Seen, Training, agreed, plan_of, recipe_of, snapsh
 
 from weft.checkpoint import Checkpointer, Peers
 from weft.comm import Mesh
-from weft.data import BatchSource, data_shape, open_data, prepare_data
+from weft.data import BatchSource, data_shape, open_data
+from weft.data.preparation import prepare_data
 from weft.engine import Outcome, Trainer, create_training
 from weft.errors import WeftError
 from weft.models import build_model

@@ -11,7 +11,7 @@ import pytest
 
 WEFT = str(Path(sys.executable).with_name("weft"))
 MOST_LINES = 30_800
-"""Source lines of Weft that a rank loads; 25,000 is the goal.  Lower it when less is loaded, never raise it."""
+"""Source lines of Weft that a rank loads.  Lower it when less is loaded, never raise it."""
 PLANNER = {"cli", "describe", "eject", "entry", "explain", "price", "search", "systems"}
 
 TELLING = """

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 
 from pool import RankPool
-from weft.engine.optimizers._adafactor import Adafactor
 from weft.engine.optimizers._sums import ParameterSums
+from weft.engine.optimizers.adafactor import Adafactor
 from weft.models import build_model
 from weft.numerics import Comparison, PlainLoop, Trial, comparable, compare_results, join_trials, one_process, run_trial
 from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.engine._average import WeightAverage
 from weft.engine._loss_scale import LossScale
-from weft.engine.optimizers import SGD
+from weft.engine.optimizers.sgd import SGD
 from weft.errors import CheckpointError, RecipeError
 from weft.parallel import Shard
 

@@ -29,11 +29,6 @@ from torch import Tensor
 
 from weft.comm import Mesh
 from weft.engine.optimizers import (
-    LAMB,
-    LARS,
-    SGD,
-    Adafactor,
-    AdamW,
     GroupSettings,
     OptimizerGroup,
     ShardOptimizer,
@@ -44,6 +39,11 @@ from weft.engine.optimizers import (
     parameter_settings,
     squared_sum,
 )
+from weft.engine.optimizers.adafactor import Adafactor
+from weft.engine.optimizers.adamw import AdamW
+from weft.engine.optimizers.lamb import LAMB
+from weft.engine.optimizers.lars import LARS
+from weft.engine.optimizers.sgd import SGD
 from weft.errors import PlanError, RecipeError
 from weft.parallel import Shard
 from weft.plan import MeshPlan

@@ -29,7 +29,11 @@ from torch import Tensor
 
 from pool import RankPool
 from weft.comm import Mesh
-from weft.engine.optimizers import LAMB, LARS, Adafactor, AdamW, ShardOptimizer
+from weft.engine.optimizers import ShardOptimizer
+from weft.engine.optimizers.adafactor import Adafactor
+from weft.engine.optimizers.adamw import AdamW
+from weft.engine.optimizers.lamb import LAMB
+from weft.engine.optimizers.lars import LARS
 from weft.parallel import ParameterLayout, Piece, Shard
 from weft.plan import MeshPlan
 

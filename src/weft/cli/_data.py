@@ -38,8 +38,8 @@ def prepare(
     workers
         Processes that tokenize; by default one per core.
     """
-    from weft.data import ConsoleProgress
-    from weft.data import prepare as run
+    from weft.data.preparation import ConsoleProgress
+    from weft.data.preparation import prepare as run
 
     corpus = run(
         sources,

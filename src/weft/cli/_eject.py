@@ -58,7 +58,8 @@ def _check_factory(recipe: Recipe, blueprint: Blueprint) -> None:
 
 
 def _write_companions(recipe: Recipe, blueprint: Blueprint, target: Path) -> tuple[list[Path], str]:
-    from weft.data import ConsoleProgress, data_shape, prepare_data, write_samples
+    from weft.data import data_shape
+    from weft.data.preparation import ConsoleProgress, prepare_data, write_samples
 
     tokens, order = target.with_suffix(".tokens"), target.with_suffix(".order.npy")
     prepared = prepare_data(recipe, data_shape(blueprint, recipe), progress=ConsoleProgress())

@@ -8,16 +8,6 @@ from weft.collective._arrange import arrange as arrange
 from weft.collective._arrange import flat as flat
 from weft.collective._arrange import near_square as near_square
 from weft.collective._arrange import snake as snake
-from weft.collective._buckets import LARGEST_BUCKET as LARGEST_BUCKET
-from weft.collective._buckets import SMALLEST_BUCKET as SMALLEST_BUCKET
-from weft.collective._buckets import BucketSeconds as BucketSeconds
-from weft.collective._buckets import Flow as Flow
-from weft.collective._buckets import Stream as Stream
-from weft.collective._buckets import best_bucket as best_bucket
-from weft.collective._buckets import idle_seconds as idle_seconds
-from weft.collective._buckets import next_bucket as next_bucket
-from weft.collective._buckets import rounded_bucket as rounded_bucket
-from weft.collective._buckets import together as together
 from weft.collective._build import build_levels as build_levels
 from weft.collective._build import build_schedule as build_schedule
 from weft.collective._choices import BUILT_IN as BUILT_IN

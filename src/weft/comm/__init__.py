@@ -1,7 +1,5 @@
 """Process groups and collectives."""
 
-from weft.comm._choose import collectives_for as collectives_for
-from weft.comm._chosen import Collectives as Collectives
 from weft.comm._collectives import all_gather as all_gather
 from weft.comm._collectives import all_gather_shards as all_gather_shards
 from weft.comm._collectives import all_reduce as all_reduce
@@ -27,13 +25,12 @@ from weft.comm._device import synchronize as synchronize
 from weft.comm._device import total_memory_bytes as total_memory_bytes
 from weft.comm._fake import fake_world as fake_world
 from weft.comm._fake import group_of as group_of
-from weft.comm._hosts import discover_nodes as discover_nodes
+from weft.comm._flat import Collectives as Collectives
 from weft.comm._memory import new_flat as new_flat
 from weft.comm._mesh import GroupName as GroupName
 from weft.comm._mesh import GroupView as GroupView
 from weft.comm._mesh import Mesh as Mesh
-from weft.comm._node import NodeMemory as NodeMemory
-from weft.comm._node import share_node_memory as share_node_memory
+from weft.comm._pick import collectives_for as collectives_for
 from weft.comm._reduce import Wait as Wait
 from weft.comm._reduce import nothing_to_wait_for as nothing_to_wait_for
 from weft.comm._reduce import seen_as as seen_as
@@ -41,7 +38,6 @@ from weft.comm._reduce import start_all_gather as start_all_gather
 from weft.comm._reduce import start_all_reduce as start_all_reduce
 from weft.comm._reduce import start_reduce_scatter as start_reduce_scatter
 from weft.comm._release import release_groups as release_groups
-from weft.comm._share import share_table as share_table
 from weft.comm._watch import Seen as Seen
 from weft.comm._watch import Sink as Sink
 from weft.comm._watch import Watch as Watch

@@ -1,4 +1,4 @@
-"""What carries the collectives of a training: as its plan says, or as a kept table says that was measured before."""
+"""What carries a group's collectives by algorithms: as a plan names them, or as a kept table says that was measured."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from weft.collective import Arrangement, ChoiceTable, Row, find_table, parse_choices, tables_of_others
-from weft.comm._chosen import Collectives
-from weft.comm._device import carrier_of, sends_messages
+from weft.comm._chosen import ChosenCollectives
+from weft.comm._device import carrier_of
 from weft.comm._hosts import discover_nodes
 from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory, share_node_memory
@@ -30,38 +28,23 @@ _CHECKED_SECONDS = 0.02
 """What is timed to find out takes no more than that, so that it is over in half a second."""
 
 
-def collectives_for(
-    view: GroupView, device: torch.device, algorithm: str = "auto", *, folder: Path | None = None
-) -> Collectives:
-    """Return what carries collectives of a device's tensors over a group.  Call on every rank of the group alike.
+def named_collectives(view: GroupView, algorithm: str) -> ChosenCollectives:
+    """Return what carries collectives by a plan's list of algorithms by size."""
+    choices = parse_choices(algorithm)
+    place, node = _levels_of(choices.names, view)
+    return ChosenCollectives(view, lambda collective, size_bytes: choices.algorithm_for(size_bytes), place, node)
 
-    Algorithms that are named send messages over Gloo, also in a group whose ranks share memory, which goes on to carry
-    everything else in it.
 
-    Args:
-        algorithm: as in a plan.  `auto` is what Weft does without a choice, always the same.  `measured` takes the
-            table kept of such a group in `folder` (by default below ~/.cache/weft), as the first rank reads it.  Where
-            the links have drifted since, that rank warns; the choices stay.
+def measured_collectives(view: GroupView, folder: Path | None) -> ChosenCollectives:
+    """Return what carries collectives as a kept table says; warn on the first rank where the links have drifted.
 
     Raises:
-        PlanError: an algorithm is named for an accelerator, whose library chooses itself; `measured`, and nothing has
-            been.
+        PlanError: there is no table of such a group.
     """
-    if algorithm != "auto" and device.type != "cpu":
-        raise PlanError(
-            f'plan.data_parallel.algorithm = "{algorithm}" cannot be run on {device.type}: on CUDA NCCL chooses. '
-            'Use "auto".'
-        )
-    if algorithm == "auto" or view.group is None or not sends_messages(device, view.group):
-        return Collectives(view)  # also in a dry run, whose group carries nothing
-    if algorithm != "measured":
-        choices = parse_choices(algorithm)
-        place, node = _levels_of(choices.names, view)
-        return Collectives(view, lambda collective, size_bytes: choices.algorithm_for(size_bytes), place, node)
     place = discover_nodes(view)
     table = _kept_table(view, place, folder)
     _, node = _levels_of([row.choice for row in table.rows], view, place)
-    carrier = Collectives(view, table.choose, place, node)
+    carrier = ChosenCollectives(view, table.choose, place, node)
     drift = drift_of(carrier, table)
     if view.index == 0 and not 1 / DRIFT <= drift <= DRIFT:
         warnings.warn(
@@ -73,7 +56,7 @@ def collectives_for(
     return carrier
 
 
-def drift_of(carrier: Collectives, table: ChoiceTable) -> float:
+def drift_of(carrier: ChosenCollectives, table: ChoiceTable) -> float:
     """Return how many times longer collectives take than a table says, from one size of each; 1 where none is short.
 
     Call on every rank of the group alike; all get the same, in half a second at most.

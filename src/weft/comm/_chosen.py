@@ -7,13 +7,13 @@ size that all ranks were given alike: by the plan, or by a table that the group'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from weft.collective import BUILT_IN, Arrangement, defines
 from weft.comm._device import all_gather_single, carrier_of
+from weft.comm._flat import Collectives
 from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory
 from weft.comm._reduce import (
@@ -21,12 +21,9 @@ from weft.comm._reduce import (
     WorksDone,
     nothing_to_wait_for,
     seen_as,
-    start_all_gather,
-    start_all_reduce,
     start_broadcasts,
     start_exchange,
     start_handing_out,
-    start_reduce_scatter,
 )
 from weft.comm.messages import Messenger
 
@@ -41,11 +38,10 @@ def choose_nothing(collective: Collective, size_bytes: int) -> None:
     """The choice where nobody has chosen."""
 
 
-class Collectives:
-    """Starts collectives over one group; `weft.collective.stand_in` says what is done where a way lacks one.
+class ChosenCollectives(Collectives):
+    """Starts collectives by what is chosen; `weft.collective.stand_in` says what is done where an algorithm lacks one.
 
-    Build it on every member, call it there alike and in one order, and close it before the group is destroyed: the
-    first collective by messages starts a thread, which `close` ends.
+    The first collective by messages starts a thread, which `close` ends.
     """
 
     def __init__(
@@ -57,7 +53,7 @@ class Collectives:
     ) -> None:
         """`place` is how the ranks lie on the links; by default in their order, all in one node.  `node` is what the
         ranks of this host share (`share_node_memory`), and is closed with this object."""
-        self.view = view
+        super().__init__(view)
         self._is_shared = view.group is not None and carrier_of(view.group) == "weft"
         self._choose = choose
         self._place = place
@@ -65,17 +61,8 @@ class Collectives:
         self._messenger: Messenger | None = None
         self._is_closed = False
 
-    def __enter__(self) -> Collectives:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @property
     def num_messages(self) -> int:
-        """Messages that this rank was told to send by algorithms of `weft.collective` until now."""
         return 0 if self._messenger is None else self._messenger.num_messages
 
     def close(self) -> None:
@@ -91,19 +78,15 @@ class Collectives:
         """Sum `flat` in place over the group.  `by` overrides the choice, here and below."""
         way = self._way("all_reduce", flat, by)
         if way is None or way in BUILT_IN:
-            return start_all_reduce(flat, self.view)
+            return super().start_all_reduce(flat)
         return self._messages().start(flat, "all_reduce", way, arrangement=self._place)
 
     def start_reduce_scatter(
         self, flat: Tensor, regions: Sequence[tuple[int, int]], *, even: bool, by: str | None = None
     ) -> Wait:
-        """Sum over the group so that afterwards `flat[regions[index]]` holds the sum; the rest of `flat` is undefined.
-
-        `regions` lie side by side and cover `flat`; `even` says whether they are equally long.
-        """
         way = self._way("reduce_scatter", flat, by)
         if way is None or (way == "backend" and self._is_shared):
-            return start_reduce_scatter(flat, regions, self.view, even=even)
+            return super().start_reduce_scatter(flat, regions, even=even)
         if way == "exchange":
             return start_exchange(flat, regions, self.view)
         if way == "backend" or not defines(way, "reduce_scatter"):
@@ -113,10 +96,9 @@ class Collectives:
     def start_all_gather(
         self, flat: Tensor, regions: Sequence[tuple[int, int]], *, even: bool, by: str | None = None
     ) -> Wait:
-        """Fill `flat` with every rank's own region of it."""
         way = self._way("all_gather", flat, by)
         if way is None or (way == "backend" and self._is_shared):
-            return start_all_gather(flat, regions, self.view, even=even)
+            return super().start_all_gather(flat, regions, even=even)
         if way == "exchange" or not defines(way, "all_gather"):
             return start_handing_out(flat, regions, self.view)
         if way == "backend":

@@ -33,13 +33,14 @@ from weft.collective import (
     shortlist,
     spell_size,
 )
-from weft.comm._chosen import Collectives
+from weft.comm._chosen import ChosenCollectives as ChosenCollectives
 from weft.comm._device import carrier_of, sends_messages
-from weft.comm._hosts import discover_nodes
+from weft.comm._hosts import discover_nodes as discover_nodes
 from weft.comm._mesh import GroupView
-from weft.comm._node import share_node_memory
+from weft.comm._node import NodeMemory as NodeMemory
+from weft.comm._node import share_node_memory as share_node_memory
 from weft.comm._reduce import Wait
-from weft.comm._share import share_table
+from weft.comm._share import share_table as share_table
 from weft.comm._watched_group import messages_group
 from weft.errors import CollectiveError
 
@@ -102,7 +103,7 @@ def measure_table(
     rows: list[Row] = []
     began = time.perf_counter()
     ordered = sorted(sizes)
-    with Collectives(view, place=place, node=share_node_memory(view, place)) as carrier:
+    with ChosenCollectives(view, place=place, node=share_node_memory(view, place)) as carrier:
         own = {each: _own_line(carrier, each) for each in collectives} if carrier_of(view.group) == "weft" else {}
         for size, following in zip_longest(ordered, ordered[1:]):
             started = time.perf_counter()
@@ -125,7 +126,7 @@ def measure_table(
     return shared
 
 
-def _own_line(carrier: Collectives, collective: Collective) -> tuple[float, float]:
+def _own_line(carrier: ChosenCollectives, collective: Collective) -> tuple[float, float]:
     """Seconds of a call and of a byte of what the group does itself, where no formula knows it: shared memory."""
     return fit_links([(size, seconds_of(carrier, collective, size, "backend")) for size in _PROBE_BYTES])
 
@@ -196,7 +197,7 @@ def _half_round(gloo: dist.ProcessGroup, peer: int, size_bytes: int, *, leads: b
             return statistics.median(times[1:]) if leads else 0.0
 
 
-def _measured(carrier: Collectives, collective: Collective, size_bytes: int, listed: Sequence[Candidate]) -> Row:
+def _measured(carrier: ChosenCollectives, collective: Collective, size_bytes: int, listed: Sequence[Candidate]) -> Row:
     """Time those that were not pruned, in turn, and choose."""
     works = [work_of(carrier, collective, size_bytes, each.name) for each in listed if not each.note]
     times = iter(_slowest_medians(works, carrier.view))
@@ -207,7 +208,7 @@ def _measured(carrier: Collectives, collective: Collective, size_bytes: int, lis
     return Row(collective=collective, size_bytes=size_bytes, choice=decide(found, usual), candidates=found)
 
 
-def work_of(carrier: Collectives, collective: Collective, size_bytes: int, name: str) -> Callable[[], Wait]:
+def work_of(carrier: ChosenCollectives, collective: Collective, size_bytes: int, name: str) -> Callable[[], Wait]:
     """Return what starts one collective by a way, over float32 that holds zeros, which sums leave as they are."""
     n = carrier.view.size
     flat = torch.zeros(max(n, size_bytes // 4 // n * n), dtype=torch.float32)
@@ -262,7 +263,7 @@ def time_once(work: Callable[[], Wait], view: GroupView) -> float:
     return time.perf_counter() - start
 
 
-def seconds_of(carrier: Collectives, collective: Collective, size_bytes: int, name: str) -> float:
+def seconds_of(carrier: ChosenCollectives, collective: Collective, size_bytes: int, name: str) -> float:
     """Return what a way of a collective takes now, as `measure_table` takes it.  Call on every rank of the group; all
     get the same."""
     return _slowest_medians([work_of(carrier, collective, size_bytes, name)], carrier.view)[0]

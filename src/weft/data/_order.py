@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data._corpus import TokenStream, open_corpus
-from weft.data._open import PreparedData
+from weft.data._prepared import PreparedData
 from weft.data._sampler import Sampler
 from weft.data._samples import TokenSpec
 from weft.errors import DataError

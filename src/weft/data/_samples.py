@@ -8,16 +8,18 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data._corpus import Split, open_corpus
 from weft.data._fields import Field, Fields, check_finite
 from weft.data._keyed import Permutation, normal, uniform
 from weft.data._tokens import StreamWindows, SyntheticWindows, TokenSamples, TokenTask
 from weft.errors import DataError
+
+if TYPE_CHECKING:
+    from weft.data._corpus import Split
 
 _SYNTHETIC_KEY = 0x5EED
 _DIGITS_VALIDATION = 297
@@ -56,6 +58,8 @@ class TokenSpec:
             key = 2 * _SYNTHETIC_KEY + whole
             windows = SyntheticWindows(self.num_samples, self.task.window, self.task.vocabulary_size, key)
         else:
+            from weft.data._corpus import open_corpus  # synthetic tokens and images have none
+
             corpus = open_corpus(self.folder, verify=False)
             windows = StreamWindows(corpus.stream(self.split, self.validation_fraction), self.task, keep_tail=whole)
         return TokenSamples(windows, self.task, self.folder or "synthetic")

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data._corpus import TokenStream
 from weft.data._fields import IGNORED, Field, Fields
 from weft.data._keyed import keyed, uniform
 from weft.errors import DataError
+
+if TYPE_CHECKING:
+    from weft.data._corpus import TokenStream
 
 _SHARE_MASKED = 0.8
 _SHARE_RANDOM = 0.1

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint import read_tensors
-from weft.data import load_tokenizer, separator_of
+from weft.data.preparation import load_tokenizer, separator_of
 from weft.errors import LaunchError, RecipeError
 from weft.events import RunFolder
 from weft.models import Blueprint, build_model

@@ -19,7 +19,8 @@ from weft.blueprint import build_blueprint
 from weft.checkpoint import export_checkpoint
 from weft.cluster import Cluster
 from weft.comm import backend_for, device_for_rank
-from weft.data import ConsoleProgress, PreparedData, data_shape, prepare_data, silent
+from weft.data import PreparedData, data_shape
+from weft.data.preparation import ConsoleProgress, prepare_data, silent
 from weft.engine.optimizers import check_group_globs
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import describe_blueprint, machine_for

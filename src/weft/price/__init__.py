@@ -1,11 +1,5 @@
 """Price: the time and the memory of a step under a layout, without torch and without devices."""
 
-from weft.collective import LARGEST_BUCKET as LARGEST_BUCKET
-from weft.collective import SMALLEST_BUCKET as SMALLEST_BUCKET
-from weft.collective import Flow as Flow
-from weft.collective import best_bucket as best_bucket
-from weft.collective import next_bucket as next_bucket
-from weft.collective import rounded_bucket as rounded_bucket
 from weft.price._accuracy import Accuracy as Accuracy
 from weft.price._accuracy import accuracy as accuracy
 from weft.price._block_memory import BlockMemory as BlockMemory
@@ -58,3 +52,9 @@ from weft.price._timeline import Timelines as Timelines
 from weft.price._timeline import closed_form as closed_form
 from weft.price._timeline import shares_of_closed_form as shares_of_closed_form
 from weft.price._update import Gathers as Gathers
+from weft.techniques.buckets.sizes import LARGEST_BUCKET as LARGEST_BUCKET
+from weft.techniques.buckets.sizes import SMALLEST_BUCKET as SMALLEST_BUCKET
+from weft.techniques.buckets.sizes import Flow as Flow
+from weft.techniques.buckets.sizes import best_bucket as best_bucket
+from weft.techniques.buckets.sizes import next_bucket as next_bucket
+from weft.techniques.buckets.sizes import rounded_bucket as rounded_bucket

@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 from weft.cluster import Cluster, Collective, Devices
-from weft.collective import SMALLEST_BUCKET
 from weft.errors import PlanError
 from weft.plan import stage_ranks
 from weft.price._calibration import DATASHEET, Calibration
@@ -24,6 +23,7 @@ from weft.price._timeline import StageTimes, Step, Timelines, busy_seconds, clos
 from weft.price._update import RankLoad, Update, bucket_of, element_bytes, gathers_of, update_of
 from weft.price._whole import Stages, Whole, whole_of
 from weft.profile import Block, Profile
+from weft.techniques.buckets.sizes import SMALLEST_BUCKET
 
 _KINDS = {"F": "forward", "B": "backward", "I": "input_backward", "W": "weight_backward"}
 

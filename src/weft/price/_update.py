@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.cluster import Collective
-from weft.collective import BucketSeconds, Flow, Stream, best_bucket, idle_seconds, together
 from weft.price._compute import ELEMENT_BYTES, Device
 from weft.price._layout import Layout
 from weft.price._memory import holds_whole_gradients, reduces_once
@@ -15,6 +14,7 @@ from weft.price._stack import Stack
 from weft.price._stages import Seconds
 from weft.price._timeline import Step
 from weft.techniques.buckets.contract import BucketSettings
+from weft.techniques.buckets.sizes import BucketSeconds, Flow, Stream, best_bucket, idle_seconds, together
 from weft.techniques.registry import update_seconds
 
 _USUAL_BUCKET_BYTES = BucketSettings().bucket_limits[1]
@@ -208,7 +208,7 @@ class _Rates:
 
 
 def bucket_of(layout: Layout, load: RankLoad, device: Device, groups: Groups, seconds: Seconds, low: int) -> int:
-    """Return the bytes of a bucket for which a rank waits least, at least `low` (`weft.collective._buckets`)."""
+    """Return the bytes of a bucket for which a rank waits least, at least `low` (`weft.techniques.buckets.sizes`)."""
     rates = _Rates(layout, device, groups, seconds)
     return best_bucket(rates.flows(load), first=rates.first, low=low)
 

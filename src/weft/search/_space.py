@@ -71,7 +71,7 @@ class Space:
     context_schemes: tuple[ContextScheme, ...] = ("ring", "all_gather", "ulysses")
     bucket_bytes: tuple[int, ...] | None = None
     """None: for every plan the size that its gradients, its links and its backward ask for
-    (`weft.collective._buckets`), and neighbours of it as long as they are better."""
+    (`weft.techniques.buckets.sizes`), and neighbours of it as long as they are better."""
     first_bucket_bytes: tuple[int, ...] | None = None
     """The first of them is taken, and no bucket is smaller.  None: the usual one, or less: it moves a step by less than
     the time in which it fills."""

@@ -1,7 +1,5 @@
-"""Optimizers over shards."""
+"""Optimizers over shards: one module each, which a rank imports where its recipe names it."""
 
-from weft.engine.optimizers._adafactor import Adafactor as Adafactor
-from weft.engine.optimizers._adamw import AdamW as AdamW
 from weft.engine.optimizers._base import ShardOptimizer as ShardOptimizer
 from weft.engine.optimizers._create import create_optimizer as create_optimizer
 from weft.engine.optimizers._create import optimizer_class as optimizer_class
@@ -10,14 +8,9 @@ from weft.engine.optimizers._groups import OptimizerGroup as OptimizerGroup
 from weft.engine.optimizers._groups import check_group_globs as check_group_globs
 from weft.engine.optimizers._groups import group_parameters as group_parameters
 from weft.engine.optimizers._groups import parameter_settings as parameter_settings
-from weft.engine.optimizers._lamb import LAMB as LAMB
-from weft.engine.optimizers._lars import LARS as LARS
-from weft.engine.optimizers._sgd import SGD as SGD
 from weft.engine.optimizers._sparse import SparseState as SparseState
 from weft.engine.optimizers._sparse import check_sparse_support as check_sparse_support
 from weft.engine.optimizers._sparse import check_sparse_tables as check_sparse_tables
 from weft.engine.optimizers._sparse import create_sparse_state as create_sparse_state
 from weft.engine.optimizers._sparse import sparse_step as sparse_step
 from weft.engine.optimizers._sums import squared_sum as squared_sum
-from weft.engine.optimizers._tables import JoinedOptimizers as JoinedOptimizers
-from weft.engine.optimizers._tables import TableOptimizer as TableOptimizer

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from weft.comm import Mesh
-from weft.engine.optimizers._adafactor import Adafactor
-from weft.engine.optimizers._adamw import AdamW
 from weft.engine.optimizers._base import ShardOptimizer
 from weft.engine.optimizers._groups import OptimizerGroup
-from weft.engine.optimizers._lamb import LAMB
-from weft.engine.optimizers._lars import LARS
-from weft.engine.optimizers._sgd import SGD
-from weft.engine.optimizers._tables import JoinedOptimizers, TableOptimizer
 from weft.parallel import Shard
 from weft.recipe import OptimizerRecipe
 
-_CLASSES: Mapping[str, type[ShardOptimizer]] = {
-    "adamw": AdamW,
-    "sgd": SGD,
-    "adafactor": Adafactor,
-    "lamb": LAMB,
-    "lars": LARS,
+if TYPE_CHECKING:
+    from weft.engine.optimizers._tables import TableOptimizer
+
+_CLASSES: Mapping[str, str] = {
+    "adamw": "AdamW",
+    "sgd": "SGD",
+    "adafactor": "Adafactor",
+    "lamb": "LAMB",
+    "lars": "LARS",
 }
+"""Class by the recipe's name, which is its module's, too: a rank imports the one that its recipe names."""
 
 
 def optimizer_class(recipe: OptimizerRecipe) -> type[ShardOptimizer]:
     """Return the class of the recipe's optimizer; its `cuts` says where data parallelism may cut shards."""
-    return _CLASSES[recipe.name]
+    found: type[ShardOptimizer] = getattr(import_module(f"weft.engine.optimizers.{recipe.name}"), _CLASSES[recipe.name])
+    return found
 
 
 def create_optimizer(
@@ -50,12 +51,18 @@ def create_optimizer(
     """
     tables = [shard for shard in shards if shard.sparse]
     dense = _create_dense(recipe, [shard for shard in shards if not shard.sparse], mesh, groups, frozen_after)
-    return JoinedOptimizers([dense, _create_for_tables(recipe, tables, groups)]) if tables else dense
+    if not tables:
+        return dense
+    from weft.engine.optimizers._tables import JoinedOptimizers
+
+    return JoinedOptimizers([dense, _create_for_tables(recipe, tables, groups)])
 
 
 def _create_for_tables(
     recipe: OptimizerRecipe, tables: Sequence[Shard], groups: Sequence[OptimizerGroup]
 ) -> TableOptimizer:
+    from weft.engine.optimizers._tables import TableOptimizer
+
     has_own = recipe.name in ("adamw", "lamb")
     return TableOptimizer(
         tables,
@@ -76,17 +83,27 @@ def _create_dense(
     every = recipe.decay_one_dimensional
     match recipe.name:
         case "adamw":
+            from weft.engine.optimizers.adamw import AdamW
+
             epsilon = _or(recipe.epsilon, 1e-8)
             return AdamW(shards, groups, betas=recipe.betas, epsilon=epsilon, frozen_after=frozen_after)
         case "sgd":
+            from weft.engine.optimizers.sgd import SGD
+
             return SGD(shards, groups, momentum=recipe.momentum, nesterov=recipe.nesterov)
         case "adafactor":
+            from weft.engine.optimizers.adafactor import Adafactor
+
             epsilon = _or(recipe.epsilon, 1e-30)
             return Adafactor(shards, groups, mesh, epsilon=epsilon, relative_step=recipe.relative_step)
         case "lamb":
+            from weft.engine.optimizers.lamb import LAMB
+
             epsilon = _or(recipe.epsilon, 1e-6)
             return LAMB(shards, groups, mesh, betas=recipe.betas, epsilon=epsilon, adapt_one_dimensional=every)
         case "lars":
+            from weft.engine.optimizers.lars import LARS
+
             return LARS(shards, groups, mesh, momentum=recipe.momentum, adapt_one_dimensional=every)
 
 

@@ -2,8 +2,8 @@
 
 The start α and the seconds per byte β of a collective follow from how long those of different sizes took, the pace of
 backward from when buckets became full.  What other buckets would expose is then the closed form that plans are priced
-with (`weft.collective._buckets`), scaled so that it says for the buckets that were used what was measured.  Nothing is
-changed: a run must be what its plan says.
+with (`weft.techniques.buckets.sizes`), scaled so that it says for the buckets that were used what was measured.
+Nothing is changed: a run must be what its plan says.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import NamedTuple
 
-from weft.collective import SMALLEST_BUCKET, Flow, best_bucket
 from weft.comm import Seen
 from weft.figures import spell_memory, spell_seconds
 from weft.plan import DataParallelPlan, Plan
 from weft.record import Recorder
+from weft.techniques.buckets.sizes import SMALLEST_BUCKET, Flow, best_bucket
 
 _AXIS = "data"
 _WARM_STEPS = 3

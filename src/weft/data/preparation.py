@@ -1,0 +1,17 @@
+"""Data before a run: text to memory-mapped token shards, a recipe's sources to what its ranks open, samples to files.
+
+Ranks of a run need none of it.
+"""
+
+from weft.data._corpus import PreparedCorpus as PreparedCorpus
+from weft.data._corpus import is_prepared as is_prepared
+from weft.data._corpus import open_corpus as open_corpus
+from weft.data._order import PlainSamples as PlainSamples
+from weft.data._order import write_samples as write_samples
+from weft.data._prepare import prepare as prepare
+from weft.data._progress import ConsoleProgress as ConsoleProgress
+from weft.data._progress import Progress as Progress
+from weft.data._progress import silent as silent
+from weft.data._recipe import prepare_data as prepare_data
+from weft.data._tokenizer import load_tokenizer as load_tokenizer
+from weft.data._tokenizer import separator_of as separator_of

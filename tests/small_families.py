@@ -27,17 +27,21 @@ _WHERE_THERE: dict[str, Any] = {"num_key_value_heads": (2, 4), "head_dim": (8,),
 
 
 def small_config(model_type: str, seed: int) -> dict[str, Any]:
-    """The library's defaults, narrow; dropouts are on, and switches (biases, ties, residuals) are drawn."""
+    """The library's defaults, narrow, with dropouts.
+
+    Switches (biases, ties, residuals) are drawn; an odd seed has the opposite of the even one before it, so that two
+    seeds have both settings of each.
+    """
     from transformers import AutoConfig
 
-    draw = random.Random(f"{model_type} {seed}")
+    draw = random.Random(f"{model_type} {seed // 2}")
     usual = AutoConfig.for_model(model_type).to_dict()
     changes = dict(_SIZES)
     for name, value in usual.items():
         if name in _WHERE_THERE:
             changes[name] = draw.choice(_WHERE_THERE[name])
         elif isinstance(value, bool) and ("bias" in name or "residual" in name or name.startswith("tie_word")):
-            changes[name] = draw.random() < 0.5
+            changes[name] = (draw.random() < 0.5) == (seed % 2 == 0)
         elif isinstance(value, int | float) and ("drop" in name or "_pdrop" in name) and "classifier" not in name:
             changes[name] = 0.1
     return AutoConfig.for_model(model_type, **changes).to_dict()

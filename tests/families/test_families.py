@@ -12,6 +12,7 @@ from torch import nn
 
 import weft.families
 from small_families import TYPES, small_model
+from weft.describe import describe
 from weft.description import description_of, facts_of
 from weft.families import SplitTable, families, family_of
 from weft.models import build_model
@@ -97,11 +98,10 @@ def flops(parts: Sequence[Block], length: int) -> float:
     return length * sum(part.forward_flops(length) for part in parts)
 
 
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", TYPES)
-def test_numbers_and_a_forward_give_the_same_operations(kind: str, tmp_path: Path) -> None:
-    from weft.describe import describe
-
-    recipe = recipe_of(kind, 0, tmp_path)
+def test_numbers_and_a_forward_give_the_same_operations(kind: str, seed: int, tmp_path: Path) -> None:
+    recipe = recipe_of(kind, seed, tmp_path)
     description = description_of(recipe)
     assert description is not None
     known, found = description.profile, describe(build_model(recipe))

@@ -94,7 +94,7 @@ def _row(operator: Operator, length: int, element_bytes: int) -> str:
     kept = operator.kept_elements_per_token * element_bytes + operator.kept_bytes_per_token
     return (
         f"  {operator.name:<33} {operator.kind:<13}{operator.split:<11}{operator.parameters:>14,}"
-        f"{_short(operator_flops(operator, length) * length):>9}{_short(kept * length):>9}  {_shape(operator)}"
+        f"{_short(operator.forward_flops(length) * length):>9}{_short(kept * length):>9}  {_shape(operator)}"
     ).rstrip()
 
 
@@ -108,21 +108,11 @@ def _shape(operator: Operator) -> str:
     return f"{rows}{operator.k} → {operator.n}{f', {operator.groups} groups' if operator.groups > 1 else ''}"
 
 
-def operator_flops(operator: Operator, length: int) -> float:
-    """Forward operations per token; attention is counted without the causal half, as torch's counter does."""
-    if operator.kind == "attention":
-        keys = min(operator.window or length, length)
-        features = operator.head_size + operator.value_head_size
-        return 2.0 * operator.rows_per_token * operator.heads * keys * features
-    groups = operator.groups if operator.kind == "convolution" else 1
-    return 2.0 * operator.rows_per_token * operator.n * operator.k * groups
-
-
 def _flops(found: Description) -> float:
     """Forward of one sample."""
     profile = found.profile
     parts = (profile.stem, *profile.blocks, profile.tail)
-    per_token = sum(operator_flops(o, profile.sequence_length) for part in parts for o in part.operators)
+    per_token = sum(part.forward_flops(profile.sequence_length) for part in parts)
     return per_token * profile.sequence_length
 
 

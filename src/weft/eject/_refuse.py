@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from weft.description import facts_of
 from weft.document import spell
 from weft.errors import PlanError, RecipeError
+from weft.families import family_of
 from weft.plan import Plan, runnability
 from weft.recipe import DecoderShape, Recipe, read_hf_config
 from weft.techniques.registry import unwritten
@@ -55,7 +56,9 @@ def recipe_refusals(recipe: Recipe) -> Iterator[str]:
 
 def _hf_refusals(path: str, config: Mapping[str, object]) -> Iterator[str]:
     architectures = config.get("architectures") or ()
-    masked = config.get("model_type") == "bert" if not architectures else "MaskedLM" in str(architectures)
+    family = family_of(str(config.get("model_type")))
+    named = "MaskedLM" in str(architectures)
+    masked = named if architectures else family is not None and family.task == "masked_lm"
     if masked:
         yield f'model.hf = "{path}": a masked language model; the script asks for the next token. Use a causal one.'
 

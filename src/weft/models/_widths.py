@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.families import family_of
+
 _NARROW = 64
 """A model of this width or less keeps its widths."""
 _VOCABULARY_PER_RANK = 37
@@ -101,7 +103,8 @@ def _widths_of(config: Mapping[str, Any]) -> Widths | None:
         return None
     hidden, heads = int(config[hidden_key]), int(config[heads_key])
     ffn = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-    head_size = config.get("head_dim") or (128 if config.get("model_type") == "qwen3" else hidden // heads)
+    family = family_of(str(config.get("model_type")))
+    head_size = config.get("head_dim") or (hidden // heads if family is None else family.sizes(config).query_size)
     return Widths(
         hidden=hidden,
         heads=heads,

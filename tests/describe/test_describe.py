@@ -257,3 +257,17 @@ def test_a_forward_that_fails_says_why() -> None:
     blueprint.module = nn.Sequential(nn.Linear(11, 3))
     with pytest.raises(RecipeError, match="its forward or its loss raised RuntimeError"):
         describe(blueprint)
+
+
+def test_a_recommender_is_counted_as_by_hand() -> None:
+    """Tables, a perceptron over numbers, products between all pairs, and a perceptron over those.
+
+    Source: Naumov et al. 2019, https://arxiv.org/abs/1906.00091.
+    """
+    profile = describe(own_models.build("recommender"))
+    tables, width, bottom = 3, 8, (5, 16, 8)
+    top = (width + tables * (tables + 1) // 2, 24, 3)
+    layers = [*zip(bottom, bottom[1:], strict=False), *zip(top, top[1:], strict=False)]
+    assert profile.num_parameters == tables * 64 * width + sum(k * n + n for k, n in layers)
+    pairs = (tables + 1) ** 2 * width
+    assert forward_flops(profile) == 2 * (pairs + sum(k * n for k, n in layers))

@@ -21,8 +21,6 @@ from weft.profile import Block, ModelSizes, Profile
 from weft.recipe import BatchRecipe, Recipe, RunRecipe
 from weft.worker import facts_of_blueprint
 
-CUTTING = ("column", "row", "vocab")
-
 
 def recipe_of(model_type: str, seed: int, folder: Path) -> Recipe:
     model = small_model(model_type, seed, folder)
@@ -78,7 +76,7 @@ def test_every_layer_of_a_block_is_split_and_every_rule_is_about_something(kind:
         if inside and weight is not None and weight.dim() == 2:
             assert table.kind(name) in ("column", "row"), name
     for rule in blueprint.split:
-        if rule.kind in CUTTING:
+        if rule.divides:
             assert any(fnmatchcase(name, rule.match) for name in names(module)), rule
     assert blueprint.vocabulary_head in names(module)
 

@@ -18,9 +18,7 @@ from weft.profile import (
     ConvolutionSizes,
     ConvolutionStage,
     ModelSizes,
-    RecommenderSizes,
     profile_of_convolutions,
-    profile_of_recommender,
     profile_of_sizes,
 )
 from weft.profile.known import known_model
@@ -210,19 +208,3 @@ def test_resnet_50() -> None:
     products = sum(o.rows_per_token * o.n * o.k for o in operators if o.kind == "convolution")
     assert products == pytest.approx(4.09e9, rel=0.01)
     assert profile.has_batch_norm
-
-
-def test_recommender() -> None:
-    """The tables are nearly all of it."""
-    sizes = RecommenderSizes(
-        tables=(1_000_000,) * 26,
-        embedding_size=64,
-        dense_features=13,
-        bottom_sizes=(512, 256, 64),
-        top_sizes=(512, 256, 1),
-    )
-    profile = profile_of_recommender(sizes)
-    assert profile.stem.parameters == 26_000_000 * 64
-    assert profile.num_parameters / profile.stem.parameters == pytest.approx(1, abs=0.001)
-    with pytest.raises(RecipeError, match="must end in embedding_size = 64"):
-        replace(sizes, bottom_sizes=(512,))

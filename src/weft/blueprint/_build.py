@@ -5,8 +5,6 @@ from __future__ import annotations
 from weft.models import Blueprint, build_model
 from weft.recipe import Recipe
 
-_CUTTING = ("column", "row", "vocab")
-
 
 def build_blueprint(recipe: Recipe) -> Blueprint:
     """Return the recipe's model; with `model.propose_split`, what no rule covers is split as its graph allows.
@@ -23,7 +21,7 @@ def build_blueprint(recipe: Recipe) -> Blueprint:
 
         proposal = propose_split(blueprint)
         proposal.apply_to(blueprint)
-        modules = sum(proposed.rule.kind in _CUTTING for proposed in proposal.rules)
+        modules = sum(proposed.rule.divides for proposed in proposal.rules)
         said = (
             f"the split table of {modules} rules was proposed by analysis of the graph (model.propose_split); run"
             " `weft check` before you rely on it"
@@ -31,7 +29,7 @@ def build_blueprint(recipe: Recipe) -> Blueprint:
             else "the graph shows nothing that could be split (model.propose_split): data and ZeRO plans only"
         )
         blueprint.notes = (*blueprint.notes, said)
-    elif not any(rule.kind in _CUTTING for rule in blueprint.split) and recipe.model.factory is not None:
+    elif not any(rule.divides for rule in blueprint.split) and recipe.model.factory is not None:
         said = "no split table: data and ZeRO plans only. `weft describe` shows what could be split"
         blueprint.notes = (*blueprint.notes, said)
     return blueprint

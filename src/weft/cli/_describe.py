@@ -58,9 +58,7 @@ def describe(
         return
     print("\n".join(_lines(found, dtype.itemsize)))
     print()
-    print(
-        "\n".join(_split_lines(proposal, covered=any(rule.kind in ("column", "row", "vocab") for rule in plain.split)))
-    )
+    print("\n".join(_split_lines(proposal, covered=any(rule.divides for rule in plain.split))))
 
 
 def _lines(found: Description, element_bytes: int) -> list[str]:

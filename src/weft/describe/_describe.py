@@ -194,7 +194,7 @@ class _Builder:
 
     def _profile(self) -> Profile:
         blueprint, segments = self._blueprint, self._segments
-        splits = any(rule.kind in ("column", "row", "vocab") for rule in blueprint.split)
+        splits = any(rule.divides for rule in blueprint.split)
         stem, tail = self._part(STEM, "stem"), self._part(segments.tail, "tail")
         blocks = self._blocks()
         if not blocks:  # nothing repeats: the whole model is one block

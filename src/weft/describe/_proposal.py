@@ -40,7 +40,7 @@ class Proposal:
     @property
     def splits(self) -> bool:
         """Whether it lets the tensor axis divide anything."""
-        return any(proposed.rule.kind in ("column", "row", "vocab") for proposed in self.rules)
+        return any(proposed.rule.divides for proposed in self.rules)
 
     def apply_to(self, blueprint: Blueprint) -> None:
         """Give the blueprint this table, behind the rules that it has."""

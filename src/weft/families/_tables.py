@@ -27,6 +27,11 @@ class SplitRule:
     gather_output: bool = False
     """`column` only: all-gather the output (a head whose loss is not vocabulary-parallel)."""
 
+    @property
+    def divides(self) -> bool:
+        """Whether the tensor axis divides the weights of the modules that match."""
+        return self.kind in ("column", "row", "vocab")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Localise:
@@ -77,4 +82,4 @@ class Tables:
     @property
     def splits(self) -> bool:
         """Whether a rule lets the tensor axis divide a layer."""
-        return any(rule.kind in ("column", "row", "vocab") for rule in self.split)
+        return any(rule.divides for rule in self.split)

@@ -3,10 +3,8 @@
 from weft.profile._plain import ConvolutionSizes as ConvolutionSizes
 from weft.profile._plain import ConvolutionStage as ConvolutionStage
 from weft.profile._plain import MlpSizes as MlpSizes
-from weft.profile._plain import RecommenderSizes as RecommenderSizes
 from weft.profile._plain import profile_of_convolutions as profile_of_convolutions
 from weft.profile._plain import profile_of_mlp as profile_of_mlp
-from weft.profile._plain import profile_of_recommender as profile_of_recommender
 from weft.profile._profile import Block as Block
 from weft.profile._profile import Operator as Operator
 from weft.profile._profile import OperatorKind as OperatorKind

@@ -1,4 +1,4 @@
-"""Profiles of models that are no transformers: perceptrons, convolutional networks, embedding tables."""
+"""Profiles of models that are no transformers: perceptrons and convolutional networks."""
 
 from __future__ import annotations
 
@@ -197,71 +197,3 @@ def _tail(sizes: ConvolutionSizes, channels: int, image: int) -> Iterator[Operat
     if not sizes.norm_after:
         yield from _norm_and_relu("head", channels, image, batch_norm=sizes.batch_norm)
     yield linear("head.classes", sizes.num_classes, channels, "replicate", bias=True, kept=channels)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecommenderSizes:
-    """Tables of categories, a perceptron over numbers, products between all pairs, and a perceptron over those.
-
-    Source: Naumov et al. 2019, https://arxiv.org/abs/1906.00091.
-    """
-
-    name: str = "recommender"
-    tables: tuple[int, ...]
-    """Rows of each table."""
-    embedding_size: int
-    lookups_per_table: int = 1
-    dense_features: int
-    bottom_sizes: tuple[int, ...]
-    """Widths of the lower perceptron, to the last of which the interaction is joined; it ends in `embedding_size`."""
-    top_sizes: tuple[int, ...]
-    """Widths of the upper perceptron; the last is 1."""
-
-    def __post_init__(self) -> None:
-        _RULES.at_least(self, 1, "embedding_size", "lookups_per_table", "dense_features")
-        if not self.bottom_sizes or self.bottom_sizes[-1] != self.embedding_size:
-            raise _RULES.refuse(self, "bottom_sizes", f"must end in embedding_size = {self.embedding_size}.")
-
-
-def profile_of_recommender(sizes: RecommenderSizes) -> Profile:
-    """Return its operators; a token is a sample, the tables are the stem, each perceptron a block."""
-    width, tables = sizes.embedding_size, len(sizes.tables)
-    gathered = tables * sizes.lookups_per_table * width
-    lookups = Operator(
-        name="tables",
-        kind="gather",
-        split="vocab",
-        parameters=sum(sizes.tables) * width,
-        elements_moved_per_token=gathered + tables * width,
-        kept_elements_per_token=tables * width,
-        kept_bytes_per_token=8 * tables * sizes.lookups_per_table,
-    )
-    pairs = (tables + 1) * tables // 2
-    bottom = tuple(_perceptron("bottom", (sizes.dense_features, *sizes.bottom_sizes)))
-    product = Operator(
-        name="interaction",
-        kind="matmul",
-        rows_per_token=tables + 1,
-        n=tables + 1,
-        k=width,
-        kept_elements_per_token=(tables + 1) * width,
-    )
-    top = tuple(_perceptron("top", (pairs + width, *sizes.top_sizes)))
-    return Profile(
-        name=sizes.name,
-        sequence_length=1,
-        stem=Block(name="stem", operators=(lookups,), entry_elements_per_token=0),
-        blocks=(
-            Block(name="bottom", operators=bottom, entry_elements_per_token=sizes.dense_features + tables * width),
-            Block(name="top", operators=(product, *top), entry_elements_per_token=(tables + 1) * width),
-        ),
-        tail=Block(name="tail", operators=(), entry_elements_per_token=sizes.top_sizes[-1]),
-        hidden_size=width,
-        divisible=(("embedding_rows", min(sizes.tables)),),
-    )
-
-
-def _perceptron(name: str, widths: tuple[int, ...]) -> Iterator[Operator]:
-    for index, (k, n) in enumerate(zip(widths, widths[1:], strict=False)):
-        yield linear(f"{name}.{index}", n, k, "replicate", bias=True, kept=k)
-        yield pointwise(f"{name}.{index}.relu", n)

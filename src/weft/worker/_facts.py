@@ -13,7 +13,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
     """Return the facts that a model and its tables show."""
-    splits = any(rule.kind in ("column", "row", "vocab") for rule in blueprint.split)
+    splits = any(rule.divides for rule in blueprint.split)
     cut = blueprint.cut
     model = type(blueprint.module).__name__
     return ModelFacts(

@@ -1,0 +1,181 @@
+"""Draw the house: packages on floors, each above all that it imports, into docs/architecture.md.
+
+    python docs/floors.py
+
+A test compares the page with what this would write, so the drawing cannot go stale.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+PAGE = Path(__file__).parent / "architecture.md"
+BEGIN, END = "<!-- drawn by docs/floors.py -->", "<!-- end of the drawing -->"
+
+# ── the files and what each imports ───────────────────────────────────────────────────────────────────────────────────
+
+
+def run_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what a file runs, without what stands under `if TYPE_CHECKING`."""
+    yield node
+    checking = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    children: Iterable[ast.AST] = node.orelse if checking and isinstance(node, ast.If) else ast.iter_child_nodes(node)
+    for child in children:
+        yield from run_nodes(child)
+
+
+def source_files() -> Mapping[str, Path]:
+    """Return every module of Weft and its file."""
+    named: dict[str, Path] = {}
+    for path in (SOURCE / "weft").rglob("*.py"):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return named
+
+
+def _imported(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield (module, name) of a file's imports; no name for `import weft.x`."""
+    for node in run_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert not node.level, f"{path}: a relative import"
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Return module → the modules from whose files its imports come, past the doors that only pass a name on.
+
+    Imports inside functions count.
+    """
+    imports = {module: tuple(_imported(path)) for module, path in files.items()}
+    passed = {
+        (module, name): source
+        for module, path in files.items()
+        if path.name == "__init__.py"
+        for source, name in imports[module]
+        if name is not None and source in files
+    }
+
+    @cache
+    def home(module: str, name: str | None) -> str:
+        if name is not None and f"{module}.{name}" in files:
+            return f"{module}.{name}"
+        source = passed.get((module, name or ""))
+        return module if source is None else home(source, name)
+
+    return {
+        module: {home(source, name) for source, name in found if source in files} - {module}
+        for module, found in imports.items()
+    }
+
+
+# ── rooms: packages, and below `techniques` what a technique says apart from what it does ───────────────────────────────
+
+
+def room_of(module: str, loads_torch: frozenset[str]) -> str:
+    """Return the room that a module belongs to; empty for the door of the whole package."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return ""
+    if parts[1] != "techniques":
+        return parts[1]
+    return f"techniques/{parts[2]}" if module in loads_torch else "techniques"
+
+
+def torch_loaders(graph: Mapping[str, set[str]], files: Mapping[str, Path]) -> frozenset[str]:
+    """Return the modules that need torch, by themselves or by what they import."""
+    found = {
+        module
+        for module, path in files.items()
+        if any(source.partition(".")[0] == "torch" for source, _ in _imported(path))
+    }
+    while more := {module for module, needs in graph.items() if needs & found} - found:
+        found |= more
+    return frozenset(found)
+
+
+def room_graph() -> dict[str, set[str]]:
+    """Return room → the rooms that its files import from."""
+    files = source_files()
+    graph = import_graph(files)
+    loaders = torch_loaders(graph, files)
+    rooms: dict[str, set[str]] = {}
+    for module, needs in graph.items():
+        room = room_of(module, loaders)
+        if room:
+            rooms.setdefault(room, set()).update(room_of(need, loaders) for need in needs)
+    return {room: needs - {room, ""} for room, needs in rooms.items()}
+
+
+def floors(graph: Mapping[str, set[str]]) -> dict[str, int]:
+    """Return room → floor: the lowest one above all that it imports; the ground is 1.
+
+    Raises:
+        ValueError: rooms that need one another have no floors.
+    """
+    found: dict[str, int] = {}
+    while len(found) < len(graph):
+        ready = {room for room, needs in graph.items() if room not in found and needs <= found.keys()}
+        if not ready:
+            raise ValueError(f"need one another: {', '.join(sorted(graph.keys() - found.keys()))}")
+        found |= {room: 1 + max((found[need] for need in graph[room]), default=0) for room in ready}
+    return found
+
+
+def straight(graph: Mapping[str, set[str]]) -> dict[str, list[str]]:
+    """Return room → what it needs that nothing else it needs leads to: the fewest arrows that tell the same."""
+
+    @cache
+    def below(room: str) -> frozenset[str]:
+        return frozenset(graph[room]).union(*(below(need) for need in graph[room]))
+
+    return {
+        room: sorted(need for need in needs if not any(need in below(other) for other in needs))
+        for room, needs in graph.items()
+    }
+
+
+# ── the page ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def words_of(room: str) -> str:
+    """Return what a room says of itself: the first sentence of its docstring."""
+    if room.startswith("techniques/"):
+        return "as it runs"
+    path = SOURCE / "weft" / room
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n")[0].split()).rstrip(".")
+
+
+def drawing() -> str:
+    """Return the floors as a text block, the top floor first."""
+    graph = room_graph()
+    placed, arrows = floors(graph), straight(graph)
+    lines = []
+    for number in range(max(placed.values()), 0, -1):
+        for room in sorted(room for room, floor in placed.items() if floor == number):
+            needs = f"  ─► {', '.join(arrows[room])}" if arrows[room] else ""
+            head = f"{number:2d}  {room}{needs}"
+            lines += textwrap.wrap(head, 120, subsequent_indent=" " * 8)
+            lines += textwrap.wrap(words_of(room), 112, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(["```text", *lines, "```"])
+
+
+def page(text: str) -> str:
+    """Return the page with the drawing as it is today."""
+    before, found, rest = text.partition(BEGIN)
+    assert found, f"{PAGE.name} has no line {BEGIN}"
+    return f"{before}{BEGIN}\n\n{drawing()}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit(0)

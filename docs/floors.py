@@ -76,7 +76,7 @@ def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
     }
 
 
-# ── rooms: packages, and below `techniques` what a technique says apart from what it does ───────────────────────────────
+# ── rooms: packages, and below `techniques` what a technique says apart from what it does ────────────────────────────
 
 
 def room_of(module: str, loads_torch: frozenset[str]) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+
 from pages import ROOT
 
 MOST_FLOORS = 16
-"""As many as the way of the data needs: three nouns, what techniques say of them, a plan, the model that it splits, what
-runs it, what proves it, and the ways in.  A new one needs a reason."""
+"""As many as the way of the data needs: three nouns, what techniques say of them, a plan, the model that it splits,
+what runs it, what proves it, and the ways in.  A new one needs a reason."""
 
 
 @pytest.fixture(scope="module")

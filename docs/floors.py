@@ -86,7 +86,10 @@ def room_of(module: str, loads_torch: frozenset[str]) -> str:
         return ""
     if parts[1] != "techniques":
         return parts[1]
-    return f"techniques/{parts[2]}" if module in loads_torch else "techniques"
+    if module not in loads_torch:
+        return "techniques"
+    folder = SOURCE.joinpath(*parts)  # a package's own door, or the file beside which it stands
+    return "/".join((parts if folder.is_dir() else parts[:-1])[1:])
 
 
 def torch_loaders(graph: Mapping[str, set[str]], files: Mapping[str, Path]) -> frozenset[str]:
@@ -147,8 +150,6 @@ def straight(graph: Mapping[str, set[str]]) -> dict[str, list[str]]:
 
 def words_of(room: str) -> str:
     """Return what a room says of itself: the first sentence of its docstring."""
-    if room.startswith("techniques/"):
-        return "as it runs"
     path = SOURCE / "weft" / room
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

@@ -12,7 +12,6 @@ from weft.errors import PlanError
 from weft.plan import (
     Action,
     Schedule,
-    bubble_seconds,
     check_schedule,
     forward_orders,
     peak_activations,
@@ -20,6 +19,7 @@ from weft.plan import (
     simulate,
     stage_ranks,
 )
+from weft.techniques.pipeline.cost import bubble_seconds
 from weft.techniques.pipeline.routes import Message, plan_routes, sent_by, wanted_by
 
 CHUNKS: dict[Schedule, tuple[int, ...]] = {

@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cluster import Cluster, parse_cluster_spec
-from weft.price import LARGEST_BUCKET, SMALLEST_BUCKET, Flow, Layout, Pricer, best_bucket, next_bucket, rounded_bucket
+from weft.price import Layout, Pricer
 from weft.profile import ModelSizes, Profile, profile_of_sizes
+from weft.techniques.buckets.sizes import (
+    LARGEST_BUCKET,
+    SMALLEST_BUCKET,
+    Flow,
+    best_bucket,
+    next_bucket,
+    rounded_bucket,
+)
 
 MEBI = 1 << 20
 FIRST = float(MEBI)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from weft.plan import PricedSchedule, peak_activations, schedule_orders
 from weft.price import HABITS, WEFT, Layout, Memories, StageMemory, memory_of
-from weft.price._in_flight import in_flight
 from weft.profile import ModelSizes, Profile, profile_of_sizes
 from weft.profile.known import KNOWN_MODELS, known_model
+from weft.techniques.pipeline.cost import in_flight
 
 GIBI = 2**30
 SMALL = profile_of_sizes(

@@ -328,7 +328,6 @@ def test_calibrations_know_variants_of_a_part() -> None:
     assert DATASHEET.matmul_share("a100-40gb", "bf16") == DATASHEET.matmul_share("a100", "bf16")
     assert DATASHEET.matmul_share("gb200", "bf16") < DATASHEET.matmul_share("b200", "bf16")
     assert DATASHEET.attention_share("h200") == DATASHEET.attention_share("h100")
-    assert DATASHEET.link_slowdown(5) == DATASHEET.link_slowdowns[-1]
 
 
 def test_data_ranks_wait_for_each_others_batch_statistics() -> None:

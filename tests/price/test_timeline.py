@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from weft.plan import Schedule, simulate
 from weft.plan import schedule_orders as orders_of
-from weft.price import StageTimes, Timelines, closed_form
+from weft.techniques.pipeline.cost import StageTimes, closed_form
+from weft.techniques.pipeline.timeline import Timelines
 
 TIMELINES = Timelines()
 SHAPES: tuple[tuple[Schedule, int], ...] = (

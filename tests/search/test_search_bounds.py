@@ -12,7 +12,6 @@ from brute_force import best_by_brute_force, score_of
 from drawn_spaces import CORES, SPECS, WIDE, Drawn, drawn
 
 from weft.price import WEFT, Layout
-from weft.price._memory import reduces_once
 from weft.search import Space, search
 from weft.search._bounds import Floats
 from weft.search._finalists import Finalists
@@ -21,6 +20,7 @@ from weft.search._rows import Rows
 from weft.search._search import SearchState
 from weft.search._space import without_offload
 from weft.search._splits import enumerate_splits
+from weft.techniques.zero.cost import reduces_once
 
 SAME = (
     "pipeline", "data", "context", "tensor", "expert", "schedule", "chunks", "microbatch_size", "precision",

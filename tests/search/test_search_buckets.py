@@ -9,10 +9,11 @@ from search_kit import cluster_of, tiny
 
 from weft.cluster import Cluster
 from weft.plan import DataParallelPlan, Plan
-from weft.price import FIRST_BUCKET_BYTES, SMALLEST_BUCKET, Pricer
+from weft.price import FIRST_BUCKET_BYTES, Pricer
 from weft.profile import Profile
 from weft.search import Space, search, space_of
 from weft.search._pins import pinned
+from weft.techniques.buckets.sizes import SMALLEST_BUCKET
 
 MEBI = 1 << 20
 BATCH = 64

@@ -12,41 +12,29 @@ from weft.plan import plan_settings
 from weft.price import Layout
 from weft.search import Space
 from weft.techniques.contract import list_choices
-from weft.techniques.settings import Declared, choices_of
+from weft.techniques.settings import Declared, Knob, choices_of
 
-
-@dataclass(frozen=True, slots=True)
-class _Knob:
-    field: str
-    """Of a `Layout`; `data` stands for replicate × shard."""
-    values: str
-    """Of a `Space`: the tuple of what may be chosen."""
-    words: tuple[str, ...] = ()
-    """The words it takes; empty: a number."""
-    numbers: tuple[int, ...] = ()
-    """The numbers it takes; empty: any whole one above 0."""
-    narrows: tuple[str, ...] = ()
-    """Flags of a `Space` that are off where it is fixed."""
+_DATA = Declared(
+    section="mesh", name="data", hint=int, default=1, knob=Knob(space="datas", asked=("data", "dp"), explained=True)
+)
+"""Replicate × shard, which people ask for as one; a layout has it, a plan computes it."""
 
 
 @functools.cache
-def _knobs() -> tuple[Mapping[str, _Knob], Mapping[str, str]]:
+def _asked() -> tuple[Mapping[str, Declared], Mapping[str, str]]:
     """Return what may be asked for, by its first name, and its other names."""
-    found, others = {"data": _Knob("data", "datas")}, {"dp": "data"}
-    for declaration in plan_settings():
-        knob = declaration.knob
-        if knob.asked:
-            first, *more = knob.asked
-            found[first] = _Knob(
-                declaration.layout, knob.space, _words(declaration), _numbers(declaration), knob.narrows
-            )
+    found, others = dict[str, Declared](), dict[str, str]()
+    for declaration in (_DATA, *plan_settings()):
+        if declaration.knob.asked:
+            first, *more = declaration.knob.asked
+            found[first] = declaration
             others |= dict.fromkeys(more, first)
     return found, others
 
 
 def _words(declaration: Declared) -> tuple[str, ...]:
     """The words of a setting, those of a layout where it has more; none for numbers."""
-    hint = get_type_hints(Layout)[declaration.layout]
+    hint = get_type_hints(Layout).get(declaration.layout, declaration.hint)
     if hint is bool:
         return ("false", "true")
     return tuple(dict.fromkeys(word for word in choices_of(hint) if isinstance(word, str)))
@@ -66,27 +54,32 @@ class Setting:
     value: Any
 
     @property
+    def _declared(self) -> Declared:
+        return _asked()[0][self.name]
+
+    @property
     def text(self) -> str:
         shown = str(self.value).lower() if isinstance(self.value, bool) else self.value
         return f"{self.name} = {shown}"
 
     def of(self, layout: Layout) -> Any:
         """What a layout has."""
-        return getattr(layout, _knobs()[0][self.name].field)
+        return getattr(layout, self._declared.layout)
 
     def allowed(self, space: Space) -> bool:
         """Whether a space has this value."""
-        values = getattr(space, _knobs()[0][self.name].values)
+        values = getattr(space, self._declared.knob.space)
         return values is None or self.value in values
 
     def fixed(self, space: Space) -> Space:
         """The space in which only this value may be chosen."""
-        changed: dict[str, Any] = {_knobs()[0][self.name].values: (self.value,)}
-        return replace(space, **changed, **dict.fromkeys(_knobs()[0][self.name].narrows, False))
+        knob = self._declared.knob
+        changed: dict[str, Any] = {knob.space: (self.value,)}
+        return replace(space, **changed, **dict.fromkeys(knob.narrows, False))
 
     def applied(self, layout: Layout, *, devices: int, global_batch_size: int) -> Layout:
         """A layout with this setting and as little else changed as can be: the data ranks make up for an axis."""
-        field = _knobs()[0][self.name].field
+        field = self._declared.layout
         changed = layout if field == "data" else replace(layout, **{field: self.value})
         rest = changed.pipeline * changed.context * changed.tensor
         most = max(1, devices // rest)
@@ -116,23 +109,23 @@ def apply_settings(settings: Sequence[Setting], layout: Layout, *, devices: int,
 def _parse(part: str) -> Setting:
     name, sign, value = (word.strip() for word in part.partition("="))
     short = name.rpartition(".")[2]
-    knobs, others = _knobs()
+    asked, others = _asked()
     short = others.get(short, short)
-    if short not in knobs:
-        hint = did_you_mean(short, [*knobs, *others]) or f" Known are {', '.join(knobs)}."
+    if short not in asked:
+        hint = did_you_mean(short, [*asked, *others]) or f" Known are {', '.join(asked)}."
         raise PlanError(f'"{part.strip()}" asks about {name or "nothing"}, which is no setting of a plan.{hint}')
-    knob, value = knobs[short], value.strip("\"'").lower()
+    words, numbers, value = _words(asked[short]), _numbers(asked[short]), value.strip("\"'").lower()
     if not sign or not value:
-        raise PlanError(f'"{part.strip()}" has no value. Write for example "{short}={(knob.words or ("8",))[0]}".')
-    if knob.words:
-        if value not in knob.words:
-            hint = did_you_mean(value, knob.words) or f" Use {', '.join(knob.words)}."
+        raise PlanError(f'"{part.strip()}" has no value. Write for example "{short}={(words or ("8",))[0]}".')
+    if words:
+        if value not in words:
+            hint = did_you_mean(value, words) or f" Use {', '.join(words)}."
             raise PlanError(f'{short} cannot be "{value}".{hint}')
-        return Setting(short, value == "true" if knob.words == ("false", "true") else value)
+        return Setting(short, value == "true" if words == ("false", "true") else value)
     digits = value.replace("_", "")
-    if knob.numbers and (not digits.isdigit() or int(digits) not in knob.numbers):
-        raise PlanError(f'{short} cannot be "{value}". Use {list_choices(knob.numbers)}.')
-    if not knob.numbers and (not digits.isdigit() or int(digits) < 1):
+    if numbers and (not digits.isdigit() or int(digits) not in numbers):
+        raise PlanError(f'{short} cannot be "{value}". Use {list_choices(numbers)}.')
+    if not numbers and (not digits.isdigit() or int(digits) < 1):
         raise PlanError(f'{short} cannot be "{value}". Use a whole number above 0.')
     return Setting(short, int(digits))
 

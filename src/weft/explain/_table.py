@@ -83,7 +83,7 @@ def _document(candidate: Candidate) -> dict[str, Any]:
         "seconds": dataclasses.asdict(prediction.time),
         "memory": [
             {"rank": stage.rank, "device_bytes": stage.device, "reserved_bytes": stage.reserved}
-            | {f"{name}_bytes": size for name, size in dataclasses.asdict(stage.kinds).items()}
+            | {f"{name}_bytes": size for name, size in stage.kinds._asdict().items()}
             for stage in prediction.stages
         ],
         "usable_bytes": prediction.usable_bytes,

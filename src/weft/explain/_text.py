@@ -56,7 +56,7 @@ def memory_line(prediction: Prediction) -> str:
 
 def memory_parts(kinds: MemoryKinds) -> list[tuple[str, float]]:
     """Return (kind, bytes) of what a rank has allocated at its peak."""
-    return [(field.name, float(getattr(kinds, field.name))) for field in dataclasses.fields(kinds)]
+    return [(name, float(size)) for name, size in kinds._asdict().items()]
 
 
 def layout_line(layout: Layout) -> str:

@@ -18,6 +18,7 @@ from weft.plan._plan import ContextParallelPlan as ContextParallelPlan
 from weft.plan._plan import DataParallelPlan as DataParallelPlan
 from weft.plan._plan import MemoryPlan as MemoryPlan
 from weft.plan._plan import MeshPlan as MeshPlan
+from weft.plan._plan import MeshSettings as MeshSettings
 from weft.plan._plan import PipelineParallelPlan as PipelineParallelPlan
 from weft.plan._plan import Plan as Plan
 from weft.plan._plan import TensorParallelPlan as TensorParallelPlan
@@ -38,11 +39,9 @@ from weft.techniques.pipeline.schedules import Orders as Orders
 from weft.techniques.pipeline.schedules import PricedSchedule as PricedSchedule
 from weft.techniques.pipeline.schedules import Schedule as Schedule
 from weft.techniques.pipeline.schedules import Timeline as Timeline
-from weft.techniques.pipeline.schedules import bubble_seconds as bubble_seconds
 from weft.techniques.pipeline.schedules import check_schedule as check_schedule
 from weft.techniques.pipeline.schedules import chunk_limits as chunk_limits
 from weft.techniques.pipeline.schedules import forward_orders as forward_orders
-from weft.techniques.pipeline.schedules import last_round_seconds as last_round_seconds
 from weft.techniques.pipeline.schedules import peak_activations as peak_activations
 from weft.techniques.pipeline.schedules import schedule_orders as schedule_orders
 from weft.techniques.pipeline.schedules import schedule_streams as schedule_streams

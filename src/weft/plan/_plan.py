@@ -33,9 +33,9 @@ AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "expert", "context",
 _RULES = Rules(PlanError)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshPlan:
-    """Sizes of the axes; their product is the world (expert borrows from shard × context and is not multiplied)."""
+@dataclass(frozen=True, kw_only=True)
+class MeshSettings:
+    """How many ranks each axis has, and how the axes lie on the hardware."""
 
     pipeline: int = setting(1, space="pipelines", asked=("pipeline", "pp"), explained=True)
     """Ranks that hold consecutive stages of the model."""
@@ -52,15 +52,6 @@ class MeshPlan:
     order: tuple[Axis, ...] = setting(AXES, space="orders")
     """Outermost first: tensor on the fastest links."""
 
-    def __post_init__(self) -> None:
-        _RULES.types(self)
-        _RULES.at_least(self, 1, *AXES)
-        missing = [axis for axis in AXES if axis not in self.order]
-        twice = [axis for axis in AXES if self.order.count(axis) > 1]
-        if missing or twice:
-            reason = f"names {twice[0]} twice" if twice else f"leaves out {', '.join(missing)}"
-            raise _RULES.refuse(self, "order", f"{reason}: it must name each of {', '.join(AXES)} once.")
-
     @property
     def world_size(self) -> int:
         return self.pipeline * self.replicate * self.shard * self.context * self.tensor
@@ -74,6 +65,20 @@ class MeshPlan:
     def expert_room(self) -> int:
         """Ranks that experts may be shared out over; replicas have all experts."""
         return math.prod(getattr(self, axis) for axis in EXPERT_LENDERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan(MeshSettings):
+    """Sizes of the axes; their product is the world (expert borrows from shard × context and is not multiplied)."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+        _RULES.at_least(self, 1, *AXES)
+        missing = [axis for axis in AXES if axis not in self.order]
+        twice = [axis for axis in AXES if self.order.count(axis) > 1]
+        if missing or twice:
+            reason = f"names {twice[0]} twice" if twice else f"leaves out {', '.join(missing)}"
+            raise _RULES.refuse(self, "order", f"{reason}: it must name each of {', '.join(AXES)} once.")
 
 
 # A section inherits its settings from the techniques that have a part in it; the last one named comes first in a file.

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.cluster import BlockTime
-from weft.price._compute import ELEMENT_BYTES, Device, OperatorWork, Share, Work, operator_work
+from weft.price._compute import Device, OperatorWork, Share, Work, operator_work
+from weft.price._layout import ELEMENT_BYTES
 from weft.profile import Block, ModelSizes, Operator, profile_of_sizes
 
 _LEAST, _MOST = 0.5, 12.0

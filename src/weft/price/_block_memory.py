@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.plan import Recompute
-from weft.price._compute import ELEMENT_BYTES
 from weft.price._habits import MemoryHabits
-from weft.price._layout import Layout, PricedPrecision
+from weft.price._layout import ELEMENT_BYTES, Layout, PricedPrecision
 from weft.price._stack import Stack
-from weft.price._stages import tesseract
 from weft.profile import Block, Operator, Profile
+from weft.techniques.tensor.cost import tesseract
 
 _EIGHT_BITS = ("fp8", "mxfp8")
 

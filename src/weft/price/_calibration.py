@@ -140,9 +140,6 @@ class Calibration:
             grouped_share=1.0,
         )
 
-    def link_slowdown(self, tier: int) -> float:
-        return self.link_slowdowns[min(tier, len(self.link_slowdowns) - 1)]
-
 
 def part_of(kind: str, known: Mapping[str, object]) -> str:
     """Return the entry that a device kind is a variant of: `a100` for `a100_40gb` and `a800`, by the longest match."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from weft.cluster import Cluster
 from weft.plan import AXES, EXPERT_LENDERS, chunk_limits
 from weft.price._layout import Layout
-from weft.price._stages import tesseract
 from weft.profile import Profile
 from weft.techniques.registry import problems as technique_problems
+from weft.techniques.tensor.cost import tesseract
 
 _PADDED = ("vocabulary_size",)
 """Sizes that need not divide: vocabularies are padded, and pricing the padding would change less than a thousandth."""

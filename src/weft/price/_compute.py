@@ -15,7 +15,7 @@ from typing import NamedTuple
 from weft.cluster import Devices
 from weft.errors import ClusterError
 from weft.price._calibration import Calibration, part_of
-from weft.price._layout import PricedPrecision
+from weft.price._layout import ELEMENT_BYTES, PricedPrecision
 from weft.price._measured import Speeds
 from weft.price._stack import Stack
 from weft.profile import Operator
@@ -59,8 +59,6 @@ _FALLBACKS: Mapping[str, tuple[str, ...]] = {
 }
 """Precision → whose peak counts, the first that the device has."""
 
-ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4}
-"""Of activations between operators; 2 for all other precisions: narrower ones are cast at the matrix products."""
 _OPERAND_BYTES: Mapping[str, float] = {"fp8": 1, "mxfp8": 1, "fp4": 0.5625}
 _CAST_BYTES = 4.0
 """Read in 16 bits, written in 8 bits twice, straight and transposed: what an element costs before an fp8 product."""

@@ -58,8 +58,6 @@ class MemoryHabits:
     backward."""
     reduction_bytes: float = 0.0
     """Fixed buffers in which gradients travel, beside the layout's buckets."""
-    update_bytes: float = 0.0
-    """Temporaries of the optimizer's step, per element that this rank updates."""
     gathered_blocks: float = 2.0
     """ZeRO-3: blocks whose whole weights are held at once, prefetched ones included."""
     gathers_ends: bool = True

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
-from weft.plan import AXES, EXPERT_LENDERS, SPLIT_BACKWARD, Axis, Plan, PricedSchedule, plan_settings
+from weft.plan import SPLIT_BACKWARD, MeshSettings, Plan, PricedSchedule, plan_settings
 from weft.techniques.buckets.contract import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from weft.techniques.buckets.contract import BucketSettings
 from weft.techniques.compression.contract import CompressionSettings
@@ -22,6 +22,8 @@ from weft.techniques.tensor.contract import TensorScheme
 from weft.techniques.zero.contract import Stage, ZeroSettings
 
 PricedPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
+ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4}
+"""Of activations between operators; 2 for all other precisions: narrower ones are cast at the matrix products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +35,14 @@ class Layout(
     OffloadSettings,
     RecomputeSettings,
     ZeroSettings,
+    MeshSettings,
 ):
-    """A point of the search space.  Everything is explicit; nothing is looked up elsewhere."""
+    """A point of the search space.  Everything is explicit; nothing is looked up elsewhere.
 
-    pipeline: int = 1
-    replicate: int = 1
-    shard: int = 1
-    context: int = 1
-    tensor: int = 1
-    expert: int = 1
-    """Borrows its ranks from `EXPERT_LENDERS`, as in a plan; beyond these from tensor, as other systems allow."""
-    order: tuple[Axis, ...] = AXES
-    """Outermost first."""
+    `expert` may borrow more ranks than `EXPERT_LENDERS` have: those of tensor, as other systems allow.  Where bounds
+    are computed, sizes are columns of as many candidates (`weft.columns`).
+    """
+
     zero: Stage = 0
     sequence_parallel: bool = False
     tensor_scheme: TensorScheme = "1d"
@@ -71,19 +69,6 @@ class Layout(
     """Of optimizer state per parameter, masters included."""
 
     @property
-    def world_size(self) -> int:
-        return self.pipeline * self.data * self.context * self.tensor
-
-    @property
-    def data(self) -> int:
-        return self.replicate * self.shard
-
-    @property
-    def expert_room(self) -> int:
-        """As `MeshPlan.expert_room`."""
-        return math.prod(getattr(self, axis) for axis in EXPERT_LENDERS)
-
-    @property
     def summing(self) -> int:
         """Data ranks that sum their gradients in every step: all, or those of one replica under local steps."""
         return self.shard if self.replicas_step_alone else self.data
@@ -93,6 +78,12 @@ class Layout(
         """`algorithm` where it is obeyed: compression, local steps and ZeRO-3's shards have ways of their own."""
         has_own = self.compresses or self.replicas_step_alone or (self.shards_weights and self.shard > 1)
         return "auto" if has_own else self.algorithm
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one element of weights and activations, as they compute and travel; narrower precisions are cast at the
+        matrix products."""
+        return ELEMENT_BYTES.get(self.precision, 2)
 
     @property
     def wide_bytes(self) -> int:

@@ -14,16 +14,27 @@ from weft.price._collectives import collective_seconds
 from weft.price._compute import Device, Share, local_shape
 from weft.price._kept import Kept
 from weft.price._layout import Layout
-from weft.price._memory import Memories, reduces_once
+from weft.price._memory import Memories
 from weft.price._placement import Group, Groups, Network
 from weft.price._prediction import Prediction, Span, TimeTerms
 from weft.price._stack import WEFT, Stack
 from weft.price._stages import BlockCost, BlockCosts, CostKey, key_of
-from weft.price._timeline import StageTimes, Step, Timelines, busy_seconds, closed_form, least_share
-from weft.price._update import RankLoad, Update, bucket_of, element_bytes, gathers_of, update_of
+from weft.price._update import RankLoad, Update, bucket_of, update_of
 from weft.price._whole import Stages, Whole, whole_of
 from weft.profile import Block, Profile
 from weft.techniques.buckets.sizes import SMALLEST_BUCKET
+from weft.techniques.offload.cost import unloading
+from weft.techniques.pipeline.cost import (
+    StageTimes,
+    Step,
+    balance_of,
+    busy_seconds,
+    closed_form,
+    least_share,
+    shares_of_closed_form,
+)
+from weft.techniques.pipeline.timeline import Timelines
+from weft.techniques.zero.cost import gathers_of, gathers_weights, hiding, reduces_once, waits_of
 
 _KINDS = {"F": "forward", "B": "backward", "I": "input_backward", "W": "weight_backward"}
 
@@ -80,6 +91,16 @@ class Pricer:
         """Return what one rank computes on."""
         return self._machine(layout)[0]
 
+    @property
+    def hiding(self) -> dict[str, float]:
+        """What of a computation hides ZeRO-3's collectives, and how they slow it down: see `waits_of`."""
+        return hiding(self.calibration, self.stack, on_accelerator=self.memories.on_accelerator)
+
+    def copied(self, layout: Layout) -> float:
+        """Return the seconds per byte of ZeRO-3's copies between weights and the flat tensors that travel: on cores
+        they are no longer small beside the wire."""
+        return 0.0 if self.memories.on_accelerator else 2.0 / self.device(layout).memory_bytes_per_second
+
     def block_cost(self, block: Block, layout: Layout) -> BlockCost:
         """Return what one microbatch costs in a block on one rank."""
         return self._machine(layout)[1].cost(block, self._key(layout))
@@ -88,6 +109,14 @@ class Pricer:
         """Return the seconds of one microbatch on one rank that has all blocks but stem and tail, with nothing computed
         again; and what of it is computing."""
         return self._machine(layout)[1].sums(self._key(layout))
+
+    def transfer(self, layout: Layout, pair: Group) -> float:
+        """Return the seconds of one microbatch's activation from a stage to the next."""
+        tokens = layout.microbatch_size * self.profile.sequence_length / layout.context
+        size = tokens * self.profile.blocks[0].entry_elements_per_token * layout.element_bytes
+        if layout.sequence_parallel:
+            size /= layout.tensor
+        return self.seconds("send", size, pair)
 
     def whole(self, layout: Layout) -> Whole:
         """Return the costs of all blocks: a microbatch's sums, and stages for any cuts."""
@@ -142,7 +171,10 @@ class Pricer:
         """Return seconds that `step_seconds(..., exact=True)` is not below, by closed form; without `update`, of the
         pipeline alone.  A bound that holds for all that was drawn, not a proved one."""
         case, name, ranks = self._case(layout), layout.schedule, layout.pipeline
-        step, share = self._step(case, exact=False), least_share(name, ranks, layout.microbatches, case.times)
+        step, share = self._step(case, exact=False), 1.0
+        if ranks > 1:
+            balance = balance_of(case.times)
+            share = least_share(shares_of_closed_form(name, ranks), balance, ranks, layout.microbatches)
         inside = step.seconds * share
         if ranks > 1:
             inside = max(inside, busy_seconds(name, ranks, layout.chunks, layout.microbatches, case.times))
@@ -169,17 +201,19 @@ class Pricer:
         whole = self.whole(layout)
         stages = whole.stages(whole.cuts(layout))
         forward, inputs, gathering, scatters = self._gathered(layout, stages, groups)
-        unloading = 0.0
+        away = 0.0
         if layout.offloads_activations:
-            moved = [size / self.calibration.host_link_bytes_per_second for size in stages.kept_bytes]
-            # The link to the host is free while a stage computes, and while it waits for weights.
-            out = [max(0.0, time - beside) for time, beside in zip(moved, forward, strict=True)]
-            back = [max(0.0, time - beside) for time, beside in zip(moved, inputs, strict=True)]
+            sizes = stages.kept_bytes
+            out, back = (
+                [unloading(size, beside, self.calibration) for size, beside in zip(sizes, passes, strict=True)]
+                for passes in (forward, inputs)
+            )
             forward = [one + more for one, more in zip(forward, out, strict=True)]
             inputs = [one + more for one, more in zip(inputs, back, strict=True)]
-            unloading = sum(out) + sum(back)
-        times = StageTimes(forward=forward, input=inputs, weight=stages.weight, transfer=self._transfer(layout, groups))
-        return _Case(layout, groups, device, whole, stages, times, gathering, scatters, unloading)
+            away = sum(out) + sum(back)
+        hop = self.transfer(layout, groups.pipeline) if layout.pipeline > 1 else 0.0
+        times = StageTimes(forward=forward, input=inputs, weight=stages.weight, transfer=hop)
+        return _Case(layout, groups, device, whole, stages, times, gathering, scatters, away)
 
     def _step(self, case: _Case, *, exact: bool) -> Step:
         layout, times = case.layout, case.times
@@ -273,49 +307,27 @@ class Pricer:
     ) -> tuple[list[float], list[float], float, list[float]]:
         """Return forward and input seconds of every stage with ZeRO-3's exposed collectives, and these alone; and what
         the reduction adds to each stage's last backward, where it comes once per step."""
-        weight, gradient = element_bytes(layout), layout.gradient_bytes * (not layout.adapters_only)
+        if not gathers_weights(layout):
+            return stages.forward, stages.input, 0.0, [0.0] * len(stages.forward)
+        weight, gradient = layout.element_bytes, layout.gradient_bytes * (not layout.adapters_only)
         blocks = max(1, len(self.profile.blocks)) / weight
         dense_bytes, expert_bytes = sum(stages.dense_parameters) / blocks, sum(stages.expert_parameters) / blocks
-        rates = gathers_of(layout, dense_bytes, expert_bytes, groups, self.seconds)
-        if rates is None:
-            return stages.forward, stages.input, 0.0, [0.0] * len(stages.forward)
-        of_dense, of_experts = rates
-        # On cores `fully_shard` waits for each collective at once, and its copies between weights and the flat tensors
-        # that travel, both ways, are no longer small beside the wire.
-        copied = 0.0 if self.memories.on_accelerator else 2.0 / self.device(layout).memory_bytes_per_second
-        once = reduces_once(layout, self.stack)
+        of_dense, of_experts = gathers_of(dense_bytes, expert_bytes, groups, self.seconds)
+        copied = self.copied(layout)
+        once, beside = reduces_once(layout, self.stack), self.hiding
         forward, inputs, scatters = list[float](), list[float](), list[float]()
         exposed = 0.0
         for ahead, back, more, dense, experts in zip(
             stages.forward, stages.input, stages.weight, stages.dense_parameters, stages.expert_parameters, strict=True
         ):
             sent = weight * (dense * (of_dense.gather + copied) + experts * (of_experts.gather + copied))
-            scattered = dense * (of_dense.scatter + copied) + experts * (of_experts.scatter + copied)
-            reducing = self._exposed(sent + gradient * scattered, back + more)
-            waits = (self._exposed(sent, ahead), self._exposed(sent, back + more) if once else reducing)
-            forward.append(ahead + waits[0])
-            inputs.append(back + waits[1])
-            scatters.append(max(0.0, reducing - waits[1]))
-            exposed += sum(waits)
+            scattered = gradient * (dense * (of_dense.scatter + copied) + experts * (of_experts.scatter + copied))
+            waits = waits_of(sent, scattered, ahead, back + more, once=once, **beside)
+            forward.append(ahead + waits.forward)
+            inputs.append(back + waits.backward)
+            scatters.append(waits.last)
+            exposed += waits.forward + waits.backward
         return forward, inputs, exposed, scatters
-
-    def _exposed(self, sent: float, beside: float) -> float:
-        """Seconds that ZeRO-3's collectives add to a computation of `beside` seconds."""
-        calibration = self.calibration
-        overlaps = self.stack.overlap_parameters and self.memories.on_accelerator
-        hidden = min(sent, calibration.overlap_share * beside) if overlaps else 0.0
-        return sent - hidden + (calibration.overlap_slowdown - 1.0) * hidden
-
-    def _transfer(self, layout: Layout, groups: Groups) -> float:
-        """Seconds from one stage to the next."""
-        if layout.pipeline == 1:
-            return 0.0
-        block = self.profile.blocks[0]
-        tokens = layout.microbatch_size * self.profile.sequence_length / layout.context
-        size = tokens * block.entry_elements_per_token * element_bytes(layout)
-        if layout.sequence_parallel:
-            size /= layout.tensor
-        return self.seconds("send", size, groups.pipeline)
 
     def _spans(self, case: _Case) -> tuple[Span, ...]:
         layout = case.layout

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from weft.columns import Column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +40,22 @@ class TimeTerms:
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryKinds:
-    """Bytes of one rank at its peak, by kind."""
+class MemoryKinds(NamedTuple):
+    """Bytes of one rank at its peak, by kind; columns of as many candidates where bounds are computed."""
 
-    weights: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-    logits: float = 0.0
-    buckets: float = 0.0
+    weights: Column
+    gradients: Column
+    optimizer: Column
+    activations: Column
+    logits: Column
+    buckets: Column
     """Communication buffers: gradient buckets, gathered layers."""
-    workspace: float = 0.0
+    workspace: Column
     """Of kernels, and of the framework's allocator for small things."""
 
     @property
-    def allocated(self) -> float:
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+    def allocated(self) -> Column:
+        return sum(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

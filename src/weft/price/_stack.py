@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.price._habits import HABITS, MemoryHabits
@@ -54,4 +53,3 @@ class Stack:
 
 
 WEFT = Stack(name="weft", year=2026)
-STACKS: Mapping[str, Stack] = {"weft": WEFT}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from weft.cluster import Collective
@@ -12,6 +12,10 @@ from weft.price._kept import Kept
 from weft.price._layout import Layout
 from weft.price._placement import Group, Groups
 from weft.profile import Block, Operator, Profile
+from weft.techniques.context.cost import context_traffic
+from weft.techniques.data.cost import statistics_traffic
+from weft.techniques.expert.cost import expert_traffic
+from weft.techniques.tensor.cost import grid_of, tensor_traffic
 
 
 class Seconds(Protocol):
@@ -89,6 +93,16 @@ class CostKey(NamedTuple):
     """Data ranks that exchange the statistics of batch norms; None where the model has none."""
 
 
+class Sender(NamedTuple):
+    """One rank in one block: what decides what it sends."""
+
+    works: Works
+    share: Share
+    key: CostKey
+    seconds: Seconds
+    device: Device
+
+
 class BlockCosts:
     """Costs of blocks, kept by what they depend on."""
 
@@ -123,11 +137,11 @@ class BlockCosts:
                 count * part.compute for cost, count in costs for part in (cost.forward, cost.input, cost.weight)
             )
         whole = computing
-        for axis, group in _groups_of(key):
-            index = (share, axis, group)
+        for place, (_, group) in enumerate(_TRAFFIC):
+            index = (share, place, group(key))
             if index not in self._sums:
                 self._sums[index] = sum(
-                    count * sum(self._sent(block, share, key, axis)) for block, count in self._counted
+                    count * sum(self._sent(block, share, key, place)) for block, count in self._counted
                 )
             whole += self._sums[index]
         return whole, computing
@@ -135,7 +149,7 @@ class BlockCosts:
     def _price(self, block: Block, key: CostKey) -> BlockCost:
         share = share_of(self._profile, key, wide=block is self._profile.stem or block is self._profile.tail)
         alone = self._known_work(block, share).alone
-        parts = [self._part(block, share, key, axis, group) for axis, group in _groups_of(key)]
+        parts = [self._part(block, share, key, place) for place in range(len(_TRAFFIC))]
         forward, backward = zip(*parts, strict=True)
         return alone._replace(
             forward=PassCost(*alone.forward[:_COMPUTED], *forward), input=PassCost(*alone.input[:_COMPUTED], *backward)
@@ -147,16 +161,16 @@ class BlockCosts:
             self._works[index] = self._work(block, share)
         return self._works[index]
 
-    def _part(self, block: Block, share: Share, key: CostKey, axis: str, group: object) -> tuple[float, float]:
+    def _part(self, block: Block, share: Share, key: CostKey, place: int) -> tuple[float, float]:
         """Exposed seconds, forward and backward, of what a block sends over one axis; known by the axis's group."""
-        index = (id(block), share, axis, group)
+        index = (id(block), share, place, _TRAFFIC[place][1](key))
         if index not in self._parts:
-            self._parts[index] = self._sent(block, share, key, axis)
+            self._parts[index] = self._sent(block, share, key, place)
         return self._parts[index]
 
-    def _sent(self, block: Block, share: Share, key: CostKey, axis: str) -> tuple[float, float]:
-        sent = _Sent(block, share, key, self._seconds, self._device)
-        return sent.over(axis, self._known_work(block, share).works)
+    def _sent(self, block: Block, share: Share, key: CostKey, place: int) -> tuple[float, float]:
+        works = self._known_work(block, share).works
+        return _TRAFFIC[place][0](Sender(works, share, key, self._seconds, self._device))
 
     def _work(self, block: Block, share: Share) -> _BlockWork:
         """What a rank computes in a block, wherever its groups lie."""
@@ -205,17 +219,17 @@ class BlockCosts:
 
 
 _COMPUTED = 3
-"""Fields of a `PassCost` that are computing; the others are what `_groups_of` sends, in its order."""
+"""Fields of a `PassCost` that are computing; the others are what `_TRAFFIC` sends, in its order."""
 
 
-def _groups_of(key: CostKey) -> tuple[tuple[str, object], ...]:
-    """Axes over which blocks send, each with all that decides how long it takes beside a rank's share."""
-    return (
-        ("tensor", key.tensor),
-        ("context", (key.context, key.context_scheme)),
-        ("expert", key.expert),
-        ("statistics", key.statistics),
-    )
+_TRAFFIC = (
+    (tensor_traffic, attrgetter("tensor")),
+    (context_traffic, attrgetter("context", "context_scheme")),
+    (expert_traffic, attrgetter("expert")),
+    (statistics_traffic, attrgetter("statistics")),
+)
+"""What blocks send, in the order of a `PassCost`'s fields, each with all of a `CostKey` that decides how long it takes
+beside a rank's share."""
 
 
 def share_of(profile: Profile, key: CostKey, *, wide: bool = False) -> Share:
@@ -232,28 +246,6 @@ def share_of(profile: Profile, key: CostKey, *, wide: bool = False) -> Share:
         wide=wide,
         gradient_bytes=key.gradient_bytes,
     )
-
-
-def grid_of(scheme: str, ranks: int) -> tuple[int, int, int] | None:
-    """How often M, N and K of a product are cut under a multi-dimensional split; None: one dimension."""
-    if scheme == "1d" or ranks == 1:
-        return None
-    if scheme == "2d":
-        side = math.isqrt(ranks)
-        return side, side, 1
-    if scheme == "2.5d":
-        depth, side = tesseract(ranks)
-        return depth * side, side, 1
-    side = round(ranks ** (1 / 3))
-    return side, side, side
-
-
-def tesseract(ranks: int) -> tuple[int, int]:
-    """Depth and side of ranks = depth · side²: the largest side that is at least the depth."""
-    for side in range(math.isqrt(ranks), 0, -1):
-        if ranks % (side * side) == 0:
-            return ranks // (side * side), side
-    return ranks, 1
 
 
 def _parameters(block: Block, share: Share) -> tuple[float, float]:
@@ -275,159 +267,6 @@ def _kept_bytes(block: Block, share: Share) -> float:
         size = operator.kept_elements_per_token * share.element_bytes + operator.kept_bytes_per_token
         kept += size * share.tokens / (share.tensor if split else 1)
     return kept
-
-
-class _Sent:
-    """What a block's operators send, forward and backward: the exposed seconds."""
-
-    def __init__(self, block: Block, share: Share, key: CostKey, seconds: Seconds, device: Device) -> None:
-        self._block, self._share, self._key = block, share, key
-        self._seconds, self._device = seconds, device
-
-    def over(self, axis: str, works: Works) -> tuple[float, float]:
-        """What is sent over one axis."""
-        find = {"tensor": self.tensor, "context": self.context, "expert": self.expert, "statistics": self.statistics}
-        return find[axis](works)
-
-    def statistics(self, works: Works) -> tuple[float, float]:
-        """Batch norms over data ranks: mean, squares and count of each rank forward, two sums backward, all in fp32."""
-        group = self._key.statistics
-        forward = backward = 0.0
-        for operator, _ in works:
-            if group is not None and operator.batch_statistics:
-                numbers = 2 * operator.batch_statistics
-                forward += self._seconds("all_gather", 4.0 * (numbers + 1) * group.size, group)
-                backward += self._seconds("all_reduce", 4.0 * numbers, group)
-        return forward, backward
-
-    def tensor(self, works: Works) -> tuple[float, float]:
-        """Sums or their halves around the products that the tensor axis splits."""
-        share, group = self._share, self._key.tensor
-        if group.size == 1:
-            return 0.0, 0.0
-        if share.grid is not None:
-            return self._tensor_grid(share.grid)
-        forward = backward = 0.0
-        for operator in self._block.operators:
-            rows = share.tokens * operator.rows_per_token * share.element_bytes
-            if operator.split == "row":
-                once = self._sum(rows * operator.n)
-                forward, backward = forward + once, backward + once
-            elif operator.split == "vocab" and operator.kind == "gather":
-                size = share.tokens * self._block_width(operator) * share.element_bytes
-                forward += self._reduce(size)
-                backward += self._gather(size)
-            elif operator.split == "vocab" and operator.kind == "matmul":
-                forward += self._gather(rows * operator.k)
-                backward += self._reduce(rows * operator.k)
-        stack, calibration = self._device.stack, self._device.calibration
-        if stack.overlap_tensor:
-            exposed = 1.0 - calibration.tensor_overlap_share
-            return forward * exposed, backward * exposed
-        if stack.overlap_tensor_backward:
-            # Sums hide beside the products for the weights; what sequence parallelism gathers comes before them.
-            weight_seconds = sum(work.weight.seconds for operator, work in works if operator.split != "expert")
-            sums = backward * (0.5 if share.sequence_parallel else 1.0)
-            backward -= min(sums, calibration.overlap_share * weight_seconds)
-        return forward, backward
-
-    def _block_width(self, operator: Operator) -> float:
-        return operator.n or operator.elements_moved_per_token / 2
-
-    def _sum(self, size_bytes: float) -> float:
-        """An all-reduce, or with sequence parallelism its two halves."""
-        if self._share.sequence_parallel:
-            group = self._key.tensor
-            return self._seconds("reduce_scatter", size_bytes, group) + self._seconds("all_gather", size_bytes, group)
-        return self._seconds("all_reduce", size_bytes, self._key.tensor)
-
-    def _reduce(self, size_bytes: float) -> float:
-        kind: Collective = "reduce_scatter" if self._share.sequence_parallel else "all_reduce"
-        return self._seconds(kind, size_bytes, self._key.tensor)
-
-    def _gather(self, size_bytes: float) -> float:
-        return self._seconds("all_gather", size_bytes, self._key.tensor) if self._share.sequence_parallel else 0.0
-
-    def _tensor_grid(self, grid: tuple[int, int, int]) -> tuple[float, float]:
-        """Gathered rows, columns and inner parts of every product, over lines of the grid.
-
-        Sources: SUMMA (van de Geijn and Watts 1997), Xu et al. 2021 (arXiv 2104.05343), Wang et al. 2021 (2.5-D, arXiv
-        2105.14500), Bian et al. 2021 (3-D, arXiv 2105.14450).
-        """
-        share = self._share
-        side, ranks = grid[1], share.tensor
-        line = (1 - 1 / side) / (1 - 1 / ranks)
-        forward = backward = 0.0
-        for operator in self._block.operators:
-            if operator.kind not in ("matmul", "convolution") or operator.split in ("replicate", "expert", "sequence"):
-                continue
-            m, n, k = share.tokens * operator.rows_per_token, operator.n, operator.k
-            rows, columns, inner = grid
-            if inner > 1:
-                pieces = (m * k / (rows * inner), k * n / (columns * inner), m * n / (rows * columns))
-            else:
-                pieces = (m * k / rows, k * n / columns, 0.0)
-            sizes = [piece * share.element_bytes for piece in pieces]
-            # A line of the grid is `side` of the ranks; its gather over all of them costs (side−1)/side of (n−1)/n.
-            once = sum(self._seconds("all_gather", size, self._key.tensor) for size in sizes) * line
-            forward += once
-            backward += 2.0 * once
-        return forward, backward
-
-    def context(self, works: Works) -> tuple[float, float]:
-        """Keys and values travel round the ring beside the attention, or are gathered; or heads change places."""
-        share, group = self._share, self._key.context
-        forward = backward = 0.0
-        if group.size == 1:
-            return 0.0, 0.0
-        for operator, work in works:
-            if operator.kind != "attention":
-                continue
-            heads = max(1.0, operator.kv_heads / share.tensor) * (operator.head_size + operator.value_head_size)
-            keys = share.tokens * heads * share.element_bytes
-            if self._key.context_scheme == "ring":
-                beside = self._device.calibration.overlap_share / group.size
-                steps = group.size - 1
-                sent = self._seconds("send", keys, group)
-                forward += steps * max(0.0, sent - beside * work.forward.seconds)
-                backward += steps * max(0.0, 2.0 * sent - beside * work.input.seconds)
-            elif self._key.context_scheme == "all_gather":
-                whole = keys * group.size
-                forward += self._seconds("all_gather", whole, group)
-                backward += self._seconds("reduce_scatter", whole, group)
-            else:
-                queries = operator.heads / share.tensor * (operator.head_size + operator.value_head_size)
-                swapped = keys + share.tokens * queries * share.element_bytes
-                once = self._seconds("all_to_all", swapped, group)
-                forward, backward = forward + once, backward + once
-        return forward, backward
-
-    def expert(self, works: Works) -> tuple[float, float]:
-        """Tokens travel to their experts and back, in both passes."""
-        share, group = self._share, self._key.expert
-        experts = [operator for operator in self._block.operators if operator.split == "expert" and operator.n]
-        if group.size == 1 or not experts:
-            return 0.0, 0.0
-        first, last = experts[0], experts[-1]
-        rows = share.tokens * share.element_bytes / share.tensor
-        once = self._travel(rows * first.k, first.rows_per_token) + self._travel(rows * last.n, last.rows_per_token)
-        if self._device.stack.overlap_expert:
-            beside = self._device.calibration.overlap_share * sum(work.forward.seconds for _, work in works)
-            return max(0.1 * once, once - beside), max(0.1 * once, once - 2.0 * beside)
-        return once, once
-
-    def _travel(self, size_bytes: float, copies: float) -> float:
-        """Tokens of `size_bytes` go to `copies` experts each."""
-        group = self._key.expert
-        seconds = self._seconds("all_to_all", size_bytes * copies, group)
-        if not self._device.stack.sends_tokens_once or len(group.legs) < 2:
-            return seconds
-        inner = group.legs[0]
-        nodes = group.size / inner.units
-        # Of `copies` experts drawn at random, so many lie on different nodes.
-        distinct = nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies)
-        within = size_bytes * copies * (inner.units - 1) / inner.units / inner.bandwidth
-        return max(seconds * distinct / copies, within)
 
 
 def key_of(layout: Layout, groups: Groups, *, has_batch_norm: bool) -> CostKey:

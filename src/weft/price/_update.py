@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.cluster import Collective
-from weft.price._compute import ELEMENT_BYTES, Device
+from weft.columns import Column, chosen, larger, smaller
+from weft.price._compute import Device
 from weft.price._layout import Layout
-from weft.price._memory import holds_whole_gradients, reduces_once
 from weft.price._placement import Group, Groups
 from weft.price._stack import Stack
 from weft.price._stages import Seconds
-from weft.price._timeline import Step
 from weft.techniques.buckets.contract import BucketSettings
 from weft.techniques.buckets.sizes import BucketSeconds, Flow, Stream, best_bucket, idle_seconds, together
+from weft.techniques.offload.cost import host_step
+from weft.techniques.pipeline.cost import Step
 from weft.techniques.registry import update_seconds
+from weft.techniques.zero.cost import gathers_weights, holds_whole_gradients, reduces_once, sharing_ranks
 
 _USUAL_BUCKET_BYTES = BucketSettings().bucket_limits[1]
 _FIRST_READ = 0.05
@@ -43,36 +45,6 @@ class Update(NamedTuple):
     offload: float
 
 
-class Gathers(NamedTuple):
-    """ZeRO-3: seconds per byte of weights, of gathering them and of scattering their gradients."""
-
-    gather: float
-    scatter: float
-
-    @classmethod
-    def of(cls, block_bytes: float, group: Group, seconds: Seconds) -> Gathers:
-        """Of blocks of so many bytes, one by one."""
-        if group.size == 1 or block_bytes <= 0.0:
-            return cls(0.0, 0.0)
-        gather = seconds("all_gather", block_bytes, group) / block_bytes
-        return cls(gather, seconds("reduce_scatter", block_bytes, group) / block_bytes)
-
-
-def element_bytes(layout: Layout) -> int:
-    """Of a weight as it computes and travels."""
-    return ELEMENT_BYTES.get(layout.precision, 2)
-
-
-def gathers_of(
-    layout: Layout, dense_bytes: float, expert_bytes: float, groups: Groups, seconds: Seconds
-) -> tuple[Gathers, Gathers] | None:
-    """Return what travels per byte in every microbatch, of weights that are no experts and of experts; None: weights
-    stay.  The bytes are those of a block."""
-    if not layout.shards_weights or layout.shard * layout.context == 1:
-        return None
-    return Gathers.of(dense_bytes, groups.shard, seconds), Gathers.of(expert_bytes, groups.expert_shard, seconds)
-
-
 def update_of(
     layout: Layout,
     loads: Sequence[RankLoad],
@@ -89,7 +61,7 @@ def update_of(
     data = max(0.0, *ends) if len(ends) > 1 else max(0.0, ends[0])
     data += max(rates.publish(load) + rates.average(load) for load in loads)
     fullest = max(loads, key=lambda load: load.dense + load.experts)
-    optimizer, offload = _optimizer(layout, fullest, device)
+    optimizer, offload = optimizer_seconds(layout, fullest.dense, fullest.experts, device)
     return Update(data, optimizer, offload)
 
 
@@ -106,7 +78,7 @@ class _Rates:
         if layout.replicas_step_alone:
             dense = experts = groups.shard
         self._parts, self._expert_parts = 1, 1
-        if layout.shards_weights and layout.shard * layout.context > 1:
+        if gathers_weights(layout):
             # What is left after every microbatch's scatter: the sum over copies.
             dense = experts = groups.replicate
             self._parts, self._expert_parts = groups.shard.size, groups.expert_shard.size
@@ -131,7 +103,7 @@ class _Rates:
     def _gathered(self, group: Group) -> BucketSeconds:
         """Of gathering the weights of so many bytes of gradients."""
         layout, priced, by = self._layout, self._seconds, self._layout.reduced_by
-        share = element_bytes(layout) / layout.gradient_bytes
+        share = layout.element_bytes / layout.gradient_bytes
         return lambda size: priced("all_gather", size * share, group, by)
 
     def _average_seconds(self, groups: Groups, seconds: Seconds) -> float:
@@ -165,7 +137,7 @@ class _Rates:
         last = min(sent.last, sent.whole / layout.chunks)
         window = calibration.overlap_share * load.backward
         idle = idle_seconds(sent, sum(sizes), window)
-        exposed, hidden = _beside(layout, sent.whole - last, window - idle)
+        exposed, hidden = beside(layout, sent.whole - last, window - idle)
         slowed = (calibration.overlap_slowdown - 1.0) * hidden
         return times * (exposed + slowed) + last
 
@@ -181,7 +153,7 @@ class _Rates:
         first = min(max(_FIRST_READ * sent.whole, sent.last), sent.whole) / layout.chunks
         window = calibration.overlap_share * load.forward
         idle = idle_seconds(sent, sum(sizes), window)
-        exposed, hidden = _beside(layout, sent.whole - first, window - idle)
+        exposed, hidden = beside(layout, sent.whole - first, window - idle)
         return first + exposed + (calibration.overlap_slowdown - 1.0) * hidden
 
     def flows(self, load: RankLoad) -> list[Flow]:
@@ -230,38 +202,35 @@ def bytes_together(layout: Layout, stack: Stack) -> float:
     return float(max(layout.bucket_limits[1], elements * layout.gradient_bytes))
 
 
-def _beside(layout: Layout, whole: float, window: float) -> tuple[float, float]:
+def beside(layout: Layout, whole: Column, window: Column) -> tuple[Column, Column]:
     """Return the exposed and the hidden part of a step's communication; `window` is a microbatch's computation.
 
     With chunks, what belongs to one stage of a rank also has all the time that its other stages need for a round of
     microbatches; only the last stage's share must hide in its own.
     """
     chunks = layout.chunks
-    round_size = min(layout.pipeline, layout.microbatches)
+    round_size = smaller(layout.pipeline, layout.microbatches)
     wide = window * (1.0 + (round_size - 1) * (chunks - 1) / chunks)
-    exposed = max(0.0, whole - wide, (whole - window) / chunks)
+    exposed = larger(0.0, larger(whole - wide, (whole - window) / chunks))
     return exposed, whole - exposed
 
 
-def _optimizer(layout: Layout, load: RankLoad, device: Device) -> tuple[float, float]:
-    """Seconds of the optimizer's step, and of moving what it needs from and to host memory."""
-    ranks = layout.summing * layout.context
-    over = layout.shard * layout.context if layout.shards_weights else ranks
-    shards = over if layout.shards_states else 1
-    expert_shards = max(1, shards * layout.tensor // layout.expert) if layout.shards_states else 1
-    mine = load.dense / shards + load.experts / expert_shards
-    is_shared = layout.shards_gradients and not holds_whole_gradients(layout, device.stack)
-    held = mine if is_shared else load.dense + load.experts
+def optimizer_seconds(layout: Layout, dense: Column, experts: Column, device: Device) -> tuple[Column, Column]:
+    """Return the seconds of the optimizer's step on a rank with so many elements of weights, and of moving what it
+    needs from and to host memory."""
+    shards, expert_shards = 1, 1
+    if layout.shards_states:
+        shards, expert_shards = sharing_ranks(layout), sharing_ranks(layout, experts=True)
+    mine = dense / shards + experts / expert_shards
     if layout.offloads_optimizer:
-        calibration = device.calibration
-        moved = mine * (layout.gradient_bytes + element_bytes(layout)) / calibration.host_link_bytes_per_second
-        worked = mine * 2.0 * layout.master_bytes / calibration.host_optimizer_bytes_per_second
-        return worked, moved
+        return host_step(layout, mine, device.calibration)
+    whole = holds_whole_gradients(layout, device.stack) | (not layout.shards_gradients)
+    held = chosen(whole, dense + experts, mine)
     waits = update_seconds(layout, mine * layout.master_bytes)
     known = device.speeds.update_seconds(mine) if device.speeds else None
     if known is not None:
         return known + device.moved((mine + held) * layout.gradient_bytes).seconds, waits
     # Norm and clearing of the gradients; state read and written; the weight in compute precision written.
-    touched = mine * (2.0 * layout.gradient_bytes + 2.0 * layout.master_bytes + element_bytes(layout))
+    touched = mine * (2.0 * layout.gradient_bytes + 2.0 * layout.master_bytes + layout.element_bytes)
     touched += held * layout.gradient_bytes
     return device.moved(touched).seconds, waits

@@ -6,17 +6,18 @@ found can be dropped unpriced.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.cluster import Cluster
-from weft.price import Layout, Pricer, activation_bytes, model_flops
+from weft.price import Layout, Pricer, model_flops
 from weft.profile import Profile
 from weft.search._space import Space
 from weft.search._splits import Splits
-from weft.techniques.zero.contract import shares_of
+from weft.techniques.zero.cost import states_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -66,7 +67,7 @@ def figures_of(profile: Profile, cluster: Cluster, space: Space, pricer: Pricer,
     )
     blocks = (profile.stem, *profile.blocks, profile.tail)
     expert = float(sum(block.expert_parameters for block in blocks))
-    element = activation_bytes(base.precision)
+    element = base.element_bytes
     sums = sum(
         operator.n * operator.rows_per_token * element * 2
         for block in profile.blocks
@@ -110,20 +111,11 @@ def time_bounds(figures: Figures, splits: Splits) -> Floats:
     return np.maximum(splits.microbatches * whole / splits.pipeline, _CRITICAL_SHARE * whole)
 
 
-def memory_bounds(figures: Figures, splits: Splits, *, zero: int, master_bytes: float, offload: bool) -> Floats:
+def memory_bounds(figures: Figures, splits: Splits, base: Layout) -> Floats:
     """Return bytes that the fullest rank of each split needs at least: model states shared out as far as they can be
-    with stages of equal size."""
+    with stages of equal size.  `base` has the ZeRO stage and the offloading that hold least."""
+    columns: dict[str, Any] = {"replicate": 1, "shard": splits.data, "context": splits.context}
+    layout = replace(base, **columns, **{"tensor": splits.tensor, "expert": splits.expert})
     dense = figures.dense_parameters / splits.tensor / splits.pipeline
     experts = figures.expert_parameters / splits.expert / splits.pipeline
-    ranks = splits.data * splits.context
-    return dense * _state_bytes(figures, ranks, zero, master_bytes, offload) + experts * _state_bytes(
-        figures, np.maximum(1, ranks * splits.tensor // splits.expert), zero, master_bytes, offload
-    )
-
-
-def _state_bytes(
-    figures: Figures, ranks: npt.NDArray[np.int64], zero: int, master_bytes: float, offload: bool
-) -> Floats:
-    kept, optimizer = shares_of(zero, ranks), 0.0 if offload else master_bytes
-    held = figures.element_bytes * kept.weights + figures.gradient_bytes * kept.gradients + optimizer * kept.states
-    return held + np.zeros(len(ranks))
+    return dense * sum(states_of(layout)) + experts * sum(states_of(layout, experts=True))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple
 
 from weft.plan import DataParallelPlan
-from weft.price import LARGEST_BUCKET, SMALLEST_BUCKET, Layout, Pricer, next_bucket
+from weft.price import Layout, Pricer
 from weft.search._space import Space
+from weft.techniques.buckets.sizes import LARGEST_BUCKET, SMALLEST_BUCKET, next_bucket
 
 USUAL_BUCKET_BYTES = DataParallelPlan().bucket_bytes
 """With which estimates are made."""
@@ -16,14 +17,11 @@ _STEPS = (4, 1)
 """Of the ladder of `next_bucket`: twice and half, then the sizes between."""
 
 
-class Scored(Protocol):
-    @property
-    def score(self) -> float: ...
-    @property
-    def layout(self) -> Layout: ...
+class Priced(NamedTuple):
+    """A layout with its price."""
 
-
-S = TypeVar("S", bound=Scored)
+    score: float
+    layout: Layout
 
 
 def sized(pricer: Pricer, space: Space, layout: Layout, *, most: int = LARGEST_BUCKET) -> Layout:
@@ -32,18 +30,18 @@ def sized(pricer: Pricer, space: Space, layout: Layout, *, most: int = LARGEST_B
     return layout if wanted is None else replace(layout, bucket_bytes=max(min(wanted, most), _least(space)))
 
 
-def with_best_bucket(pricer: Pricer, space: Space, start: S, price: Callable[[Layout], S | None]) -> S:
+def with_best_bucket(pricer: Pricer, space: Space, start: Priced, price: Callable[[Layout], Priced | None]) -> Priced:
     """Return the best bucket for a priced layout: from the closed form's, up and down as long as that is better."""
     if space.bucket_bytes is not None or pricer.bucket(start.layout, low=_least(space)) is None:
         return start
-    best = _better(start, price(sized(pricer, space, start.layout)))
+    best = better(start, price(sized(pricer, space, start.layout))) or start
     for steps in (sign * step for step in _STEPS for sign in (1, -1)):
         while True:
             size = next_bucket(best.layout.bucket_bytes, steps)
             if not _least(space) <= size <= LARGEST_BUCKET:
                 break
-            found = _better(best, price(replace(best.layout, bucket_bytes=size)))
-            if found is best:
+            found = better(best, price(replace(best.layout, bucket_bytes=size)))
+            if found is None or found is best:
                 break
             best = found
     return best
@@ -53,5 +51,8 @@ def _least(space: Space) -> int:
     return max(SMALLEST_BUCKET, *(space.first_bucket_bytes or (0,)))
 
 
-def _better(one: S, other: S | None) -> S:
-    return other if other is not None and other.score < one.score else one
+def better(one: Priced | None, other: Priced | None) -> Priced | None:
+    """Return the lower score; the first of equals."""
+    if one is None or other is None:
+        return one or other
+    return other if other.score < one.score else one

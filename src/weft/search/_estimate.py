@@ -7,30 +7,33 @@ that cost nothing to fill, and memory at the least that rounding may leave.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from weft.cluster import Collective
 from weft.price import (
-    LARGEST_BUCKET,
-    PROCESS_BYTES,
-    SMALLEST_BUCKET,
-    Gathers,
     Group,
     Kept,
     Layout,
     Pricer,
-    activation_bytes,
+    RankMemory,
+    RankShare,
+    beside,
+    optimizer_seconds,
 )
 from weft.search._bounds import Floats
 from weft.search._group import GroupCosts, Held, Passes
-from weft.search._options import Options, Way, flights
+from weft.search._options import Options, Way
 from weft.search._pipelines import StageBlocks, pipeline_seconds, stage_blocks
 from weft.search._space import Offload, Space
-from weft.search._splits import Bools, Ints
+from weft.search._splits import Ints
 from weft.search._variants import has_even_islands
-from weft.techniques.zero.contract import shares_of, stage_of
+from weft.techniques.buckets.sizes import LARGEST_BUCKET, SMALLEST_BUCKET
+from weft.techniques.offload.cost import unloading
+from weft.techniques.pipeline.cost import flights
+from weft.techniques.zero.contract import stage_of
+from weft.techniques.zero.cost import Waits, gathers_of, gathers_weights, reduces_once, waits_of
 
 _SIZES = (float(1 << 20), float(1 << 22), float(1 << 24), float(1 << 26), float(LARGEST_BUCKET))
 """Bytes of collectives, of whose speeds the best is taken."""
@@ -90,18 +93,14 @@ class RateTable:
         # Experts borrow of more shards than the least: of their own collectives nothing is known then.
         borrows = layout.expert_room % layout.expert == 0
         layout = layout if borrows else replace(layout, expert=1)
-        pricer, zero, groups = self._pricer, layout.zero, self._pricer.groups(layout)
-        element, gradient = float(activation_bytes(layout.precision)), float(layout.gradient_bytes)
+        pricer, groups = self._pricer, self._pricer.groups(layout)
+        element, gradient = float(layout.element_bytes), float(layout.gradient_bytes)
         is_whole = self._space.compressions == ("none",)  # what is sent else, and how, `weft.price` knows
-        if zero == 3:
-            if layout.shard * layout.context == 1:
+        if layout.shards_weights:
+            if not gathers_weights(layout):
                 return 0.0, 0.0, 0.0, 0.0
-            dense, experts = (
-                Gathers.of(size, group, pricer.seconds)
-                for size, group in zip((block_bytes, expert_bytes), (groups.shard, groups.expert_shard), strict=True)
-            )
-            # See `Pricer`.
-            copied = 0.0 if pricer.cluster.has_accelerators else 2.0 / pricer.device(layout).memory_bytes_per_second
+            dense, experts = gathers_of(block_bytes, expert_bytes, groups, pricer.seconds)
+            copied = pricer.copied(layout)
             return (
                 (dense.scatter + copied) * gradient,
                 (dense.gather + copied) * element,
@@ -109,12 +108,10 @@ class RateTable:
                 (experts.gather * borrows + copied) * element,
             )
         gradient *= is_whole
-        kind: Collective = "all_reduce" if zero == 0 else "reduce_scatter"
+        kind: Collective = "reduce_scatter" if layout.gathers_after_step else "all_reduce"
+        sharded = element if layout.gathers_after_step else 0.0
         # What is compressed obeys no algorithm.
-        sharded, by = (
-            element if zero else 0.0,
-            self._space.algorithms if is_whole else (*self._space.algorithms, "auto"),
-        )
+        by = self._space.algorithms if is_whole else (*self._space.algorithms, "auto")
         return (
             self._best(kind, groups.data, by) * gradient,
             self._best("all_gather", groups.data, by) * sharded if sharded else 0.0,
@@ -140,6 +137,39 @@ class _Block(NamedTuple):
     kept: Floats
 
 
+class _Ends(NamedTuple):
+    """What a rank has besides blocks: elements of stem and tail, and bytes that these keep and that the loss takes."""
+
+    dense: Floats | float
+    kept: Floats | float
+    logits: Floats | float
+
+
+_NO_ENDS = _Ends(0.0, 0.0, 0.0)
+
+
+def _table(base: Layout, space: Space, options: Options, way: Way) -> Layout:
+    """The layouts of a table as one, with columns for sizes (`weft.columns`); of what is chosen later it has what holds
+    least."""
+    splits = options.splits
+    columns: dict[str, Any] = {
+        "pipeline": splits.pipeline,
+        "chunks": options.chunks,
+        "replicate": splits.data // way.shard,
+        "shard": way.shard,
+        "microbatches": splits.microbatches,
+        "uneven": splits.uneven,
+    }
+    return replace(
+        base,
+        **columns,
+        zero=stage_of(way.zero),
+        reduce_every=way.every,
+        bucket_bytes=min((SMALLEST_BUCKET, *(space.bucket_bytes or ()))),
+        compression=space.compressions[0] if len(space.compressions) == 1 else "none",
+    )
+
+
 class Estimates:
     """Of options of a group, each in one of its cases, that share a way of sharding."""
 
@@ -153,26 +183,23 @@ class Estimates:
         rates: RateTable,
     ) -> None:
         self._pricer, self._space, self._costs, self._options = pricer, space, costs, options
-        zero, shard = self._zero, self._shard = way.zero, way.shard
-        splits = options.splits
-        self._ranks = splits.data * splits.context
-        self._shards = np.ones_like(shard) if zero == 0 else self._ranks if zero < 3 else shard * splits.context
-        self._expert_shards = np.maximum(1, self._shards * (splits.tensor if zero else 1) // splits.expert)
-        weights, p, blocks = costs.weights, splits.pipeline, len(pricer.profile.blocks)
+        self._layout = _table(costs.bases[0], space, options, way)
+        weights, p, blocks = costs.weights, options.splits.pipeline, len(pricer.profile.blocks)
         self._least_dense = weights.dense / p + np.where(p == 1, weights.stem + weights.tail, 0.0)
         self._experts = weights.experts / p
         self._uneven = -(-blocks // p) * p / blocks
         """Blocks of the largest stage over those of the mean."""
         self._device = pricer.device(costs.bases[0])
-        base = costs.bases[0]
-        self._element = float(activation_bytes(base.precision))
-        self._gradient, self._master = float(base.gradient_bytes), float(base.master_bytes)
         self._cut: dict[int, StageBlocks] = {}
-        self._once = self._reduces_once(way)
-        self._waiting = self._whole_gradients()
-        dense_bytes = (weights.dense + weights.stem + weights.tail) / blocks * self._element
-        expert_bytes = weights.experts / blocks * self._element
-        self._rates = rates.rates(costs, way, splits.data, (dense_bytes, expert_bytes))
+        # Nothing offloaded is a bound of all, whether the space has it or not.
+        offloads: set[Offload] = {"none", *space.offloads}
+        self._tables = {offload: replace(self._layout, offload=offload) for offload in offloads}
+        self._memories: dict[Offload, RankMemory] = {}
+        self._once = reduces_once(self._layout, pricer.stack)
+        element = self._layout.element_bytes
+        dense_bytes = (weights.dense + weights.stem + weights.tail) / blocks * element
+        expert_bytes = weights.experts / blocks * element
+        self._rates = rates.rates(costs, way, options.splits.data, (dense_bytes, expert_bytes))
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -182,11 +209,11 @@ class Estimates:
         Args:
             pipeline: seconds of the pipeline in which nothing waits, where they are known.
         """
-        none = np.zeros(len(self._options))
-        ahead, back, once = self._gathering(passes) if self._zero == 3 else (none, none, none)
+        none, shards_weights = np.zeros(len(self._options)), self._layout.shards_weights
+        ahead, back, once = self._gathering(passes) if shards_weights else (none, none, none)
         if offloads == ("activations",):
             ahead, back = self._unloading(passes, ahead, back)
-        if pipeline is None or self._zero == 3 or offloads == ("activations",):
+        if pipeline is None or shards_weights or offloads == ("activations",):
             args = (self._space.schedules, len(self._pricer.profile.blocks), self._costs.hop, self._options, passes)
             pipeline = pipeline_seconds(*args, ahead + back, self._stages(passes))
         optimizer = np.minimum.reduce([self._optimizer(offload) for offload in offloads])
@@ -195,43 +222,33 @@ class Estimates:
         slowdown = np.array([self._pricer.slowdown(int(world)) for world in worlds])[rows]
         return step * slowdown + self._pricer.calibration.step_seconds
 
-    def _gathering(self, passes: Passes) -> tuple[Floats, Floats, Floats]:
-        """Exposed seconds of ZeRO-3's collectives of one microbatch on one rank, forward and backward; and what a
-        reduction once per step adds to it."""
+    def _gathering(self, passes: Passes) -> Waits:
+        """What ZeRO-3's collectives of one microbatch add to one rank's passes."""
         p = self._options.splits.pipeline
         sent = self._least_dense * self._rates.gather + self._experts * self._rates.gather_experts
         scattered = self._least_dense * self._rates.reduce + self._experts * self._rates.reduce_experts
         forward, backward = passes.forward / p, (passes.input + passes.weight) / p
-        reducing = self._exposed(sent + scattered, backward)
-        back = np.where(self._once, self._exposed(sent, backward), reducing)
-        return self._exposed(sent, forward), back, np.maximum(0.0, reducing - back)
-
-    def _exposed(self, sent: Floats, beside: Floats) -> Floats:
-        """`Pricer`'s sum of what waits and of what slows the computation down, over arrays."""
-        calibration = self._pricer.calibration
-        overlaps = self._pricer.stack.overlap_parameters and self._pricer.cluster.has_accelerators
-        hidden = np.minimum(sent, calibration.overlap_share * beside) if overlaps else np.zeros_like(sent)
-        return sent - hidden + (calibration.overlap_slowdown - 1.0) * hidden
+        return waits_of(sent, scattered, forward, backward, once=self._once, **self._pricer.hiding)
 
     def _unloading(self, passes: Passes, ahead: Floats, back: Floats) -> tuple[Floats, Floats]:
-        """Exposed seconds of one microbatch on one rank, forward and backward, with activations on their way to host
-        memory and back; they also hide beside the waits for weights."""
-        p = self._options.splits.pipeline
-        moved = self._costs.moved / self._pricer.calibration.host_link_bytes_per_second
-        return np.maximum(ahead, (moved - passes.forward) / p), np.maximum(back, (moved - passes.input) / p)
+        """The same waits with activations on their way to host memory and back."""
+        p, calibration = self._options.splits.pipeline, self._pricer.calibration
+        moved, forward, inputs = self._costs.moved / p, passes.forward / p + ahead, passes.input / p + back
+        return ahead + unloading(moved, forward, calibration), back + unloading(moved, inputs, calibration)
 
     def _reductions(self, passes: Passes, ahead: Floats, back: Floats) -> Floats:
         """Exposed seconds of reducing gradients, and of gathering renewed weights; they also hide beside what a forward
         and a backward wait for."""
-        p, rates, stack = self._options.splits.pipeline, self._rates, self._pricer.stack
+        p, rates, stack, layout = self._options.splits.pipeline, self._rates, self._pricer.stack, self._layout
         overlap = self._pricer.calibration.overlap_share
         whole = self._experts * rates.reduce_experts + self._least_dense * rates.reduce
-        whole = whole * (self._zero < 3)  # what ZeRO-3 sends, microbatches wait for; its copies' sum is left out
-        times = np.where(self._once, 1, self._options.splits.microbatches) if self._zero == 2 else 1
+        # What ZeRO-3 sends, microbatches wait for; its copies' sum is left out.
+        whole = whole * (not layout.shards_weights)
+        times = np.where(self._once, 1, layout.microbatches) if layout.shards_gradients_alone else 1
         window = overlap * ((passes.input + passes.weight) / p + back) * self._uneven * stack.overlap_gradients
         # The bucket that comes last is waited for in the last microbatch alone, which makes that one no shorter.
         exposed = self._beside(whole, window) + (times - 1) * self._beside(whole * (1.0 - self._last_share), window)
-        if self._zero in (1, 2):
+        if layout.gathers_after_step:
             publish = self._least_dense * rates.gather + self._experts * rates.gather_experts
             exposed = exposed + self._beside(
                 publish, overlap * (passes.forward / p + ahead) * self._uneven * stack.overlap_parameters
@@ -242,28 +259,19 @@ class Estimates:
     def _last_share(self) -> Floats:
         """Of a rank's gradients, what may travel in the last bucket."""
         largest = max(self._space.bucket_bytes or (), default=LARGEST_BUCKET)
-        sizes = [part * self._gradient for part in (self._least_dense, self._experts) if np.any(part)]
+        sizes = [part * self._layout.gradient_bytes for part in (self._least_dense, self._experts) if np.any(part)]
         return np.minimum(1.0 / self._options.chunks, largest / np.maximum(np.minimum.reduce(sizes), 1.0))
 
     def _beside(self, whole: Floats, window: Floats) -> Floats:
-        """What no window hides, and what the rest slows down: see `weft.price._update`."""
-        splits, chunks = self._options.splits, self._options.chunks
-        wide = window * (1.0 + (np.minimum(splits.pipeline, splits.microbatches) - 1) * (chunks - 1) / chunks)
-        exposed = np.maximum(0.0, np.maximum(whole - wide, (whole - window) / chunks))
-        return exposed + (self._pricer.calibration.overlap_slowdown - 1.0) * (whole - exposed)
+        """What no window hides, and what the rest slows down."""
+        exposed, hidden = beside(self._layout, whole, window)
+        return exposed + (self._pricer.calibration.overlap_slowdown - 1.0) * hidden
 
     def _optimizer(self, offload: Offload) -> Floats:
-        device = self._device
-        mine = self._least_dense / self._shards + self._experts / self._expert_shards
-        if offload == "optimizer":
-            calibration = self._pricer.calibration
-            moved = (self._gradient + self._element) / calibration.host_link_bytes_per_second
-            return mine * (moved + 2.0 * self._master / calibration.host_optimizer_bytes_per_second)
-        if device.speeds:  # measured: see `weft.price._update`
-            return np.zeros_like(mine)
-        held = np.where(self._waiting | (self._zero < 2), self._least_dense + self._experts, mine)
-        touched = mine * (2.0 * self._gradient + 2.0 * self._master + self._element) + held * self._gradient
-        return touched / device.memory_bytes_per_second
+        if self._device.speeds:  # as measured, which no column is looked up in
+            return np.zeros(len(self._options))
+        worked, moved = optimizer_seconds(self._tables[offload], self._least_dense, self._experts, self._device)
+        return worked + moved
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -275,20 +283,23 @@ class Estimates:
         stages, joined, alone = self._stages(passes), options.joined_ends, p == 1
         least = _Block(weights.least_dense, weights.least_experts, held.least)
         mean = _Block(weights.dense / blocks, weights.experts / blocks, held.kept / blocks)
-        loss = np.maximum(held.live, self._costs.logits) + held.tail
+        one, logits = np.full(len(p), float(blocks)), self._costs.logits
         ends = weights.stem + np.where(joined, weights.tail, 0.0)
-        tail = np.where(joined, 0.0, weights.tail)
-        one = np.full(len(p), float(blocks))
-        whole = self._rank_bytes(mean, one, one, one, ends, offload)
-        first = self._rank_bytes(least, stages.first_rank, *self._first_waiting(stages), ends, offload)
-        first = np.where(alone, whole, first) + held.stem + np.where(joined, loss, held.live)
+        first = _Ends(ends, held.stem + np.where(joined, held.tail, 0.0), np.where(joined, logits, 0.0))
+        last = _Ends(
+            np.where(joined, 0.0, weights.tail), np.where(joined, 0.0, held.tail), np.where(joined, 0.0, logits)
+        )
+        memory = self._memory(offload)
+        whole = memory.device_bytes(self._share(mean, one, one, one, first, held.live, offload))
+        waiting, stage = self._first_waiting(stages)
+        of_first = self._share(least, stages.first_rank, waiting, stage, first, held.live, offload)
         flight, least_flight = self._flights(p - 1)
         waiting = np.where(joined, (flight + least_flight) * stages.first, least_flight * stages.last_rank)
         stage = np.where(joined, stages.first, np.minimum(stages.first, stages.last))
-        last = self._rank_bytes(least, stages.last_rank, waiting, stage, tail, offload)
-        last = last + np.where(joined, held.live, loss)
-        between = self._between(stages, mean, passes, offload) + held.live
-        return self._outside(np.where(alone, first, np.maximum(np.maximum(first, last), between)) + self._workspace)
+        of_last = self._share(least, stages.last_rank, waiting, stage, last, held.live, offload)
+        between = self._between(stages, mean, passes, held.live, offload)
+        fullest = np.maximum(np.maximum(memory.device_bytes(of_first), memory.device_bytes(of_last)), between)
+        return np.where(alone, whole, fullest)
 
     def _first_waiting(self, stages: StageBlocks) -> tuple[Floats, Floats]:
         """Blocks of the first rank times the microbatches whose activations they keep; and blocks of one stage."""
@@ -299,21 +310,21 @@ class Estimates:
         waiting = np.where(options.joined_ends, folded, flight * evenly + least * (stages.first_rank - evenly))
         return waiting, stages.first
 
-    def _between(self, stages: StageBlocks, block: _Block, passes: Passes, offload: Offload) -> Floats:
+    def _between(self, stages: StageBlocks, block: _Block, passes: Passes, live: Floats, offload: Offload) -> Floats:
         """Bytes of the fullest of the ranks between; where blocks differ, of ranks in the mean."""
         options, p, v = self._options, self._options.splits.pipeline, self._options.chunks
-        none = np.zeros(len(p))
         each = len(self._pricer.profile.blocks) / p
         fewest = np.where(options.joined_ends, options.flight, options.last_flight)
-        mean = self._rank_bytes(block, each, each * fewest, each / v, none, offload)
+        mean = self._share(block, each, each * fewest, each / v, _NO_ENDS, live, offload)
         folds = options.joined_ends
         flight, least = self._flights(np.minimum(stages.full_rank, p - 1))
         evenly = np.where(folds, 2, v) * stages.first
         both = stages.more > 1  # folded: one more on either stage
         folded = flight * (stages.first + both) + least * (stages.first + (stages.more > 0))
         waiting = np.where(folds, folded, flight * evenly + least * stages.more)
-        fullest = self._rank_bytes(block, evenly + stages.more, waiting, stages.first, none, offload)
-        return np.where(passes.alike, fullest, mean)
+        fullest = self._share(block, evenly + stages.more, waiting, stages.first, _NO_ENDS, live, offload)
+        memory = self._memory(offload)
+        return np.where(passes.alike, memory.device_bytes(fullest), memory.device_bytes(mean))
 
     def _stages(self, passes: Passes) -> StageBlocks:
         if id(passes) not in self._cut:
@@ -331,78 +342,32 @@ class Estimates:
                 found[:, here] = flights(name, *(column[here] for column in columns))
         return found[0], found[1]
 
-    def _rank_bytes(
-        self,
-        block: _Block,
-        count: Floats,
-        waiting: Floats,
-        stage: Floats,
-        ends: Floats,
-        offload: Offload,
-    ) -> Floats:
-        """Bytes of `count` blocks and the ends' weights: model states, what they travel in, and activations of the
-        `waiting` ones; offloaded, of two microbatches of a `stage`'s."""
-        dense, experts = block.dense * count + ends, block.experts * count
+    def _share(
+        self, block: _Block, count: Floats, waiting: Floats, stage: Floats, ends: _Ends, live: Floats, offload: Offload
+    ) -> RankShare:
+        """What a rank has of `count` blocks, of which `waiting` wait for their backward (offloaded, those of two
+        microbatches of a `stage` of so many blocks), and of the ends."""
         waiting = np.minimum(waiting, 2.0 * stage) if offload == "activations" else waiting
-        return self._states(dense, experts, offload) + self._buffers(dense + experts) + block.kept * waiting
+        return RankShare(
+            dense=block.dense * count + ends.dense,
+            experts=block.experts * count,
+            waiting=block.kept * waiting + ends.kept,
+            live=live,
+            logits=ends.logits,
+            widest=self._costs.weights.widest,
+        )
+
+    def _memory(self, offload: Offload) -> RankMemory:
+        if offload not in self._memories:
+            self._memories[offload] = self._pricer.memories.of_ranks(self._tables[offload])
+        return self._memories[offload]
 
     def least_share(self, light: Held, heavy: Held, need: Floats, usable: float) -> Floats:
         """Return the share of all blocks that must be computed again like `heavy` so that every rank fits: later ranks
         hold fewer microbatches."""
         options, p = self._options, self._options.splits.pipeline
-        saved = (light.kept - heavy.kept) / p * options.flight * self._fragmented
-        fewer = light.kept / p * np.maximum(options.flight - options.last_flight, 0.0) * self._fragmented
+        reserved = self._memory(self._space.offloads[0]).reserved
+        saved = (light.kept - heavy.kept) / p * options.flight * reserved
+        fewer = light.kept / p * np.maximum(options.flight - options.last_flight, 0.0) * reserved
         over = [np.clip((need - usable - fewer * part) / np.maximum(saved, 1.0), 0.0, 1.0) for part in _QUANTILES]
         return np.where(p > 1, sum(over) / len(over), over[0])
-
-    def _states(self, dense: Floats, experts: Floats, offload: Offload) -> Floats:
-        return dense * self._state_bytes(self._shards, offload) + experts * self._state_bytes(
-            self._expert_shards, offload
-        )
-
-    def _state_bytes(self, shards: Ints, offload: Offload) -> Floats:
-        kept, master = shares_of(self._zero, shards), 0.0 if offload == "optimizer" else self._master
-        gradients = np.where(self._waiting, 1.0, kept.gradients)
-        return self._element * kept.weights + self._gradient * gradients + master * kept.states
-
-    def _whole_gradients(self) -> Bools:
-        """Whether gradients stay whole until the step's last microbatch (`weft.price.holds_whole_gradients`)."""
-        splits = self._options.splits
-        several = splits.microbatches > 1
-        return (self._zero >= 2) & np.where(self._once, (splits.pipeline > 1) | several, splits.uneven & several)
-
-    def _reduces_once(self, way: Way) -> Bools:
-        """`weft.price.reduces_once`, by row."""
-        pipeline = self._options.splits.pipeline
-        if way.every != "auto":
-            return np.full(len(pipeline), way.every == "step")
-        return (pipeline > 1) & self._pricer.stack.memory.accumulates_whole | (way.zero < 2)
-
-    @property
-    def _workspace(self) -> float:
-        return self._pricer.stack.memory.workspace_bytes if self._pricer.memories.on_accelerator else 0.0
-
-    def _buffers(self, held: Floats) -> Floats:
-        """Bytes in which a rank with so many elements of weights gathers them and sends gradients."""
-        habits = self._pricer.stack.memory
-        if self._zero != 3:
-            return np.where(self._ranks > 1, habits.bucket_copies * SMALLEST_BUCKET, 0.0)
-        wide = self._costs.weights.widest
-        size = habits.gathered_blocks * wide * self._element
-        holds = ((self._options.splits.pipeline > 1) | self._options.splits.uneven) & habits.holds_gathered
-        ends = (self._costs.weights.stem + self._costs.weights.tail) * self._element * habits.gathers_ends
-        summed = wide * (self._element + (self._gradient if self._gradient > self._element else 0.0))
-        size = np.where(holds, held * self._element, size + ends) + np.where(self._waiting, 0.0, summed)
-        return np.where(self._shards > 1, size, 0.0)
-
-    @property
-    def _fragmented(self) -> float:
-        return 1.0 + self._pricer.stack.memory.fragmentation if self._pricer.memories.on_accelerator else 1.0
-
-    def _outside(self, allocated: Floats) -> Floats:
-        if not self._pricer.memories.on_accelerator:
-            return allocated + PROCESS_BYTES
-        habits, splits = self._pricer.stack.memory, self._options.splits
-        axes = (splits.data, splits.tensor, splits.pipeline, splits.context, splits.expert)
-        groups = sum((axis > 1).astype(float) for axis in axes)
-        return allocated * self._fragmented + habits.context_bytes + groups * habits.communicator_bytes

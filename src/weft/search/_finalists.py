@@ -7,11 +7,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple
 
 from weft.plan import AXES, Recompute, stage_ranks
 from weft.price import Layout, Pricer, check_layout
-from weft.search._buckets import USUAL_BUCKET_BYTES, sized, with_best_bucket
+from weft.search._buckets import USUAL_BUCKET_BYTES, Priced, better, sized, with_best_bucket
 from weft.search._objective import Objective
 from weft.search._orders import distinct_orders
 from weft.search._rows import Level
@@ -30,13 +29,6 @@ _TIMED = attrgetter(*_SHAPE, "cuts")
 """What the time of a step depends on, the reduction of gradients and where axes lie left out."""
 _HELD = attrgetter(*_SHAPE, "replicate", "shard", "zero", "reduce_every", "uneven", "fused_loss", "compression")
 """What memory depends on, buckets and cuts left out."""
-
-
-class Priced(NamedTuple):
-    """A layout with its price."""
-
-    score: float
-    layout: Layout
 
 
 @dataclass(slots=True)
@@ -153,7 +145,7 @@ class Finalists:
                 if self._bound(mixed) >= limit * _MIXTURES_DIFFER:
                     break
                 found = mixed if self._buckets_fill else next(self._buckets(mixed))
-                best = _better(best, self._priced(found, limit * _BUCKETS_MATTER))
+                best = better(best, self._priced(found, limit * _BUCKETS_MATTER))
         return limit if best is None else self._best_bucket(best, limit)
 
     def _best_bucket(self, found: Priced, limit: float) -> float:
@@ -280,10 +272,3 @@ class Finalists:
         words = self._words(level, ranks, counts)
         needs = self._pricer.memories.device_bytes(replace(layout, recompute=words))
         return [need <= self._pricer.cluster.usable_memory_bytes for need in needs]
-
-
-def _better(one: Priced | None, other: Priced | None) -> Priced | None:
-    """The lower score; the first of equals."""
-    if one is None or other is None:
-        return one or other
-    return other if other.score < one.score else one

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.plan import Axis, Recompute
-from weft.price import BlockCost, Layout, Pricer, activation_bytes, memory_key
+from weft.price import BlockCost, Layout, Pricer, memory_key
 from weft.profile import Block
 from weft.search._bounds import Floats
 from weft.search._space import Space
-from weft.search._splits import Bools, Ints
+from weft.search._splits import Bools, Ints, Table
 from weft.search._variants import Arrangement
 
 
@@ -78,7 +78,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCosts:
+class GroupCosts(Table):
     """Of one microbatch size on one (tensor, context, expert), in several cases: schemes, and arrangements of the axes
     on the hardware."""
 
@@ -100,19 +100,6 @@ class GroupCosts:
     """Bytes around the loss."""
     moved: Floats
     """Bytes of one microbatch that offloading activations moves, of all blocks, stem and tail."""
-
-    def take(self, rows: Ints | Bools) -> GroupCosts:
-        return replace(
-            self,
-            case=self.case[rows],
-            inside=self.inside[rows],
-            lent=self.lent[rows],
-            passes={word: Passes(*(part[rows] for part in passes)) for word, passes in self.passes.items()},
-            held={word: Held(*(part[rows] for part in held)) for word, held in self.held.items()},
-            hop=self.hop[rows],
-            logits=self.logits[rows],
-            moved=self.moved[rows],
-        )
 
 
 Counted = Sequence[tuple[Block, int]]
@@ -193,11 +180,7 @@ def _hop(pricer: Pricer, base: Layout) -> float:
     """Seconds of sending one microbatch's activation to the next stage, over the innermost or the outermost links."""
     if 2 * base.world_size > pricer.cluster.num_devices:
         return 0.0
-    profile = pricer.profile
-    tokens = base.microbatch_size * profile.sequence_length / base.context
-    size = tokens * profile.blocks[0].entry_elements_per_token * activation_bytes(base.precision)
-    size /= base.tensor if base.sequence_parallel else 1
     others: tuple[Axis, ...] = tuple(axis for axis in base.order if axis != "pipeline")
     orders: tuple[tuple[Axis, ...], ...] = (("pipeline", *others), (*others, "pipeline"))
     pairs = [pricer.groups(replace(base, pipeline=2, order=order)).pipeline for order in orders]
-    return min(pricer.seconds("send", size, pair) for pair in pairs)
+    return min(pricer.transfer(base, pair) for pair in pairs)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weft.cluster import Cluster
 from weft.plan import Axis
-from weft.price import Layout
+from weft.price import Layout, slot_numbers
 from weft.profile import Profile
 from weft.search._bounds import Floats
 
@@ -64,7 +64,8 @@ def placement_of(profile: Profile, cluster: Cluster, layout: Layout) -> Placemen
 
 def device_distances(cluster: Cluster) -> Floats:
     """Return seconds per byte between each two devices: hops over the bandwidth of the outermost tier they cross."""
-    places = _slots(cluster)
+    slots = slot_numbers(cluster)
+    places = np.arange(cluster.num_devices) if slots is None else np.array(slots)
     first, second = places[:, None], places[None, :]
     distance = np.zeros((len(places), len(places)))
     unit = 1
@@ -112,12 +113,6 @@ def _volumes(profile: Profile, layout: Layout) -> dict[Axis, float]:
         "shard": gathered,
         "replicate": gradients / (layout.shard if layout.shards_weights else 1),
     }
-
-
-def _slots(cluster: Cluster) -> npt.NDArray[np.int64]:
-    counts = [node.devices.count for node in cluster.nodes for _ in range(node.count)]
-    largest = max(counts)
-    return np.array([index * largest + place for index, count in enumerate(counts) for place in range(count)])
 
 
 def _ring_hops(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64], shape: tuple[int, ...]) -> Floats:

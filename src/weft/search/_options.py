@@ -11,11 +11,12 @@ import numpy as np
 from weft.plan import SPLIT_BACKWARD, ReduceEvery, Schedule, chunk_limits
 from weft.search._bounds import Floats
 from weft.search._space import Space, chunk_choices, divisors
-from weft.search._splits import Bools, Ints, Splits
+from weft.search._splits import Bools, Ints, Splits, Table
+from weft.techniques.pipeline.cost import FOLDED, flights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(Table):
     """Splits, once for every schedule and number of chunks that their pipeline allows."""
 
     splits: Splits
@@ -35,18 +36,6 @@ class Options:
 
     def __len__(self) -> int:
         return len(self.schedule)
-
-    def take(self, rows: Ints | Bools) -> Options:
-        return Options(
-            splits=self.splits.take(rows),
-            schedule=self.schedule[rows],
-            chunks=self.chunks[rows],
-            flight=self.flight[rows],
-            last_flight=self.last_flight[rows],
-            joined_ends=self.joined_ends[rows],
-            is_plain=self.is_plain[rows],
-            splits_backward=self.splits_backward[rows],
-        )
 
 
 class Choices:
@@ -93,7 +82,7 @@ class Choices:
             if here.any():
                 first, end = _in_flight(name, p[here], chunks[here], m[here])
                 flight[here], last[here] = first, end
-                joined[here] = name in ("zbv", "dualpipev")
+                joined[here] = name in FOLDED
         plain, split = (np.zeros(len(self._space.schedules), dtype=np.bool_) for _ in range(2))
         for index, name in enumerate(self._space.schedules):
             plain[index], split[index] = name in ("1f1b", "gpipe"), name in SPLIT_BACKWARD
@@ -109,32 +98,10 @@ class Choices:
         )
 
 
-def flights(name: Schedule, p: Ints, v: Ints, m: Ints, rank: Ints) -> tuple[Floats, Floats]:
-    """Return the microbatches in flight on a rank: in the mean over its chunks, and in the chunk that has fewest; of
-    folded schedules, in the first chunk and in the second.  `weft.price.in_flight`, over arrays."""
-    if name == "gpipe":
-        return m.astype(float), m.astype(float)
-    if name in ("zbv", "dualpipev"):
-        return np.minimum(2 * p - rank - (name == "zbv"), m).astype(float), np.minimum(rank + 1, m).astype(float)
-    ahead = p - 1 - rank
-    if name == "interleaved_zero_bubble":
-        held = ahead + (v - 1) * p + 1 + rank
-    else:
-        held = ahead * np.where(v == 1, 1, 2) + (v - 1) * p + 1
-    # Passes go to chunks as interleaving does it: `p` microbatches of a chunk, then of the next.
-    whole, rest = np.divmod(held, p * v)
-    full, part = np.divmod(rest, p)
-    more, some, fewer = (np.minimum(whole * p + extra, m) for extra in (p, part, 0))
-    total = full * more + some + (v - full - 1) * fewer
-    least = np.where(full == v - 1, some, fewer)
-    alone = np.minimum(held, m).astype(float)
-    return np.where(v == 1, alone, total / v), np.where(v == 1, alone, least)
-
-
 def _in_flight(name: Schedule, p: Ints, v: Ints, m: Ints) -> tuple[Floats, Floats]:
     """Microbatches in flight on the first rank and on the head's, in all of a rank's blocks."""
     first, least = flights(name, p, v, m, np.zeros_like(p))
-    if name in ("zbv", "dualpipev"):
+    if name in FOLDED:
         mean = (first + least) / 2.0
         return mean, mean
     return first, flights(name, p, v, m, p - 1)[0]

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.plan import SPLIT_BACKWARD, Schedule
-from weft.price import LONG, shares_of_closed_form
+from weft.plan import Schedule
 from weft.search._bounds import Floats
 from weft.search._group import Passes
 from weft.search._options import Options
 from weft.search._splits import Ints
+from weft.techniques.pipeline.cost import Shares, bubble_seconds, last_round_seconds, least_share, shares_of_closed_form
 
 
 class StageBlocks(NamedTuple):
@@ -108,14 +108,13 @@ def pipeline_seconds(
     late = np.where(options.splits_backward, passes.weight, 0.0)
     # The first microbatch passes all stages, and the others follow it through one.
     passing = (whole - late) * (1.0 + (m - 1) / (p * v)) + np.where(m < p, late / (p * v), 0.0)
-    chunked = np.maximum(m * slowest + _waits(schedules, options, passes), passing)
-    chunked = np.maximum(chunked, _last_rounds(schedules, options, passes)) + hops
+    bubble, last_round = _bubbles(schedules, options, passes)
+    chunked = np.maximum(np.maximum(m * slowest + bubble, passing), last_round) + hops
     # Of unequal stages schedules as played fall short by as much as the mean is below the slowest; see `least_share`.
     mean = whole / (p * v)
     balance = mean / np.maximum(mean, _slowest_stage(blocks, held, options, passes, waits))
-    equal, least, short, long = _shares(schedules, 1 << int(p.max(initial=1)).bit_length())[:, options.schedule, p]
-    share = np.maximum(equal * balance, np.where(m < p, short, least))
-    share = np.where(m >= LONG * p, np.maximum(share, long), share)
+    shares = _shares(schedules, 1 << int(p.max(initial=1)).bit_length())[:, options.schedule, p]
+    share = least_share(Shares(*shares), balance, p, m)
     found = np.where(options.is_plain, plain, chunked) * share
     before = held.full_rank
     owed = (before + 1) * held.most * passes.block_weight
@@ -128,7 +127,7 @@ def pipeline_seconds(
 
 @functools.cache
 def _shares(schedules: tuple[Schedule, ...], pipelines: int) -> Floats:
-    """`weft.price.shares_of_closed_form` of pipelines of fewer ranks than `pipelines`, [share, schedule, ranks]."""
+    """`shares_of_closed_form` of pipelines of fewer ranks than `pipelines`, [share, schedule, ranks]."""
     return np.array([[shares_of_closed_form(name, p) for p in range(pipelines)] for name in schedules]).transpose(
         2, 0, 1
     )
@@ -172,7 +171,7 @@ def _busy_ranks(
     passes: Passes,
     waits: Floats | float,
 ) -> Floats:
-    """`weft.price.busy_seconds` of the last rank, and of the last of those with the most blocks, where ranks have one
+    """`busy_seconds` of the last rank, and of the last of those with the most blocks, where ranks have one
     stage.  Where blocks are unequal, of such stages cut as well as can be for this bound: then every rank's is as long
     as the others'."""
     p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
@@ -228,36 +227,15 @@ def _ahead(
     return np.where(options.splits_backward, np.where(is_limited, limited, forward), blocks * each)
 
 
-def _waits(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:
-    """The bubbles of `weft.plan.bubble_seconds`."""
-    p = options.splits.pipeline
-    stages = p * options.chunks
-    forward, inputs, weight = (part / stages for part in (passes.forward, passes.input, passes.weight))
-    waits = (p - 1) * (forward + inputs + weight)
-    for index, name in enumerate(schedules):
-        if name == "zbv":
-            split = (p - 1) * np.maximum(np.maximum(forward, inputs), weight)
-        elif name in SPLIT_BACKWARD:
-            split = (p - 1) * np.maximum(0.0, forward + inputs - weight)
-        else:
-            continue
-        waits = np.where(options.schedule == index, split, waits)
-    return waits
-
-
-def _last_rounds(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:
-    """`weft.plan.last_round_seconds`, over arrays."""
+def _bubbles(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:
+    """Seconds that a step takes longer than its busiest rank, and what its last round takes, of equal stages."""
     p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
-    last = (m - 1) % p + 1
-    before = (m - last) * v + last - 1
     forward, inputs, weight = (part / (p * v) for part in (passes.forward, passes.input, passes.weight))
-    seconds = (p - 1 + m * v) * forward + before * (inputs + weight)
-    found = np.zeros_like(seconds)
+    found = np.zeros((2, len(p)))
     for index, name in enumerate(schedules):
-        here = options.schedule == index
-        if name == "interleaved_1f1b":
-            found = np.where(here, seconds + p * v * (inputs + weight), found)
-        elif name == "interleaved_zero_bubble":
-            owed = np.minimum(p - 1, before) * weight
-            found = np.where(here, seconds - owed + p * v * inputs + weight, found)
-    return found
+        here = np.flatnonzero(options.schedule == index)
+        if len(here):
+            passes_here = forward[here], inputs[here], weight[here]
+            found[0, here] = bubble_seconds(name, p[here], *passes_here)
+            found[1, here] = last_round_seconds(name, p[here], v[here], m[here], *passes_here)
+    return np.maximum(0.0, found)

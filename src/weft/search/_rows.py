@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
 from weft.plan import Recompute, ReduceEvery, Schedule
 from weft.price import Layout
 from weft.search._bounds import Floats
 from weft.search._space import Space
-from weft.search._splits import Bools, Ints, Splits
+from weft.search._splits import Ints, Splits, Table
 from weft.techniques.zero.contract import stage_of
 
 REDUCE_EVERY: tuple[ReduceEvery, ...] = get_args(ReduceEvery)
@@ -22,10 +22,6 @@ class Level(NamedTuple):
     light: Recompute
     heavy: Recompute
 
-    @property
-    def is_mixed(self) -> bool:
-        return self.light != self.heavy
-
 
 def levels_of(space: Space) -> tuple[Level, ...]:
     """Return the levels of a space, mixed ones last."""
@@ -37,7 +33,7 @@ def levels_of(space: Space) -> tuple[Level, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class Rows(Table):
     """Layouts of a group of splits, with their bounds."""
 
     splits: Splits
@@ -57,10 +53,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.seconds)
-
-    def take(self, rows: Ints | Bools) -> Rows:
-        taken = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Rows(**{name: value.take(rows) if name == "splits" else value[rows] for name, value in taken.items()})
 
     def layout(self, row: int, base: Layout, space: Space) -> Layout:
         """Return one row as a layout with as little computed again and offloaded as the space has; `base` has what its

@@ -27,9 +27,9 @@ from weft.price import (
 from weft.profile import Block, Profile
 from weft.recipe import OptimizerRecipe, PermitRecipe
 from weft.search._bounds import Floats, figures_of, memory_bounds, time_bounds
-from weft.search._buckets import USUAL_BUCKET_BYTES
+from weft.search._buckets import USUAL_BUCKET_BYTES, Priced
 from weft.search._convert import plan_of
-from weft.search._finalists import Finalists, Priced
+from weft.search._finalists import Finalists
 from weft.search._frontier import Frontier
 from weft.search._group import group_costs
 from weft.search._objective import Objective
@@ -41,6 +41,7 @@ from weft.search._space import Space, space_of, without_offload
 from weft.search._splits import Bools, Ints, Splits, enumerate_splits
 from weft.search._unequal import Balancer, kinds_of, speed_of
 from weft.search._variants import Arrangement, arrangements, variants
+from weft.techniques.zero.contract import stage_of
 
 _WINDOWS = (1.25, 2.0, math.inf)
 """Times its bound up to which rows of a group are looked at together, the first time and later."""
@@ -219,13 +220,9 @@ class SearchState:
     def _begin(self, frontier: Frontier, splits: Splits, base: Layout) -> None:
         """Put all groups of splits of one precision on the frontier."""
         figures = figures_of(self.pricer.profile, self.pricer.cluster, self.space, self.pricer, base)
-        least = memory_bounds(
-            figures,
-            splits,
-            zero=max(self.space.zeros),
-            master_bytes=base.master_bytes,
-            offload="optimizer" in self.space.offloads,
-        )
+        offload = "optimizer" if "optimizer" in self.space.offloads else self.space.usual_offload
+        lightest = replace(base, zero=stage_of(max(self.space.zeros)), offload=offload, compression="none")
+        least = memory_bounds(figures, splits, lightest)
         fits = least <= figures.usable_bytes
         self.memory_bound += int((~fits).sum())
         splits = splits.take(fits)

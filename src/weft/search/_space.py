@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
-from weft.plan import Axis, Recompute, ReduceEvery, Schedule
+from weft.plan import Axis, Plan, Recompute, ReduceEvery, Schedule, plan_settings, runnability
 from weft.price import PricedPrecision
 from weft.profile import Profile
 from weft.recipe import PermitRecipe
 from weft.techniques.context.contract import ContextScheme
 from weft.techniques.offload.contract import Offload as Offload
+from weft.techniques.settings import Declared
 from weft.techniques.tensor.contract import TensorScheme
+from weft.techniques.zero.contract import Stage
 
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "activations")
+_SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,31 +47,25 @@ class Space:
     microbatch_sizes: tuple[int, ...]
     single_microbatch: bool = False
     """Whether the data ranks must have one microbatch each: statistics of the whole batch (BatchNorm)."""
-    schedules: tuple[Schedule, ...] = (
-        "1f1b",
-        "gpipe",
-        "interleaved_1f1b",
-        "interleaved_zero_bubble",
-        "zbv",
-        "dualpipev",
-    )
+    schedules: tuple[Schedule, ...] = tuple(sorted(_SCHEDULES, key=lambda name: name != "1f1b"))
+    """The first is what stands where there is no pipeline."""
     chunks: tuple[int, ...] | None = None
     """Stages on each pipeline rank, for the schedules that leave it open.  None: every number the blocks allow."""
-    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    zeros: tuple[int, ...] = get_args(Stage)
     shards: tuple[int, ...] | None = None
     """Ranks over which ZeRO-3 shards.  None: every divisor of the data ranks."""
     reductions: tuple[ReduceEvery, ...] | None = None
     """How often ZeRO-2 and 3 reduce gradients.  None: under ZeRO-3 what is best of once per step and every microbatch,
     under ZeRO-2 as is usual."""
-    recomputes: tuple[Recompute, ...] = ("none", "selective", "full")
+    recomputes: tuple[Recompute, ...] = get_args(Recompute)
     """A choice that does not fit is also tried with some blocks of each stage computed again, as many as needed."""
     per_block_recompute: bool = True
-    offloads: tuple[Offload, ...] = OFFLOADS
+    offloads: tuple[Offload, ...] = get_args(Offload)
     sequence_parallels: tuple[bool, ...] = (False, True)
     fused_losses: tuple[bool, ...] = (True,)
     precisions: tuple[PricedPrecision, ...] = ("bf16",)
-    tensor_schemes: tuple[TensorScheme, ...] = ("1d", "2d", "2.5d", "3d")
-    context_schemes: tuple[ContextScheme, ...] = ("ring", "all_gather", "ulysses")
+    tensor_schemes: tuple[TensorScheme, ...] = get_args(TensorScheme)
+    context_schemes: tuple[ContextScheme, ...] = get_args(ContextScheme)
     bucket_bytes: tuple[int, ...] | None = None
     """None: for every plan the size that its gradients, its links and its backward ask for
     (`weft.techniques.buckets.sizes`), and neighbours of it as long as they are better."""
@@ -116,10 +113,10 @@ def space_of(
         microbatch_sizes=(global_batch_size,) if whole_batch else divisors(global_batch_size),
         single_microbatch=profile.has_batch_norm,
         precisions=_precisions(cluster, permit),
-        recomputes=("none", "selective", "full") if can_recompute else ("none",),
+        recomputes=get_args(Recompute) if can_recompute else ("none",),
         per_block_recompute=can_recompute,
         sequence_parallels=(False, True) if length > 1 and profile.can_be_cut else (False,),
-        offloads=OFFLOADS if cluster.has_accelerators else ("none",),
+        offloads=get_args(Offload) if cluster.has_accelerators else ("none",),
         fused_losses=(True, False) if profile.vocabulary_size else (True,),
         algorithms=_algorithms(cluster),
     )
@@ -152,15 +149,26 @@ def runnable_space(space: Space, profile: Profile) -> Space:
         space = replace(
             space, pipelines=(1,), recomputes=("none",), per_block_recompute=False, sequence_parallels=(False,)
         )
-    return replace(
-        space,
-        tensors=(1,) if profile.num_experts else space.tensors,
-        contexts=(1,),
-        experts=(1,),
-        offloads=("none",),
-        tensor_schemes=("1d",),
-        context_schemes=("ring",),
-    )
+    tensors = (1,) if profile.num_experts else space.tensors
+    return replace(space, tensors=tensors, **_runnable_values(space))
+
+
+def _runnable_values(space: Space) -> dict[str, Any]:
+    """The values of each setting with which a plan can be run that has no other: techniques say so themselves."""
+    found: dict[str, Any] = {}
+    for setting in plan_settings():
+        name = setting.knob.space
+        values: tuple[Any, ...] | None = getattr(space, name) if name and name != "tensors" else None
+        if values is not None:
+            found[name] = tuple(value for value in values if _is_runnable(setting, value))
+    return found
+
+
+def _is_runnable(setting: Declared, value: Any) -> bool:
+    try:
+        return not runnability(setting.set(Plan(), value))
+    except PlanError:
+        return False  # no plan can say it, as a precision that is only priced
 
 
 def divisors(number: int) -> tuple[int, ...]:

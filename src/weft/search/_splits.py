@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,28 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns with a row per candidate, tables of as many, and what all rows share."""
+
+    def take(self, rows: Ints | Bools) -> Self:
+        """Return some of the rows."""
+        return replace(self, **{field.name: _rows_of(getattr(self, field.name), rows) for field in fields(self)})
+
+
+def _rows_of(value: Any, rows: Ints | Bools) -> Any:
+    if isinstance(value, np.ndarray):
+        return value[rows]
+    if isinstance(value, Table):
+        return value.take(rows)
+    if isinstance(value, dict):  # of tuples of columns
+        parts: dict[Any, Any] = value
+        return {key: type(part)(*(column[rows] for column in part)) for key, part in parts.items()}
+    return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Splits:
+class Splits(Table):
     """Rows of a table: sizes of the axes, and how the batch falls into microbatches."""
 
     pipeline: Ints
@@ -35,9 +56,6 @@ class Splits:
     @property
     def world(self) -> Ints:
         return self.pipeline * self.tensor * self.context * self.data
-
-    def take(self, rows: Ints | Bools) -> Splits:
-        return Splits(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
 _NAMES = tuple(field.name for field in fields(Splits))

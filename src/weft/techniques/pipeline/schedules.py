@@ -395,56 +395,6 @@ def simulate(orders: Orders, cost_seconds: Callable[[Action], float], transfer_s
     return Timeline(tuple(tuple(rank) for rank in spans))
 
 
-def bubble_seconds(
-    schedule: PricedSchedule, pipeline: int, forward_seconds: float, input_seconds: float, weight_seconds: float
-) -> float:
-    """The bubble of a step for equal stages whose passes take these times, communication left out.
-
-    Per *stage*: with chunks, a rank's times are so many times larger and the bubble relatively smaller.  It holds for
-    at least twice as many microbatches as ranks; for the split schedules while the weight pass is no longer than the
-    others, for the V-shaped ones when all three passes are about equal (their papers' assumption; else `simulate`).
-    DualPipeV is taken as run here, with forward and backward one after the other; the published
-    (p/2 − 1)(F&B + B − 3W) counts an overlapped pair as one pass.
-    """
-    ranks = pipeline - 1
-    if schedule == "zbv":
-        return ranks * max(forward_seconds, input_seconds, weight_seconds)
-    if schedule == "zero_bubble_2p":
-        return ranks * max(0.0, forward_seconds + input_seconds - 2 * weight_seconds)
-    if schedule in ("interleaved_zero_bubble", "dualpipev"):
-        return ranks * (forward_seconds + input_seconds - weight_seconds)
-    return ranks * (forward_seconds + input_seconds + weight_seconds)
-
-
-def last_round_seconds(
-    schedule: PricedSchedule,
-    pipeline: int,
-    chunks: int,
-    microbatches: int,
-    forward_seconds: float,
-    input_seconds: float,
-    weight_seconds: float,
-) -> float:
-    """What a step of an interleaved schedule takes at least, where its last round has fewer microbatches than ranks.
-
-    Before the last rank begins the last backward of all, it has done all forwards, and the backwards but those of the
-    last round's other chunks; then that backward passes every stage.  A round of r microbatches so costs
-    (p − r)(v − 1) backwards of a stage more than a full one.  Where weight passes are put off, the last rank may owe
-    as many as its number, and the first stage's comes after all.  Seconds are those of equal stages; 0 for schedules
-    without rounds.
-    """
-    if schedule not in ("interleaved_1f1b", "interleaved_zero_bubble"):
-        return 0.0
-    last = (microbatches - 1) % pipeline + 1
-    before = (microbatches - last) * chunks + last - 1
-    backward = input_seconds + weight_seconds
-    seconds = (pipeline - 1 + microbatches * chunks) * forward_seconds + before * backward
-    if schedule == "interleaved_1f1b":
-        return seconds + pipeline * chunks * backward
-    owed = min(pipeline - 1, before) * weight_seconds
-    return seconds - owed + pipeline * chunks * input_seconds + weight_seconds
-
-
 def peak_activations(orders: Orders) -> tuple[int, ...]:
     """Per rank, the most microbatches (counted per stage) whose activations are held at once."""
     peaks: list[int] = []

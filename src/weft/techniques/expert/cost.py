@@ -1,0 +1,41 @@
+"""What expert parallelism sends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.price import Sender
+
+_NEVER_HIDDEN = 0.1
+"""Share of the tokens' way that comes before there is anything to compute beside it."""
+
+
+def expert_traffic(sender: Sender) -> tuple[float, float]:
+    """Return the exposed seconds, forward and backward: tokens travel to their experts and back, in both passes."""
+    share, stack = sender.share, sender.device.stack
+    experts = [operator for operator, _ in sender.works if operator.split == "expert" and operator.n]
+    if sender.key.expert.size == 1 or not experts:
+        return 0.0, 0.0
+    first, last = experts[0], experts[-1]
+    rows = share.tokens * share.element_bytes / share.tensor
+    once = _travel(sender, rows * first.k, first.rows_per_token) + _travel(sender, rows * last.n, last.rows_per_token)
+    if not stack.overlap_expert:
+        return once, once
+    beside = sender.device.calibration.overlap_share * sum(work.forward.seconds for _, work in sender.works)
+    least = _NEVER_HIDDEN * once
+    return max(least, once - beside), max(least, once - 2.0 * beside)
+
+
+def _travel(sender: Sender, size_bytes: float, copies: float) -> float:
+    """Tokens of `size_bytes` go to `copies` experts each."""
+    group = sender.key.expert
+    seconds = sender.seconds("all_to_all", size_bytes * copies, group)
+    if not sender.device.stack.sends_tokens_once or len(group.legs) < 2:
+        return seconds
+    inner = group.legs[0]
+    nodes = group.size / inner.units
+    # Of `copies` experts drawn at random, so many lie on different nodes.
+    distinct = nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies)
+    within = size_bytes * copies * (inner.units - 1) / inner.units / inner.bandwidth
+    return max(seconds * distinct / copies, within)

@@ -1,0 +1,33 @@
+"""What the loss holds, with whole logits and with logits in chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.price import Layout, MemoryHabits
+    from weft.profile import Profile
+
+_CPU_CHUNK_BYTES = float(8 << 20)
+"""Of logits that exist at once in a loss by chunks, on a CPU."""
+
+
+def loss_bytes(layout: Layout, profile: Profile, habits: MemoryHabits, *, on_accelerator: bool) -> float:
+    """Return the bytes that exist around the loss, on the rank that has the head."""
+    element, tokens = layout.element_bytes, layout.microbatch_size * profile.sequence_length / layout.context
+    whole, each = tokens * profile.vocabulary_size, habits.logit_bytes
+    if layout.tensor > 1 and habits.parallel_logit_bytes is not None:
+        each = habits.parallel_logit_bytes
+    if habits.gathered_logit_bytes is None:
+        whole /= layout.tensor
+    else:
+        each += habits.gathered_logit_bytes * (1 - 1 / layout.tensor)
+    if element > 2:
+        # No copies in another precision: logits, log-probabilities, and gradients of both.
+        each = 4.0 * element if each > 12 else 2.0 * element
+    if not layout.fuses_loss:
+        return whole * each
+    chunk = habits.fused_chunk_bytes if on_accelerator else _CPU_CHUNK_BYTES
+    # The head's gradient is summed in fp32 over the chunks, beside the logits and probabilities of one of them.
+    head = profile.vocabulary_size * profile.hidden_size / layout.tensor
+    return min(whole * each, 2 * chunk) + (4.0 * head if element < 4 else 0.0)

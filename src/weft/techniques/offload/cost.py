@@ -1,0 +1,33 @@
+"""What host memory costs: what a pass waits for on its way there and back, and the optimizer on the host's cores.
+
+Source: Ren et al., "ZeRO-Offload: democratizing billion-scale model training" (arXiv 2101.06840).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from weft.columns import Column, larger
+
+if TYPE_CHECKING:
+    from weft.price import Calibration, Layout
+
+
+def unloading(size_bytes: Column, beside: Column, calibration: Calibration) -> Column:
+    """Return the seconds by which one way of a stage's activations takes longer than what hides it: the link to the
+    host is free while the stage computes, and while it waits for weights (`beside` seconds together)."""
+    return larger(0.0, size_bytes / calibration.host_link_bytes_per_second - beside)
+
+
+class HostStep(NamedTuple):
+    """Seconds of an optimizer's step on the host."""
+
+    worked: Column
+    moved: Column
+    """Of gradients on their way there, and of weights on their way back."""
+
+
+def host_step(layout: Layout, elements: Column, calibration: Calibration) -> HostStep:
+    """Return what the host takes for the parameters whose states one rank has."""
+    moved = elements * (layout.gradient_bytes + layout.element_bytes) / calibration.host_link_bytes_per_second
+    return HostStep(elements * 2.0 * layout.master_bytes / calibration.host_optimizer_bytes_per_second, moved)

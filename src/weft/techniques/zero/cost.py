@@ -1,0 +1,145 @@
+"""What ZeRO costs: how often gradients travel, what stays whole until then, and what each microbatch waits for.
+
+Sizes of a layout may be columns of candidates (`weft.columns`); its ZeRO stage and how often it reduces are the same
+for all of them.
+
+Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from weft.columns import Column, Flags, chosen, larger, smaller
+from weft.techniques.registry import held as held_besides
+from weft.techniques.zero.contract import shares_of
+
+if TYPE_CHECKING:
+    from weft.price import Calibration, Group, Groups, Layout, Seconds, Stack
+
+# ── when gradients travel, and what is whole until then ───────────────────────────────────────────────────────────────
+
+
+def reduces_once(layout: Layout, stack: Stack) -> Flags:
+    """Whether ZeRO-2 and 3 reduce gradients once per step, instead of after every microbatch."""
+    if layout.reduce_every == "auto":
+        return (not layout.shards_gradients) | ((layout.pipeline > 1) & stack.memory.accumulates_whole)
+    return layout.reduce_every == "step"
+
+
+def holds_whole_gradients(layout: Layout, stack: Stack) -> Flags:
+    """Whether gradients stay whole between microbatches although ZeRO-2 or 3 shares them out."""
+    if not layout.shards_gradients:
+        return False
+    several = layout.microbatches > 1
+    return chosen(reduces_once(layout, stack), (layout.pipeline > 1) | several, layout.uneven & several)
+
+
+def gathers_weights(layout: Layout) -> Flags:
+    """Whether ranks have only shares of the weights, and gather them where they compute."""
+    return layout.shards_weights & (layout.shard * layout.context > 1)
+
+
+def holds_weights(layout: Layout, stack: Stack) -> Flags:
+    """Whether ZeRO-3 holds gathered weights from a step's first forward to its last backward."""
+    return gathers_weights(layout) & stack.memory.holds_gathered & ((layout.pipeline > 1) | layout.uneven)
+
+
+# ── what a rank keeps ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class States(NamedTuple):
+    """Bytes per element of the weights that a rank would hold without ZeRO."""
+
+    weights: Column
+    gradients: Column
+    optimizer: Column
+
+
+def sharing_ranks(layout: Layout, *, experts: bool = False) -> Column:
+    """Return the ranks among which model states are shared out, where the stage shares them.
+
+    ZeRO-1 and 2 share over data × context (over shard × context under local steps), ZeRO-3 over shard × context;
+    experts, which the expert axis has shared out already, over as many ranks less, and over the tensor axis, whose
+    ranks have whole experts and share out the tokens.
+    """
+    ranks = (layout.shard if layout.shards_weights else layout.summing) * layout.context
+    return larger(1, ranks * layout.tensor // layout.expert) if experts else ranks
+
+
+def states_of(layout: Layout, *, experts: bool = False, whole_gradients: Flags = False) -> States:
+    """Return bytes of model states per element.  `whole_gradients`: they are reduced once per step, so that ZeRO-2 and
+    3 hold them whole until then."""
+    if layout.adapters_only:
+        ranks = layout.shard * layout.context if layout.shards_weights else 1
+        return States(layout.element_bytes / ranks, 0.0, 0.0)
+    besides = held_besides(layout)
+    optimizer = 0.0 if layout.offloads_optimizer else float(layout.master_bytes)
+    optimizer += besides.master_copies * layout.wide_bytes
+    kept = shares_of(layout.stage, sharing_ranks(layout, experts=experts))
+    gradients = layout.gradient_bytes * chosen(whole_gradients, 1.0, kept.gradients)
+    gradients += besides.gradient_bytes * kept.weights
+    return States(layout.element_bytes * kept.weights, gradients, optimizer * kept.states)
+
+
+# ── what ZeRO-3 waits for ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Gathers(NamedTuple):
+    """Seconds per byte of weights, of gathering them and of scattering their gradients."""
+
+    gather: float
+    scatter: float
+
+    @classmethod
+    def of(cls, block_bytes: float, group: Group, seconds: Seconds) -> Gathers:
+        """Of blocks of so many bytes, one by one."""
+        if group.size == 1 or block_bytes <= 0.0:
+            return cls(0.0, 0.0)
+        gather = seconds("all_gather", block_bytes, group) / block_bytes
+        return cls(gather, seconds("reduce_scatter", block_bytes, group) / block_bytes)
+
+
+def gathers_of(dense_bytes: float, expert_bytes: float, groups: Groups, seconds: Seconds) -> tuple[Gathers, Gathers]:
+    """Return what travels per byte in every microbatch, of weights that are no experts and of experts.  The bytes are
+    those of a block."""
+    return Gathers.of(dense_bytes, groups.shard, seconds), Gathers.of(expert_bytes, groups.expert_shard, seconds)
+
+
+class Waits(NamedTuple):
+    """Seconds that ZeRO-3's collectives add to a stage's passes of one microbatch."""
+
+    forward: Column
+    backward: Column
+    last: Column
+    """Besides, to the last backward of a step, where it is the only one that reduces."""
+
+
+def waits_of(
+    sent: Column, scattered: Column, forward: Column, backward: Column, *, once: Flags, share: float, slowdown: float
+) -> Waits:
+    """Return what a stage waits for: weights come before its forward and before its backward, gradients go after.
+
+    Args:
+        sent: seconds of gathering its weights.
+        scattered: seconds of reducing its gradients.
+        forward: seconds of its forward, beside which gathers hide.
+        backward: the same, of both parts of its backward.
+        once: whether gradients are reduced once per step.
+        share: of a computation, beside which collectives hide.
+        slowdown: how many times as long a computation takes beside them.
+    """
+
+    def exposed(seconds: Column, beside: Column) -> Column:
+        hidden = smaller(seconds, share * beside)
+        return seconds - hidden + (slowdown - 1.0) * hidden
+
+    reducing = exposed(sent + scattered, backward)
+    back = chosen(once, exposed(sent, backward), reducing)
+    return Waits(exposed(sent, forward), back, larger(0.0, reducing - back))
+
+
+def hiding(calibration: Calibration, stack: Stack, *, on_accelerator: bool) -> dict[str, float]:
+    """Return `share` and `slowdown` of `waits_of`: on cores, and in stacks that do not overlap them, nothing hides."""
+    share = calibration.overlap_share if stack.overlap_parameters and on_accelerator else 0.0
+    return {"share": share, "slowdown": calibration.overlap_slowdown}

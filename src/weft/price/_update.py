@@ -222,7 +222,7 @@ def optimizer_seconds(layout: Layout, dense: Column, experts: Column, device: De
     if layout.shards_states:
         shards, expert_shards = sharing_ranks(layout), sharing_ranks(layout, experts=True)
     mine = dense / shards + experts / expert_shards
-    if layout.offloads_optimizer:
+    if layout.steps_on_host:
         return host_step(layout, mine, device.calibration)
     whole = holds_whole_gradients(layout, device.stack) | (not layout.shards_gradients)
     held = chosen(whole, dense + experts, mine)

@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.engine.optimizers import GroupSettings, OptimizerGroup, ShardOptimizer
+from weft.engine.optimizers import ShardOptimizer
 from weft.engine.optimizers.adamw import AdamW
 from weft.engine.optimizers.sgd import SGD
 from weft.parallel import ParameterLayout
 from weft.parallel.buckets import Member
 from weft.parallel.data import BucketStore
 from weft.plan import DataParallelPlan, MeshPlan
+from weft.recipe import GroupSettings, OptimizerGroup
 from weft.techniques.compression.codecs import Compression
 from weft.techniques.local_steps.runtime import LocalRounds
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView
-from weft.engine.optimizers import GroupSettings, OptimizerGroup, ShardOptimizer
+from weft.engine.optimizers import ShardOptimizer
 from weft.parallel import ParameterLayout, Piece, Segment, Shard, TensorSplit
+from weft.recipe import GroupSettings, OptimizerGroup
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding.weight": (12, 8),

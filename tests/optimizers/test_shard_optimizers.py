@@ -29,14 +29,8 @@ from torch import Tensor
 
 from weft.comm import Mesh
 from weft.engine.optimizers import (
-    GroupSettings,
-    OptimizerGroup,
     ShardOptimizer,
-    check_group_globs,
     create_optimizer,
-    group_parameters,
-    optimizer_class,
-    parameter_settings,
     squared_sum,
 )
 from weft.engine.optimizers.adafactor import Adafactor
@@ -47,7 +41,15 @@ from weft.engine.optimizers.sgd import SGD
 from weft.errors import PlanError, RecipeError
 from weft.parallel import Shard
 from weft.plan import MeshPlan
-from weft.recipe import OptimizerRecipe, ParameterGroup
+from weft.recipe import (
+    GroupSettings,
+    OptimizerGroup,
+    OptimizerRecipe,
+    ParameterGroup,
+    check_group_globs,
+    group_parameters,
+    parameter_settings,
+)
 
 Cuts = list[tuple[str, float]]
 
@@ -336,8 +338,8 @@ def test_a_glob_that_matches_nothing_is_an_error_with_a_suggestion() -> None:
 def test_create_optimizer_builds_what_the_recipe_names(name: str) -> None:
     recipe = OptimizerRecipe(name=name, learning_rate=0.1)  # type: ignore[arg-type]
     made = create_optimizer(recipe, whole_shards(draw(0)), one_process(), group_parameters(recipe, SHAPES))
-    assert type(made) is optimizer_class(recipe)
-    assert made.cuts == ("parameter" if name == "adafactor" else "anywhere")
+    assert type(made).__name__.lower() == name
+    assert recipe.cuts == ("parameter" if name == "adafactor" else "anywhere")
 
 
 def test_squared_sums_do_not_depend_on_the_cut() -> None:

@@ -15,6 +15,7 @@ import breakages
 import cells
 import torch
 from cells import STEPS, Cell
+from predicted import unlike_predicted
 from torch import Tensor
 
 from pool import RankPool
@@ -22,9 +23,11 @@ from weft.description import facts_of
 from weft.engine import TrainingState
 from weft.models import Blueprint, build_model
 from weft.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
+from weft.outline import Outline
 from weft.parallel.data import BucketStore
 from weft.plan import Plan, check_plan, check_runnable
 from weft.recipe import ModelRecipe, Recipe
+from weft.rehearse import outline_of
 
 _ROUNDING = 2.0**-24
 ZERO_GRADIENTS: Mapping[str, str] = {
@@ -43,6 +46,8 @@ class Result:
     losses: list[float]
     norms: list[float]
     validation: float
+    unpredicted: tuple[str, ...] = ()
+    """What ranks sent otherwise than their predicted programs say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class Verdict:
     state: float
     worst_gradient: str
     worst_state: str
+    unpredicted: tuple[str, ...] = ()
 
     def failures(self, precision: str) -> list[str]:
         """What is beyond the tolerance, in words; in fp32 final weights are not judged (see `judge`)."""
@@ -68,7 +74,8 @@ class Verdict:
         }
         if precision == "fp64":
             values[f"final {self.worst_state}"] = self.state
-        return [f"{what} differs by {value:.1e} > {limit:.0e}" for what, value in values.items() if not value <= limit]
+        wrong = [f"{what} differs by {value:.1e} > {limit:.0e}" for what, value in values.items() if not value <= limit]
+        return [*wrong, *self.unpredicted]
 
 
 def run_rank(recipe: Recipe, plan: Plan, steps: int, breakage: str | None = None, nudge: int = 0) -> Trial:
@@ -162,6 +169,7 @@ def judge(reference: Result, found: Result, noise: Noise | None = None) -> Verdi
         state=state[0].relative,
         worst_gradient=gradients[0].name,
         worst_state=state[0].name,
+        unpredicted=found.unpredicted,
     )
 
 
@@ -211,6 +219,7 @@ class Matrix:
     """Of every process group."""
     _references: dict[tuple[str, str], Result] = field(default_factory=dict)
     _noises: dict[str, Noise] = field(default_factory=dict)
+    _outlines: dict[ModelRecipe, Outline] = field(default_factory=dict)
 
     @classmethod
     def create(cls, ranks: RankPool, folder: Path, steps: int = STEPS, backend: str = "gloo") -> Matrix:
@@ -227,7 +236,13 @@ class Matrix:
         timeout = 480.0 if plan.compute.compile else 240.0  # of a hang; a busy machine takes its time
         arguments = (recipe, plan, self.steps, breakage, nudge)
         trials = self.ranks.run(plan.mesh.world_size, run_rank, *arguments, timeout=timeout, backend=self.backend)
-        return joined(trials, plan)
+        result = joined(trials, plan)
+        if breakage is None and nudge == 0 and plan.mesh.world_size > 1:
+            blueprint = build_model(recipe)
+            outline = self._outlines.get(recipe.model) or outline_of(blueprint)
+            self._outlines[recipe.model] = outline
+            result.unpredicted = tuple(unlike_predicted(recipe, plan, blueprint, outline, trials))
+        return result
 
     def reference(self, model: str, precision: str) -> Result:
         """What one process computes: no axis, no technique, all samples in one microbatch."""

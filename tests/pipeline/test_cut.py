@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from weft.errors import PlanError
 from weft.models.decoder import build_decoder
 from weft.recipe import DecoderShape
-from weft.techniques.pipeline.cut import Passed, Received, choose_cuts, cut_stage
+from weft.techniques.pipeline.cut import Passed, Received, cut_stage
+from weft.techniques.pipeline.stages import choose_cuts
 from weft.techniques.pipeline.ties import find_ties
 
 

@@ -53,6 +53,17 @@ def _lines(report: WorldReport, world: int) -> Iterator[str]:
     if report.compared and not report.problems:
         peers = ", ".join(f"{peer:,}" for peer in report.compared)
         yield f"agree     rank {report.asked[0].rank:,} and {peers} start the same collectives in the groups they share"
+    yield from _predicted_lines(report)
+
+
+def _predicted_lines(report: WorldReport) -> Iterator[str]:
+    """Whether ranks send what their programs, predicted without running anything, say."""
+    left_out = dict.fromkeys(sentence for rank in report.asked for sentence in rank.unpredicted)
+    yield from (f"predicted not: {sentence}" for sentence in left_out)
+    unlike = [(rank.rank, line) for rank in report.asked for line in rank.unlike_predicted]
+    yield from (f"predicted rank {rank:,}: {line}" for rank, line in unlike)
+    if not left_out and not unlike and any(rank.issued for rank in report.asked):
+        yield "predicted each of these ranks sends exactly what was predicted of it: operation, axis, bytes, count"
 
 
 def _rank_lines(report: RankReport, world: int) -> Iterator[str]:

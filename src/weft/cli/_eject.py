@@ -93,6 +93,6 @@ def _write_weights(blueprint: Blueprint, seed: int, path: Path) -> None:
 def _cuts(blueprint: Blueprint, plan: Plan) -> tuple[int, ...]:
     if plan.mesh.pipeline == 1 or blueprint.cut is None:
         return ()
-    from weft.techniques.pipeline.cut import choose_cuts
+    from weft.techniques.pipeline.stages import choose_cuts
 
     return choose_cuts(blueprint.block_costs, len(blueprint.cut.blocks), plan.num_stages, plan.pipeline_parallel.cuts)

@@ -90,7 +90,7 @@ class ChosenCollectives(Collectives):
         if way == "exchange":
             return start_exchange(flat, regions, self.view)
         if way == "backend" or not defines(way, "reduce_scatter"):
-            return self.start_all_reduce(flat, by=way)
+            return seen_as("reduce_scatter", flat, self.view, lambda: self.start_all_reduce(flat, by=way))
         return self._messages().start(flat, "reduce_scatter", way, regions=regions, arrangement=self._place)
 
     def start_all_gather(

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from weft.comm._device import all_gather_single, carried_by_gloo, reduce_scatter_single
 from weft.comm._mesh import GroupView
+from weft.comm._reduce import seen_as, start_all_reduce
+from weft.comm._watch import num_bytes
 
 
 def shard_bounds(length: int, view: GroupView, index: int | None = None) -> tuple[int, int]:
@@ -53,9 +55,12 @@ def reduce_scatter_shards(whole: Tensor, view: GroupView, dim: int) -> Tensor:
     if view.group is None:
         return whole
     length = whole.shape[dim]
-    if carried_by_gloo(whole.device, view.group):  # its own reduce-scatter is one all-reduce per rank
-        return shard_of(all_reduce(whole.clone(memory_format=torch.contiguous_format), view), view, dim)
     longest = -(-length // view.size)
+    if carried_by_gloo(whole.device, view.group):  # its own reduce-scatter is one all-reduce per rank
+        summed = whole.clone(memory_format=torch.contiguous_format)
+        size_bytes = num_bytes(whole) // max(length, 1) * longest * view.size
+        seen_as("reduce_scatter", size_bytes, view, lambda: start_all_reduce(summed, view))()
+        return shard_of(summed, view, dim)
     sizes = [_extent(length, view.size, index) for index in range(view.size)]
     parts = torch.stack([_padded(part, dim, longest) for part in whole.split(sizes, dim)])
     summed = torch.empty_like(parts[0])

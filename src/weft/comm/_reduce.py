@@ -58,10 +58,12 @@ class _SeenWait:
             self.seen.exit_wait(entered)
 
 
-def seen_as(operation: Operation, flat: Tensor, view: GroupView, start: Callable[[], Wait]) -> Wait:
-    """Start a collective that consists of others, so that one is seen: `operation` on `flat`."""
+def seen_as(operation: Operation, flat: Tensor | int, view: GroupView, start: Callable[[], Wait]) -> Wait:
+    """Start a collective that consists of others, or that another stands in for, so that one is seen: `operation` on
+    `flat`, or on so many bytes."""
     watch = watch_of(view.group)
-    seen = None if watch is None else watch.launch(operation, num_bytes(flat))
+    size_bytes = flat if isinstance(flat, int) else num_bytes(flat)
+    seen = None if watch is None else watch.launch(operation, size_bytes)
     if watch is None or seen is None:
         return start()
     with watch.cover():

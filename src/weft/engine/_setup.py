@@ -16,19 +16,11 @@ from weft.document import JsonObject
 from weft.engine._average import WeightAverage
 from weft.engine._loss_scale import LossScale
 from weft.engine._step import Stepper
-from weft.engine.optimizers import (
-    OptimizerGroup,
-    ShardOptimizer,
-    check_group_globs,
-    check_sparse_tables,
-    create_optimizer,
-    group_parameters,
-    optimizer_class,
-)
+from weft.engine.optimizers import ShardOptimizer, check_sparse_tables, create_optimizer
 from weft.models import Blueprint
 from weft.parallel import ParallelModel, Piece, parallelize, shard_pieces, sparse_tables
 from weft.plan import Plan
-from weft.recipe import Recipe
+from weft.recipe import OptimizerGroup, Recipe, check_group_globs, group_parameters
 from weft.record import Recorder
 
 
@@ -186,7 +178,7 @@ def create_training(
         mesh,
         seed=recipe.run.seed,
         group_parameters=group,
-        cuts=optimizer_class(recipe.optimizer).cuts,
+        cuts=recipe.optimizer.cuts,
         momentum_decay=recipe.optimizer.betas[0] if recipe.optimizer.name == "adamw" else None,
         gathers_ahead=True,
         num_steps=recipe.run.steps,

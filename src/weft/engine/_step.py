@@ -45,6 +45,8 @@ class StepResult:
     """Whether some rank was asked to stop; all ranks see it at the same step."""
     memory_bytes: int
     """Peak of the rank that holds most."""
+    some_unused: bool
+    """Whether some parameter took no part on some rank, so that ranks asked one another which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,7 @@ class Stepper:
             loss_scale=scale,
             stop=agreed.stop > 0,
             memory_bytes=agreed.memory_bytes,
+            some_unused=agreed.unused > 0,
         )
 
     def _clip(self, norm: float) -> float:

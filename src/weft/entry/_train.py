@@ -21,7 +21,6 @@ from weft.cluster import Cluster
 from weft.comm import backend_for, device_for_rank
 from weft.data import PreparedData, data_shape
 from weft.data.preparation import ConsoleProgress, prepare_data, silent
-from weft.engine.optimizers import check_group_globs
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import describe_blueprint, machine_for
 from weft.entry._fit import Weigher, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
@@ -34,7 +33,7 @@ from weft.launch.launcher import ForkServer, launch_function, open_fork_server
 from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.profile import Profile
-from weft.recipe import Recipe, dump_recipe, load_recipe
+from weft.recipe import Recipe, check_group_globs, dump_recipe, load_recipe
 from weft.search import Choice, choose_plan
 from weft.worker import facts_of_blueprint, train_rank
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weft.engine.optimizers import group_parameters
 from weft.models import Batch, Blueprint
 from weft.numerics._comparison import TrialResult
 from weft.numerics._plain_optimizers import plain_optimizer
@@ -21,7 +20,7 @@ from weft.numerics._trial import one_process
 from weft.numerics._trial_data import TrialData
 from weft.parallel import ModelLayout, ParameterLayout, keyed_alone, materialise
 from weft.plan import Plan
-from weft.recipe import Recipe, learning_rate
+from weft.recipe import Recipe, group_parameters, learning_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

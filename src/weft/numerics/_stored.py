@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,8 @@ def write_trial(path: Path, trial: Trial) -> None:
         "losses": trial.losses,
         "gradient_norms": trial.gradient_norms,
         "validation": trial.validation,
+        "launched": [[[*kind, count] for kind, count in counts.items()] for counts in trial.launched],
+        "unused": trial.unused,
     }
     for kind in _LISTS:
         pieces: Sequence[Piece] = getattr(trial, kind)
@@ -53,6 +56,8 @@ def read_trial(path: Path) -> Trial:
         losses=header["losses"],
         gradient_norms=header["gradient_norms"],
         validation=header["validation"],
+        launched=[Counter({(a, o, size): count for a, o, size, count in counts}) for counts in header["launched"]],
+        unused=header["unused"],
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from weft.comm import Mesh
-from weft.engine import TrainingState, create_training
+from weft.engine import StepResult, TrainingState, create_training
 from weft.models import Blueprint
 from weft.numerics._trial_data import TrialData
 from weft.parallel import Piece, shard_pieces
@@ -33,6 +34,10 @@ class Trial:
     """Loss sum over the first batch in evaluation mode, after the steps; the same on all ranks of the last stage."""
     state: list[Piece]
     """Masters, frozen parameters and buffers after the last step."""
+    launched: list[Counter[tuple[str, str, int]]]
+    """How often each (axis, operation, bytes) was launched: for the gradients of the first step, then by each step."""
+    unused: list[bool]
+    """Of every step, whether some parameter took no part on some rank."""
 
 
 def one_process(plan: Plan) -> Plan:
@@ -67,16 +72,19 @@ def run_trial(
     if mesh is None:
         mesh = Mesh(plan.mesh, device if device is not None else torch.device("cpu"))
     blueprint = build()
-    training = create_training(recipe, plan, blueprint, mesh, Recorder())
+    recorder = Recorder()
+    training = create_training(recipe, plan, blueprint, mesh, recorder)
     data = TrialData(blueprint, plan, data_index=mesh.index("data"), seed=recipe.run.seed, label_range=label_range)
     if inspect is not None:
         inspect(training)
     initial = _model_state(training)
     gradients = _first_gradients(training, recipe, data)
-    results = [
-        training.stepper(data.microbatches(step), step=step, learning_rate=learning_rate(recipe, step))
-        for step in range(steps)
-    ]
+    launched = [recorder.collectives.take_launched()]
+    results: list[StepResult] = []
+    for step in range(steps):
+        rate = learning_rate(recipe, step)
+        results.append(training.stepper(data.microbatches(step), step=step, learning_rate=rate))
+        launched.append(recorder.collectives.take_launched())
     totals = training.model.runner.evaluate(data.microbatches(0), step=0, seed=recipe.run.seed)
     state = _model_state(training)
     training.close()
@@ -87,6 +95,8 @@ def run_trial(
         gradient_norms=[result.gradient_norm for result in results],
         validation=float(totals.sum),
         state=state,
+        launched=launched,
+        unused=[result.some_unused for result in results],
     )
 
 

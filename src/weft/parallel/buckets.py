@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,7 @@ from torch import Tensor, nn
 from weft.comm import GroupView
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Segment, Shard
-
-_ALIGNMENT = 16
-"""Elements: 64 bytes in fp32, a cache line and the widest vector load of today's processors."""
+from weft.techniques.buckets.formation import Cuts, Entry, FlatLayout, form_buckets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +47,12 @@ class BucketKey:
     """Whether its reduction is compressed, which is never so for what tied stages or tensor ranks hold copies of."""
 
 
-@dataclass(slots=True)
-class Bucket:
-    """Members at fixed offsets in one flat storage; `regions[r]` is what data rank r keeps."""
+@dataclass(slots=True, kw_only=True)
+class Bucket(FlatLayout):
+    """Members at fixed offsets in one flat storage."""
 
     key: BucketKey
     members: list[Member]
-    offsets: list[int]
-    num_elements: int
-    regions: list[tuple[int, int]]
-
-    @property
-    def even(self) -> bool:
-        """Whether the regions are equal and tile the storage, so that one reduce-scatter or all-gather serves it."""
-        sizes = {stop - start for start, stop in self.regions}
-        return len(sizes) == 1 and self.regions[-1][1] == self.num_elements and self.regions[0][0] == 0
 
     def view(self, flat: Tensor, position: int) -> Tensor:
         """One member's view of a flat storage of this bucket."""
@@ -100,31 +88,34 @@ def compose_buckets(
     *,
     data_ranks: int,
     sharded: bool,
-    cuts: Literal["anywhere", "parameter"],
+    cuts: Cuts,
     limits: tuple[int, int],
     compressed: Callable[[Member], bool] | None = None,
 ) -> list[Bucket]:
     """Lay `members` into buckets in the order in which backward is expected to complete them (last registered first).
 
-    `limits` are the bytes at which the first bucket and the others are full.  The first is small so that communication
-    starts early; a parameter larger than a bucket gets one of its own.
-    With `sharded`, every bucket is cut into one region per data rank: anywhere, or at parameter borders for optimizers
-    that look at whole tensors.  `compressed` says which members share a compressed bucket; by default none does.  A
-    pure function of its arguments: all data ranks get the same buckets.
+    `limits` are the bytes at which the first bucket and the others are full (`form_buckets`).  With `sharded`, every
+    bucket is cut into one region per data rank: anywhere, or at parameter borders for optimizers that look at whole
+    tensors.  `compressed` says which members share a compressed bucket; by default none does.
     """
-    keys = {id(m): _key(m, compressed is not None and compressed(m)) for m in members}
-    open_buckets: dict[BucketKey, list[Member]] = {}
-    closed: list[tuple[BucketKey, list[Member]]] = []
-    limit = dict.fromkeys(keys.values(), limits[0])
-    for member in reversed(members):
-        key = keys[id(member)]
-        held = open_buckets.setdefault(key, [])
-        held.append(member)
-        if sum(m.parameter.numel() * m.parameter.element_size() for m in held) >= limit[key]:
-            closed.append((key, open_buckets.pop(key)))
-            limit[key] = limits[1]
-    closed.extend(open_buckets.items())
-    return [_lay_out(key, held, data_ranks if sharded else 1, cuts) for key, held in closed]
+    entries = [
+        Entry(
+            _key(member, compressed is not None and compressed(member)),
+            member.parameter.numel(),
+            member.parameter.numel() * member.parameter.element_size(),
+        )
+        for member in members
+    ]
+    return [
+        Bucket(
+            key=formed.key,
+            members=[members[place] for place in formed.places],
+            offsets=formed.offsets,
+            num_elements=formed.num_elements,
+            regions=formed.regions,
+        )
+        for formed in form_buckets(entries, ranks=data_ranks if sharded else 1, cuts=cuts, limits=limits)
+    ]
 
 
 def _key(member: Member, compressed: bool) -> BucketKey:
@@ -138,46 +129,6 @@ def _key(member: Member, compressed: bool) -> BucketKey:
         tie=layout.name if member.tie is not None else "",
         compressed=compressed,
     )
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _lay_out(key: BucketKey, members: list[Member], ranks: int, cuts: Literal["anywhere", "parameter"]) -> Bucket:
-    if ranks > 1 and cuts == "parameter":
-        return _lay_out_whole(key, members, ranks)
-    offsets: list[int] = []
-    end = 0
-    for member in members:
-        offsets.append(end)
-        end = _aligned(end + member.parameter.numel())
-    share = _aligned(-(-end // ranks))
-    regions = [(rank * share, (rank + 1) * share) for rank in range(ranks)]
-    return Bucket(key, members, offsets, share * ranks, regions)
-
-
-def _lay_out_whole(key: BucketKey, members: list[Member], ranks: int) -> Bucket:
-    """Give every member whole to one rank, largest first to the rank with the least, ranks side by side in the
-    storage."""
-    owned: list[list[Member]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    for member in sorted(members, key=lambda m: -m.parameter.numel()):
-        rank = load.index(min(load))
-        owned[rank].append(member)
-        load[rank] += _aligned(member.parameter.numel())
-    ordered: list[Member] = []
-    offsets: list[int] = []
-    regions: list[tuple[int, int]] = []
-    end = 0
-    for mine in owned:
-        start = end
-        for member in mine:
-            ordered.append(member)
-            offsets.append(end)
-            end = _aligned(end + member.parameter.numel())
-        regions.append((start, end))
-    return Bucket(key, ordered, offsets, end, regions)
 
 
 def create_shard(

@@ -7,6 +7,11 @@ from weft.recipe._learning_rate import peak_learning_rate as peak_learning_rate
 from weft.recipe._load import dump_recipe as dump_recipe
 from weft.recipe._load import load_recipe as load_recipe
 from weft.recipe._load import parse_recipe as parse_recipe
+from weft.recipe._parameter_groups import GroupSettings as GroupSettings
+from weft.recipe._parameter_groups import OptimizerGroup as OptimizerGroup
+from weft.recipe._parameter_groups import check_group_globs as check_group_globs
+from weft.recipe._parameter_groups import group_parameters as group_parameters
+from weft.recipe._parameter_groups import parameter_settings as parameter_settings
 from weft.recipe._recipe import COMPRESSIONS as COMPRESSIONS
 from weft.recipe._recipe import BatchRecipe as BatchRecipe
 from weft.recipe._recipe import DataRecipe as DataRecipe

@@ -246,6 +246,11 @@ class OptimizerRecipe:
         return {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "adafactor": 0}[self.name]
 
     @property
+    def cuts(self) -> Literal["anywhere", "parameter"]:
+        """Where data ranks may cut what they share out: Adafactor keeps statistics of whole rows."""
+        return "parameter" if self.name == "adafactor" else "anywhere"
+
+    @property
     def is_constant_rate(self) -> bool:
         """Whether the learning rate is the same in every step."""
         return self.schedule == "constant" and self.warmup_steps == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from weft.comm import Seen
@@ -48,11 +48,15 @@ class CollectiveLog:
         self._sums: dict[str, Traffic] = {}
         self._keep = keep
         self._sweeping = threading.Lock()
+        self._launched: Counter[tuple[str, str, int]] = Counter()
+        self._counting = threading.Lock()
         self.lost = 0
         """Collectives whose end was never seen."""
 
     def add(self, seen: Seen) -> None:
         """A collective was launched."""
+        with self._counting:
+            self._launched[seen.axis, seen.operation, seen.num_bytes] += 1
         self._open.append(seen)
         if len(self._open) > self._keep:
             with self._sweeping:
@@ -67,6 +71,16 @@ class CollectiveLog:
             self._sweep()
             sums, self._sums = self._sums, {}
         return sums
+
+    def take_launched(self) -> Counter[tuple[str, str, int]]:
+        """Return how often each (axis, operation, bytes) was launched since the last call.
+
+        Unlike `end_step`'s sums this counts in the step of the launch, whether it has ended or not: what a predicted
+        program says of a step.
+        """
+        with self._counting:
+            launched, self._launched = self._launched, Counter()
+        return launched
 
     def latest(self) -> list[Seen]:
         """Return the kept ones that ended, in the order in which they were launched."""

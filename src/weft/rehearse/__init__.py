@@ -3,6 +3,8 @@
 from weft.rehearse._agree import disagreements as disagreements
 from weft.rehearse._agree import peers_to_ask as peers_to_ask
 from weft.rehearse._agree import rank_at as rank_at
+from weft.rehearse._outline import count_labels as count_labels
+from weft.rehearse._outline import outline_of as outline_of
 from weft.rehearse._rehearse import RankReport as RankReport
 from weft.rehearse._rehearse import StateBytes as StateBytes
 from weft.rehearse._rehearse import rehearse as rehearse

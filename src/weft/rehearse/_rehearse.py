@@ -15,8 +15,10 @@ from weft.comm import Mesh, fake_world
 from weft.engine import TrainingState, create_training
 from weft.models import Batch, Blueprint
 from weft.plan import Axis, Plan, axis_coordinates, reduction_rounds
+from weft.program import differences, program_of
 from weft.recipe import Recipe
 from weft.record import Recorder
+from weft.rehearse._outline import outline_of
 from weft.rehearse._witness import Issued, Witness
 from weft.techniques.pipeline.runner import PipelineRunner
 
@@ -61,6 +63,11 @@ class RankReport:
     """What passes from stage to stage; None without a pipeline."""
     notes: tuple[str, ...]
 
+    unlike_predicted: tuple[str, ...] = ()
+    """Where this step sends otherwise than the rank's predicted program says; empty: it is exactly that."""
+    unpredicted: tuple[str, ...] = ()
+    """What of this plan no program predicts, and why; then `unlike_predicted` is not asked."""
+
 
 def rehearse(
     recipe: Recipe,
@@ -92,7 +99,20 @@ def rehearse(
     if len(runs) > 1:
         further = whole / few - 1
         step_traffic = {key: _extend(totals[0].get(key, (0.0, 0.0)), totals[1][key], further) for key in totals[1]}
-    return replace(runs[-1], step_traffic=step_traffic)
+    return _compared(replace(runs[-1], step_traffic=step_traffic), recipe, plan, build())
+
+
+def _compared(report: RankReport, recipe: Recipe, plan: Plan, blueprint: Blueprint) -> RankReport:
+    """Hold a report against the predicted program of the step that it is of: a training's first, in which some
+    parameter takes no part."""
+    if blueprint.example is None:
+        return report
+    if report.rehearsed_microbatches != plan.microbatch.shares(plan.mesh.data)[_data_index(plan, report.rank)]:
+        plan = replace(plan, microbatch=replace(plan.microbatch, per_step=report.rehearsed_microbatches))
+    program = program_of(recipe, plan, outline_of(blueprint), report.rank)
+    seen = Counter((one.axis, one.op, one.size_bytes) for one in report.issued)
+    unlike = () if program.unpredicted else tuple(differences(program.traffic("first", "unused"), seen))
+    return replace(report, unlike_predicted=unlike, unpredicted=program.unpredicted)
 
 
 def microbatch_counts(plan: Plan, rank: int) -> tuple[int, int, tuple[int, ...]]:

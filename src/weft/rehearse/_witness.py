@@ -34,7 +34,8 @@ class Issued:
 
     op: str
     axis: str
-    """Name of the mesh's group; `pair` for a channel between two pipeline ranks."""
+    """Name of the mesh's group, or of one that was made for something: `tied`, and `pipeline` for a channel of its own
+    between two ranks."""
     ranks: tuple[int, ...]
     """Global ranks of the group."""
     size_bytes: int
@@ -81,7 +82,7 @@ class Witness(TorchDispatchMode):
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         given.update(kwargs)
         group = group_of(given["process_group"])
-        axis, ranks = self._groups.get(group.group_name, ("pair", ()))
+        axis, ranks = self._groups.get(group.group_name, (group.group_desc, ()))
         if not ranks:
             ranks = tuple(torch.distributed.get_process_group_ranks(group))
         largest = max(_tensors(args), key=lambda tensor: tensor.nbytes)

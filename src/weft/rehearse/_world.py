@@ -48,15 +48,18 @@ def rehearse_world(
     """
     asked = tuple(ranks) or representative_ranks(plan)
     known: dict[int, RankReport] = {}
-    activation: ActivationShape | None = None
-    if plan.mesh.pipeline > 1:
-        progress("first stage")
-        first = rank_at(plan.mesh, {**axis_coordinates(plan.mesh, asked[0]), "pipeline": 0})
-        known[first] = rehearse(recipe, plan, build, first)
-        activation = known[first].activation
+
+    def activation_of(rank: int) -> ActivationShape | None:
+        """What the first stage sends: tensor ranks may send shards of different lengths."""
+        place = axis_coordinates(plan.mesh, rank)
+        if plan.mesh.pipeline == 1 or place["pipeline"] == 0:
+            return None
+        like = {**axis_coordinates(plan.mesh, asked[0]), "tensor": place["tensor"], "pipeline": 0}
+        return of(rank_at(plan.mesh, like)).activation
 
     def of(rank: int) -> RankReport:
         if rank not in known:
+            activation = activation_of(rank)
             progress(f"rank {rank:,} of {plan.mesh.world_size:,}")
             known[rank] = rehearse(recipe, plan, build, rank, activation=activation)
         return known[rank]

@@ -3,11 +3,6 @@
 from weft.engine.optimizers._base import ShardOptimizer as ShardOptimizer
 from weft.engine.optimizers._create import create_optimizer as create_optimizer
 from weft.engine.optimizers._create import optimizer_class as optimizer_class
-from weft.engine.optimizers._groups import GroupSettings as GroupSettings
-from weft.engine.optimizers._groups import OptimizerGroup as OptimizerGroup
-from weft.engine.optimizers._groups import check_group_globs as check_group_globs
-from weft.engine.optimizers._groups import group_parameters as group_parameters
-from weft.engine.optimizers._groups import parameter_settings as parameter_settings
 from weft.engine.optimizers._sparse import SparseState as SparseState
 from weft.engine.optimizers._sparse import check_sparse_support as check_sparse_support
 from weft.engine.optimizers._sparse import check_sparse_tables as check_sparse_tables

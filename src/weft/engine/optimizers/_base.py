@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor
 
-from weft.engine.optimizers._groups import GroupSettings, OptimizerGroup
 from weft.engine.optimizers._runs import StepCounts
 from weft.parallel import Piece, Shard, shard_pieces
+from weft.recipe import GroupSettings, OptimizerGroup
 
 
 class ShardOptimizer(ABC):
@@ -21,8 +21,6 @@ class ShardOptimizer(ABC):
     states may be away between two steps: a step works on them within `present`.
     """
 
-    cuts: ClassVar[Literal["anywhere", "parameter"]] = "anywhere"
-    """Where data parallelism may cut its shards: anywhere, or only at the borders of parameters."""
     counts_steps: ClassVar[bool] = True
     """Whether the update depends on how often a parameter has been updated."""
 

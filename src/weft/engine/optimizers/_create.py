@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from weft.comm import Mesh
 from weft.engine.optimizers._base import ShardOptimizer
-from weft.engine.optimizers._groups import OptimizerGroup
 from weft.parallel import Shard
-from weft.recipe import OptimizerRecipe
+from weft.recipe import OptimizerGroup, OptimizerRecipe
 
 if TYPE_CHECKING:
     from weft.engine.optimizers._tables import TableOptimizer
@@ -26,7 +25,7 @@ _CLASSES: Mapping[str, str] = {
 
 
 def optimizer_class(recipe: OptimizerRecipe) -> type[ShardOptimizer]:
-    """Return the class of the recipe's optimizer; its `cuts` says where data parallelism may cut shards."""
+    """Return the class of the recipe's optimizer."""
     found: type[ShardOptimizer] = getattr(import_module(f"weft.engine.optimizers.{recipe.name}"), _CLASSES[recipe.name])
     return found
 

@@ -15,10 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from weft.engine.optimizers._groups import parameter_settings
 from weft.errors import RecipeError
 from weft.parallel import SparseRows
-from weft.recipe import OptimizerRecipe
+from weft.recipe import OptimizerRecipe, parameter_settings
 
 SparseRule = Literal["sgd", "adagrad", "adam"]
 

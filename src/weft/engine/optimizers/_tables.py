@@ -8,11 +8,11 @@ from typing import ClassVar, final
 import torch
 
 from weft.engine.optimizers._base import ShardOptimizer
-from weft.engine.optimizers._groups import OptimizerGroup
 from weft.engine.optimizers._runs import Run
 from weft.engine.optimizers._sparse import SparseRule, SparseState, sparse_step
 from weft.errors import PlanError
 from weft.parallel import Piece, Shard
+from weft.recipe import OptimizerGroup
 
 
 @final

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from weft.comm import Mesh
 from weft.engine.optimizers._base import whole_names
-from weft.engine.optimizers._groups import OptimizerGroup
 from weft.engine.optimizers._sums import ParameterSums, squared_sum
 from weft.parallel import Segment, Shard
+from weft.recipe import OptimizerGroup
 
 
 class LayerNorms:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import ClassVar, Literal, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from weft.comm import Mesh
 from weft.engine.optimizers._base import ShardOptimizer, whole_names
-from weft.engine.optimizers._groups import OptimizerGroup
 from weft.engine.optimizers._matrix import MatrixRun, MatrixSums, matrix_run
 from weft.engine.optimizers._sums import ParameterSums, squared_sum
 from weft.parallel import Piece, Segment, Shard, present
+from weft.recipe import OptimizerGroup
 
 _CLIP = 1.0
 """Largest RMS of an update (d in the paper)."""
@@ -30,8 +30,6 @@ class Adafactor(ShardOptimizer):
     decoupled.  The step is the learning rate itself, or with `relative_step` max(1e-3, RMS(w)) · min(learning rate,
     1/√t).
     """
-
-    cuts: ClassVar[Literal["anywhere", "parameter"]] = "parameter"
 
     def __init__(
         self,

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from weft.comm import Mesh
 from weft.engine.optimizers._base import ShardOptimizer
-from weft.engine.optimizers._groups import OptimizerGroup
 from weft.engine.optimizers._runs import Run
 from weft.engine.optimizers._trust import LayerNorms
 from weft.parallel import Segment, Shard, present
+from weft.recipe import OptimizerGroup
 
 
 @final

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from weft.engine.optimizers._base import ShardOptimizer
 from weft.engine.optimizers._fused import Kind, fold_scale, gather_runs
-from weft.engine.optimizers._groups import OptimizerGroup
 from weft.engine.optimizers._runs import Run
 from weft.parallel import Shard, present
+from weft.recipe import OptimizerGroup
 
 
 @final

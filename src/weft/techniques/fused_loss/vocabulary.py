@@ -27,13 +27,7 @@ from weft.models import IGNORED, Blueprint
 from weft.parallel import ModelLayout, StepContext, is_own
 from weft.parallel.autograd import gather_features, no_view
 from weft.plan import Plan
-
-_CHUNK_BYTES, _CHUNK_TOKENS = 8 << 20, (64, 1024)
-"""Of a chunk's logits in the softmax's precision, and bounds of a chunk, on the CPU: below, the products lose their
-speed; above, small vocabularies would gain nothing more."""
-_ACCELERATOR_CHUNK_BYTES, _ACCELERATOR_CHUNK_TOKENS = 256 << 20, (512, 8192)
-"""On accelerators, where products of few rows are bound by reading the head's weight and by launches.  By reckoning,
-not by measurement: in bf16, 2,048 tokens do 2,048 operations per byte of weight that is read, and 64 do 64."""
+from weft.techniques.fused_loss.chunks import chunks_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,7 +142,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
         wanted = tuple(ctx.needs_input_grad[:3])
         gradients = _Gradients.empty(hidden, weight, bias, wanted)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for rows in _chunks(hidden.shape[0], weight.shape[0] * total.element_size(), hidden.device):
+        row_bytes = weight.shape[0] * total.element_size()
+        for rows in chunks_of(hidden.shape[0], row_bytes, on_cores=hidden.device.type == "cpu"):
             logits = F.linear(hidden[rows], weight, bias)
             softmax = _Softmax.of(logits, labels[rows], view)
             total += softmax.losses.sum()
@@ -224,13 +219,6 @@ def _labelled(labels: Tensor, ignore_index: int) -> Tensor | None:
     return None if chosen.numel() == labels.numel() else chosen
 
 
-def _chunks(tokens: int, row_bytes: int, device: torch.device) -> list[slice]:
-    on_cpu = device.type == "cpu"
-    low, high = _CHUNK_TOKENS if on_cpu else _ACCELERATOR_CHUNK_TOKENS
-    size = min(max((_CHUNK_BYTES if on_cpu else _ACCELERATOR_CHUNK_BYTES) // row_bytes, low), high)
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-
-
 def apply_fused_loss(
     part: nn.Module,
     blueprint: Blueprint,
@@ -282,7 +270,10 @@ def _head_forward(
 ) -> Tensor | VocabularyLogits:
     inside = head.training if context is None else context.current is not None
     if fused and inside:
-        return VocabularyLogits(view=view, hidden=no_view(input), weight=head.weight, bias=head.bias)
+        # Not the parameter itself: `fully_shard` hooks what a module returns, and where another stage of this rank
+        # holds the same weight, each of its backwards would gather and reduce this stage's weights again.
+        weight = torch.ops.aten._unsafe_view(head.weight, head.weight.shape)
+        return VocabularyLogits(view=view, hidden=no_view(input), weight=weight, bias=head.bias)
     local = forward(input)
     logits = VocabularyLogits(view=view, local=local)
     return logits if inside else logits.materialise()

@@ -8,7 +8,8 @@ from weft.comm import Mesh
 from weft.models import Blueprint
 from weft.parallel import ModelPart, StepContext
 from weft.plan import Plan, check_schedule, stage_ranks
-from weft.techniques.pipeline.cut import choose_cuts, cut_stage, cut_table_of
+from weft.techniques.pipeline.cut import cut_stage, cut_table_of
+from weft.techniques.pipeline.stages import choose_cuts
 from weft.techniques.pipeline.ties import create_tie_groups, find_ties, stage_layout
 from weft.techniques.pipeline.verify import verify_cut_table
 

@@ -13,6 +13,9 @@ from typing import Literal, NamedTuple
 
 from weft.plan import Action, Orders
 
+HEADER_WORDS = 10
+"""int64 words of the header before the first activation of a kind: dtype, number of dims, up to eight sizes."""
+
 
 class Message(NamedTuple):
     """An activation or its gradient on the way to `stage`."""

@@ -18,9 +18,10 @@ from weft.errors import PlanError
 from weft.parallel import ModelPart, Runner
 from weft.parallel.draws import LOSS, shown
 from weft.parallel.technique import Build, TechniqueRuntime
-from weft.techniques.pipeline.cut import cut_table_of, stage_of
+from weft.techniques.pipeline.cut import cut_table_of
 from weft.techniques.pipeline.parts import cut_parts
 from weft.techniques.pipeline.runner import PipelineRunner
+from weft.techniques.pipeline.stages import stage_of
 from weft.techniques.pipeline.ties import share_parameters
 
 

@@ -8,42 +8,19 @@ checkpoints.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
 from weft.comm import GroupView, Mesh
 from weft.models import CutTable
 from weft.parallel import ModelLayout, ModelPart, ParameterLayout
-from weft.techniques.pipeline.cut import stage_of
+from weft.techniques.pipeline.stages import Tie, stage_of, ties_of
 from weft.techniques.pipeline.transport import pipeline_partition
-
-
-@dataclass(frozen=True, slots=True)
-class Tie:
-    """One parameter of the uncut model that several stages hold."""
-
-    name: str
-    """Its first name in the uncut model."""
-    names: tuple[str, ...]
-    stages: tuple[int, ...]
-    """Ascending."""
-    owner: int
-    """The stage that owns `name`."""
 
 
 def find_ties(module: nn.Module, table: CutTable, cuts: Sequence[int]) -> list[Tie]:
     """Return the parameters of the uncut `module` that more than one stage holds, in the order of its parameters."""
-    ties: list[Tie] = []
-    for name, aliases in _names(module).items():
-        holders: set[int] = set()
-        for alias in aliases:
-            stage = stage_of(alias, table, cuts)
-            holders |= set(range(len(cuts) + 1)) if stage is None else {stage}
-        if len(holders) > 1:
-            stages = tuple(sorted(holders))
-            ties.append(Tie(name, tuple(aliases), stages, stage_of(name, table, cuts) or stages[0]))
-    return ties
+    return ties_of(_names(module), table, cuts)
 
 
 def _names(module: nn.Module) -> dict[str, list[str]]:

@@ -23,12 +23,10 @@ from weft.comm import Mesh, carried_by_gloo
 from weft.errors import CollectiveError
 from weft.models import Batch
 from weft.plan import axis_coordinates
-from weft.techniques.pipeline.routes import Message, Routes
+from weft.techniques.pipeline.routes import HEADER_WORDS, Message, Routes
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HEADER_SIZE = 10
-"""int64 words: dtype, number of dims, up to eight sizes."""
 
 
 @dataclass(slots=True)
@@ -141,7 +139,7 @@ class Transport:
             self._posted[source] += 1
 
     def _receive_header(self, message: Message, source: int) -> tuple[tuple[int, ...], torch.dtype]:
-        header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=self._wire)
+        header = torch.empty(HEADER_WORDS, dtype=torch.int64, device=self._wire)
         self._wait(message, self._start(message, "receive", header, source)[0])
         if not self._believes_headers:
             assumed = self._assumed or self.activation
@@ -203,9 +201,9 @@ def signature_of(batch: Batch, inputs: Mapping[str, str]) -> Signature:
 
 def _header(tensor: Tensor) -> Tensor:
     assert tensor.dtype in _DTYPES, f"a stage's output is {tensor.dtype}: it must be a floating-point tensor"
-    assert tensor.ndim <= _HEADER_SIZE - 2, f"a stage's output has {tensor.ndim} dims"
+    assert tensor.ndim <= HEADER_WORDS - 2, f"a stage's output has {tensor.ndim} dims"
     words = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-    return torch.tensor(words + [0] * (_HEADER_SIZE - len(words)), dtype=torch.int64)
+    return torch.tensor(words + [0] * (HEADER_WORDS - len(words)), dtype=torch.int64)
 
 
 def _create_channel_groups(mesh: Mesh, ranks: Sequence[int]) -> dict[tuple[int, int], dist.ProcessGroup]:

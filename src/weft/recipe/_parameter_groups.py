@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from weft.errors import RecipeError, did_you_mean
-from weft.recipe import OptimizerRecipe
+from weft.recipe._recipe import OptimizerRecipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,118 @@
+"""A model as its ranks' programs need it: parameters, blocks, and the modules around which ranks send.
+
+It knows no plan: shapes are those of the whole model and of `samples` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+Shape = tuple[int, ...]
+CallKind = Literal["column", "row", "vocab", "whole", "replicate", "batch_norm"]
+"""How ranks share a module's work; `batch_norm`: data ranks share its statistics."""
+
+
+class Split(NamedTuple):
+    """A cut over the tensor axis: dimension `dim` is `blocks` equal blocks, each cut in as many parts as ranks."""
+
+    dim: int
+    blocks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One name of a parameter; a tied parameter has several."""
+
+    name: str
+    first: str
+    """The first name of the same tensor in the whole model: its own, unless it is tied to an earlier one."""
+    shape: Shape
+    """Whole."""
+    is_trained: bool
+    split: Split | None = None
+    partial: Literal["never", "sequence", "always"] = "never"
+    """Whether each tensor rank computes a part of its gradient: always, or under sequence parallelism."""
+    is_sparse: bool = False
+    """Whether its gradient comes as rows, which travel by themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a module in a forward.  Calls stand in the order in which they are entered."""
+
+    module: str
+    kind: CallKind
+    block: int | None = None
+    """Index of the block that it is a part of; None: it stands before or behind the blocks."""
+    in_region: bool = False
+    """Whether it works on a shard of the sequence under sequence parallelism."""
+    is_inside_whole: bool = False
+    """Whether a module around it has gathered its input then."""
+    gathers_output: bool = False
+    source: int
+    """Calls with equal numbers read the same tensor, unchanged in between."""
+    shape: Shape
+    """Of what it reads."""
+    output: Shape
+    needs_gradient: bool
+    """Whether a gradient flows back into what it reads."""
+    gives_gradient: bool
+    """Whether a gradient flows back into it."""
+    is_entry_repeated: bool = False
+    """Whether its block keeps something for the backward after this call begins: a recomputation goes on that far."""
+    is_exit_repeated: bool = False
+    """The same of what happens when it ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """What enters a block."""
+
+    name: str
+    shape: Shape
+    """Of its first argument."""
+    needs_gradient: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """A model without its numbers."""
+
+    samples: int
+    """Of all shapes of activations: dim 0 is a multiple of it."""
+    parameters: tuple[Parameter, ...]
+    """Every name, in the order of the module tree."""
+    calls: tuple[Call, ...]
+    stem: tuple[str, ...] = ()
+    """Names of modules before the blocks, of all blocks, and behind them; none where the model cannot be cut."""
+    entries: tuple[Block, ...] = ()
+    tail: tuple[str, ...] = ()
+    block_costs: tuple[float, ...] = ()
+    vocabulary_head: str | None = None
+    joins_after: str | None = None
+    """The module after which the sequence is whole again, under sequence parallelism."""
+    joined: Shape | None = None
+    """What that module returns."""
+    labels: int = 0
+    """Labels that all samples have together."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the blocks."""
+        return tuple(entry.name for entry in self.entries)
+
+    @cached_property
+    def names(self) -> Mapping[str, tuple[str, ...]]:
+        """First name of every parameter → all its names, in the order of the model."""
+        found: dict[str, list[str]] = {}
+        for parameter in self.parameters:
+            found.setdefault(parameter.first, []).append(parameter.name)
+        return {first: tuple(names) for first, names in found.items()}
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Parameter]:
+        """Every name with its parameter."""
+        return {parameter.name: parameter for parameter in self.parameters}

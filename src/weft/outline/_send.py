@@ -1,0 +1,35 @@
+"""One kind of collective or message of a rank's program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "receive"]
+When = Literal["always", "first", "unused", "round"]
+"""In which steps: all; the first; those in which some parameter took no part; those that end a round of local steps."""
+Phase = Literal["gradients", "agreement", "update"]
+"""Where in a step: until gradients are summed; when ranks agree on the step; after that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """What a rank sends again and again in a step: an operation on as many bytes."""
+
+    operation: Operation
+    axis: str
+    """Of the mesh, as recorded: a group that stands for two axes has the name of the one with fewer."""
+    size_bytes: int
+    """Of the whole tensor on this rank: what an all-gather ends with and a reduce-scatter starts from."""
+    count: int = 1
+    """How often in a step."""
+    when: When = "always"
+    phase: Phase = "gradients"
+    technique: str
+    """Whose it is."""
+    reason: str
+    """What it is for, as a line of a report says it."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.count * self.size_bytes

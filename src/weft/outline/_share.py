@@ -1,0 +1,232 @@
+"""A rank's share of a model under a plan: its place, its stages, and the parameters that it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from weft.outline._outline import Call, Outline, Parameter, Shape
+from weft.plan import Axis, Plan, axis_coordinates, stage_ranks
+from weft.recipe import Recipe, group_parameters
+from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
+
+_ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One pipeline stage; without a pipeline, the whole model."""
+
+    stage: int
+    is_first: bool
+    is_last: bool
+    parameters: tuple[Parameter, ...]
+    """Each tensor once, under its first name in this part."""
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A trained parameter of this rank."""
+
+    parameter: Parameter
+    part: int
+    """Index of the part whose backward completes it."""
+    shape: Shape
+    """On this rank, after the split over the tensor axis."""
+    group: int
+    """Of the optimizer's parameter groups."""
+    is_split: bool
+    is_partial: bool
+    """Whether its gradient is one part of a sum over the tensor axis."""
+    is_tied: bool
+    """Whether other stages hold it, too."""
+    tie: str
+    """Axis over which they sum it; empty: no other rank holds it."""
+    counts: bool
+    """Whether norms and checkpoints count this rank's copy."""
+
+    @property
+    def name(self) -> str:
+        """In the whole model."""
+        return self.parameter.first
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank has of a training."""
+
+    outline: Outline
+    recipe: Recipe
+    plan: Plan
+    rank: int
+    labels: Sequence[int] | None = None
+    """How many count in each microbatch of the step; None: all."""
+    on_cores: bool = True
+    """Whether it computes on a CPU."""
+
+    # ── its place ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def coordinates(self) -> Mapping[Axis, int]:
+        return axis_coordinates(self.plan.mesh, self.rank)
+
+    @property
+    def data_index(self) -> int:
+        """Its place among all data ranks."""
+        return self.coordinates["replicate"] * self.plan.mesh.shard + self.coordinates["shard"]
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether gradients meet inside a replica only."""
+        return self.plan.data_parallel.replicas_step_alone
+
+    @property
+    def summing(self) -> tuple[str, int, int]:
+        """Axis, ranks and this rank's index of those that sum gradients."""
+        mesh = self.plan.mesh
+        if self.sums_apart:
+            return "shard", mesh.shard, self.coordinates["shard"]
+        return "data", mesh.data, self.data_index
+
+    @property
+    def world_axis(self) -> str:
+        """As the group of all ranks is recorded."""
+        return "data" if self.plan.mesh.world_size == self.plan.mesh.data else "world"
+
+    @property
+    def microbatches(self) -> int:
+        """In a step of this rank."""
+        return self.plan.microbatch.shares(self.plan.mesh.data)[self.data_index]
+
+    # ── sizes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of an element of weights and activations."""
+        return _ELEMENT_BYTES[self.plan.compute.precision]
+
+    @property
+    def master_bytes(self) -> int:
+        return max(self.compute_bytes, 4)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element of the gradients that are summed."""
+        return self.compute_bytes if self.plan.data_parallel.reduces_narrow else self.master_bytes
+
+    def of_microbatch(self, shape: Shape) -> Shape:
+        """Return an activation's shape for the plan's microbatch."""
+        return (shape[0] * self.plan.microbatch.size // self.outline.samples, *shape[1:])
+
+    def activation_bytes(self, shape: Shape) -> int:
+        """Bytes of a whole activation, of one microbatch."""
+        return math.prod(self.of_microbatch(shape)) * self.compute_bytes
+
+    # ── its part of the model ─────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """First block of each later stage."""
+        stages, outline = self.plan.num_stages, self.outline
+        if self.plan.mesh.pipeline == 1:
+            return ()
+        return choose_cuts(outline.block_costs, len(outline.blocks), stages, self.plan.pipeline_parallel.cuts)
+
+    @cached_property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Pipeline rank of each stage."""
+        if self.plan.mesh.pipeline == 1:
+            return (0,)
+        return stage_ranks(*self.plan.pipeline_parallel.shape(self.plan.mesh.pipeline))
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """In rising order of stage."""
+        mine = self.coordinates["pipeline"]
+        return tuple(self._part(stage) for stage, rank in enumerate(self.stage_ranks) if rank == mine)
+
+    def _part(self, stage: int) -> Part:
+        parameters: dict[str, Parameter] = {}
+        for parameter in self.outline.parameters:
+            if self._is_on(parameter.name, stage):
+                parameters.setdefault(parameter.first, parameter)
+        return Part(
+            stage=stage,
+            is_first=stage == 0,
+            is_last=stage == len(self.stage_ranks) - 1,
+            parameters=tuple(parameters.values()),
+            calls=tuple(call for call in self.outline.calls if self._is_on(call.module, stage)),
+        )
+
+    def _is_on(self, name: str, stage: int) -> bool:
+        """Whether a stage has the module or parameter; what stands in no table is on all."""
+        return len(self.stage_ranks) == 1 or stage_of(name, self.outline, self.cuts) in (stage, None)
+
+    @cached_property
+    def ties(self) -> Mapping[str, Tie]:
+        """What several stages hold, by its first name."""
+        if len(self.stage_ranks) == 1:
+            return {}
+        return {tie.name: tie for tie in ties_of(self.outline.names, self.outline, self.cuts)}
+
+    @cached_property
+    def held(self) -> tuple[Held, ...]:
+        """Every trained parameter of this rank once, in the order of its parts."""
+        first: dict[str, tuple[int, Parameter]] = {}
+        for index, part in enumerate(self.parts):
+            for parameter in part.parameters:
+                if parameter.is_trained:
+                    # Parts of one rank share what is tied between them: the lowest one speaks for it.
+                    first.setdefault(parameter.first, (index, parameter))
+        groups = group_parameters(self.recipe.optimizer, {name: found.shape for name, (_, found) in first.items()})
+        group_of = {name: index for index, group in enumerate(groups) for name in group.names}
+        return tuple(self._hold(index, parameter, group_of[name]) for name, (index, parameter) in first.items())
+
+    def _hold(self, part: int, parameter: Parameter, group: int) -> Held:
+        tensor, tie = self.plan.mesh.tensor, self.ties.get(parameter.first)
+        is_split = tensor > 1 and parameter.split is not None
+        is_owner = tie is None or self.stage_ranks[tie.owner] == self.coordinates["pipeline"]
+        partial = parameter.partial == "always" or (
+            parameter.partial == "sequence" and self.plan.tensor_parallel.sequence
+        )
+        return Held(
+            parameter=parameter,
+            part=part,
+            shape=self.local_shape(parameter),
+            group=group,
+            is_split=is_split,
+            is_partial=tensor > 1 and not is_split and partial,
+            is_tied=tie is not None,
+            tie="" if tie is None else self._tie_axis(tie),
+            counts=is_owner and (is_split or self.coordinates["tensor"] == 0),
+        )
+
+    def local_shape(self, parameter: Parameter) -> Shape:
+        """Return a parameter's shape on this rank."""
+        if parameter.split is None or self.plan.mesh.tensor == 1:
+            return parameter.shape
+        dim = parameter.split.dim
+        return (*parameter.shape[:dim], parameter.shape[dim] // self.plan.mesh.tensor, *parameter.shape[dim + 1 :])
+
+    @cached_property
+    def tie_axes(self) -> Mapping[str, str]:
+        """Axis over which the gradients of a tied parameter are summed, by its name."""
+        return {name: self._tie_axis(tie) for name, tie in self.ties.items()}
+
+    def _tie_axis(self, tie: Tie) -> str:
+        members = {self.stage_ranks[stage] for stage in tie.stages}
+        if len(members) == 1:
+            return ""
+        return "pipeline" if len(members) == self.plan.mesh.pipeline else "tied"
+
+    def recomputes(self, block: int | None) -> bool:
+        """Whether a block runs its forward once more in the backward."""
+        words = self.plan.memory.block_words
+        return block is not None and words[block if len(words) > 1 else 0] != "none"

@@ -1,0 +1,257 @@
+"""Reads off a blueprint what its ranks' programs need: one forward on the meta device, with notes at its modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.comm import GroupView
+from weft.errors import PlanError
+from weft.models import IGNORED, Blueprint, SplitTable
+from weft.outline import Block, Call, CallKind, Outline, Parameter, Split
+from weft.parallel import first_names, sparse_tables
+from weft.parallel.region import SequenceRegion, sequence_region
+from weft.techniques.tensor.cuts import split_parameters
+
+_SAMPLES = 2
+"""Of the forward: a batch norm in training wants more than one."""
+_NOTED = ("column", "row", "vocab", "whole", "replicate")
+
+
+def outline_of(blueprint: Blueprint) -> Outline:
+    """Return the outline of a whole model, as plans of any kind share it out.  Not collective, and takes no memory.
+
+    Raises:
+        PlanError: the model brings no example batch.
+    """
+    if blueprint.example is None:
+        raise PlanError(
+            f"{type(blueprint.module).__name__} brings no example batch, so what its ranks would send cannot be"
+            " predicted. Give its Blueprint an `example`."
+        )
+    notes = _Notes(blueprint, copy.deepcopy(blueprint.module).to("meta").train())
+    batch = blueprint.example(_SAMPLES)
+    notes.run({keyword: batch[name].to("meta") for keyword, name in blueprint.inputs.items() if name in batch})
+    cut, region = blueprint.cut, notes.region
+    labels = batch.get("labels")
+    return Outline(
+        samples=_SAMPLES,
+        parameters=tuple(_parameters(blueprint, region)),
+        calls=tuple(call for call in notes.calls if call is not None),
+        stem=cut.stem if cut is not None else (),
+        entries=tuple(notes.entries[name] for name in cut.blocks) if cut is not None else (),
+        tail=cut.tail if cut is not None else (),
+        block_costs=tuple(blueprint.block_costs),
+        vocabulary_head=blueprint.vocabulary_head,
+        joins_after=region.last if region is not None else None,
+        joined=notes.joined,
+        labels=0 if labels is None else labels.numel(),
+    )
+
+
+def count_labels(batch: Mapping[str, Tensor]) -> int:
+    """Return how many labels of a microbatch count."""
+    labels = batch.get("labels")
+    return 0 if labels is None else int((labels != IGNORED).sum())
+
+
+# ── parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator[Parameter]:
+    module, table = blueprint.module, SplitTable(blueprint.split)
+    splits = split_parameters(blueprint, GroupView((0,), 0, None)) if _can_split(blueprint) else {}
+    names, sparse = first_names(module), sparse_tables(module)
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        split = splits.get(name)
+        yield Parameter(
+            name=name,
+            first=names[name],
+            shape=tuple(tensor.shape),
+            is_trained=tensor.requires_grad,
+            split=None if split is None else Split(split.dim, split.blocks),
+            partial=_partial(table.kind(owner), leaf, region is not None and region.contains(owner)),
+            is_sparse=names[name] in sparse,
+        )
+
+
+def _can_split(blueprint: Blueprint) -> bool:
+    return any(rule.kind in ("column", "row", "vocab") for rule in blueprint.split)
+
+
+def _partial(kind: str | None, leaf: str, in_region: bool) -> Any:
+    """Of which modules each tensor rank computes a part of the gradient."""
+    if kind in ("heads", "features"):
+        return "always"
+    if in_region and (kind == "sequence" or (kind == "row" and leaf == "bias")):
+        return "sequence"
+    return "never"
+
+
+# ── activations ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Answers(TorchDispatchMode):
+    """What only real numbers could answer, answered as a dry run does: comparisons hold, nothing is zero."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if func is aten.equal.default:
+                return True
+            if func is aten._local_scalar_dense.default:
+                return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            if func is aten.nonzero.default:
+                return torch.empty((args[0].numel(), args[0].ndim), dtype=torch.int64, device="meta")
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(slots=True)
+class _Open:
+    """A call that has not ended."""
+
+    index: int
+    call: Call
+    num_kept: int
+    """Tensors that were kept for the backward when it began."""
+
+
+@dataclass(slots=True)
+class _Notes:
+    """Hooks in a copy of the model, and what they saw."""
+
+    blueprint: Blueprint
+    module: nn.Module
+    calls: list[Call | None] = field(default_factory=list[Call | None])
+    entries: dict[str, Block] = field(default_factory=dict[str, Block])
+    joined: tuple[int, ...] | None = None
+    region: SequenceRegion | None = field(init=False)
+    _table: SplitTable = field(init=False)
+    _num_kept: int = 0
+    _seen: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    _alive: list[Tensor] = field(default_factory=list[Tensor])
+    """So that no two tensors of the forward have one identity."""
+    _open: list[_Open] = field(default_factory=list[_Open])
+    _in_block: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    """Index, tensors kept at the entry and at the exit of each call that stands in the open block."""
+
+    def __post_init__(self) -> None:
+        self._table = SplitTable(self.blueprint.split)
+        self.region = sequence_region(self.blueprint, self._table) if self.blueprint.cut is not None else None
+
+    def run(self, inputs: Mapping[str, Tensor]) -> None:
+        """Run the forward once."""
+        self._install()
+        with _Answers(), torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+            self.module(**inputs)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._num_kept += 1
+        return tensor
+
+    def _install(self) -> None:
+        blocks = self.region.blocks if self.region is not None else ()
+        done: set[int] = set()
+        wholes: list[str] = []
+        for name, module in self.module.named_modules(remove_duplicate=False):
+            if id(module) in done:
+                continue
+            kind = self._kind(name, module)
+            if kind == "whole" and self._is_in_region(name):
+                wholes.append(name + ".")
+            if kind is not None:
+                done.add(id(module))
+                self._note(name, module, kind, is_inside_whole=kind == "column" and name.startswith(tuple(wholes)))
+        for index, name in enumerate(blocks):
+            self._note_block(index, name)
+        if self.region is not None:
+            self.module.get_submodule(self.region.last).register_forward_hook(self._join)
+
+    def _kind(self, name: str, module: nn.Module) -> CallKind | None:
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            return "batch_norm"
+        kind = self._table.kind(name)
+        if kind == "replicate" and self._table.kind(name.rpartition(".")[0]) == "replicate":
+            return None
+        return kind if kind in _NOTED else None  # pyright: ignore[reportReturnType]
+
+    def _is_in_region(self, name: str) -> bool:
+        return self.region is not None and self.region.contains(name)
+
+    def _note(self, name: str, module: nn.Module, kind: CallKind, *, is_inside_whole: bool) -> None:
+        rule = self._table.rule(name)
+        block = next((i for i, b in enumerate(self._blocks) if name == b or name.startswith(f"{b}.")), None)
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            read = _first(args, kwargs)
+            call = Call(
+                module=name,
+                kind=kind,
+                block=block,
+                in_region=self._is_in_region(name),
+                is_inside_whole=is_inside_whole,
+                gathers_output=rule is not None and rule.gather_output,
+                source=self._number(read),
+                shape=tuple(read.shape),
+                output=(),
+                needs_gradient=read.requires_grad,
+                gives_gradient=False,
+            )
+            self._open.append(_Open(len(self.calls), call, self._num_kept))
+            self.calls.append(None)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            opened, made = self._open.pop(), _first(output if isinstance(output, tuple | list) else (output,), {})
+            assert opened.call.module == name, "calls of modules nest"
+            self.calls[opened.index] = replace(opened.call, output=tuple(made.shape), gives_gradient=made.requires_grad)
+            self._in_block.append((opened.index, opened.num_kept, self._num_kept))
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
+
+    @property
+    def _blocks(self) -> tuple[str, ...]:
+        return self.region.blocks if self.region is not None else ()
+
+    def _note_block(self, index: int, name: str) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            read = _first(args, kwargs)
+            self.entries[name] = Block(name=name, shape=tuple(read.shape), needs_gradient=read.requires_grad)
+            self._in_block.clear()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            # Torch's recomputation stops at the last tensor that the forward had kept.
+            for place, at_entry, at_exit in self._in_block:
+                call = self.calls[place]
+                assert call is not None, "what began in a block has ended with it"
+                self.calls[place] = replace(
+                    call,
+                    is_entry_repeated=at_entry < self._num_kept,
+                    is_exit_repeated=at_exit < self._num_kept,
+                )
+
+        block = self.module.get_submodule(name)
+        block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        block.register_forward_hook(leave)
+
+    def _join(self, module: nn.Module, args: Any, output: Any) -> None:
+        made = _first(output if isinstance(output, tuple | list) else (output,), {})
+        self.joined = tuple(made.shape)
+
+    def _number(self, tensor: Tensor) -> int:
+        self._alive.append(tensor)
+        return self._seen.setdefault((id(tensor), tensor._version), len(self._seen))
+
+
+def _first(values: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
+    """The first tensor: a module's activation."""
+    return next(value for value in (*values, *named.values()) if isinstance(value, Tensor))

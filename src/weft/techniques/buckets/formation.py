@@ -1,0 +1,110 @@
+"""Which parameters share a flat storage, and which run of it each data rank keeps: by their sizes alone, without torch.
+
+The engine lays parameters and gradients out by it, and the predicted program of a rank reads its sends off it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+ALIGNMENT = 16
+"""Elements: 64 bytes in fp32, a cache line and the widest vector load of today's processors."""
+Cuts = Literal["anywhere", "parameter"]
+"""Where data ranks may cut a bucket; `parameter`: at the borders of parameters only."""
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[K]):
+    """One parameter on its way into a bucket."""
+
+    key: K
+    """Only parameters with equal keys share a bucket."""
+    num_elements: int
+    size_bytes: int
+    """What it counts towards a bucket's limit."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FlatLayout:
+    """Offsets of parameters in one flat storage; `regions[r]` is what data rank r keeps of it.  In elements."""
+
+    offsets: list[int]
+    num_elements: int
+    regions: list[tuple[int, int]]
+
+    @property
+    def even(self) -> bool:
+        """Whether the regions are equal and tile the storage, so that one reduce-scatter or all-gather serves it."""
+        sizes = {stop - start for start, stop in self.regions}
+        return len(sizes) == 1 and self.regions[-1][1] == self.num_elements and self.regions[0][0] == 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Formed(FlatLayout, Generic[K]):
+    """A bucket: which of the entries it has, in the order of the storage."""
+
+    key: K
+    places: list[int]
+    """Of its entries in the sequence that was given."""
+
+
+def form_buckets(entries: Sequence[Entry[K]], *, ranks: int, cuts: Cuts, limits: tuple[int, int]) -> list[Formed[K]]:
+    """Lay `entries` into buckets in the order in which backward is expected to complete them: the last one first.
+
+    `limits` are the bytes at which the first bucket of a key and its others are full.  The first is small so that
+    communication starts early; a parameter larger than a bucket gets one of its own.  Every bucket is cut into one
+    region per rank of `ranks`.  A pure function of its arguments: all data ranks get the same buckets.
+    """
+    open_buckets: dict[K, list[int]] = {}
+    closed: list[tuple[K, list[int]]] = []
+    limit = dict.fromkeys((entry.key for entry in entries), limits[0])
+    for place in reversed(range(len(entries))):
+        key = entries[place].key
+        held = open_buckets.setdefault(key, [])
+        held.append(place)
+        if sum(entries[each].size_bytes for each in held) >= limit[key]:
+            closed.append((key, open_buckets.pop(key)))
+            limit[key] = limits[1]
+    closed.extend(open_buckets.items())
+    lay_out = _side_by_side if ranks > 1 and cuts == "parameter" else _in_order
+    return [lay_out(key, held, entries, ranks) for key, held in closed]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _in_order(key: K, places: list[int], entries: Sequence[Entry[K]], ranks: int) -> Formed[K]:
+    offsets: list[int] = []
+    end = 0
+    for place in places:
+        offsets.append(end)
+        end = _aligned(end + entries[place].num_elements)
+    share = _aligned(-(-end // ranks))
+    regions = [(rank * share, (rank + 1) * share) for rank in range(ranks)]
+    return Formed(key=key, places=places, offsets=offsets, num_elements=share * ranks, regions=regions)
+
+
+def _side_by_side(key: K, places: list[int], entries: Sequence[Entry[K]], ranks: int) -> Formed[K]:
+    """Give every parameter whole to one rank, largest first to the rank with the least, ranks side by side in the
+    storage."""
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for place in sorted(places, key=lambda place: -entries[place].num_elements):
+        rank = load.index(min(load))
+        owned[rank].append(place)
+        load[rank] += _aligned(entries[place].num_elements)
+    offsets: list[int] = []
+    regions: list[tuple[int, int]] = []
+    end = 0
+    for mine in owned:
+        start = end
+        for place in mine:
+            offsets.append(end)
+            end = _aligned(end + entries[place].num_elements)
+        regions.append((start, end))
+    ordered = [place for mine in owned for place in mine]
+    return Formed(key=key, places=ordered, offsets=offsets, num_elements=end, regions=regions)

@@ -1,0 +1,117 @@
+"""What data ranks send for gradients and weights that lie in buckets, under ZeRO-0, 1 and 2 (`weft.parallel.data`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from weft.outline import Held, Send, Share
+from weft.techniques.buckets.contract import Buckets
+from weft.techniques.buckets.formation import Entry, Formed, form_buckets
+from weft.techniques.zero.contract import Zero, reduction_rounds
+
+_FLAG_BYTES, _INDEX_BYTES = 4, 8
+"""Of a flag of use (fp32), and of a number in the order of buckets (int64)."""
+
+
+class Key(NamedTuple):
+    """What a bucket's parameters have in common; see `weft.parallel.buckets.BucketKey`."""
+
+    part: int
+    group: int
+    counts: bool
+    is_partial: bool
+    tie: str
+    is_compressed: bool
+
+
+def buckets_of(share: Share, members: Sequence[Held]) -> list[Formed[Key]]:
+    """Return the buckets of the parameters that lie in such, exactly as the engine forms them."""
+    data = share.plan.data_parallel
+    ranks = share.summing[1] if data.bucket_stage > 0 else 1
+    entries = [Entry(_key(held), held.num_elements, held.num_elements * share.master_bytes) for held in members]
+    return form_buckets(entries, ranks=ranks, cuts=share.recipe.optimizer.cuts, limits=data.bucket_limits)
+
+
+def _key(held: Held) -> Key:
+    return Key(held.part, held.group, held.counts, held.is_partial, held.name if held.tie else "", False)
+
+
+def sends(share: Share, members: Sequence[Held]) -> Iterator[Send]:
+    """Yield what a step sends for `members`, the trained parameters that lie in buckets."""
+    formed = buckets_of(share, members)
+    for number, bucket in enumerate(formed):
+        names = _names([members[place].name for place in bucket.places])
+        yield from _over_data(share, bucket, f"bucket {number}: {names}")
+    for bucket in formed:
+        yield from _over_model(share, bucket, [members[place].name for place in bucket.places])
+    axis, ranks, _ = share.summing
+    if ranks > 1 and formed:
+        yield Send(
+            operation="broadcast",
+            axis=axis,
+            size_bytes=_INDEX_BYTES * len(formed),
+            when="first",
+            technique=Buckets.name,
+            reason="the order in which buckets become ready",
+        )
+
+
+def _over_data(share: Share, bucket: Formed[Key], name: str) -> Iterator[Send]:
+    """The sum of a bucket's gradients; where ranks share it out, its halves: before and after the optimizer."""
+    axis, ranks, _ = share.summing
+    data = share.plan.data_parallel
+    if ranks == 1:
+        return
+    gradients = bucket.num_elements * share.gradient_bytes
+    if data.bucket_stage == 0:
+        yield Send(
+            operation="all_reduce", axis=axis, size_bytes=gradients, technique=Buckets.name, reason=f"gradients, {name}"
+        )
+        return
+    yield Send(
+        operation="reduce_scatter",
+        axis=axis,
+        size_bytes=gradients,
+        count=reduction_rounds(share.plan) if data.shards_gradients_alone else 1,
+        technique=Zero.name,
+        reason=f"gradients, {name}",
+    )
+    yield Send(
+        operation="all_gather",
+        axis=axis,
+        size_bytes=bucket.num_elements * share.compute_bytes,
+        phase="update",
+        technique=Zero.name,
+        reason=f"weights, {name}",
+    )
+
+
+def _over_model(share: Share, bucket: Formed[Key], names: Sequence[str]) -> Iterator[Send]:
+    """Sums of what other axes hold of the same parameters: parts of gradients, and copies of tied weights."""
+    _, _, index = share.summing
+    start, stop = bucket.regions[index if len(bucket.regions) > 1 else 0]
+    mine = (stop - start) * share.gradient_bytes
+    if bucket.key.is_partial:
+        yield Send(
+            operation="all_reduce",
+            axis="tensor",
+            size_bytes=mine,
+            technique="tensor parallelism",
+            reason=f"parts of gradients, {_names(names)}",
+        )
+    if bucket.key.tie:
+        axis = share.tie_axes[bucket.key.tie]
+        for size_bytes, what in ((mine, "gradients"), (_FLAG_BYTES * len(names), "flags of use")):
+            yield Send(
+                operation="all_reduce",
+                axis=axis,
+                size_bytes=size_bytes,
+                technique="pipeline parallelism",
+                reason=f"{what} of stages that share {bucket.key.tie}",
+            )
+
+
+def _names(names: Sequence[str]) -> str:
+    """The first and the last of several parameters."""
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"

@@ -1,0 +1,75 @@
+"""What data ranks send beside gradients: statistics of batch norms, the agreement on a step, flags of use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.outline import Send, Share
+from weft.techniques.data.contract import Data
+
+_DOUBLE, _FLAG = 8, 4
+"""Bytes of a slot of the agreement (fp64), and of a flag of use (fp32)."""
+
+
+def statistics(share: Share) -> Iterator[Send]:
+    """Yield what batch norms exchange: mean, squares and count forward, two sums per channel backward."""
+    axis, ranks, _ = share.summing
+    if ranks == 1:
+        return
+    for part in share.parts:
+        for call in part.calls:
+            if call.kind == "batch_norm":
+                channels, again = call.shape[1], 2 if share.recomputes(call.block) else 1
+                forward = ranks * (2 * channels + 1) * share.master_bytes
+                yield _statistic("all_gather", axis, forward, again * share.microbatches, call.module)
+                if call.needs_gradient:
+                    yield _statistic(
+                        "all_reduce", axis, 2 * channels * share.master_bytes, share.microbatches, call.module
+                    )
+
+
+def _statistic(operation: str, axis: str, size_bytes: int, count: int, module: str) -> Send:
+    return Send(
+        operation=operation,  # pyright: ignore[reportArgumentType]
+        axis=axis,
+        size_bytes=size_bytes,
+        count=count,
+        technique=Data.name,
+        reason=f"statistics of the batch, {module}",
+    )
+
+
+def agreement(share: Share, *, is_fingerprinted: bool = False) -> Iterator[Send]:
+    """Yield the one all-reduce of a step's totals over all ranks.
+
+    Loss, count and squared norm by replica, flags of use and stopping, and a slot per rank for its memory, and where
+    batches are compared (`is_fingerprinted`) one more for its batch.
+    """
+    world = share.plan.mesh.world_size
+    replicas = share.plan.mesh.replicate if share.sums_apart else 1
+    if world > 1:
+        yield Send(
+            operation="all_reduce",
+            axis=share.world_axis,
+            size_bytes=_DOUBLE * (3 * replicas + 2 + world * (2 if is_fingerprinted else 1)),
+            phase="agreement",
+            technique=Data.name,
+            reason="loss, count, norm and memory of the step",
+        )
+
+
+def flags(share: Share) -> Iterator[Send]:
+    """Yield the sums of flags by which ranks find out which parameters nobody used, in steps in which there are such
+    on any rank."""
+    axis, ranks, _ = share.summing
+    for name, size in ((axis, ranks), ("tensor", share.plan.mesh.tensor)):
+        if size > 1:
+            yield Send(
+                operation="all_reduce",
+                axis=name,
+                size_bytes=_FLAG * len({held.name for held in share.held}),
+                when="unused",
+                phase="update",
+                technique=Data.name,
+                reason="flags of parameters that took no part",
+            )

@@ -1,0 +1,50 @@
+"""What tensor ranks send to take the loss over a vocabulary that they share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from weft.outline import Send, Share
+from weft.techniques.fused_loss.chunks import chunks_of
+from weft.techniques.fused_loss.contract import FusedLoss
+
+
+def sends(share: Share) -> Iterator[Send]:
+    """Yield the gathers that make softmaxes whole, of all microbatches: two numbers per token and rank.
+
+    Fused with the head, tokens without a label are left out, and the others come in chunks.
+    """
+    head, ranks = share.outline.vocabulary_head, share.plan.mesh.tensor
+    if head is None or ranks == 1 or not share.parts[-1].is_last:
+        return
+    weight = share.outline.by_name[f"{head}.weight"]
+    if weight.split is None:
+        return
+    wide = share.master_bytes
+    sizes: Counter[int] = Counter()
+    for tokens in _tokens(share):
+        chunks = (
+            chunks_of(tokens, weight.shape[0] // ranks * wide, on_cores=share.on_cores)
+            if share.plan.memory.fuses_loss
+            else [slice(0, tokens)]
+        )
+        sizes.update(2 * (rows.stop - rows.start) * ranks * wide for rows in chunks)
+    for size_bytes, count in sizes.items():
+        yield Send(
+            operation="all_gather",
+            axis="tensor",
+            size_bytes=size_bytes,
+            count=count,
+            technique=FusedLoss.name,
+            reason=f"softmax over the vocabulary, {head}",
+        )
+
+
+def _tokens(share: Share) -> list[int]:
+    """Of each microbatch: those whose loss is taken."""
+    every = share.outline.labels * share.plan.microbatch.size // share.outline.samples
+    counting = share.labels
+    if counting is None or not share.plan.memory.fuses_loss:
+        return [every] * share.microbatches
+    return list(counting)

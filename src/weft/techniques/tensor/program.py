@@ -1,0 +1,132 @@
+"""What tensor ranks send: sums around the layers that they share, or with a split sequence the halves of those sums.
+
+Forward and backward are those of `weft.parallel.tensor` and `weft.parallel.sequence`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from weft.outline import Call, Part, Send, Share
+from weft.techniques.tensor.contract import Tensor
+
+_Operations = tuple[str, int]
+
+
+def sends(share: Share) -> Iterator[Send]:
+    """Yield what a rank sends over the tensor axis around its modules, in all microbatches of a step."""
+    if share.plan.mesh.tensor == 1:
+        return
+    for part in share.parts:
+        yield from _Around(share, part).sends()
+
+
+class _Around:
+    """The modules of one part."""
+
+    def __init__(self, share: Share, part: Part) -> None:
+        self._share, self._part = share, part
+        self._ranks = share.plan.mesh.tensor
+        self._sequence = share.plan.tensor_parallel.sequence
+        self._gathered: int | None = None
+        """The tensor that columns have gathered or copied last; the next row forgets it."""
+
+    def sends(self) -> Iterator[Send]:
+        for call in self._part.calls:
+            inside = self._sequence and call.in_region
+            match call.kind:
+                case "column":
+                    yield from self._column(call, inside)
+                case "row":
+                    yield from self._row(call, inside)
+                case "vocab":
+                    yield self._send("all_reduce", self._bytes(call.output), call, "sum of embeddings")
+                case "whole" if inside:
+                    yield from self._reads(call, inside)
+                case "replicate" if inside:
+                    yield from self._replicated(call)
+                case _:
+                    pass
+        if self._sequence:
+            yield from self._borders()
+
+    def _column(self, call: Call, inside: bool) -> Iterator[Send]:
+        if not (self._sequence and call.is_inside_whole):
+            yield from self._reads(call, inside)
+        if call.gathers_output and call.module != self._share.outline.vocabulary_head:
+            again = self._again(call, call.is_exit_repeated)
+            yield self._send("all_gather", self._bytes(call.output), call, "whole output", again)
+
+    def _reads(self, call: Call, inside: bool) -> Iterator[Send]:
+        """What makes the input of columns: queries, keys and values share it."""
+        is_head = call.gathers_output or call.module == self._share.outline.vocabulary_head
+        if not is_head:
+            if self._gathered == call.source:
+                return
+            self._gathered = call.source
+        if inside:
+            again = self._again(call, call.is_entry_repeated)
+            yield self._send("all_gather", self._padded(call.shape), call, "whole sequence", again)
+        if call.needs_gradient:
+            if inside:
+                yield self._send("reduce_scatter", self._padded(call.shape), call, "gradient of its input")
+            else:
+                yield self._send("all_reduce", self._bytes(call.shape), call, "gradient of its input")
+
+    def _row(self, call: Call, inside: bool) -> Iterator[Send]:
+        self._gathered = None
+        again = self._again(call, call.is_exit_repeated)
+        if not inside:
+            yield self._send("all_reduce", self._bytes(call.output), call, "sum of its output", again)
+            return
+        yield self._send("reduce_scatter", self._padded(call.output), call, "sum of its output", again)
+        if call.gives_gradient:
+            yield self._send("all_gather", self._padded(call.output), call, "gradient of its output")
+
+    def _replicated(self, call: Call) -> Iterator[Send]:
+        again = self._again(call, call.is_entry_repeated)
+        yield self._send("all_gather", self._padded(call.shape), call, "whole sequence", again)
+        if call.gives_gradient:
+            yield self._send("all_gather", self._padded(call.output), call, "gradient of its output")
+
+    def _borders(self) -> Iterator[Send]:
+        """Where the sequence is cut before the blocks, and whole again behind them."""
+        outline = self._share.outline
+        first = outline.entries[0]
+        if self._part.is_first and first.needs_gradient:
+            yield self._border(first.shape, f"gradient of what enters {first.name}")
+        if self._part.is_last:
+            assert outline.joined is not None, "an outline with blocks knows where they end"
+            yield self._border(outline.joined, f"whole sequence behind {outline.joins_after}")
+
+    def _border(self, shape: tuple[int, ...], reason: str) -> Send:
+        return Send(
+            operation="all_gather",
+            axis="tensor",
+            size_bytes=self._padded(shape),
+            count=self._share.microbatches,
+            technique=Tensor.name,
+            reason=reason,
+        )
+
+    def _again(self, call: Call, is_repeated: bool) -> int:
+        return 2 if is_repeated and self._share.recomputes(call.block) else 1
+
+    def _bytes(self, shape: tuple[int, ...]) -> int:
+        return self._share.activation_bytes(shape)
+
+    def _padded(self, shape: tuple[int, ...]) -> int:
+        """Bytes of all shards along dim 1, each as long as the longest."""
+        samples, length, *features = shape
+        return self._bytes((samples, -(-length // self._ranks) * self._ranks, math.prod(features)))
+
+    def _send(self, operation: str, size_bytes: int, call: Call, what: str, times: int = 1) -> Send:
+        return Send(
+            operation=operation,  # pyright: ignore[reportArgumentType]
+            axis="tensor",
+            size_bytes=size_bytes,
+            count=times * self._share.microbatches,
+            technique=Tensor.name,
+            reason=f"{what}, {call.module}",
+        )

@@ -1,0 +1,113 @@
+"""What data ranks send under ZeRO-3: weights gathered unit by unit, gradients scattered (`weft.parallel.zero3`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from weft.outline import Held, Parameter, Part, Send, Share
+from weft.techniques.zero.contract import Zero, reduction_rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are gathered together: a block's, or what lies outside the blocks."""
+
+    name: str
+    is_block: bool
+    weights: tuple[Parameter, ...]
+    trained: tuple[Parameter, ...]
+
+
+def shards_weights(share: Share) -> bool:
+    """Whether this plan's ranks share out weights."""
+    return share.plan.data_parallel.shards_weights and share.plan.mesh.shard > 1
+
+
+def kept_out(share: Share) -> set[str]:
+    """Names of trained parameters that stay whole under ZeRO-3: tied ones, and tables with sparse gradients."""
+    return {held.name for held in share.held if held.is_tied or held.parameter.is_sparse}
+
+
+def holds_weights(share: Share) -> bool:
+    """Whether weights are gathered once per step: because data ranks would not gather equally often otherwise, or
+    because a pipeline's stages would gather them anew for every microbatch."""
+    return share.plan.mesh.pipeline > 1 or share.plan.microbatch.has_unequal_shares
+
+
+def units_of(share: Share, part: Part, left_out: set[str]) -> list[Unit]:
+    """Return a part's units, in the order of its blocks; the one outside of them is the last."""
+    of_blocks: dict[str, list[Parameter]] = {}
+    outside: list[Parameter] = []
+    for parameter in part.parameters:
+        if parameter.first in left_out and parameter.is_trained:
+            continue
+        block = next((name for name in share.outline.blocks if parameter.name.startswith(f"{name}.")), None)
+        (outside if block is None else of_blocks.setdefault(block, [])).append(parameter)
+    units = [_unit(name, True, of_blocks[name]) for name in share.outline.blocks if name in of_blocks]
+    return [*units, _unit("outside of blocks", False, outside)] if outside else units
+
+
+def _unit(name: str, is_block: bool, parameters: Sequence[Parameter]) -> Unit:
+    return Unit(name, is_block, tuple(parameters), tuple(one for one in parameters if one.is_trained))
+
+
+def sends(share: Share) -> Iterator[Send]:
+    """Yield what a step sends for weights that are shared out and their gradients."""
+    left_out = kept_out(share)
+    for part in share.parts:
+        for unit in units_of(share, part, left_out):
+            yield from _of_unit(share, unit)
+    yield from _partial(share, [held for held in share.held if held.name not in left_out])
+
+
+def _of_unit(share: Share, unit: Unit) -> Iterator[Send]:
+    shards, replicas = share.plan.mesh.shard, share.plan.mesh.replicate
+    gathered = sum(_padded(share, parameter) for parameter in unit.weights) * share.compute_bytes
+    passes = 2 if unit.is_block else 1  # outside of blocks weights stay from the forward to the backward
+    gathers = 1 if holds_weights(share) else passes * share.microbatches
+    yield _send("all_gather", "shard", gathered, gathers, f"weights, {unit.name}")
+    yield _send("all_gather", "shard", gathered, 1, f"weights to be watched, {unit.name}", is_first=True)
+    if not unit.trained:
+        return
+    elements = sum(_padded(share, parameter) for parameter in unit.trained)
+    scattered = elements * share.gradient_bytes
+    yield _send("reduce_scatter", "shard", scattered, reduction_rounds(share.plan), f"gradients, {unit.name}")
+    if replicas > 1 and not share.sums_apart:
+        yield _send("all_reduce", "replicate", scattered // shards, 1, f"gradients of copies, {unit.name}")
+
+
+def _padded(share: Share, parameter: Parameter) -> int:
+    """Elements of all shards of a parameter, each as long as the longest along dim 0."""
+    rows, *rest = share.local_shape(parameter)
+    return -(-rows // share.plan.mesh.shard) * share.plan.mesh.shard * math.prod(rest)
+
+
+def _partial(share: Share, members: Sequence[Held]) -> Iterator[Send]:
+    """Parts of gradients that tensor ranks have of parameters which they all hold, one by one."""
+    ranks, index = share.plan.mesh.shard, share.coordinates["shard"]
+    for held in members:
+        if held.is_partial:
+            rows, *rest = held.shape
+            chunk = -(-rows // ranks)
+            mine = max(0, min(rows, (index + 1) * chunk) - index * chunk) * math.prod(rest)
+            yield Send(
+                operation="all_reduce",
+                axis="tensor",
+                size_bytes=mine * share.master_bytes,
+                technique="tensor parallelism",
+                reason=f"parts of gradients, {held.name}",
+            )
+
+
+def _send(operation: str, axis: str, size_bytes: int, count: int, reason: str, *, is_first: bool = False) -> Send:
+    return Send(
+        operation=operation,  # pyright: ignore[reportArgumentType]
+        axis=axis,
+        size_bytes=size_bytes,
+        count=count,
+        when="first" if is_first else "always",
+        technique=Zero.name,
+        reason=reason,
+    )

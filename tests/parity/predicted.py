@@ -1,0 +1,41 @@
+"""The predicted program of every rank of a cell against what the rank was recorded to send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.models import Blueprint
+from weft.numerics import Trial, TrialData
+from weft.outline import Outline
+from weft.plan import Plan, axis_coordinates
+from weft.program import Traffic, differences, program_of
+from weft.recipe import Recipe
+from weft.rehearse import count_labels
+
+
+def unlike_predicted(
+    recipe: Recipe, plan: Plan, blueprint: Blueprint, outline: Outline, trials: Sequence[Trial]
+) -> list[str]:
+    """What some rank sent otherwise than predicted, in words: in the gradients of the first step, or in a step."""
+    found: list[str] = []
+    for rank, trial in enumerate(trials):
+        labels = _labels(recipe, plan, blueprint, rank, len(trial.losses))
+        for number, seen in enumerate(trial.launched):
+            step = max(number - 1, 0)
+            program = program_of(recipe, plan, outline, rank, labels=labels[step])
+            if number == 0:  # the first pass of a training, which ends before ranks agree on anything
+                predicted: Traffic = program.traffic("first", phases=("gradients",))
+                where = "the first gradients"
+            else:
+                predicted = program.traffic(*(("unused",) if trial.unused[step] else ()))
+                where = f"step {step}"
+            found += [f"rank {rank}, {where}: {line}" for line in differences(predicted, seen)]
+    return found
+
+
+def _labels(recipe: Recipe, plan: Plan, blueprint: Blueprint, rank: int, steps: int) -> list[list[int]]:
+    """Labels that count, by step and microbatch."""
+    place = axis_coordinates(plan.mesh, rank)
+    index = place["replicate"] * plan.mesh.shard + place["shard"]
+    data = TrialData(blueprint, plan, data_index=index, seed=recipe.run.seed)
+    return [[count_labels(batch) for batch in data.microbatches(step)] for step in range(max(steps, 1))]

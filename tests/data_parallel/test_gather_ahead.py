@@ -47,7 +47,7 @@ def _begin(model: Model, zero: Any, bucket_bytes: int) -> tuple[BucketStore, lis
     mesh = Mesh(MeshPlan(replicate=2), torch.device("cpu"))
     found: list[Seen] = []
     members = [
-        Member(parameter=parameter, layout=ParameterLayout(name=name, shape=parameter.shape), part=0, group=0)
+        Member.on(mesh, parameter=parameter, layout=ParameterLayout(name=name, shape=parameter.shape), part=0, group=0)
         for name, parameter in model.named_parameters()
     ]
     store = BucketStore(

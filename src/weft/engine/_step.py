@@ -99,7 +99,7 @@ class Stepper:
         self._ending = [technique for technique in techniques if technique.span]
         self._num_replicas = mesh.size("data") // summing.size("data")
         self._replica = mesh.index("replicate") if self._num_replicas > 1 else 0
-        self._summing = (summing["data"], summing["tensor"])  # the ranks that sum the gradients of a step
+        self._summing = summing.within_stage
         self._recorder = recorder
         self._buffers = tuple(buffers)
 
@@ -176,9 +176,7 @@ class Stepper:
         slots = 3 * replicas + 2 + size * (1 if fingerprint is None else 2)
         mine = torch.zeros(slots, dtype=torch.float64, device=self._mesh.device)
         by_replica = mine[: 3 * replicas].view(3, replicas)[:, self._replica]
-        if self._mesh.index("tensor") == 0:  # the tensor ranks of the last stage all know the same totals
-            by_replica[0] += totals.sum
-            by_replica[1] += totals.count
+        by_replica[:2] = totals.addend(self._mesh)
         by_replica[2] = squared_norm(self._stores.shards)
         mine[3 * replicas] = float(len(self._stores.unused()))
         mine[3 * replicas + 1] = stop
@@ -209,9 +207,8 @@ class Stepper:
         mine = self._stores.unused()
         flags = torch.tensor([float(name in mine) for name in names], device=self._mesh.device)
         for view in self._summing:
-            if view.group is not None:
-                dist.all_reduce(flags, group=view.group)
-        everyone = float(self._summing[0].size * self._summing[1].size)
+            dist.all_reduce(flags, group=view.group)
+        everyone = float(math.prod(view.size for view in self._summing))
         return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if flag == everyone)
 
 

@@ -68,7 +68,7 @@ def run_trial(
         mesh = Mesh(plan.mesh, device if device is not None else torch.device("cpu"))
     blueprint = build()
     training = create_training(recipe, plan, blueprint, mesh, Recorder())
-    data = TrialData(blueprint, plan, data_index=mesh.index("data"), seed=recipe.run.seed, label_range=label_range)
+    data = TrialData(blueprint, plan, data_index=mesh.data_index, seed=recipe.run.seed, label_range=label_range)
     if inspect is not None:
         inspect(training)
     initial = _model_state(training)

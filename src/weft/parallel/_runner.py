@@ -21,7 +21,8 @@ from weft.parallel._part import ModelPart
 class LossTotals:
     """Loss sum and count over this data rank's microbatches: 0-d float64 tensors on the device.
 
-    Only ranks of the last stage know them; on the others both are zero.
+    Only ranks of the last stage know them; on the others both are zero.  Tensor ranks know the same ones, context ranks
+    each those of its part of the sequence.
     """
 
     sum: Tensor
@@ -30,6 +31,12 @@ class LossTotals:
     @classmethod
     def empty(cls, device: torch.device) -> LossTotals:
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)))
+
+    def addend(self, mesh: Mesh) -> Tensor:
+        """Return sum and count, (2,), as this rank adds them to a sum over the world: nothing where another rank brings
+        the same."""
+        both = torch.stack([self.sum, self.count])
+        return both if mesh.index("tensor") == 0 else torch.zeros_like(both)
 
     def add(self, loss_sum: Tensor, count: Tensor) -> None:
         self.sum += loss_sum.detach()

@@ -1,4 +1,4 @@
-"""Gradient buckets: which parameters lie together in one flat storage, and which data rank keeps which run of it.
+"""Gradient buckets: which parameters lie together in one flat storage, and which rank keeps which run of it.
 
 Torch's DDP copies gradients into buckets and ZeRO libraries copy them again into partitions.  Here the flat storage is
 the only one: parameters and gradients are views of it, a reduction runs on it in place, and a shard is a slice of it.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView
+from weft.comm import GroupView, Mesh
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Segment, Shard
 
@@ -23,16 +23,46 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One trainable parameter on its way into a bucket."""
+    """One trainable parameter on its way into a bucket, with the groups that follow from its layout."""
 
     parameter: nn.Parameter
     layout: ParameterLayout
+    reducing: GroupView
+    """The ranks that sum its gradient."""
+    completing: tuple[GroupView, ...]
+    """Over which that sum is summed once more, one after another."""
+    counts: bool
+    """Whether norms and checkpoints count this rank's part among the copies outside of `reducing`."""
     part: int
     """Index of the model part whose backward completes it."""
     group: int
     """Optimizer parameter group."""
     tie: GroupView | None = None
     """Ranks of other stages that hold the same parameter."""
+
+    @classmethod
+    def on(
+        cls,
+        mesh: Mesh,
+        *,
+        parameter: nn.Parameter,
+        layout: ParameterLayout,
+        part: int,
+        group: int,
+        tie: GroupView | None = None,
+    ) -> Self:
+        """Look up the groups of a parameter.  Call for the same parameters, in the same order, on all ranks of a
+        stage."""
+        return cls(
+            parameter=parameter,
+            layout=layout,
+            reducing=layout.reducing(mesh),
+            completing=layout.completing(mesh),
+            counts=layout.is_first_copy(mesh),
+            part=part,
+            group=group,
+            tie=tie,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +73,17 @@ class BucketKey:
     group: int
     dtype: torch.dtype
     counts: bool
-    tensor_partial: bool
+    reducing: GroupView
+    completing: tuple[GroupView, ...]
     tie: str
     """Name of the tied parameter, which has a bucket of its own so that all its holders cut it alike; else empty."""
     compressed: bool = False
-    """Whether its reduction is compressed, which is never so for what tied stages or tensor ranks hold copies of."""
+    """Whether its reduction is compressed, which is never so for what ranks outside of it hold copies of."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Members at fixed offsets in one flat storage; `regions[r]` is what data rank r keeps."""
+    """Members at fixed offsets in one flat storage; `regions[r]` is what rank r of the reducing group keeps."""
 
     key: BucketKey
     members: list[Member]
@@ -98,7 +129,6 @@ class Bucket:
 def compose_buckets(
     members: Sequence[Member],
     *,
-    data_ranks: int,
     sharded: bool,
     cuts: Literal["anywhere", "parameter"],
     limits: tuple[int, int],
@@ -108,9 +138,9 @@ def compose_buckets(
 
     `limits` are the bytes at which the first bucket and the others are full.  The first is small so that communication
     starts early; a parameter larger than a bucket gets one of its own.
-    With `sharded`, every bucket is cut into one region per data rank: anywhere, or at parameter borders for optimizers
-    that look at whole tensors.  `compressed` says which members share a compressed bucket; by default none does.  A
-    pure function of its arguments: all data ranks get the same buckets.
+    With `sharded`, every bucket is cut into one region per rank that reduces it: anywhere, or at parameter borders for
+    optimizers that look at whole tensors.  `compressed` says which members share a compressed bucket; by default none
+    does.  A pure function of its arguments: all ranks of a stage that do not cut its weights get the same buckets.
     """
     keys = {id(m): _key(m, compressed is not None and compressed(m)) for m in members}
     open_buckets: dict[BucketKey, list[Member]] = {}
@@ -124,18 +154,18 @@ def compose_buckets(
             closed.append((key, open_buckets.pop(key)))
             limit[key] = limits[1]
     closed.extend(open_buckets.items())
-    return [_lay_out(key, held, data_ranks if sharded else 1, cuts) for key, held in closed]
+    return [_lay_out(key, held, key.reducing.size if sharded else 1, cuts) for key, held in closed]
 
 
 def _key(member: Member, compressed: bool) -> BucketKey:
-    layout = member.layout
     return BucketKey(
         part=member.part,
         group=member.group,
         dtype=member.parameter.dtype,
-        counts=layout.counts,
-        tensor_partial=layout.tensor_partial,
-        tie=layout.name if member.tie is not None else "",
+        counts=member.counts,
+        reducing=member.reducing,
+        completing=member.completing,
+        tie=member.layout.name if member.tie is not None else "",
         compressed=compressed,
     )
 
@@ -189,6 +219,5 @@ def create_shard(
         segments=bucket.segments(start, stop),
         group=bucket.key.group,
         counts=counts and bucket.key.counts,
-        data_cut=cut_group is not None,
         cut_group=cut_group,
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from weft.comm import GroupView, Mesh
+from weft.comm import Mesh
 from weft.models import Blueprint
 from weft.parallel._context import StepContext
 from weft.parallel._part import ModelPart, fill_layout, first_names, whole_part
@@ -143,9 +143,7 @@ def _create_parts(build: Build, techniques: Sequence[TechniqueRuntime]) -> list[
     parts = stages if stages is not None else [whole_part(build.blueprint, build.context)]
     whole = first_names(build.blueprint.module)
     for part in parts:
-        fill_layout(
-            part.layout, part.module, first_names(part.module) | whole, {}, GroupView((build.mesh.rank,), 0, None)
-        )
+        fill_layout(part.layout, part.module, first_names(part.module) | whole, {})
     return parts
 
 
@@ -164,14 +162,18 @@ def _create_stores(
     cuts: Literal["anywhere", "parameter"],
     compression: Compression | None,
 ) -> StoreSet:
-    every = _members(parts, group_parameters)
+    every = _members(parts, mesh, group_parameters)
     sparse = sparse_tables(blueprint.module)
     tables = {key: member for key, member in every.items() if member.layout.name in sparse}
     members = {key: member for key, member in every.items() if key not in tables}
     shards_weights = plan.data_parallel.shards_weights and mesh.size("shard") > 1
     stores: list[GradientStore] = []
     if shards_weights:
-        kept_out = tables.keys() | {key for key in members if key[1] in parts[key[0]].ties}
+        kept_out = tables.keys() | {
+            key
+            for key, member in members.items()
+            if key[1] in parts[key[0]].ties or member.layout.sharding(mesh) != mesh["shard"]
+        }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
         for part in parts:
             apply_zero3(
@@ -198,9 +200,7 @@ def _create_stores(
         )
         members = {key: member for key, member in members.items() if key in kept_out}
     if tables:
-        stores.append(
-            SparseStore(list(tables.values()), mesh, compute_dtype=dtypes.compute, gradient_dtype=dtypes.gradient)
-        )
+        stores.append(SparseStore(list(tables.values()), compute_dtype=dtypes.compute, gradient_dtype=dtypes.gradient))
     if members or not stores:
         stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression))
     if not shards_weights:
@@ -252,7 +252,9 @@ def _bucket_store(
     )
 
 
-def _members(parts: Sequence[ModelPart], group_parameters: GroupParameters) -> dict[tuple[int, str], Member]:
+def _members(
+    parts: Sequence[ModelPart], mesh: Mesh, group_parameters: GroupParameters
+) -> dict[tuple[int, str], Member]:
     """Every trainable parameter of this rank once, by the first part and name under which it is found."""
     found: dict[tuple[int, str], nn.Parameter] = {}
     seen: set[int] = set()
@@ -266,7 +268,8 @@ def _members(parts: Sequence[ModelPart], group_parameters: GroupParameters) -> d
     members: dict[tuple[int, str], Member] = {}
     for (index, name), parameter in found.items():
         tie = parts[index].ties.get(name)
-        members[index, name] = Member(
+        members[index, name] = Member.on(
+            mesh,
             parameter=parameter,
             layout=layouts[index, name],
             part=index,

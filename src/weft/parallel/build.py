@@ -18,6 +18,7 @@ from torch import nn
 from weft.comm import Mesh
 from weft.models import Blueprint
 from weft.parallel._context import StepContext
+from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart, fill_layout, first_names, whole_part
 from weft.parallel._precision import Dtypes
 from weft.parallel._runner import Runner, SequentialRunner
@@ -175,12 +176,14 @@ def _create_stores(
             if key[1] in parts[key[0]].ties or member.layout.sharding(mesh) != mesh["shard"]
         }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
+        frozen = _frozen(parts, lambda layout: layout.sharding(mesh) != mesh["shard"])
+        _cast(frozen, dtypes)
         for part in parts:
             apply_zero3(
                 part,
                 mesh,
                 blocks=blueprint.cut.blocks if blueprint.cut is not None else (),
-                ignored={member.parameter for key, member in every.items() if key in kept_out},  # parts share ties
+                ignored={member.parameter for key, member in every.items() if key in kept_out}.union(frozen),
                 compute_dtype=dtypes.compute,
                 gradient_dtype=dtypes.gradient,
                 hold=_holds_weights(plan),
@@ -204,7 +207,7 @@ def _create_stores(
     if members or not stores:
         stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression))
     if not shards_weights:
-        _cast_frozen(parts, dtypes)
+        _cast(_frozen(parts, lambda layout: True), dtypes)
     return StoreSet(stores)
 
 
@@ -279,9 +282,17 @@ def _members(
     return members
 
 
-def _cast_frozen(parts: Sequence[ModelPart], dtypes: Dtypes) -> None:
+def _frozen(parts: Sequence[ModelPart], chosen: Callable[[ParameterLayout], bool]) -> list[nn.Parameter]:
+    return [
+        parameter
+        for part in parts
+        for name, parameter in part.module.named_parameters()
+        if not parameter.requires_grad and chosen(part.layout[name])
+    ]
+
+
+def _cast(frozen: Sequence[nn.Parameter], dtypes: Dtypes) -> None:
     """Frozen parameters need no master: they are held in the compute dtype."""
-    for part in parts:
-        for parameter in part.module.parameters():
-            if not parameter.requires_grad and parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtypes.compute)
+    for parameter in frozen:
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtypes.compute)

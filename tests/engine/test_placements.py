@@ -26,6 +26,7 @@ from weft.parallel.autograd import copy_to_group, gather_sequence, reduce_from_g
 from weft.parallel.technique import TechniqueRuntime
 from weft.plan import Axis, MeshPlan, Plan, runnability
 from weft.recipe import OptimizerRecipe, Recipe
+from weft.techniques.tensor.runtime import TensorRanks
 
 LENGTH, WIDTH, HIDDEN, EXPERTS = 6, 5, 8, 4
 STEPS = 3
@@ -150,7 +151,10 @@ class ShareOut(TechniqueRuntime):
 class Placed(Training):
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         theirs = build.techniques_of
-        build.techniques_of = lambda known: [*theirs(known), ShareOut(known.mesh)]
+        build.techniques_of = lambda known: [
+            *(technique for technique in theirs(known) if not isinstance(technique, TensorRanks)),
+            ShareOut(known.mesh),
+        ]
         try:
             super().__init__(recipe, plan, blueprint, sample)
         finally:

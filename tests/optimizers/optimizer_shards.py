@@ -48,7 +48,7 @@ def local_part(layout: ParameterLayout, whole: Tensor) -> Tensor:
 
 
 def local_shape(layout: ParameterLayout) -> torch.Size:
-    return layout.local_shape
+    return layout.split.local_shape(layout.shape)
 
 
 def make_shard(

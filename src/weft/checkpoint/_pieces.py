@@ -18,14 +18,8 @@ def module_pieces(module: nn.Module, layout: ModelLayout, mesh: Mesh) -> list[Pi
     Trained parameters are left out: the gradient store's shards hold them.  Buffers that are not persistent are
     recomputed by their module and not saved.  No collective; the part's tensors must be contiguous.
     """
-    pieces = list[Piece]()
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            continue
-        if isinstance(parameter, DTensor):
-            pieces.append(_sharded_piece(layout[name], parameter, mesh))
-        else:
-            pieces.append(_piece("model/", layout[name], parameter, mesh))
+    frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    pieces = [_piece("model/", layout[name], parameter, mesh) for name, parameter in frozen]
     pieces.extend(_piece("buffer/", layout[name], buffer, mesh) for name, buffer in _saved_buffers(module))
     return pieces
 
@@ -36,26 +30,17 @@ def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _piece(prefix: str, entry: ParameterLayout, tensor: Tensor, mesh: Mesh) -> Piece:
+    start, copies = 0, entry.reducing(mesh)
+    if isinstance(tensor, DTensor):  # under ZeRO-3 frozen parameters are cut like the others
+        assert tensor.placements[-1] == Shard(0), f"{entry.name} is cut as {tensor.placements}, not along dim 0"
+        start, copies = first_element(tensor.shape, entry.sharding(mesh)), entry.replicating(mesh)
+        tensor = tensor.to_local()
     assert tensor.is_contiguous(), f"{entry.name} is not contiguous, so it has no flat storage to load into"
     return Piece(
         name=prefix + entry.name,
         shape=entry.shape,
         tensor=tensor.detach().view(-1),
         split=entry.split,
-        counts=entry.is_first_copy(mesh) and entry.reducing(mesh).index == 0,
-    )
-
-
-def _sharded_piece(entry: ParameterLayout, parameter: DTensor, mesh: Mesh) -> Piece:
-    """Under ZeRO-3 a frozen parameter is cut like the others."""
-    cuts = [placement for placement in parameter.placements if isinstance(placement, Shard)]
-    assert cuts == [Shard(0)], f"{entry.name} is cut as {parameter.placements}, not along dim 0"
-    local = parameter.to_local().detach()
-    return Piece(
-        name=f"model/{entry.name}",
-        shape=entry.shape,
-        tensor=local.view(-1),
-        split=entry.split,
-        start=first_element(parameter.shape, entry.sharding(mesh)),
-        counts=entry.is_first_copy(mesh) and entry.replicating(mesh).index == 0,
+        start=start,
+        counts=entry.is_first_copy(mesh) and copies.index == 0,
     )

@@ -314,7 +314,7 @@ def _digits(plan: MeshPlan) -> list[tuple[frozenset[Axis], int, int]]:
     of the lender just outside of it in the mesh's order first.
     """
     place = plan.order.index("expert")
-    lenders = [a for a in (*plan.order[:place][::-1], *plan.order[place + 1 :]) if a in EXPERT_LENDERS]
+    lenders: list[Axis] = [a for a in (*plan.order[:place][::-1], *plan.order[place + 1 :]) if a in EXPERT_LENDERS]
     lent: dict[Axis, int] = {}
     wanted = plan.expert
     for axis in lenders:

@@ -163,10 +163,6 @@ class ParameterLayout:
         """How this rank's part is cut out of the whole tensor."""
         return Splits(tuple(cut for cut in self.placements.values() if isinstance(cut, Split)))
 
-    @property
-    def local_shape(self) -> torch.Size:
-        return self.split.local_shape(self.shape)
-
     def axes_along(self, dim: int) -> frozenset[Axis]:
         """Axes that cut dimension `dim` (from 0)."""
         return frozenset(a for a, cut in self.placements.items() if isinstance(cut, Split) and cut.dim == dim)
@@ -188,7 +184,7 @@ class ParameterLayout:
     def completing(self, mesh: Mesh) -> tuple[GroupView, ...]:
         """Groups over which the reduced gradient is still only a part of the sum: their ranks see the same samples and
         tokens, and each computes with some of them."""
-        others = (axis for axis in AXES if axis not in BATCH_AXES and self.placement(axis) == "partial")
+        others: list[Axis] = [a for a in AXES if a not in BATCH_AXES and self.placement(a) == "partial"]
         views = (mesh.group_over((axis,)) for axis in others)
         return tuple(view for view in views if view.group is not None)
 

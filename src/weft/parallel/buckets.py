@@ -7,15 +7,18 @@ the only one: parameters and gradients are views of it, a reduction runs on it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh
+from weft.comm import Collectives, GroupView, Mesh, Wait, nothing_to_wait_for
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Segment, Shard
+
+if TYPE_CHECKING:
+    from weft.techniques.compression.codecs import CompressedReduction
 
 _ALIGNMENT = 16
 """Elements: 64 bytes in fp32, a cache line and the widest vector load of today's processors."""
@@ -210,14 +213,42 @@ def _lay_out_whole(key: BucketKey, members: list[Member], ranks: int) -> Bucket:
     return Bucket(key, ordered, offsets, end, regions)
 
 
-def create_shard(
-    bucket: Bucket, master: Tensor, start: int, stop: int, *, counts: bool, cut_group: GroupView | None
-) -> Shard:
-    """Return the shard over [start, stop) of a bucket; `master` has that length."""
-    return Shard(
-        master=master,
-        segments=bucket.segments(start, stop),
-        group=bucket.key.group,
-        counts=counts and bucket.key.counts,
-        cut_group=cut_group,
-    )
+@dataclass(slots=True, kw_only=True)
+class LiveBucket:
+    """A bucket with its storages and where it stands in the step."""
+
+    bucket: Bucket
+    collectives: Collectives
+    """Over the ranks that reduce it."""
+    weights: Tensor
+    master: Tensor
+    shard: Shard
+    gradients: Tensor | None = None
+    kept: Tensor | None
+    """ZeRO-2: this rank's region of the summed gradients, all that outlives backward."""
+    reduction: CompressedReduction | None
+    """None: gradients travel as they are."""
+    pending: set[int] = field(default_factory=set[int])
+    """Members whose last gradient of this round is still to come."""
+    adopted: set[int] = field(default_factory=set[int])
+    """Members whose `.grad` is a view of `gradients`."""
+    wait: Wait = nothing_to_wait_for
+    launched: bool = False
+    settled: bool = False
+    arrival: Wait | None = None
+    """Of the gather under way, if there is one."""
+    away: Sequence[Tensor] = ()
+    """What the members' parameters will be again when it has ended."""
+
+    def advance(self) -> None:
+        """Start the second exchange of a compressed bucket: its first had the time that the next bucket took to
+        fill."""
+        if self.reduction is not None:
+            self.reduction.advance()
+
+    def send_away(self) -> None:
+        """Leave the members' parameters without elements until their weights arrive."""
+        self.away = [member.parameter.data for member in self.bucket.members]
+        nothing = self.weights[:0]
+        for member in self.bucket.members:
+            member.parameter.data = nothing

@@ -176,8 +176,7 @@ def _create_stores(
             if key[1] in parts[key[0]].ties or member.layout.sharding(mesh) != mesh["shard"]
         }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
-        frozen = _frozen(parts, lambda layout: layout.sharding(mesh) != mesh["shard"])
-        _cast(frozen, dtypes)
+        frozen = _cast_frozen(parts, dtypes, lambda layout: layout.sharding(mesh) != mesh["shard"])
         for part in parts:
             apply_zero3(
                 part,
@@ -207,7 +206,7 @@ def _create_stores(
     if members or not stores:
         stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression))
     if not shards_weights:
-        _cast(_frozen(parts, lambda layout: True), dtypes)
+        _cast_frozen(parts, dtypes)
     return StoreSet(stores)
 
 
@@ -282,17 +281,13 @@ def _members(
     return members
 
 
-def _frozen(parts: Sequence[ModelPart], chosen: Callable[[ParameterLayout], bool]) -> list[nn.Parameter]:
-    return [
-        parameter
-        for part in parts
-        for name, parameter in part.module.named_parameters()
-        if not parameter.requires_grad and chosen(part.layout[name])
-    ]
-
-
-def _cast(frozen: Sequence[nn.Parameter], dtypes: Dtypes) -> None:
-    """Frozen parameters need no master: they are held in the compute dtype."""
+def _cast_frozen(
+    parts: Sequence[ModelPart], dtypes: Dtypes, chosen: Callable[[ParameterLayout], bool] = lambda layout: True
+) -> list[nn.Parameter]:
+    """Frozen parameters need no master: they are held in the compute dtype.  Returns those that were chosen."""
+    held = [(part.layout[name], each) for part in parts for name, each in part.module.named_parameters()]
+    frozen = [each for layout, each in held if not each.requires_grad and chosen(layout)]
     for parameter in frozen:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtypes.compute)
+    return frozen

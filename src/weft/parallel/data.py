@@ -40,9 +40,8 @@ from weft.comm import (
     start_all_reduce,
 )
 from weft.parallel._ahead import await_needs, needs_of
-from weft.parallel._live import LiveBucket
 from weft.parallel._shard import Piece, Shard
-from weft.parallel.buckets import Bucket, Member, compose_buckets, create_shard
+from weft.parallel.buckets import Bucket, LiveBucket, Member, compose_buckets
 from weft.plan import BATCH_AXES
 from weft.techniques.buckets.contract import BucketSettings
 
@@ -159,13 +158,13 @@ class BucketStore:
         for member, view in bucket.views(weights):
             member.parameter.data = view
             member.parameter.grad_dtype = self._gradient_dtype
-        shard = create_shard(
-            bucket,
-            master,
-            start,
-            stop,
-            counts=self._stage > 0 or reducing.index == 0,
-            cut_group=reducing if self._stage > 0 and reducing.size > 1 else None,
+        is_cut = self._stage > 0
+        shard = Shard(
+            master=master,
+            segments=bucket.segments(start, stop),
+            group=bucket.key.group,
+            counts=bucket.key.counts and (is_cut or reducing.index == 0),
+            cut_group=reducing if is_cut and reducing.size > 1 else None,
         )
         if master_dtype != self._compute_dtype:
             shard.weights = weights[start:stop]

@@ -13,7 +13,7 @@ from weft.comm import GroupView, Mesh, all_reduce
 from weft.engine.optimizers._sums import cutting_groups, is_cut_over
 from weft.errors import PlanError
 from weft.parallel import Piece, Segment, Shard
-from weft.plan import Axis
+from weft.plan import AXES, Axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,8 @@ class MatrixSums:
 
     def __init__(self, shards: Sequence[Shard], runs: Sequence[MatrixRun], names: Sequence[str], mesh: Mesh) -> None:
         self._device = mesh.device
-        self._views = {
-            axis: mesh.group_over((axis,))
-            for axis in sorted({a for run in runs for a in run.segment.layout.split_axes})
-        }
+        axes: set[Axis] = {axis for run in runs for axis in run.segment.layout.split_axes}
+        self._views = {axis: mesh.group_over([axis]) for axis in AXES if axis in axes}
         self._shards = shards
         self._cuts = [(view, self._agree_on_widths(runs, names, view)) for view in cutting_groups(shards)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -43,8 +42,8 @@ def build(dtype: torch.dtype) -> Net:
 
 def members_of(net: nn.Module, mesh: Mesh) -> list[Member]:
     return [
-        Member.on(
-            mesh,
+        Member(
+            mesh=mesh,
             parameter=parameter,
             layout=ParameterLayout(name=name, shape=parameter.shape),
             part=0,
@@ -172,7 +171,9 @@ def test_published_weights_are_the_cast_masters(ranks, zero, compute) -> None:
 def test_every_parameter_lies_in_one_bucket_and_one_region() -> None:
     net, three = build(torch.float32), GroupView((0, 1, 2), 0, None)
     alone = Mesh(MeshPlan(), torch.device("cpu"))
-    members = [replace(member, reducing=three) for member in members_of(net, alone)]
+    members = members_of(net, alone)
+    for member in members:
+        member.reducing = three
     for cuts in ("anywhere", "parameter"):
         buckets = compose_buckets(members, sharded=True, cuts=cuts, limits=(100, 600))
         covered: dict[str, int] = {}

@@ -215,7 +215,7 @@ class Net(nn.Module):
 
 def members_of(net: nn.Module, mesh: Mesh) -> list[Member]:
     return [
-        Member.on(mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
+        Member(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
         for name, p in net.named_parameters()
     ]
 

@@ -7,8 +7,8 @@ the only one: parameters and gradients are views of it, a reduction runs on it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,48 +24,32 @@ _ALIGNMENT = 16
 """Elements: 64 bytes in fp32, a cache line and the widest vector load of today's processors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Member:
-    """One trainable parameter on its way into a bucket, with the groups that follow from its layout."""
+    """One trainable parameter on its way into a bucket, with the groups that follow from its layout on a mesh.
 
+    Create them in the same order on all ranks of a stage.
+    """
+
+    mesh: InitVar[Mesh]
     parameter: nn.Parameter
     layout: ParameterLayout
-    reducing: GroupView
-    """The ranks that sum its gradient."""
-    completing: tuple[GroupView, ...]
-    """Over which that sum is summed once more, one after another."""
-    counts: bool
-    """Whether norms and checkpoints count this rank's part among the copies outside of `reducing`."""
     part: int
     """Index of the model part whose backward completes it."""
     group: int
     """Optimizer parameter group."""
     tie: GroupView | None = None
     """Ranks of other stages that hold the same parameter."""
+    reducing: GroupView = field(init=False)
+    """The ranks that sum its gradient."""
+    completing: tuple[GroupView, ...] = field(init=False)
+    """Over which that sum is summed once more, one after another."""
+    counts: bool = field(init=False)
+    """Whether norms and checkpoints count this rank's part among the copies outside of `reducing`."""
 
-    @classmethod
-    def on(
-        cls,
-        mesh: Mesh,
-        *,
-        parameter: nn.Parameter,
-        layout: ParameterLayout,
-        part: int,
-        group: int,
-        tie: GroupView | None = None,
-    ) -> Self:
-        """Look up the groups of a parameter.  Call for the same parameters, in the same order, on all ranks of a
-        stage."""
-        return cls(
-            parameter=parameter,
-            layout=layout,
-            reducing=layout.reducing(mesh),
-            completing=layout.completing(mesh),
-            counts=layout.is_first_copy(mesh),
-            part=part,
-            group=group,
-            tie=tie,
-        )
+    def __post_init__(self, mesh: Mesh) -> None:
+        self.reducing, self.completing = self.layout.reducing(mesh), self.layout.completing(mesh)
+        self.counts = self.layout.is_first_copy(mesh)
 
 
 @dataclass(frozen=True, slots=True)

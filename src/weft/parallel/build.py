@@ -270,8 +270,8 @@ def _members(
     members: dict[tuple[int, str], Member] = {}
     for (index, name), parameter in found.items():
         tie = parts[index].ties.get(name)
-        members[index, name] = Member.on(
-            mesh,
+        members[index, name] = Member(
+            mesh=mesh,
             parameter=parameter,
             layout=layouts[index, name],
             part=index,

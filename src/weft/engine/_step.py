@@ -9,7 +9,7 @@ can start.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,8 @@ class StepResult:
     """Whether some rank was asked to stop; all ranks see it at the same step."""
     memory_bytes: int
     """Peak of the rank that holds most."""
+    auxiliary: Mapping[str, float]
+    """Values of the loss's auxiliary terms, unweighted and not in `loss`; of this rank's replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,7 @@ class Stepper:
             loss_scale=scale,
             stop=agreed.stop > 0,
             memory_bytes=agreed.memory_bytes,
+            auxiliary=totals.auxiliary,
         )
 
     def _clip(self, norm: float) -> float:

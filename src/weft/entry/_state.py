@@ -33,6 +33,7 @@ from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import CheckpointError, DataError, PlanError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent
 from weft.models import Batch, Blueprint
+from weft.models.auxiliary import AuxiliaryLoss, auxiliary_of
 from weft.parallel import ParallelModel, Piece, parallelize
 from weft.plan import Plan
 from weft.recipe import Recipe
@@ -439,6 +440,10 @@ class LossOfUser:
         self._told = False
         self.per_sample: bool = getattr(loss, "per_sample", True)
         self.like: type[Any] = dict
+        self.auxiliary = {name: self._of_user(term) for name, term in auxiliary_of(loss).items()}
+
+    def _of_user(self, term: AuxiliaryLoss) -> AuxiliaryLoss:
+        return replace(term, sums=lambda outputs, batch: term.sums(outputs, restored(batch, self.like)))
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         found = self._loss(outputs, restored(batch, self.like))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.models import Batch, Blueprint
+from weft.models import Batch, Blueprint, Loss
 from weft.parallel._context import MicrobatchState
 from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
@@ -27,6 +27,8 @@ class LossTotals:
 
     sum: Tensor
     count: Tensor
+    auxiliary: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Values of the loss's auxiliary terms over the whole batch, unweighted; not in `sum`."""
 
     @classmethod
     def empty(cls, device: torch.device) -> LossTotals:
@@ -156,15 +158,17 @@ class SequentialRunner:
             state = microbatch_state(moved, seed, step)
             loss_sum, count = self._loss(moved, state)
             totals.add(loss_sum, count)
-            remaining = len(microbatches) - 1 - index
-            observer.on_microbatch(remaining)
-            observer.on_backward(0, remaining)
-            if remaining == 0:
-                observer.on_last_forward(0)
-            with self._part.context.entered(state):  # a checkpoint in the user's own forward draws again under its keys
-                (loss_sum * scale).backward()
+            self._backward(loss_sum * scale, state, len(microbatches) - 1 - index, observer)
         observer.on_last_backward(0)
         return totals
+
+    def _backward(self, objective: Tensor, state: MicrobatchState, remaining: int, observer: StepObserver) -> None:
+        observer.on_microbatch(remaining)
+        observer.on_backward(0, remaining)
+        if remaining == 0:
+            observer.on_last_forward(0)
+        with self._part.context.entered(state):  # a checkpoint in the user's own forward draws again under its keys
+            objective.backward()
 
     def evaluate(self, microbatches: Sequence[Batch], *, step: int, seed: int) -> LossTotals:
         """See `Runner`."""
@@ -181,10 +185,10 @@ class SequentialRunner:
         with evaluating([self._part.module]):
             return self._outputs(moved, microbatch_state(_with_sample_ids(moved), 0, 0))
 
-    def _loss(self, moved: Batch, state: MicrobatchState) -> tuple[Tensor, Tensor]:
+    def _loss(self, moved: Batch, state: MicrobatchState, loss: Loss | None = None) -> tuple[Tensor, Tensor]:
         what = f"the forward of {type(self._part.module).__name__} or its loss"
         with self._part.context.entered(state), without_draws(self._part.context, self._device, what):
-            return self._blueprint.loss(self._outputs(moved, state), moved)
+            return (loss or self._blueprint.loss)(self._outputs(moved, state), moved)
 
     def _outputs(self, batch: Batch, state: MicrobatchState) -> Any:
         with self._part.context.entered(state):

@@ -131,7 +131,7 @@ def parallelize(
         mesh=mesh,
         dtypes=dtypes,
         parts=parts,
-        runner=_create_runner(build, techniques, parts),
+        runner=_create_runner(build, techniques, parts, summing),
         stores=stores,
         summing=summing,
         techniques=techniques,
@@ -148,8 +148,14 @@ def _create_parts(build: Build, techniques: Sequence[TechniqueRuntime]) -> list[
     return parts
 
 
-def _create_runner(build: Build, techniques: Sequence[TechniqueRuntime], parts: Sequence[ModelPart]) -> Runner:
+def _create_runner(
+    build: Build, techniques: Sequence[TechniqueRuntime], parts: Sequence[ModelPart], summing: Mesh
+) -> Runner:
     runner = next((runner for each in techniques if (runner := each.runner(parts)) is not None), None)
+    if getattr(build.blueprint.loss, "auxiliary", None):
+        from weft.parallel.auxiliary import auxiliary_runner  # loaded where a loss has such terms
+
+        return auxiliary_runner(build, parts, summing, runner)
     return runner or SequentialRunner(parts[0], build.blueprint, build.mesh, dtype=build.dtypes.compute)
 
 

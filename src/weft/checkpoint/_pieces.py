@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.comm import Mesh
-from weft.parallel import ModelLayout, ParameterLayout, Piece
-from weft.parallel.zero3 import first_element
+from weft.parallel import ModelLayout, ParameterLayout, Piece, first_element
 
 
 def module_pieces(module: nn.Module, layout: ModelLayout, mesh: Mesh) -> list[Piece]:

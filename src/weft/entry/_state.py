@@ -443,7 +443,10 @@ class LossOfUser:
         self.auxiliary = {name: self._of_user(term) for name, term in auxiliary_of(loss).items()}
 
     def _of_user(self, term: AuxiliaryLoss) -> AuxiliaryLoss:
-        return replace(term, sums=lambda outputs, batch: term.sums(outputs, restored(batch, self.like)))
+        def sums(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+            return term.sums(outputs, restored(batch, self.like))
+
+        return replace(term, sums=sums)
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         found = self._loss(outputs, restored(batch, self.like))

@@ -28,6 +28,7 @@ from weft.parallel._shard import Piece as Piece
 from weft.parallel._shard import Segment as Segment
 from weft.parallel._shard import Shard as Shard
 from weft.parallel._shard import exchange_masters as exchange_masters
+from weft.parallel._shard import first_element as first_element
 from weft.parallel._shard import present as present
 from weft.parallel._shard import shard_pieces as shard_pieces
 from weft.parallel._store import GradientStore as GradientStore

@@ -32,7 +32,8 @@ class LossTotals:
 
     @classmethod
     def empty(cls, device: torch.device) -> LossTotals:
-        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)))
+        loss_sum, count = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+        return cls(loss_sum, count)
 
     def addend(self, mesh: Mesh) -> Tensor:
         """Return sum and count, (2,), as this rank adds them to a sum over the world: nothing where another rank brings

@@ -118,6 +118,13 @@ class Shard:
         return self.gradient
 
 
+def first_element(shape: torch.Size, sharding: GroupView) -> int:
+    """Return the first element of a rank's run of a tensor that `fully_shard` has cut: along dim 0, in equal chunks of
+    rows but for the last."""
+    rows = -(-shape[0] // sharding.size) if shape else 1
+    return min(sharding.index * rows * torch.Size(shape[1:]).numel(), shape.numel())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A run of a named, layout-free tensor that lives on this rank: the unit of saving and loading."""

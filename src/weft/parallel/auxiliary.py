@@ -78,9 +78,9 @@ class AuxiliaryRunner(SequentialRunner):
         """One forward gives both, so that terms see what the loss sees."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
 
-        def both(outputs: Any, fields: Batch) -> tuple[Tensor, Tensor]:
-            found.update({name: term.sums(outputs, fields) for name, term in self._terms.items()})
-            return self._blueprint.loss(outputs, fields)
+        def both(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+            found.update({name: term.sums(outputs, batch) for name, term in self._terms.items()})
+            return self._blueprint.loss(outputs, batch)
 
         loss_sum, count = self._loss(batch, state, both)
         return loss_sum, count, found

@@ -31,7 +31,6 @@ from weft.parallel.materialise import materialise
 from weft.parallel.randomness import apply_keyed_dropout
 from weft.parallel.sparse import SparseStore, sparse_tables
 from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
-from weft.parallel.zero3 import FullyShardedStore, apply_zero3
 from weft.plan import Plan, reduction_rounds
 
 if TYPE_CHECKING:
@@ -176,6 +175,8 @@ def _create_stores(
     shards_weights = plan.data_parallel.shards_weights and mesh.size("shard") > 1
     stores: list[GradientStore] = []
     if shards_weights:
+        from weft.parallel.zero3 import FullyShardedStore, apply_zero3  # loaded where weights are cut
+
         kept_out = tables.keys() | {
             key
             for key, member in members.items()

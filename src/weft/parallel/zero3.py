@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from weft.comm import GroupView, Mesh, start_all_reduce
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart
-from weft.parallel._shard import Piece, Segment, Shard
+from weft.parallel._shard import Piece, Segment, Shard, first_element
 from weft.parallel.buckets import Member
 from weft.parallel.shared_buffers import share_buffers
 from weft.techniques.buckets.contract import BucketSettings
@@ -267,12 +267,6 @@ class FullyShardedStore:
 
     def close(self) -> None:
         """Nothing to do: torch's hooks are part of the sharded modules, and nothing runs in the background."""
-
-
-def first_element(shape: torch.Size, sharding: GroupView) -> int:
-    """The first element of a rank's shard: `fully_shard` cuts along dim 0, in equal chunks of rows but for the last."""
-    rows = -(-shape[0] // sharding.size) if shape else 1
-    return min(sharding.index * rows * torch.Size(shape[1:]).numel(), shape.numel())
 
 
 def _local(tensor: DTensor) -> Tensor:

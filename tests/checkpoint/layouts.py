@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint import Peers
-from weft.parallel import Piece, TensorSplit
+from weft.parallel import Piece, Split, Splits
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ def pieces_of(name: str, whole: Tensor, cut: Cut, rank: int, *, filled: bool) ->
         return []
     runs = len(cut.bounds) + 1
     index, run, replica = rank // (runs * cut.replicas), rank // cut.replicas % runs, rank % cut.replicas
-    split = TensorSplit(dim=cut.dim, parts=cut.parts, index=index, blocks=cut.blocks) if cut.parts > 1 else None
-    local = (whole if split is None else split.slice(whole)).reshape(-1)
+    split = Splits((Split(dim=cut.dim, parts=cut.parts, index=index, blocks=cut.blocks),) if cut.parts > 1 else ())
+    local = split.slice(whole).reshape(-1)
     ends = [0, *(round(bound * local.numel()) for bound in cut.bounds), local.numel()]
     part = local[ends[run] : ends[run + 1]].clone()
     tensor = part if filled else torch.zeros_like(part)

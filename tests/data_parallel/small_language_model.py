@@ -79,7 +79,7 @@ def final_loss(
     torch.manual_seed(seed)
     model = Model()
     members = [
-        Member(parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
+        Member(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
         for name, p in model.named_parameters()
     ]
     store = BucketStore(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft.comm import Mesh
+from weft.comm import GroupView, Mesh
 from weft.parallel import ParameterLayout
 from weft.parallel.buckets import Member, compose_buckets
 from weft.parallel.data import BucketStore
@@ -40,9 +40,10 @@ def build(dtype: torch.dtype) -> Net:
     return Net().to(dtype)
 
 
-def members_of(net: nn.Module) -> list[Member]:
+def members_of(net: nn.Module, mesh: Mesh) -> list[Member]:
     return [
         Member(
+            mesh=mesh,
             parameter=parameter,
             layout=ParameterLayout(name=name, shape=parameter.shape),
             part=0,
@@ -73,7 +74,7 @@ def job(
     mesh = Mesh(MeshPlan(replicate=len(shares)), torch.device("cpu"))
     net = build(torch.float64)
     store = BucketStore(
-        members_of(net),
+        members_of(net, mesh),
         mesh,
         stage=zero,
         compute_dtype=torch.float64,
@@ -106,7 +107,7 @@ def job(
                 worst = max(worst, float((wanted - got).norm() / max(wanted.norm(), 1e-6 * scale)))
     held = sum(segment.length for shard in store.shards for segment in shard.segments)
     store.publish()
-    sent = store._collectives.num_messages
+    sent = sum(each.num_messages for each in store._collectives.values())
     store.close()
     assert not any(thread.name == "weft-messages" for thread in threading.enumerate())
     return {
@@ -143,7 +144,12 @@ def update_job(zero: Literal[0, 1, 2], compute: torch.dtype) -> list[float]:
     mesh = Mesh(MeshPlan(replicate=2), torch.device("cpu"))
     net = build(torch.float32)
     store = BucketStore(
-        members_of(net), mesh, stage=zero, compute_dtype=compute, gradient_dtype=torch.float32, bucket_limits=(400, 400)
+        members_of(net, mesh),
+        mesh,
+        stage=zero,
+        compute_dtype=compute,
+        gradient_dtype=torch.float32,
+        bucket_limits=(400, 400),
     )
     for shard in store.shards:
         shard.master.add_(1.0)
@@ -163,9 +169,13 @@ def test_published_weights_are_the_cast_masters(ranks, zero, compute) -> None:
 
 
 def test_every_parameter_lies_in_one_bucket_and_one_region() -> None:
-    net = build(torch.float32)
+    net, three = build(torch.float32), GroupView((0, 1, 2), 0, None)
+    alone = Mesh(MeshPlan(), torch.device("cpu"))
+    members = members_of(net, alone)
+    for member in members:
+        member.reducing = three
     for cuts in ("anywhere", "parameter"):
-        buckets = compose_buckets(members_of(net), data_ranks=3, sharded=True, cuts=cuts, limits=(100, 600))
+        buckets = compose_buckets(members, sharded=True, cuts=cuts, limits=(100, 600))
         covered: dict[str, int] = {}
         for bucket in buckets:
             for start, stop in bucket.regions:

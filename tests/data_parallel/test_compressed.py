@@ -213,9 +213,9 @@ class Net(nn.Module):
         return self.last(x + self.sometimes(x) if use else x)
 
 
-def members_of(net: nn.Module) -> list[Member]:
+def members_of(net: nn.Module, mesh: Mesh) -> list[Member]:
     return [
-        Member(parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
+        Member(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
         for name, p in net.named_parameters()
     ]
 
@@ -228,7 +228,7 @@ def bucket_job(
     torch.manual_seed(3)
     net = Net()
     store = BucketStore(
-        members_of(net), mesh, stage=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32, cuts=cuts,
+        members_of(net, mesh), mesh, stage=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32, cuts=cuts,
         bucket_limits=(2000, 9000), reduce_rounds=rounds, compression=CODECS.get(codec),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(mesh.rank)

@@ -47,8 +47,8 @@ def _begin(model: Model, zero: Any, bucket_bytes: int) -> tuple[BucketStore, lis
     mesh = Mesh(MeshPlan(replicate=2), torch.device("cpu"))
     found: list[Seen] = []
     members = [
-        Member(parameter=parameter, layout=ParameterLayout(name=name, shape=parameter.shape), part=0, group=0)
-        for name, parameter in model.named_parameters()
+        Member(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
+        for name, p in model.named_parameters()
     ]
     store = BucketStore(
         members, mesh, stage=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32,

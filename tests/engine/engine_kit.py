@@ -115,7 +115,7 @@ class Samples:
     def __init__(self, sample: Callable[[int], dict[str, Tensor]], plan: Plan, mesh: Mesh) -> None:
         self._sample = sample
         self._plan = plan
-        self._range = rank_range(plan.microbatch, plan.mesh.data, mesh.index("data"))
+        self._range = rank_range(plan.microbatch, plan.mesh.data, mesh.data_index)
 
     def microbatches(self, step: int) -> list[Batch]:
         start, stop = self._range
@@ -150,7 +150,7 @@ class Training:
         self.data: Any = (
             Samples(sample, plan, self.mesh)
             if sample is not None
-            else TrialData(blueprint, plan, data_index=self.mesh.index("data"), seed=recipe.run.seed)
+            else TrialData(blueprint, plan, data_index=self.mesh.data_index, seed=recipe.run.seed)
         )
         self.seen = Seen()
 

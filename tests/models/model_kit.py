@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.models import Blueprint, build_reference
 from weft.models.hf import build_hf
-from weft.parallel import ModelLayout, ParameterLayout, TensorSplit
+from weft.parallel import ModelLayout, ParameterLayout, Split
 from weft.parallel.materialise import materialise
 from weft.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ModelRecipe
 
@@ -70,18 +70,22 @@ def layout_by_hand(blueprint: Blueprint, parts: int = 1, index: int = 0) -> Mode
     tensors = [*whole.named_parameters(remove_duplicate=False), *whole.named_buffers(remove_duplicate=False)]
     for name, tensor in tensors:
         split = split_by_hand(blueprint, name, parts, index) if parts > 1 else None
-        layout.entries[name] = ParameterLayout(name=first.setdefault(id(tensor), name), shape=tensor.shape, split=split)
+        layout.entries[name] = ParameterLayout(
+            name=first.setdefault(id(tensor), name),
+            shape=tensor.shape,
+            placements={} if split is None else {"tensor": split},
+        )
     return layout
 
 
-def split_by_hand(blueprint: Blueprint, name: str, parts: int, index: int) -> TensorSplit | None:
+def split_by_hand(blueprint: Blueprint, name: str, parts: int, index: int) -> Split | None:
     owner, _, leaf = name.rpartition(".")
     rule = next((rule for rule in blueprint.split if fnmatchcase(owner, rule.match)), None)
     if rule is None or rule.kind not in ("column", "row", "vocab") or (rule.kind == "row" and leaf == "bias"):
         return None
     transposed = type(blueprint.module.get_submodule(owner)).__name__ == "Conv1D" and leaf == "weight"
     dim = (rule.kind == "row") != transposed
-    return TensorSplit(dim=int(dim), parts=parts, index=index, blocks=rule.blocks)
+    return Split(dim=int(dim), parts=parts, index=index, blocks=rule.blocks)
 
 
 def real(

@@ -53,9 +53,9 @@ def joined(ranks_of_stage: list[dict[str, tuple[ParameterLayout, Tensor]]]) -> d
     whole: dict[str, Tensor] = {}
     for name, (layout, gradient) in ranks_of_stage[0].items():
         parts = [rank[name][1] for rank in ranks_of_stage]
-        if layout.split is not None:
+        if layout.split:
             gradient = layout.split.join(parts)
-        elif layout.tensor_partial:
+        elif layout.placement("tensor") == "partial":
             gradient = torch.stack(parts).sum(0)
         whole[layout.name] = gradient
     return whole

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.comm import GroupView
 from weft.engine.optimizers import ShardOptimizer
-from weft.parallel import ParameterLayout, Piece, Segment, Shard, TensorSplit
+from weft.parallel import ParameterLayout, Piece, Segment, Shard, Split
 from weft.recipe import GroupSettings, OptimizerGroup
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -38,17 +38,18 @@ def draw(seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> d
 def layout_of(name: str, parts: int = 1, index: int = 0) -> ParameterLayout:
     shape = torch.Size(SHAPES[name])
     if parts == 1 or name not in SPLITS:
-        return ParameterLayout(name=name, shape=shape, counts=index == 0)
+        return ParameterLayout(name=name, shape=shape)
     dim, blocks = SPLITS[name]
-    return ParameterLayout(name=name, shape=shape, split=TensorSplit(dim=dim, parts=parts, index=index, blocks=blocks))
+    split = Split(dim=dim, parts=parts, index=index, blocks=blocks)
+    return ParameterLayout(name=name, shape=shape, placements={"tensor": split})
 
 
 def local_part(layout: ParameterLayout, whole: Tensor) -> Tensor:
-    return whole if layout.split is None else layout.split.slice(whole)
+    return layout.split.slice(whole)
 
 
 def local_shape(layout: ParameterLayout) -> torch.Size:
-    return layout.shape if layout.split is None else layout.split.local_shape(layout.shape)
+    return layout.split.local_shape(layout.shape)
 
 
 def make_shard(
@@ -74,7 +75,6 @@ def make_shard(
         segments=segments,
         group=group,
         counts=counts,
-        data_cut=cut_group is not None,
         cut_group=cut_group,
     )
     fill(shard.master, shard, values)
@@ -100,14 +100,11 @@ def whole_groups(weight_decay: float = 0.0, scale: float = 1.0) -> list[Optimize
 
 def scatter(piece: Piece, whole: Tensor) -> None:
     """Write a piece's values into a whole tensor of ones that are not yet known (nan)."""
-    local = torch.full_like(whole if piece.split is None else piece.split.slice(whole), math.nan).reshape(-1)
+    local = torch.full_like(piece.split.slice(whole), math.nan).reshape(-1)
     local[piece.start : piece.start + piece.tensor.numel()] = piece.tensor.to(whole.dtype)
-    if piece.split is None:
-        known = local.view(whole.shape)
-    else:
-        parts = [torch.full_like(piece.split.slice(whole), math.nan) for _ in range(piece.split.parts)]
-        parts[piece.split.index] = local.view(parts[0].shape)
-        known = piece.split.join(parts)
+    parts = [torch.full_like(piece.split.slice(whole), math.nan) for _ in range(piece.split.parts)]
+    parts[piece.split.index] = local.view(parts[0].shape)
+    known = piece.split.join(parts)
     whole.copy_(torch.where(known.isnan(), whole, known))
 
 

@@ -266,7 +266,7 @@ def test_states_move_to_another_cut_through_pieces(name: str) -> None:
     cut = whole_shards(gather(first)) if name == "adafactor" else shards_cut_at([7, 120, 250], 1, gather(first))
     resumed = make(cut)
     for piece in resumed.pieces():
-        assert piece.split is None
+        assert not piece.split
         flat = saved[piece.name].view(-1)
         piece.tensor.copy_(flat[piece.start : piece.start + piece.tensor.numel()])
     set_gradients(cut, draw(103, 2.0))

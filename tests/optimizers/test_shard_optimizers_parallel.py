@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -70,19 +70,28 @@ def vars_of(plan: MeshPlan) -> dict[str, int]:
     return {axis: int(getattr(plan, axis)) for axis in ("pipeline", "replicate", "shard", "tensor")}
 
 
+def shards_of(
+    mesh: Mesh, runs: list[Any], values: dict[str, Tensor], *, counts: bool = True, **others: Any
+) -> list[Shard]:
+    """Of what the tensor axis cuts every rank counts; of the rest, in a shard of its own, the first."""
+    cut, copied = ([run for run in runs if bool(run[0].split) == is_cut] for is_cut in (True, False))
+    first = counts and mesh.index("tensor") == 0
+    return [make_shard(cut, values, counts=counts, **others), make_shard(copied, values, counts=first, **others)]
+
+
 def cut_shards(mesh: Mesh, cut: Cut, values: dict[str, Tensor]) -> list[Shard]:
     """This rank's shards of `values` as the gradient stores would cut them."""
     layouts = [layout_of(name, mesh.size("tensor"), mesh.index("tensor")) for name in SHAPES]
     if cut == "none":
         runs = [(layout, 0, local_shape(layout).numel()) for layout in layouts]
         first = mesh.index("data") == 0
-        return [make_shard(runs[:3], values, gap=1, counts=first), make_shard(runs[3:], values, counts=first)]
+        return shards_of(mesh, runs[:3], values, gap=1, counts=first) + shards_of(mesh, runs[3:], values, counts=first)
     if cut == "rows and ties":
         kept_out = layouts[0]
         quarter = kept_out.shape.numel() // 4
         mine = [(kept_out, mesh.index("data") * quarter, quarter)]
         shards = row_shards(mesh, layouts[1:], values)
-        return [*shards, make_shard(mine, values, cut_group=mesh["data"])]
+        return shards + shards_of(mesh, mine, values, cut_group=mesh["data"])
     if cut == "rows":
         return row_shards(mesh, layouts, values)
     view = mesh["data"]
@@ -90,7 +99,7 @@ def cut_shards(mesh: Mesh, cut: Cut, values: dict[str, Tensor]) -> list[Shard]:
         mine = [
             (layout, 0, local_shape(layout).numel()) for i, layout in enumerate(layouts) if i % view.size == view.index
         ]
-        return [make_shard(mine, values, gap=2, cut_group=view)]
+        return shards_of(mesh, mine, values, gap=2, cut_group=view)
     total = sum(local_shape(layout).numel() for layout in layouts)
     share = -(-total // view.size)
     low, high = view.index * share, min((view.index + 1) * share, total)
@@ -102,7 +111,7 @@ def cut_shards(mesh: Mesh, cut: Cut, values: dict[str, Tensor]) -> list[Shard]:
         if start < stop:
             found.append((layout, start, stop - start))
         first += size
-    return [make_shard(found, values, gap=1, cut_group=view)]
+    return shards_of(mesh, found, values, gap=1, cut_group=view)
 
 
 def row_shards(mesh: Mesh, layouts: list[ParameterLayout], values: dict[str, Tensor]) -> list[Shard]:
@@ -115,7 +124,7 @@ def row_shards(mesh: Mesh, layouts: list[ParameterLayout], values: dict[str, Ten
         chunk = -(-rows // view.size)
         start, stop = min(view.index * chunk, rows), min((view.index + 1) * chunk, rows)
         runs = [(layout, start * row, (stop - start) * row)] if stop > start else []
-        shards.append(make_shard(runs, values, cut_group=view, counts=mesh.index("replicate") == 0))
+        shards += shards_of(mesh, runs, values, cut_group=view, counts=mesh.index("replicate") == 0)
     return shards
 
 
@@ -210,7 +219,7 @@ def resume_on_a_rank(
     optimizer = make(name, shards, mesh)
     for piece in optimizer.pieces():
         whole = saved[piece.name]
-        flat = (whole if piece.split is None else piece.split.slice(whole)).reshape(-1)
+        flat = piece.split.slice(whole).reshape(-1)
         piece.tensor.copy_(flat[piece.start : piece.start + piece.tensor.numel()])
     set_gradients(shards, draw(105, 2.0))
     optimizer.step(0.3, 0.5)
@@ -261,5 +270,5 @@ def test_local_parts_join_to_the_whole() -> None:
     """The helper of these tests cuts as the layouts say."""
     whole = draw(0)["attention.qkv"]
     layouts = [layout_of("attention.qkv", 2, index) for index in range(2)]
-    assert layouts[0].split is not None
+    assert layouts[0].split
     assert torch.equal(layouts[0].split.join([local_part(layout, whole) for layout in layouts]), whole)

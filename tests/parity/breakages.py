@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weft.comm import Collectives, nothing_to_wait_for
 from weft.engine import _step
 from weft.models import Batch, Blueprint, build_model
-from weft.parallel import build, data, randomness, zero3
+from weft.parallel import data, randomness, zero3
 from weft.recipe import Recipe
 from weft.techniques.pipeline import runtime as pipeline
 from weft.techniques.pipeline.weight_pass import WeightPass, deferring
@@ -99,7 +99,7 @@ def _sizes_differ() -> list[Patch]:
         apply(part, *args, **settings)
         part.module.set_reduce_scatter_unused_params(False)
 
-    return [(build, "apply_zero3", apply_without)]
+    return [(zero3, "apply_zero3", apply_without)]
 
 
 def _mean_of_means(blueprint: Blueprint) -> Blueprint:

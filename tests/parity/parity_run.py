@@ -114,7 +114,8 @@ def without_traces_of_compiling() -> Iterator[None]:
 def num_messages(training: TrainingState) -> int:
     """That this rank was told to send by algorithms that the plan names."""
     stores = training.model.stores.stores
-    return sum(store._collectives.num_messages for store in stores if isinstance(store, BucketStore))
+    buckets = [store for store in stores if isinstance(store, BucketStore)]
+    return sum(each.num_messages for store in buckets for each in store._collectives.values())
 
 
 def _nudged(training: TrainingState, seed: int) -> None:

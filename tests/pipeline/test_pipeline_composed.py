@@ -69,7 +69,7 @@ def run_step(plan: Plan) -> dict[str, Any]:
     for shard in model.stores.shards:
         assert shard.gradient is not None
         for segment in shard.segments:
-            if shard.counts and segment.layout.counts:
+            if shard.counts:
                 values = shard.gradient[segment.offset : segment.offset + segment.length]
                 runs.append((segment.layout.name, segment.layout.split, segment.start, values.clone()))
     return {"runs": runs, "loss": float(totals.sum), "tensor": mesh.index("tensor")}
@@ -82,8 +82,7 @@ def assemble(results: Sequence[Mapping[str, Any]], like: Mapping[str, Tensor]) -
     written: dict[str, int] = {}
     for result in results:
         for name, split, start, values in result["runs"]:
-            shape = like[name].shape if split is None else split.local_shape(like[name].shape)
-            index = 0 if split is None else split.index
+            shape, index = split.local_shape(like[name].shape), split.index
             splits[name] = split
             local = locals_.setdefault(name, {}).setdefault(index, torch.zeros(shape, dtype=values.dtype))
             local.view(-1)[start : start + values.numel()] = values

@@ -101,9 +101,9 @@ def whole_gradients(built: Built) -> dict[str, Tensor]:
     for name, parameter in built.part.named_parameters():
         entry = built.layout[name]
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        if entry.tensor_partial:
+        if entry.placement("tensor") == "partial":
             all_reduce(grad, view)
-        if entry.split is not None:
+        if entry.split:
             grad = entry.split.join(list(all_gather(grad, view).unbind(0)))
         assert grad.shape == entry.shape, name
         found[entry.name] = grad

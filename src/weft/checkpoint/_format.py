@@ -24,7 +24,7 @@ import xxhash
 
 from weft.document import LARGEST_COUNT, JsonObject, read_plain_file
 from weft.errors import CheckpointError
-from weft.parallel import TensorSplit
+from weft.parallel import Splits
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -54,6 +54,8 @@ _TENSOR_FILE = r"rank-\d{5}-\d{4,9}\.safetensors"
 _INDEX_FILE = r"rank-\d{5}\.json"
 _LARGEST_INDEX_BYTES = 1 << 30
 _MOST_DIMENSIONS = 64
+_MOST_CUTS = 4
+"""Of a tensor, one after another: more axes than that cut none."""
 _MANIFEST_FIELDS = frozenset(
     ("format", "version", "step", "sequence", "token", "best", "world", "provenance", "state", "indexes")
 )
@@ -77,7 +79,7 @@ class Run:
     shape: torch.Size
     """Whole shape."""
     dtype: torch.dtype
-    split: TensorSplit | None
+    split: Splits
     start: int
     length: int
     file: str
@@ -86,15 +88,14 @@ class Run:
 
     @property
     def local_shape(self) -> torch.Size:
-        return self.shape if self.split is None else self.split.local_shape(self.shape)
+        return self.split.local_shape(self.shape)
 
     def to_json(self) -> dict[str, Json]:
-        split = self.split
         return {
             "name": self.name,
             "shape": list(self.shape),
             "dtype": DTYPE_NAMES[self.dtype],
-            "split": None if split is None else [split.dim, split.parts, split.index, split.blocks],
+            "split": list[Json](self.split.numbers) or None,
             "start": self.start,
             "length": self.length,
             "file": self.file,
@@ -268,16 +269,24 @@ def _run_from_json(fields: JsonObject) -> Run:
     return run
 
 
-def _split_from_json(fields: JsonObject, shape: torch.Size) -> TensorSplit | None:
+def _split_from_json(fields: JsonObject, shape: torch.Size) -> Splits:
     if fields.values.get("split") is None:
-        return None
-    numbers = fields.counts("split", longest=4)
-    if len(numbers) == 4:
-        dim, parts, index, blocks = numbers
-        few = 0 < parts <= MOST_RANKS and 0 < blocks <= MOST_RANKS
-        if few and dim < len(shape) and index < parts and shape[dim] % (parts * blocks) == 0:
-            return TensorSplit(dim=dim, parts=parts, index=index, blocks=blocks)
-    raise fields.fail("split", f"[dim, parts, index, blocks] of the shape {list(shape)}")
+        return Splits()
+    numbers = fields.counts("split", longest=4 * _MOST_CUTS)
+    if numbers and len(numbers) % 4 == 0:
+        split = Splits.of_numbers(numbers)
+        if split.parts <= MOST_RANKS and _fits(split, shape):
+            return split
+    raise fields.fail("split", f"[dim, parts, index, blocks] of the shape {list(shape)}, for each cut after the other")
+
+
+def _fits(split: Splits, shape: torch.Size) -> bool:
+    for cut in split.cuts:
+        few = 0 < cut.parts <= MOST_RANKS and 0 < cut.blocks <= MOST_RANKS
+        if not few or cut.dim >= len(shape) or cut.index >= cut.parts or shape[cut.dim] % (cut.parts * cut.blocks):
+            return False
+        shape = cut.local_shape(shape)
+    return True
 
 
 def _canonical(body: Any) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.comm import Mesh
-from weft.parallel import ModelLayout, ParameterLayout, Piece
+from weft.parallel import ModelLayout, ParameterLayout, Piece, first_element
 
 
 def module_pieces(module: nn.Module, layout: ModelLayout, mesh: Mesh) -> list[Piece]:
@@ -18,16 +17,9 @@ def module_pieces(module: nn.Module, layout: ModelLayout, mesh: Mesh) -> list[Pi
     Trained parameters are left out: the gradient store's shards hold them.  Buffers that are not persistent are
     recomputed by their module and not saved.  No collective; the part's tensors must be contiguous.
     """
-    replica = mesh.index("data") == 0 and mesh.index("context") == 0
-    pieces = list[Piece]()
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            continue
-        if isinstance(parameter, DTensor):
-            pieces.append(_sharded_piece(layout[name], parameter, mesh))
-        else:
-            pieces.append(_piece("model/", layout[name], parameter, counts=replica))
-    pieces.extend(_piece("buffer/", layout[name], buffer, counts=replica) for name, buffer in _saved_buffers(module))
+    frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    pieces = [_piece("model/", layout[name], parameter, mesh) for name, parameter in frozen]
+    pieces.extend(_piece("buffer/", layout[name], buffer, mesh) for name, buffer in _saved_buffers(module))
     return pieces
 
 
@@ -36,29 +28,18 @@ def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
-def _piece(prefix: str, entry: ParameterLayout, tensor: Tensor, *, counts: bool) -> Piece:
+def _piece(prefix: str, entry: ParameterLayout, tensor: Tensor, mesh: Mesh) -> Piece:
+    start, copies = 0, entry.reducing(mesh)
+    if isinstance(tensor, DTensor):  # under ZeRO-3 frozen parameters are cut like the others
+        assert tensor.placements[-1] == Shard(0), f"{entry.name} is cut as {tensor.placements}, not along dim 0"
+        start, copies = first_element(tensor.shape, entry.sharding(mesh)), entry.replicating(mesh)
+        tensor = tensor.to_local()
     assert tensor.is_contiguous(), f"{entry.name} is not contiguous, so it has no flat storage to load into"
     return Piece(
         name=prefix + entry.name,
         shape=entry.shape,
         tensor=tensor.detach().view(-1),
         split=entry.split,
-        counts=entry.counts and counts,
-    )
-
-
-def _sharded_piece(entry: ParameterLayout, parameter: DTensor, mesh: Mesh) -> Piece:
-    """Under ZeRO-3 a frozen parameter is cut along its first dimension over the shard axis, the remainder last."""
-    cuts = [placement for placement in parameter.placements if isinstance(placement, Shard)]
-    assert cuts == [Shard(0)], f"{entry.name} is cut as {parameter.placements}, not along dim 0"
-    local = parameter.to_local().detach()
-    rows = -(-parameter.shape[0] // mesh.size("shard"))
-    row = min(rows * mesh.index("shard"), parameter.shape[0])
-    return Piece(
-        name=f"model/{entry.name}",
-        shape=entry.shape,
-        tensor=local.view(-1),
-        split=entry.split,
-        start=row * torch.Size(parameter.shape[1:]).numel(),
-        counts=entry.counts and mesh.index("replicate") == 0 and mesh.index("context") == 0,
+        start=start,
+        counts=entry.is_first_copy(mesh) and copies.index == 0,
     )

@@ -13,7 +13,7 @@ from weft.checkpoint._files import open_tensors, verify_file, verify_header
 from weft.checkpoint._format import Manifest, Run, StoredFile, read_index, read_manifest
 from weft.checkpoint._write import runs_by_name
 from weft.errors import CheckpointError
-from weft.parallel import Piece, TensorSplit
+from weft.parallel import Piece
 
 _OPEN_FILES = 32
 
@@ -66,9 +66,7 @@ class StoredCheckpoint:
         """Return a whole tensor on the CPU, with storage of its own."""
         runs = self.runs[name]
         shape, split = runs[0].local_shape, runs[0].split
-        if split is None:
-            return self._local(runs, shape)
-        parts = [[run for run in runs if run.split and run.split.index == index] for index in range(split.parts)]
+        parts = [[run for run in runs if run.split.index == index] for index in range(split.parts)]
         return split.join([self._local(part, shape) for part in parts])
 
     def fill(self, name: str, pieces: list[Piece]) -> None:
@@ -76,11 +74,11 @@ class StoredCheckpoint:
         runs = self.runs[name]
         whole: Tensor | None = None
         for piece in pieces:
-            if _same_cut(runs[0].split, piece.split):
+            if runs[0].split.form == piece.split.form:
                 self._copy_overlaps(runs, piece)
                 continue
             whole = self.whole(name) if whole is None else whole
-            local = whole if piece.split is None else piece.split.slice(whole)
+            local = piece.split.slice(whole)
             piece.tensor.copy_(local.reshape(-1)[piece.start : piece.start + piece.tensor.numel()])
 
     def _local(self, runs: list[Run], shape: torch.Size) -> Tensor:
@@ -90,11 +88,10 @@ class StoredCheckpoint:
         return flat.view(shape)
 
     def _copy_overlaps(self, runs: list[Run], piece: Piece) -> None:
-        index = None if piece.split is None else piece.split.index
         stop = piece.start + piece.tensor.numel()
         for run in runs:
             first, last = max(run.start, piece.start), min(run.start + run.length, stop)
-            if (None if run.split is None else run.split.index) == index and first < last:
+            if run.split.index == piece.split.index and first < last:
                 source = self._read(run)[first - run.start : last - run.start]
                 piece.tensor[first - piece.start : last - piece.start].copy_(source)
 
@@ -108,9 +105,3 @@ class StoredCheckpoint:
             except OSError as error:
                 raise CheckpointError(f"{self.folder / run.file} cannot be read: {error}.") from None
         return self._handles[run.file].get_tensor(run.key).reshape(-1)
-
-
-def _same_cut(stored: TensorSplit | None, wanted: TensorSplit | None) -> bool:
-    if stored is None or wanted is None:
-        return stored is wanted
-    return (stored.dim, stored.parts, stored.blocks) == (wanted.dim, wanted.parts, wanted.blocks)

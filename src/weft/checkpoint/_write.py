@@ -74,15 +74,15 @@ def runs_by_name(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 def _check_cover(name: str, runs: list[Run]) -> None:
     where = f"{_index_of(runs[0])}: {name}"
-    forms = {(run.shape, run.dtype, run.split and (run.split.dim, run.split.parts, run.split.blocks)) for run in runs}
+    forms = {(run.shape, run.dtype, run.split.form) for run in runs}
     if len(forms) > 1:
         raise CheckpointError(
             f"{where}: the ranks disagree on shape, dtype or split of it: {sorted(map(str, forms))[:3]}."
         )
-    parts = 1 if runs[0].split is None else runs[0].split.parts
+    parts = runs[0].split.parts
     size = math.prod(runs[0].local_shape)
-    runs.sort(key=lambda run: (_part_of(run), run.start, run.length))
-    groups = {part: list(group) for part, group in groupby(runs, key=_part_of)}
+    runs.sort(key=lambda run: (run.split.index, run.start, run.length))
+    groups = {part: list(group) for part, group in groupby(runs, key=lambda run: run.split.index)}
     if size and len(groups) < parts:
         missing = next(part for part in range(parts) if part not in groups)
         raise CheckpointError(f"{where} lacks {size:,} elements of part {missing} of {parts}: they count nowhere.")
@@ -97,10 +97,6 @@ def _check_cover(name: str, runs: list[Run]) -> None:
         if reached != size:
             missing = f"{size - reached:,} elements of part {part} of {parts}"
             raise CheckpointError(f"{where} lacks {missing}: they count nowhere.")
-
-
-def _part_of(run: Run) -> int:
-    return 0 if run.split is None else run.split.index
 
 
 def _index_of(run: Run) -> str:

@@ -1,13 +1,14 @@
-"""The mesh of a plan as process groups: one group per axis, and the few products that techniques need.
+"""The mesh of a plan as process groups: over any set of its axes.
 
-Everything that needs a group takes a `Mesh`; nobody reads the default group or an environment variable.
+Everything that needs a group takes a `Mesh`; nobody reads the default group or an environment variable.  Which group a
+tensor needs follows from its placements (`weft.parallel.ParameterLayout`); only techniques speak of axes by name.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -19,20 +20,55 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm._device import forget_meshes
 from weft.comm._watch import Sink, Watch
 from weft.comm._watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
-from weft.errors import CollectiveError
-from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, Axis, MeshPlan, axis_coordinates
+from weft.errors import CollectiveError, PlanError
+from weft.plan import (
+    AXES,
+    BATCH_AXES,
+    COLLECTIVE_TIMEOUT_SECONDS,
+    EXPERT_LENDERS,
+    Axis,
+    MeshPlan,
+    axis_coordinates,
+)
 
-GroupName = Literal["pipeline", "replicate", "shard", "context", "tensor", "data", "world"]
+GroupName = Literal[
+    "pipeline", "replicate", "shard", "context", "tensor", "expert",
+    "data", "expert_data", "expert_shard", "context_data", "context_shard", "world",
+]  # fmt: skip
 
-_PRODUCTS: dict[GroupName, tuple[Axis, ...]] = {
-    "pipeline": ("pipeline",),
-    "replicate": ("replicate",),
-    "shard": ("shard",),
-    "context": ("context",),
-    "tensor": ("tensor",),
-    "data": ("replicate", "shard"),
-    "world": ("pipeline", "replicate", "shard", "context", "tensor"),
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """Which ranks form a group: those that differ in `axes` alone, and not in what they have of `holding`."""
+
+    axes: frozenset[Axis]
+    holding: frozenset[Axis] = frozenset()
+
+
+def _over(*axes: Axis, holding: Collection[Axis] = ()) -> _Over:
+    return _Over(frozenset(axes), frozenset(holding))
+
+
+_NAMED: dict[GroupName, _Over] = {
+    "pipeline": _over("pipeline"),
+    "replicate": _over("replicate"),
+    "shard": _over(*EXPERT_LENDERS),
+    "context": _over("context"),
+    "tensor": _over("tensor"),
+    "data": _over(*BATCH_AXES),
+    "world": _over(*AXES),
+    "expert": _over("expert"),
+    "expert_data": _over(*BATCH_AXES, holding=("expert",)),
+    "expert_shard": _over(*EXPERT_LENDERS, holding=("expert",)),
+    "context_data": _over(*BATCH_AXES, holding=("context",)),
+    "context_shard": _over(*EXPERT_LENDERS, holding=("context",)),
 }
+"""Groups that exist from the start, in the order in which they are made: of the axes that cut weights and activations,
+and over what gradients can have to be summed (`…data`) and ZeRO-3 can cut weights (`…shard`, with context ranks, who
+hold the same ones)."""
+_OWN: frozenset[str] = frozenset(("pipeline", "replicate", "shard", "context", "tensor", "expert"))
+"""Groups that have their ranks to themselves, although another may have the same ones: their collectives run beside
+those of the gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +107,69 @@ class Mesh:
         self.device = device
         self.timeout_seconds = timeout_seconds
         self._alone = alone
-        self._device_meshes: dict[tuple[Axis, ...], DeviceMesh] = {}
+        self._device_meshes: dict[tuple[GroupName, ...], DeviceMesh] = {}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.coordinates = axis_coordinates(plan, self.rank)
+        self._hidden: frozenset[Axis] = frozenset()
+        """Axes on which this rank knows of nobody else."""
         self._made: dict[tuple[tuple[int, ...], ...], GroupView] = {}
-        """Groups of several axes, by all parts of the partition."""
+        """Groups that others with the same ranks share, by all parts of the partition."""
         self._own: list[dist.ProcessGroup] = []
         """Groups that were made for this mesh."""
         self._watched: dict[WatchedGroup, str] = {}
         self._sink: Sink | None = None
-        self._views = {name: self._create(name, axes) for name, axes in _PRODUCTS.items()}
+        self._views: dict[_Over, GroupView] = {}
+        for name, over in _NAMED.items():
+            same = self._views.get(self._reduced(over)) if over.holding else None
+            self._views[over] = same if same is not None else self._create(name, over)
+            self._views.setdefault(self._reduced(over), self._views[over])
 
     def __getitem__(self, name: GroupName) -> GroupView:
-        return self._views[name]
+        over = _NAMED[name]
+        return self._views[over] if name == "world" else self.group_over(over.axes, holding=over.holding)
+
+    def group_over(self, axes: Collection[Axis], *, holding: Collection[Axis] = ()) -> GroupView:
+        """Return this rank's group over a set of axes: the ranks that differ from it in these alone.
+
+        `holding` leaves out those that differ in what they have of these axes: over `BATCH_AXES`, holding `expert`,
+        are the ranks that see other tokens and have the same experts.  Groups over one axis, and those over
+        `BATCH_AXES` or `EXPERT_LENDERS` holding nothing, `expert` or `context`, exist from the start.  Any other is
+        created when it is first asked for: then call it on every rank alike.
+        """
+        near = set(axes)
+        if near.intersection(("expert", *EXPERT_LENDERS)):
+            near.update(("expert", *EXPERT_LENDERS))  # they are made of the same ranks
+        over = _Over(frozenset(axes) - self._hidden, frozenset(holding) & near)
+        view = self._views.get(over) or self._views.get(self._reduced(over))
+        if view is None:
+            name = "+".join(axis for axis in AXES if axis in over.axes)
+            view = self._views[over] = self._create(name, over)
+        return view
+
+    def _reduced(self, over: _Over) -> _Over:
+        """The same without axes that have one rank."""
+        one = {axis for axis in AXES if getattr(self.plan, axis) == 1}
+        return _Over(over.axes - one, over.holding - one)
+
+    @property
+    def within_stage(self) -> tuple[GroupView, ...]:
+        """Groups over which, one after another, a sum takes in every rank of this rank's pipeline stage."""
+        return tuple(view for view in (self["data"], self["tensor"]) if view.group is not None)
+
+    @property
+    def data_index(self) -> int:
+        """Which share of a global batch this rank takes, among `plan.data`; context ranks take parts of the same."""
+        index = 0
+        for axis in self.plan.order:
+            if axis in ("replicate", "shard"):
+                index = index * int(getattr(self.plan, axis)) + self.coordinates[axis]
+        return index
 
     def size(self, name: GroupName) -> int:
-        return self._views[name].size
+        return self[name].size
 
     def index(self, name: GroupName) -> int:
-        return self._views[name].index
+        return self[name].index
 
     def watch(self, sink: Sink | None) -> None:
         """Hand every collective of this mesh's groups to `sink` when it is launched, from now on; None: to nobody.
@@ -141,32 +221,33 @@ class Mesh:
             dist.destroy_process_group(self._own.pop())
         forget_meshes()
 
-    def device_mesh(self, *axes: Axis) -> DeviceMesh:
-        """Return a DeviceMesh over `axes`, all larger than 1, with this rank's other coordinates fixed.
+    def device_mesh(self, *names: GroupName) -> DeviceMesh:
+        """Return a DeviceMesh over groups that cross one another, each with more than one rank.
 
-        Call it on every rank.  Axis names of the DeviceMesh are the plan's; the same axes give the same object.
+        Call it on every rank.  Its axes bear the groups' names; the same names give the same object.
         """
-        if axes not in self._device_meshes:
-            self._device_meshes[axes] = self._create_device_mesh(axes)
-        return self._device_meshes[axes]
+        if names not in self._device_meshes:
+            self._device_meshes[names] = self._create_device_mesh(names)
+        return self._device_meshes[names]
 
-    def _create_device_mesh(self, axes: tuple[Axis, ...]) -> DeviceMesh:
-        views = [self._views[axis] for axis in axes if axis != "expert"]
-        shape = [view.size for view in views]
-        ranks = torch.tensor(self._members(axes)).view(shape)
+    def _create_device_mesh(self, names: tuple[GroupName, ...]) -> DeviceMesh:
+        views = [self[name] for name in names]
+        # Ranks count row-major through the axes, so that steps along different axes add up.
+        ranks = torch.tensor(self.rank)
+        for view in views:
+            ranks = ranks[..., None] + torch.tensor(view.ranks) - self.rank
         groups = [view.group for view in views if view.group is not None]
-        assert len(groups) == len(views), f"a DeviceMesh over {axes} would have an axis of size 1"
+        assert len(groups) == len(views), f"a DeviceMesh over {names} would have an axis of size 1"
         if len(groups) == 1:
-            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=tuple(axes))
-        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=tuple(names))
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(names))
 
     def within_replica(self) -> Mesh:
-        """Return this mesh as it looks to ranks that know of no other replica: the data ranks are those of the shard
-        axis, and nobody replicates.  `world`, coordinates and groups stay what they are.  Not collective.
+        """Return this mesh as it looks to ranks that know of no other replica: gradients are summed over the shard axis
+        alone, and nobody replicates.  `world`, coordinates and groups stay what they are.  Not collective.
         """
         inside = copy.copy(self)
-        alone = GroupView((self.rank,), 0, None)
-        inside._views = {**self._views, "data": self._views["shard"], "replicate": alone}
+        inside._hidden = frozenset(("replicate",))
         return inside
 
     def create_group(self, partition: Sequence[Sequence[int]], name: str) -> GroupView:
@@ -203,27 +284,18 @@ class Mesh:
         register_watched_backend()
         return WATCHED_GLOO
 
-    def ranks_where(self, **fixed: int) -> tuple[int, ...]:
-        """Global ranks whose coordinates agree with this rank's except for the axes given, which have these values."""
-        wanted = {**self.coordinates, **fixed}
-        return tuple(r for r in range(self.plan.world_size) if axis_coordinates(self.plan, r) == wanted)
-
-    def _members(self, axes: Sequence[Axis]) -> tuple[int, ...]:
-        """Global ranks of this rank's group over `axes`, row-major in the order of `axes`."""
-        sizes = [range(int(getattr(self.plan, axis))) for axis in axes]
-        members: list[int] = []
-        for values in itertools.product(*sizes):
-            members.extend(self.ranks_where(**dict(zip(axes, values, strict=True))))
-        return tuple(members)
-
-    def _create(self, name: GroupName, axes: tuple[Axis, ...]) -> GroupView:
-        parts: dict[tuple[tuple[Axis, int], ...], list[int]] = {}
+    def _create(self, name: str, over: _Over) -> GroupView:
+        """Make the groups of a kind, on all ranks, and return this rank's."""
+        fixed = [
+            (size, stride)
+            for owners, size, stride in _digits(self.plan)
+            if owners.isdisjoint(over.axes) or not owners.isdisjoint(over.holding)
+        ]
+        parts: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.plan.world_size):
-            place = axis_coordinates(self.plan, rank)
-            key: tuple[tuple[Axis, int], ...] = tuple((axis, at) for axis, at in place.items() if axis not in axes)
-            parts.setdefault(key, []).append(rank)
-        partition = tuple(tuple(parts[key]) for key in sorted(parts))
-        if len(axes) == 1:
+            parts.setdefault(tuple(rank // stride % size for size, stride in fixed), []).append(rank)
+        partition = tuple(tuple(ranks) for ranks in parts.values())
+        if name in _OWN:
             return self.create_group(partition, name)
         if partition not in self._made:
             is_everyone = len(partition) == 1 and self.plan.world_size > 1 and self._backend() is None
@@ -233,3 +305,32 @@ class Mesh:
                 else self.create_group(partition, name)
             )
         return self._made[partition]
+
+
+def _digits(plan: MeshPlan) -> list[tuple[frozenset[Axis], int, int]]:
+    """A rank's number as digits, fastest first: (axes that a digit belongs to, its size, ranks from one to the next).
+
+    Every axis is one digit, but a lender of experts may be two, of which the faster is shared with `expert`: it borrows
+    of the lender just outside of it in the mesh's order first.
+    """
+    place = plan.order.index("expert")
+    lenders: list[Axis] = [a for a in (*plan.order[:place][::-1], *plan.order[place + 1 :]) if a in EXPERT_LENDERS]
+    lent: dict[Axis, int] = {}
+    wanted = plan.expert
+    for axis in lenders:
+        lent[axis] = math.gcd(int(getattr(plan, axis)), wanted)
+        wanted //= lent[axis]
+    if wanted > 1:
+        raise PlanError(
+            f"plan.mesh.expert = {plan.expert} does not divide {' × '.join(EXPERT_LENDERS)} = {plan.expert_room}, from"
+            " which experts borrow their ranks. Use a divisor of it."
+        )
+    digits: list[tuple[frozenset[Axis], int, int]] = []
+    stride = 1
+    for axis in reversed(plan.order):
+        if axis != "expert":
+            size, part = int(getattr(plan, axis)), lent.get(axis, 1)
+            digits.append((frozenset((axis, "expert")), part, stride))
+            digits.append((frozenset((axis,)), size // part, stride * part))
+            stride *= size
+    return digits

@@ -52,6 +52,7 @@ class StepReporter:
                 num_skipped=num_skipped,
                 loss_scale=result.loss_scale,
                 memory_bytes=result.memory_bytes,
+                auxiliary=result.auxiliary,
             )
         )
 

@@ -9,7 +9,7 @@ can start.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,8 @@ class StepResult:
     """Peak of the rank that holds most."""
     some_unused: bool
     """Whether some parameter took no part on some rank, so that ranks asked one another which."""
+    auxiliary: Mapping[str, float]
+    """Values of the loss's auxiliary terms, unweighted and not in `loss`; of this rank's replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Stepper:
         self._ending = [technique for technique in techniques if technique.span]
         self._num_replicas = mesh.size("data") // summing.size("data")
         self._replica = mesh.index("replicate") if self._num_replicas > 1 else 0
-        self._summing = (summing["data"], summing["tensor"])  # the ranks that sum the gradients of a step
+        self._summing = summing.within_stage
         self._recorder = recorder
         self._buffers = tuple(buffers)
 
@@ -164,6 +166,7 @@ class Stepper:
             stop=agreed.stop > 0,
             memory_bytes=agreed.memory_bytes,
             some_unused=agreed.unused > 0,
+            auxiliary=totals.auxiliary,
         )
 
     def _clip(self, norm: float) -> float:
@@ -179,9 +182,7 @@ class Stepper:
         slots = 3 * replicas + 2 + size * (1 if fingerprint is None else 2)
         mine = torch.zeros(slots, dtype=torch.float64, device=self._mesh.device)
         by_replica = mine[: 3 * replicas].view(3, replicas)[:, self._replica]
-        if self._mesh.index("tensor") == 0:  # the tensor ranks of the last stage all know the same totals
-            by_replica[0] += totals.sum
-            by_replica[1] += totals.count
+        by_replica[:2] = totals.addend(self._mesh)
         by_replica[2] = squared_norm(self._stores.shards)
         mine[3 * replicas] = float(len(self._stores.unused()))
         mine[3 * replicas + 1] = stop
@@ -212,9 +213,8 @@ class Stepper:
         mine = self._stores.unused()
         flags = torch.tensor([float(name in mine) for name in names], device=self._mesh.device)
         for view in self._summing:
-            if view.group is not None:
-                dist.all_reduce(flags, group=view.group)
-        everyone = float(self._summing[0].size * self._summing[1].size)
+            dist.all_reduce(flags, group=view.group)
+        everyone = float(math.prod(view.size for view in self._summing))
         return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if flag == everyone)
 
 

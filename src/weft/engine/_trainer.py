@@ -261,8 +261,7 @@ class Trainer:
         with training.evaluated():
             for microbatches in self._data.evaluation(self._recipe.run.evaluate_batches):
                 found = training.model.runner.evaluate(microbatches, step=0, seed=self._recipe.run.seed)
-                if self._mesh.index("tensor") == 0:
-                    totals += torch.stack([found.sum, found.count])
+                totals += found.addend(self._mesh)
         world = self._mesh["world"]
         if world.group is not None:
             dist.all_reduce(totals, group=world.group)

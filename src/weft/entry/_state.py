@@ -33,6 +33,7 @@ from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import CheckpointError, DataError, PlanError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent
 from weft.models import Batch, Blueprint
+from weft.models.auxiliary import AuxiliaryLoss, auxiliary_of
 from weft.parallel import ParallelModel, Piece, parallelize
 from weft.plan import Plan
 from weft.recipe import Recipe
@@ -80,7 +81,7 @@ class TrainState:
         self._mesh = mesh
         self._recipe = recipe
         self._batch_size = recipe.batch.global_batch_size
-        self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.index("data"))
+        self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.data_index)
         self._stream = Stream(stream, recipe.run.seed, self._check_equal, self._batch_size)
         self._loss = LossOfUser(loss)
         self._loss.like = like
@@ -399,14 +400,10 @@ class TrainState:
         cut = [{name: value[at : min(at + micro, self._stop)] for name, value in fields.items()} for at in own]
         fill = [{name: value[:1] for name, value in fields.items()}] * (most - len(cut))
         totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        for group, counts in ((cut, self._mesh.index("tensor") == 0), (fill, False)):
-            if group:
-                found = self._parallel.runner.evaluate(
-                    group,
-                    step=0,
-                    seed=self._recipe.run.seed,
-                )
-                totals += torch.stack([found.sum, found.count]) * float(counts)
+        if cut:
+            totals += self._parallel.runner.evaluate(cut, step=0, seed=self._recipe.run.seed).addend(self._mesh)
+        if fill:
+            self._parallel.runner.evaluate(fill, step=0, seed=self._recipe.run.seed)
         return totals
 
     def _pieces(self) -> list[Piece]:
@@ -443,6 +440,13 @@ class LossOfUser:
         self._told = False
         self.per_sample: bool = getattr(loss, "per_sample", True)
         self.like: type[Any] = dict
+        self.auxiliary = {name: self._of_user(term) for name, term in auxiliary_of(loss).items()}
+
+    def _of_user(self, term: AuxiliaryLoss) -> AuxiliaryLoss:
+        def sums(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+            return term.sums(outputs, restored(batch, self.like))
+
+        return replace(term, sums=sums)
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         found = self._loss(outputs, restored(batch, self.like))

@@ -12,7 +12,7 @@ from weft.document import JsonObject
 from weft.engine.optimizers import ShardOptimizer
 from weft.entry._guards import Guard
 from weft.errors import PlanError, RecipeError
-from weft.parallel import Piece, Segment, Shard
+from weft.parallel import Piece, Segment, Shard, Splits
 
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
 """Classes of torch.optim whose update of an element looks at that element alone, so that shards may be cut anywhere."""
@@ -213,19 +213,19 @@ class UserOptimizer(ShardOptimizer):
                     name=f"optimizer/{key}/{layout.name}",
                     shape=layout.shape if elementwise else torch.Size(),
                     tensor=value.view(-1),
-                    split=layout.split if elementwise else None,
+                    split=layout.split if elementwise else Splits(),
                     start=segment.start if elementwise else 0,
-                    counts=shard.counts and layout.counts and (elementwise or _holds_first(segment)),
+                    counts=shard.counts and (elementwise or _holds_first(segment)),
                 )
 
 
 def _holds_first(segment: Segment) -> bool:
     """Whether the first element of the whole parameter lies in this run: one rank's does, and it writes the scalars."""
-    return segment.start == 0 and (segment.layout.split is None or segment.layout.split.index == 0)
+    return segment.start == 0 and segment.layout.split.index == 0
 
 
 def _require_whole(segment: Segment, name: str) -> None:
-    if not segment.is_whole or segment.layout.split is not None:
+    if not segment.is_whole or segment.layout.split:
         raise PlanError(
             f"{name} may look at whole parameters, but this plan cuts {segment.layout.name}. Use data_parallel.zero"
             " = 0, 1 or 2 and mesh.tensor = 1, or an elementwise optimizer of torch.optim."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 
@@ -51,6 +51,8 @@ class StepEvent:
     loss_scale: float
     memory_bytes: int
     """Peak of the rank that holds most."""
+    auxiliary: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Values of the loss's auxiliary terms, unweighted and not in `loss`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

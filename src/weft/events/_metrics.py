@@ -101,7 +101,8 @@ class MetricsSink:
         match emitted.event:
             case StepEvent() as event:
                 self._step = {**fields_of_event(event), "kind": event.kind}
-                del self._step["num_skipped"]
+                for name in ("num_skipped", *(() if event.auxiliary else ("auxiliary",))):
+                    del self._step[name]
             case PhaseEvent() as event:
                 self._seconds = dict(event.seconds)
             case CollectiveEvent() as event:

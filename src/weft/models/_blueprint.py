@@ -22,7 +22,8 @@ class Loss(Protocol):
     """`loss(outputs, batch) -> (sum, count)`: both 0-d; `sum` differentiable, `count` a float that is not.
 
     The engine divides the sum over all microbatches and ranks by the global count.  A loss that is no sum over samples
-    carries the attribute `per_sample = False`; a loss without the attribute is a sum over samples.
+    carries the attribute `per_sample = False`; a loss without the attribute is a sum over samples.  Terms that are
+    statistics over the batch stand beside it, as its attribute `auxiliary` (`weft.models.auxiliary`).
     """
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]: ...

@@ -303,10 +303,10 @@ def _shuffled(evidence: Evidence) -> str | None:
 def _permutation(evidence: Evidence, key: str, reference: Tensor, candidate: Tensor) -> str | None:
     """The order of the tensor ranks' parts in `candidate`, when it is `reference` in another order."""
     splits = [
-        piece.split
+        piece.split.cuts[0]
         for kind in ("initial", "gradients")
         for _, piece in _pieces(evidence, kind, key)
-        if piece.split is not None
+        if piece.split
     ]
     if not splits or reference.shape != candidate.shape:
         return None
@@ -386,7 +386,7 @@ def _gradient_scale(evidence: Evidence) -> float:
 
 def _countable(evidence: Evidence) -> Mapping[str, float]:
     """Sums of squares of gradients that may be counted too often, by who they are."""
-    cut = {piece.name for trial in evidence.trials for piece in trial.gradients if piece.split is not None}
+    cut = {piece.name for trial in evidence.trials for piece in trial.gradients if piece.split}
     squares = {name: float(t.double().square().sum()) for name, t in evidence.reference.gradients.items()}
     tied = {f"gradient/{name}" for name in evidence.tied()}
     return {
@@ -438,8 +438,7 @@ def _pieces(evidence: Evidence, kind: str, key: str) -> Iterator[tuple[int, Piec
 
 def _slice(whole: Tensor, piece: Piece) -> Tensor:
     """What the piece of a rank should hold of a whole tensor, flat."""
-    local = whole if piece.split is None else piece.split.slice(whole)
-    return local.double().flatten()[piece.start : piece.start + piece.tensor.numel()]
+    return piece.split.slice(whole).double().flatten()[piece.start : piece.start + piece.tensor.numel()]
 
 
 def _data_index(plan: Plan, rank: int) -> int:

@@ -38,8 +38,7 @@ def assemble(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
     for pieces in ranks:
         for piece in pieces:
             shapes[piece.name] = piece
-            index = piece.split.index if piece.split is not None else 0
-            shape = piece.split.local_shape(piece.shape) if piece.split is not None else piece.shape
+            index, shape = piece.split.index, piece.split.local_shape(piece.shape)
             parts_by_index = locals_.setdefault(piece.name, {})
             if index not in parts_by_index:
                 parts_by_index[index] = torch.full((shape.numel(),), torch.nan, dtype=torch.float64)
@@ -53,8 +52,6 @@ def assemble(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
 
 
 def _join(piece: Piece, parts_by_index: Mapping[int, Tensor]) -> Tensor:
-    if piece.split is None:
-        return parts_by_index[0].view(piece.shape)
     shape = piece.split.local_shape(piece.shape)
     absent = torch.full(shape, torch.nan, dtype=torch.float64)
     parts = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from weft.numerics._trial import Trial
-from weft.parallel import Piece, TensorSplit
+from weft.parallel import Piece, Splits
 
 _LISTS = ("initial", "gradients", "state")
 
@@ -65,7 +64,7 @@ def _description(piece: Piece) -> dict[str, Any]:
     return {
         "name": piece.name,
         "shape": list(piece.shape),
-        "split": None if piece.split is None else asdict(piece.split),
+        "split": piece.split.numbers,
         "start": piece.start,
         "counts": piece.counts,
     }
@@ -76,7 +75,7 @@ def _piece(description: dict[str, Any], tensor: Tensor) -> Piece:
         name=description["name"],
         shape=torch.Size(description["shape"]),
         tensor=tensor,
-        split=None if description["split"] is None else TensorSplit(**description["split"]),
+        split=Splits.of_numbers(description["split"]),
         start=description["start"],
         counts=description["counts"],
     )

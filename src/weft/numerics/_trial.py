@@ -74,7 +74,7 @@ def run_trial(
     blueprint = build()
     recorder = Recorder()
     training = create_training(recipe, plan, blueprint, mesh, recorder)
-    data = TrialData(blueprint, plan, data_index=mesh.index("data"), seed=recipe.run.seed, label_range=label_range)
+    data = TrialData(blueprint, plan, data_index=mesh.data_index, seed=recipe.run.seed, label_range=label_range)
     if inspect is not None:
         inspect(training)
     initial = _model_state(training)

@@ -6,7 +6,9 @@ from weft.parallel._draw_net import Generators as Generators
 from weft.parallel._draw_net import without_draws as without_draws
 from weft.parallel._layout import ModelLayout as ModelLayout
 from weft.parallel._layout import ParameterLayout as ParameterLayout
-from weft.parallel._layout import TensorSplit as TensorSplit
+from weft.parallel._layout import Placement as Placement
+from weft.parallel._layout import Split as Split
+from weft.parallel._layout import Splits as Splits
 from weft.parallel._part import ModelPart as ModelPart
 from weft.parallel._part import fill_layout as fill_layout
 from weft.parallel._part import first_names as first_names
@@ -26,6 +28,7 @@ from weft.parallel._shard import Piece as Piece
 from weft.parallel._shard import Segment as Segment
 from weft.parallel._shard import Shard as Shard
 from weft.parallel._shard import exchange_masters as exchange_masters
+from weft.parallel._shard import first_element as first_element
 from weft.parallel._shard import present as present
 from weft.parallel._shard import shard_pieces as shard_pieces
 from weft.parallel._store import GradientStore as GradientStore

@@ -19,12 +19,10 @@ def compressible(compression: Compression, mesh: Mesh) -> Callable[[Member], boo
     Not those of which ranks outside the reduction hold copies: a stage that shares a tied weight, and the tensor ranks
     of what is not cut between them.  Each copy would be rounded by itself, and copies that differ drift apart.
     """
-    has_tensor_ranks = mesh.size("tensor") > 1
 
     def is_taken(member: Member) -> bool:
-        layout = member.layout
-        is_copied = member.tie is not None or layout.tied or (has_tensor_ranks and layout.split is None)
-        return not is_copied and compression.takes(member.parameter.shape)
+        travels = member.reducing.group is not None and not member.layout.is_copied(mesh)
+        return travels and compression.takes(member.parameter.shape)
 
     return is_taken
 
@@ -79,7 +77,7 @@ def _residual(kept: Kept, layout: ParameterLayout, view: GroupView, start: int) 
 def _shared(kept: Kept, layout: ParameterLayout, view: GroupView, shard: tuple[int, int]) -> Piece:
     """What all members hold alike belongs to the matrix that this rank sees; of one cut otherwise it says nothing, and
     none is loaded."""
-    cut = "" if layout.split is None else f"/tensor-{layout.split.index}-of-{layout.split.parts}"
+    cut = f"/tensor-{layout.split.index}-of-{layout.split.parts}" if layout.split else ""
     cut += "" if shard[1] == 1 else f"/shard-{shard[0]}-of-{shard[1]}"
     return Piece(
         name=f"compression/{kept.kind}{cut}/{layout.name}",

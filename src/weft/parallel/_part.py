@@ -12,7 +12,7 @@ from torch import nn
 from weft.comm import GroupView
 from weft.models import Blueprint
 from weft.parallel._context import StepContext
-from weft.parallel._layout import ModelLayout, ParameterLayout, TensorSplit
+from weft.parallel._layout import ModelLayout, ParameterLayout, Split
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,15 +56,13 @@ def first_names(module: nn.Module) -> dict[str, str]:
     return names
 
 
-def fill_layout(
-    layout: ModelLayout, part: nn.Module, names: Mapping[str, str], splits: Mapping[str, TensorSplit], view: GroupView
-) -> None:
+def fill_layout(layout: ModelLayout, part: nn.Module, names: Mapping[str, str], splits: Mapping[str, Split]) -> None:
     """Enter every parameter and floating buffer of the part, before it is cut; keep what others said of ties."""
     for name, parameter in part.named_parameters(remove_duplicate=False):
-        layout.entries[name] = _entry(layout, name, names, parameter.shape, splits.get(name), view, is_buffer=False)
+        layout.entries[name] = _entry(layout, name, names, parameter.shape, splits.get(name), is_buffer=False)
     for name, buffer in part.named_buffers(remove_duplicate=False):
         if buffer.is_floating_point():
-            layout.entries[name] = _entry(layout, name, names, buffer.shape, None, view, is_buffer=True)
+            layout.entries[name] = _entry(layout, name, names, buffer.shape, None, is_buffer=True)
 
 
 def _entry(
@@ -72,14 +70,11 @@ def _entry(
     name: str,
     names: Mapping[str, str],
     shape: torch.Size,
-    split: TensorSplit | None,
-    view: GroupView,
+    split: Split | None,
     *,
     is_buffer: bool,
 ) -> ParameterLayout:
-    counts = split is not None or view.index == 0
     known = layout.entries.get(name)
-    if known is not None:
-        return replace(known, split=split, counts=known.counts and counts)
-    first = names.get(name, name)
-    return ParameterLayout(name=first, shape=shape, split=split, counts=counts, is_buffer=is_buffer)
+    if known is None:
+        known = ParameterLayout(name=names.get(name, name), shape=shape, is_buffer=is_buffer)
+    return known if split is None else replace(known, placements={**known.placements, "tensor": split})

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.models import Batch, Blueprint
+from weft.models import Batch, Blueprint, Loss
 from weft.parallel._context import MicrobatchState
 from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
@@ -21,15 +21,25 @@ from weft.parallel._part import ModelPart
 class LossTotals:
     """Loss sum and count over this data rank's microbatches: 0-d float64 tensors on the device.
 
-    Only ranks of the last stage know them; on the others both are zero.
+    Only ranks of the last stage know them; on the others both are zero.  Tensor ranks know the same ones, context ranks
+    each those of its part of the sequence.
     """
 
     sum: Tensor
     count: Tensor
+    auxiliary: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Values of the loss's auxiliary terms over the whole batch, unweighted; not in `sum`."""
 
     @classmethod
     def empty(cls, device: torch.device) -> LossTotals:
-        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)))
+        loss_sum, count = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+        return cls(loss_sum, count)
+
+    def addend(self, mesh: Mesh) -> Tensor:
+        """Return sum and count, (2,), as this rank adds them to a sum over the world: nothing where another rank brings
+        the same."""
+        both = torch.stack([self.sum, self.count])
+        return both if mesh.index("tensor") == 0 else torch.zeros_like(both)
 
     def add(self, loss_sum: Tensor, count: Tensor) -> None:
         self.sum += loss_sum.detach()
@@ -149,15 +159,17 @@ class SequentialRunner:
             state = microbatch_state(moved, seed, step)
             loss_sum, count = self._loss(moved, state)
             totals.add(loss_sum, count)
-            remaining = len(microbatches) - 1 - index
-            observer.on_microbatch(remaining)
-            observer.on_backward(0, remaining)
-            if remaining == 0:
-                observer.on_last_forward(0)
-            with self._part.context.entered(state):  # a checkpoint in the user's own forward draws again under its keys
-                (loss_sum * scale).backward()
+            self._backward(loss_sum * scale, state, len(microbatches) - 1 - index, observer)
         observer.on_last_backward(0)
         return totals
+
+    def _backward(self, objective: Tensor, state: MicrobatchState, remaining: int, observer: StepObserver) -> None:
+        observer.on_microbatch(remaining)
+        observer.on_backward(0, remaining)
+        if remaining == 0:
+            observer.on_last_forward(0)
+        with self._part.context.entered(state):  # a checkpoint in the user's own forward draws again under its keys
+            objective.backward()
 
     def evaluate(self, microbatches: Sequence[Batch], *, step: int, seed: int) -> LossTotals:
         """See `Runner`."""
@@ -174,10 +186,10 @@ class SequentialRunner:
         with evaluating([self._part.module]):
             return self._outputs(moved, microbatch_state(_with_sample_ids(moved), 0, 0))
 
-    def _loss(self, moved: Batch, state: MicrobatchState) -> tuple[Tensor, Tensor]:
+    def _loss(self, moved: Batch, state: MicrobatchState, loss: Loss | None = None) -> tuple[Tensor, Tensor]:
         what = f"the forward of {type(self._part.module).__name__} or its loss"
         with self._part.context.entered(state), without_draws(self._part.context, self._device, what):
-            return self._blueprint.loss(self._outputs(moved, state), moved)
+            return (loss or self._blueprint.loss)(self._outputs(moved, state), moved)
 
     def _outputs(self, batch: Batch, state: MicrobatchState) -> Any:
         with self._part.context.entered(state):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView
-from weft.parallel._layout import ParameterLayout, TensorSplit
+from weft.parallel._layout import ParameterLayout, Splits
 from weft.parallel._rows import SparseRows
 
 
@@ -20,7 +20,7 @@ class Segment:
 
     layout: ParameterLayout
     local_shape: torch.Size
-    """Shape of the parameter on this rank after the tensor split (before any data-parallel cut)."""
+    """Shape of this rank's part of the parameter, before ZeRO cuts it."""
     offset: int
     """First element in the shard."""
     start: int
@@ -77,12 +77,10 @@ class Shard:
     group: int = 0
     """Index of the optimizer's parameter group."""
     counts: bool = True
-    """Whether norms and checkpoints count this rank's copy among its data replicas."""
-    data_cut: bool = False
-    """Whether other data ranks hold other runs of the same parameters (so that sums over a parameter need them)."""
+    """Whether norms and checkpoints count this rank's copy, of all that ranks hold."""
     cut_group: GroupView | None = None
-    """The ranks that hold those other runs (`mesh["data"]` under ZeRO-1/2, `mesh["shard"]` under ZeRO-3); given
-    whenever `data_cut`, also on a shard that came out empty, so that every rank of the group takes part in sums."""
+    """The ranks over which ZeRO has cut the parameters, who hold the other runs of them, so that sums over a parameter
+    need them; None where it has not.  A shard that came out empty has it too: every rank of the group takes part."""
     sparse: bool = False
     """Whether this is one whole table whose gradient comes as `rows`, and `gradient` stays None."""
     rows: SparseRows | None = None
@@ -120,6 +118,13 @@ class Shard:
         return self.gradient
 
 
+def first_element(shape: torch.Size, sharding: GroupView) -> int:
+    """Return the first element of a rank's run of a tensor that `fully_shard` has cut: along dim 0, in equal chunks of
+    rows but for the last."""
+    rows = -(-shape[0] // sharding.size) if shape else 1
+    return min(sharding.index * rows * torch.Size(shape[1:]).numel(), shape.numel())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A run of a named, layout-free tensor that lives on this rank: the unit of saving and loading."""
@@ -132,7 +137,8 @@ class Piece:
     """Shape of the whole tensor."""
     tensor: Tensor
     """1-D live storage; loading copies into it."""
-    split: TensorSplit | None = None
+    split: Splits = Splits()
+    """How the part is cut out of the whole tensor in which this run lies."""
     start: int = 0
     """First element in the flattened local tensor (after `split`)."""
     counts: bool = True
@@ -159,7 +165,7 @@ def shard_pieces(prefix: str, shards: Sequence[Shard], states: Sequence[Tensor])
                 tensor=state[segment.offset : segment.offset + segment.length],
                 split=segment.layout.split,
                 start=segment.start,
-                counts=shard.counts and segment.layout.counts,
+                counts=shard.counts,
             )
 
 

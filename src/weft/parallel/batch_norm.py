@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from weft.comm import GroupView, Mesh, all_gather, all_reduce
+from weft.plan import BATCH_AXES
 
 
 class _Normalise(torch.autograd.Function):
@@ -126,16 +127,17 @@ class _Synchronised(_BatchNorm):
 
 
 def apply_batch_norm(part: nn.Module, mesh: Mesh, *, is_narrow: bool = False) -> None:
-    """Let every `BatchNorm1d`, `2d` and `3d` of `part` take its statistics over the data ranks; names and buffers stay.
+    """Let every `BatchNorm1d`, `2d` and `3d` of `part` take its statistics over all ranks that see other samples or
+    parts of them; names and buffers stay.
 
-    All data ranks must then run the same number of microbatches, of any sizes.  Running statistics become those of one
-    process (unbiased variance) and are equal on all data ranks.  Outside training nothing is communicated.
+    All of them must then run the same number of microbatches, of any sizes.  Running statistics become those of one
+    process (unbiased variance) and are equal on all of them.  Outside training nothing is communicated.
 
     Args:
         is_narrow: weights are in bf16 or fp16.  Statistics stay in fp32, a mixture that torch's own kernel for CPUs
             refuses, so the modules change their forward on a single data rank, too.
     """
-    view = mesh["data"]
+    view = mesh.group_over(BATCH_AXES)
     if view.group is None and not is_narrow:
         return
     for module in part.modules():

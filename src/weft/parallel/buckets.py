@@ -1,4 +1,4 @@
-"""Gradient buckets: which parameters lie together in one flat storage, and which data rank keeps which run of it.
+"""Gradient buckets: which parameters lie together in one flat storage, and which rank keeps which run of it.
 
 Torch's DDP copies gradients into buckets and ZeRO libraries copy them again into partitions.  Here the flat storage is
 the only one: parameters and gradients are views of it, a reduction runs on it in place, and a shard is a slice of it.
@@ -7,21 +7,29 @@ the only one: parameters and gradients are views of it, a reduction runs on it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView
+from weft.comm import Collectives, GroupView, Mesh, Wait, nothing_to_wait_for
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Segment, Shard
 from weft.techniques.buckets.formation import Cuts, Entry, FlatLayout, form_buckets
 
+if TYPE_CHECKING:
+    from weft.techniques.compression.codecs import CompressedReduction
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class Member:
-    """One trainable parameter on its way into a bucket."""
+    """One trainable parameter on its way into a bucket, with the groups that follow from its layout on a mesh.
 
+    Create them in the same order on all ranks of a stage.
+    """
+
+    mesh: InitVar[Mesh]
     parameter: nn.Parameter
     layout: ParameterLayout
     part: int
@@ -30,6 +38,16 @@ class Member:
     """Optimizer parameter group."""
     tie: GroupView | None = None
     """Ranks of other stages that hold the same parameter."""
+    reducing: GroupView = field(init=False)
+    """The ranks that sum its gradient."""
+    completing: tuple[GroupView, ...] = field(init=False)
+    """Over which that sum is summed once more, one after another."""
+    counts: bool = field(init=False)
+    """Whether norms and checkpoints count this rank's part among the copies outside of `reducing`."""
+
+    def __post_init__(self, mesh: Mesh) -> None:
+        self.reducing, self.completing = self.layout.reducing(mesh), self.layout.completing(mesh)
+        self.counts = self.layout.is_first_copy(mesh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +58,17 @@ class BucketKey:
     group: int
     dtype: torch.dtype
     counts: bool
-    tensor_partial: bool
+    reducing: GroupView
+    completing: tuple[GroupView, ...]
     tie: str
     """Name of the tied parameter, which has a bucket of its own so that all its holders cut it alike; else empty."""
     compressed: bool = False
-    """Whether its reduction is compressed, which is never so for what tied stages or tensor ranks hold copies of."""
+    """Whether its reduction is compressed, which is never so for what ranks outside of it hold copies of."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Bucket(FlatLayout):
-    """Members at fixed offsets in one flat storage."""
+    """Members at fixed offsets in one flat storage; `regions[r]` is what rank r of the reducing group keeps."""
 
     key: BucketKey
     members: list[Member]
@@ -86,7 +105,6 @@ class Bucket(FlatLayout):
 def compose_buckets(
     members: Sequence[Member],
     *,
-    data_ranks: int,
     sharded: bool,
     cuts: Cuts,
     limits: tuple[int, int],
@@ -95,8 +113,8 @@ def compose_buckets(
     """Lay `members` into buckets in the order in which backward is expected to complete them (last registered first).
 
     `limits` are the bytes at which the first bucket and the others are full (`form_buckets`).  With `sharded`, every
-    bucket is cut into one region per data rank: anywhere, or at parameter borders for optimizers that look at whole
-    tensors.  `compressed` says which members share a compressed bucket; by default none does.
+    bucket is cut into one region per rank that reduces it: anywhere, or at parameter borders for optimizers that look
+    at whole tensors.  `compressed` says which members share a compressed bucket; by default none does.
     """
     entries = [
         Entry(
@@ -114,32 +132,61 @@ def compose_buckets(
             num_elements=formed.num_elements,
             regions=formed.regions,
         )
-        for formed in form_buckets(entries, ranks=data_ranks if sharded else 1, cuts=cuts, limits=limits)
+        for formed in form_buckets(
+            entries, ranks=lambda key: key.reducing.size if sharded else 1, cuts=cuts, limits=limits
+        )
     ]
 
 
 def _key(member: Member, compressed: bool) -> BucketKey:
-    layout = member.layout
     return BucketKey(
         part=member.part,
         group=member.group,
         dtype=member.parameter.dtype,
-        counts=layout.counts,
-        tensor_partial=layout.tensor_partial,
-        tie=layout.name if member.tie is not None else "",
+        counts=member.counts,
+        reducing=member.reducing,
+        completing=member.completing,
+        tie=member.layout.name if member.tie is not None else "",
         compressed=compressed,
     )
 
 
-def create_shard(
-    bucket: Bucket, master: Tensor, start: int, stop: int, *, counts: bool, cut_group: GroupView | None
-) -> Shard:
-    """Return the shard over [start, stop) of a bucket; `master` has that length."""
-    return Shard(
-        master=master,
-        segments=bucket.segments(start, stop),
-        group=bucket.key.group,
-        counts=counts and bucket.key.counts,
-        data_cut=cut_group is not None,
-        cut_group=cut_group,
-    )
+@dataclass(slots=True, kw_only=True)
+class LiveBucket:
+    """A bucket with its storages and where it stands in the step."""
+
+    bucket: Bucket
+    collectives: Collectives
+    """Over the ranks that reduce it."""
+    weights: Tensor
+    master: Tensor
+    shard: Shard
+    gradients: Tensor | None = None
+    kept: Tensor | None
+    """ZeRO-2: this rank's region of the summed gradients, all that outlives backward."""
+    reduction: CompressedReduction | None
+    """None: gradients travel as they are."""
+    pending: set[int] = field(default_factory=set[int])
+    """Members whose last gradient of this round is still to come."""
+    adopted: set[int] = field(default_factory=set[int])
+    """Members whose `.grad` is a view of `gradients`."""
+    wait: Wait = nothing_to_wait_for
+    launched: bool = False
+    settled: bool = False
+    arrival: Wait | None = None
+    """Of the gather under way, if there is one."""
+    away: Sequence[Tensor] = ()
+    """What the members' parameters will be again when it has ended."""
+
+    def advance(self) -> None:
+        """Start the second exchange of a compressed bucket: its first had the time that the next bucket took to
+        fill."""
+        if self.reduction is not None:
+            self.reduction.advance()
+
+    def send_away(self) -> None:
+        """Leave the members' parameters without elements until their weights arrive."""
+        self.away = [member.parameter.data for member in self.bucket.members]
+        nothing = self.weights[:0]
+        for member in self.bucket.members:
+            member.parameter.data = nothing

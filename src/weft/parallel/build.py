@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from weft.comm import GroupView, Mesh
+from weft.comm import Mesh
 from weft.models import Blueprint
 from weft.parallel._context import StepContext
+from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart, fill_layout, first_names, whole_part
 from weft.parallel._precision import Dtypes
 from weft.parallel._runner import Runner, SequentialRunner
@@ -30,7 +31,6 @@ from weft.parallel.materialise import materialise
 from weft.parallel.randomness import apply_keyed_dropout
 from weft.parallel.sparse import SparseStore, sparse_tables
 from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
-from weft.parallel.zero3 import FullyShardedStore, apply_zero3
 from weft.plan import Plan, reduction_rounds
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def parallelize(
         mesh=mesh,
         dtypes=dtypes,
         parts=parts,
-        runner=_create_runner(build, techniques, parts),
+        runner=_create_runner(build, techniques, parts, summing),
         stores=stores,
         summing=summing,
         techniques=techniques,
@@ -143,14 +143,18 @@ def _create_parts(build: Build, techniques: Sequence[TechniqueRuntime]) -> list[
     parts = stages if stages is not None else [whole_part(build.blueprint, build.context)]
     whole = first_names(build.blueprint.module)
     for part in parts:
-        fill_layout(
-            part.layout, part.module, first_names(part.module) | whole, {}, GroupView((build.mesh.rank,), 0, None)
-        )
+        fill_layout(part.layout, part.module, first_names(part.module) | whole, {})
     return parts
 
 
-def _create_runner(build: Build, techniques: Sequence[TechniqueRuntime], parts: Sequence[ModelPart]) -> Runner:
+def _create_runner(
+    build: Build, techniques: Sequence[TechniqueRuntime], parts: Sequence[ModelPart], summing: Mesh
+) -> Runner:
     runner = next((runner for each in techniques if (runner := each.runner(parts)) is not None), None)
+    if getattr(build.blueprint.loss, "auxiliary", None):
+        from weft.parallel.auxiliary import auxiliary_runner  # loaded where a loss has such terms
+
+        return auxiliary_runner(build, parts, summing, runner)
     return runner or SequentialRunner(parts[0], build.blueprint, build.mesh, dtype=build.dtypes.compute)
 
 
@@ -164,21 +168,28 @@ def _create_stores(
     cuts: Literal["anywhere", "parameter"],
     compression: Compression | None,
 ) -> StoreSet:
-    every = _members(parts, group_parameters)
+    every = _members(parts, mesh, group_parameters)
     sparse = sparse_tables(blueprint.module)
     tables = {key: member for key, member in every.items() if member.layout.name in sparse}
     members = {key: member for key, member in every.items() if key not in tables}
     shards_weights = plan.data_parallel.shards_weights and mesh.size("shard") > 1
     stores: list[GradientStore] = []
     if shards_weights:
-        kept_out = tables.keys() | {key for key in members if key[1] in parts[key[0]].ties}
+        from weft.parallel.zero3 import FullyShardedStore, apply_zero3  # loaded where weights are cut
+
+        kept_out = tables.keys() | {
+            key
+            for key, member in members.items()
+            if key[1] in parts[key[0]].ties or member.layout.sharding(mesh) != mesh["shard"]
+        }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
+        frozen = _cast_frozen(parts, dtypes, lambda layout: layout.sharding(mesh) != mesh["shard"])
         for part in parts:
             apply_zero3(
                 part,
                 mesh,
                 blocks=blueprint.cut.blocks if blueprint.cut is not None else (),
-                ignored={member.parameter for key, member in every.items() if key in kept_out},  # parts share ties
+                ignored={member.parameter for key, member in every.items() if key in kept_out}.union(frozen),
                 compute_dtype=dtypes.compute,
                 gradient_dtype=dtypes.gradient,
                 hold=_holds_weights(plan),
@@ -198,9 +209,7 @@ def _create_stores(
         )
         members = {key: member for key, member in members.items() if key in kept_out}
     if tables:
-        stores.append(
-            SparseStore(list(tables.values()), mesh, compute_dtype=dtypes.compute, gradient_dtype=dtypes.gradient)
-        )
+        stores.append(SparseStore(list(tables.values()), compute_dtype=dtypes.compute, gradient_dtype=dtypes.gradient))
     if members or not stores:
         stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression))
     if not shards_weights:
@@ -252,7 +261,9 @@ def _bucket_store(
     )
 
 
-def _members(parts: Sequence[ModelPart], group_parameters: GroupParameters) -> dict[tuple[int, str], Member]:
+def _members(
+    parts: Sequence[ModelPart], mesh: Mesh, group_parameters: GroupParameters
+) -> dict[tuple[int, str], Member]:
     """Every trainable parameter of this rank once, by the first part and name under which it is found."""
     found: dict[tuple[int, str], nn.Parameter] = {}
     seen: set[int] = set()
@@ -267,6 +278,7 @@ def _members(parts: Sequence[ModelPart], group_parameters: GroupParameters) -> d
     for (index, name), parameter in found.items():
         tie = parts[index].ties.get(name)
         members[index, name] = Member(
+            mesh=mesh,
             parameter=parameter,
             layout=layouts[index, name],
             part=index,
@@ -276,9 +288,13 @@ def _members(parts: Sequence[ModelPart], group_parameters: GroupParameters) -> d
     return members
 
 
-def _cast_frozen(parts: Sequence[ModelPart], dtypes: Dtypes) -> None:
-    """Frozen parameters need no master: they are held in the compute dtype."""
-    for part in parts:
-        for parameter in part.module.parameters():
-            if not parameter.requires_grad and parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtypes.compute)
+def _cast_frozen(
+    parts: Sequence[ModelPart], dtypes: Dtypes, chosen: Callable[[ParameterLayout], bool] = lambda layout: True
+) -> list[nn.Parameter]:
+    """Frozen parameters need no master: they are held in the compute dtype.  Returns those that were chosen."""
+    held = [(part.layout[name], each) for part in parts for name, each in part.module.named_parameters()]
+    frozen = [each for layout, each in held if not each.requires_grad and chosen(layout)]
+    for parameter in frozen:
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtypes.compute)
+    return frozen

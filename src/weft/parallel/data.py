@@ -7,6 +7,8 @@ What is at rest per parameter, with Ψ parameters, N data ranks and AdamW (Rajbh
     1       all       all         1/N
     2       all       1/N         1/N
 
+The N ranks of a parameter are those that, as its layout says, hold the same part of it and see other samples or tokens.
+
 Gradients accumulate straight into flat storages, which lie in the memory that ranks of one host share where the group
 has such: reductions then read them where they are.  A bucket is reduced as soon as backward has completed its last
 member in the step's last microbatch, while backward goes on; buckets start strictly in one order that all data ranks
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -30,7 +32,6 @@ from torch import Tensor, nn
 from weft.comm import (
     GroupView,
     Mesh,
-    Wait,
     collectives_for,
     hold,
     new_flat,
@@ -40,7 +41,8 @@ from weft.comm import (
 )
 from weft.parallel._ahead import await_needs, needs_of
 from weft.parallel._shard import Piece, Shard
-from weft.parallel.buckets import Bucket, Member, compose_buckets, create_shard
+from weft.parallel.buckets import Bucket, LiveBucket, Member, compose_buckets
+from weft.plan import BATCH_AXES
 from weft.techniques.buckets.contract import BucketSettings
 
 if TYPE_CHECKING:
@@ -49,32 +51,6 @@ if TYPE_CHECKING:
 _IN_FLIGHT = 2
 """ZeRO-2: reductions that may run while backward fills the next bucket; older ones are waited for and their storage
 freed."""
-
-
-@dataclass(slots=True)
-class _Live:
-    """A bucket with its storages and where it stands in the step."""
-
-    bucket: Bucket
-    weights: Tensor
-    master: Tensor
-    shard: Shard
-    gradients: Tensor | None
-    kept: Tensor | None
-    """ZeRO-2: this rank's region of the summed gradients, all that outlives backward."""
-    reduction: CompressedReduction | None
-    """None: gradients travel as they are."""
-    pending: set[int] = field(default_factory=set[int])
-    """Members whose last gradient of this round is still to come."""
-    adopted: set[int] = field(default_factory=set[int])
-    """Members whose `.grad` is a view of `gradients`."""
-    wait: Wait = nothing_to_wait_for
-    launched: bool = False
-    settled: bool = False
-    arrival: Wait | None = None
-    """Of the gather under way, if there is one."""
-    away: Sequence[Tensor] = ()
-    """What the members' parameters will be again when it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +74,8 @@ class BucketStore:
     `zero`: 0, 1 or 2.  `compute_dtype` is what the model runs in; with bf16 and fp16 the masters are fp32 and the
     weights are cast from them once per step.  `gradient_dtype` is what gradients accumulate and are summed in.
     `reduce_rounds` is in how many of a step's last microbatches ZeRO-2 reduces (`weft.plan.reduction_rounds`), 1
-    otherwise.  `algorithm` is the plan's, of the reductions and gathers over the data ranks.  `compression` applies to
-    what `compressible` says, over more than one data rank.
+    otherwise.  `algorithm` is the plan's, of the reductions and gathers.  `compression` applies to what `compressible`
+    says.
     """
 
     def __init__(
@@ -116,9 +92,8 @@ class BucketStore:
         compression: Compression | None = None,
         algorithm: str = "auto",
     ) -> None:
-        self._data: GroupView = mesh["data"]
-        self._collectives = collectives_for(self._data, mesh.device, algorithm)
-        self._tensor: GroupView = mesh["tensor"]
+        self._everyone = mesh.group_over(BATCH_AXES)
+        """All that reduce something with one another, and so must start reductions in one order."""
         self._stage = stage
         self._compute_dtype = compute_dtype
         self._gradient_dtype = gradient_dtype
@@ -126,15 +101,16 @@ class BucketStore:
         self._round = 0
         self._armed: set[int] = set()
         self._used: set[str] = set()
-        self._compression = compression if self._data.group is not None else None
+        self._compression = compression
         buckets = compose_buckets(
             members,
-            data_ranks=self._data.size,
             sharded=stage > 0,
             cuts=cuts,
             limits=bucket_limits,
             compressed=self._compressible(mesh),
         )
+        views = dict.fromkeys(bucket.key.reducing for bucket in buckets)
+        self._collectives = {view: collectives_for(view, mesh.device, algorithm) for view in views}
         self._live = [self._bring_to_life(bucket) for bucket in buckets]
         self._order = list(range(len(self._live)))
         self._gather_order = self._order
@@ -154,7 +130,7 @@ class BucketStore:
         `blocks` are the names of the parts' blocks, which must run as modules, and be the only ones to read their
         weights, until the part's forward ends.  Not for blocks that are compiled: hooks do not go with that.
         """
-        if self._stage == 0 or self._data.group is None:
+        if self._stage == 0 or self._everyone.group is None:
             return
         bucket_of = {id(m.parameter): index for index, live in enumerate(self._live) for m in live.bucket.members}
         needs = [needs_of(part, blocks, bucket_of) for part in parts]
@@ -166,14 +142,15 @@ class BucketStore:
 
     # ── creation ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _bring_to_life(self, bucket: Bucket) -> _Live:
+    def _bring_to_life(self, bucket: Bucket) -> LiveBucket:
         """Move the members' weights into one storage and make them, and their gradients, views of it."""
         device = bucket.members[0].parameter.device
         master_dtype = torch.promote_types(self._compute_dtype, torch.float32)
         whole = torch.zeros(bucket.num_elements, dtype=master_dtype, device=device)
         for member, view in bucket.views(whole):
             view.copy_(member.parameter.detach())
-        start, stop = bucket.regions[self._data.index if self._stage else 0]
+        reducing = bucket.key.reducing
+        start, stop = self._region(bucket)
         if master_dtype == self._compute_dtype:
             weights, master = whole, whole[start:stop]
         else:
@@ -181,21 +158,33 @@ class BucketStore:
         for member, view in bucket.views(weights):
             member.parameter.data = view
             member.parameter.grad_dtype = self._gradient_dtype
-        shard = create_shard(
-            bucket,
-            master,
-            start,
-            stop,
-            counts=self._stage > 0 or self._data.index == 0,
-            cut_group=self._data if self._stage > 0 and self._data.size > 1 else None,
+        is_cut = self._stage > 0
+        shard = Shard(
+            master=master,
+            segments=bucket.segments(start, stop),
+            group=bucket.key.group,
+            counts=bucket.key.counts and (is_cut or reducing.index == 0),
+            cut_group=reducing if is_cut and reducing.size > 1 else None,
         )
         if master_dtype != self._compute_dtype:
             shard.weights = weights[start:stop]
         kept = torch.zeros(stop - start, dtype=self._gradient_dtype, device=device) if self._stage == 2 else None
-        live = _Live(bucket, weights, master, shard, None, kept, self._create_reduction(bucket, weights))
+        live = LiveBucket(
+            bucket=bucket,
+            collectives=self._collectives[reducing],
+            weights=weights,
+            master=master,
+            shard=shard,
+            kept=kept,
+            reduction=self._create_reduction(bucket, weights),
+        )
         if self._stage < 2:
             self._attach_all(live)
         return live
+
+    def _region(self, bucket: Bucket) -> tuple[int, int]:
+        """What this rank keeps of a bucket's storage."""
+        return bucket.regions[bucket.key.reducing.index if self._stage else 0]
 
     def _compressible(self, mesh: Mesh) -> Callable[[Member], bool] | None:
         if self._compression is None:
@@ -211,20 +200,22 @@ class BucketStore:
         from weft.techniques.compression.codecs import CompressedReduction
 
         like = torch.empty_like(weights, dtype=self._gradient_dtype)
-        return CompressedReduction(self._compression, frame_of(bucket, sharded=self._stage > 0), like, self._data)
+        frame = frame_of(bucket, sharded=self._stage > 0)
+        return CompressedReduction(self._compression, frame, like, bucket.key.reducing)
 
-    def _new_gradients(self, live: _Live) -> Tensor:
-        made = new_flat(live.bucket.num_elements, self._gradient_dtype, live.weights.device, self._data)
+    def _new_gradients(self, live: LiveBucket) -> Tensor:
+        bucket = live.bucket
+        made = new_flat(bucket.num_elements, self._gradient_dtype, live.weights.device, bucket.key.reducing)
         live.gradients = made.zero_()
         return live.gradients
 
-    def _attach_all(self, live: _Live) -> None:
+    def _attach_all(self, live: LiveBucket) -> None:
         """ZeRO-0 and 1: gradients are views of one storage for good, and autograd adds into it."""
         for member, view in live.bucket.views(self._new_gradients(live)):
             member.parameter.grad = view
         live.adopted = set(range(len(live.bucket.members)))
 
-    def _adopt(self, live: _Live, position: int) -> None:
+    def _adopt(self, live: LiveBucket, position: int) -> None:
         """ZeRO-2: move a gradient that autograd has just made into the bucket's storage, which lives until it is
         reduced."""
         parameter = live.bucket.members[position].parameter
@@ -308,12 +299,12 @@ class BucketStore:
                 return
             self._launch(live)
             if self._next > 0:
-                _advance(self._live[self._order[self._next - 1]])
+                self._live[self._order[self._next - 1]].advance()
             self._next += 1
             if self._stage == 2 and self._next > _IN_FLIGHT:
                 self._settle(self._live[self._order[self._next - 1 - _IN_FLIGHT]])
 
-    def _launch(self, live: _Live) -> None:
+    def _launch(self, live: LiveBucket) -> None:
         for position in range(len(live.bucket.members)):
             self._adopt(live, position)
         flat = live.gradients if live.gradients is not None else self._new_gradients(live)
@@ -321,11 +312,11 @@ class BucketStore:
         if live.reduction is not None:
             live.wait = live.reduction.start(flat)
         elif self._stage == 0:
-            live.wait = self._collectives.start_all_reduce(flat)
+            live.wait = live.collectives.start_all_reduce(flat)
         else:
-            live.wait = self._collectives.start_reduce_scatter(flat, live.bucket.regions, even=live.bucket.even)
+            live.wait = live.collectives.start_reduce_scatter(flat, live.bucket.regions, even=live.bucket.even)
 
-    def _settle(self, live: _Live) -> None:
+    def _settle(self, live: LiveBucket) -> None:
         """Wait for a bucket's reduction; under ZeRO-2 add this rank's region to what it keeps and free the rest."""
         if live.settled:
             return
@@ -335,11 +326,11 @@ class BucketStore:
         live.settled = True
         if live.kept is None or live.gradients is None:
             return
-        start, stop = live.bucket.regions[self._data.index]
+        start, stop = self._region(live.bucket)
         live.kept.add_(live.gradients[start:stop])
         self._forget(live)
 
-    def _forget(self, live: _Live) -> None:
+    def _forget(self, live: LiveBucket) -> None:
         """Drop the storage of all gradients of a bucket."""
         live.gradients = None
         live.adopted.clear()
@@ -361,21 +352,21 @@ class BucketStore:
                 live.shard.gradient = live.kept
             else:
                 assert live.gradients is not None
-                start, stop = live.bucket.regions[self._data.index if self._stage else 0]
+                start, stop = self._region(live.bucket)
                 live.shard.gradient = live.gradients[start:stop]
         self._sum_over_model()
         self._agree_on_order()
 
     def _sum_over_model(self) -> None:
-        """Sum what the other axes hold of the same parameters: partial gradients, and the copies of tied weights.
+        """Sum what ranks that see the same tokens have of a gradient: other parts of the sum, copies of tied weights.
 
-        In an order that the ranks of those axes share: that of the buckets over the tensor axis, whose ranks hold the
-        same part; that of the names over stages, which hold other buckets and have other orders of readiness.
+        In an order that they share: that of the buckets inside a stage; that of the names over stages, which hold other
+        buckets and have other orders of readiness.
         """
         for live in self._live:
-            if live.bucket.key.tensor_partial:
+            for view in live.bucket.key.completing:
                 assert live.shard.gradient is not None
-                start_all_reduce(live.shard.gradient, self._tensor)()
+                start_all_reduce(live.shard.gradient, view)()
         for live in sorted(self._live, key=lambda live: live.bucket.key.tie):
             tie = live.bucket.members[0].tie
             if tie is not None:
@@ -383,7 +374,7 @@ class BucketStore:
                 start_all_reduce(live.shard.gradient, tie)()
                 self._agree_on_use(live, tie)
 
-    def _agree_on_use(self, live: _Live, tie: GroupView) -> None:
+    def _agree_on_use(self, live: LiveBucket, tie: GroupView) -> None:
         """Know of a shared parameter that only another stage used; unused is what no holder used."""
         names = [member.layout.name for member in live.bucket.members]
         used = torch.tensor([float(name in self._used) for name in names], device=live.weights.device)
@@ -391,16 +382,16 @@ class BucketStore:
         self._used.update(name for name, users in zip(names, used.tolist(), strict=True) if users)
 
     def _agree_on_order(self) -> None:
-        """Once, after the first step: take the first data rank's order of readiness for all steps to come."""
+        """Once, after the first step: take the first rank's order of readiness for all steps to come."""
         if self._ready_order is None:
             return
         seen = self._ready_order + [index for index in self._order if index not in self._ready_order]
         self._ready_order = None
-        if self._data.group is None or not seen:
+        if self._everyone.group is None or not seen:
             self._order = seen
             return
         agreed = torch.tensor(seen, dtype=torch.int64, device=self._live[0].weights.device)
-        dist.broadcast(agreed, src=self._data.ranks[0], group=self._data.group)
+        dist.broadcast(agreed, src=self._everyone.ranks[0], group=self._everyone.group)
         self._order = [int(index) for index in agreed.tolist()]
 
     # ── after the step ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -416,7 +407,8 @@ class BucketStore:
             if live.reduction is not None:
                 from weft.parallel._compressed import pieces_of
 
-                found += pieces_of(live.reduction, {m.layout.name: m.layout for m in live.bucket.members}, self._data)
+                layouts = {member.layout.name: member.layout for member in live.bucket.members}
+                found += pieces_of(live.reduction, layouts, live.bucket.key.reducing)
         return found
 
     def publish(self) -> None:
@@ -425,11 +417,11 @@ class BucketStore:
             live = self._live[index]
             live.shard.publish()
             if self._stage > 0:
-                regions, even = live.bucket.regions, live.bucket.even
-                gather = self._collectives.start_all_gather(live.weights, regions, even=even)
-                live.arrival = hold(self._data.group, gather)
+                bucket = live.bucket
+                gather = live.collectives.start_all_gather(live.weights, bucket.regions, even=bucket.even)
+                live.arrival = hold(bucket.key.reducing.group, gather)
                 if self._is_ahead:
-                    _send_away(live)
+                    live.send_away()
         if not self._is_ahead:
             self.settle()
 
@@ -478,22 +470,9 @@ class BucketStore:
         finally:
             for handle in self._handles:
                 handle.remove()
-            self._collectives.close()
-            if shared_memory_group(self._data.group) is not None:
-                for live in self._live:
+            for collectives in self._collectives.values():
+                collectives.close()
+            for live in self._live:
+                if shared_memory_group(live.bucket.key.reducing.group) is not None:
                     live.shard.gradient = None
                     self._forget(live)
-
-
-def _advance(live: _Live) -> None:
-    """Start the second exchange of a compressed bucket: its first had the time that the next bucket took to fill."""
-    if live.reduction is not None:
-        live.reduction.advance()
-
-
-def _send_away(live: _Live) -> None:
-    """Leave the members' parameters without elements until their weights arrive."""
-    live.away = [member.parameter.data for member in live.bucket.members]
-    nothing = live.weights[:0]
-    for member in live.bucket.members:
-        member.parameter.data = nothing

@@ -76,9 +76,7 @@ class _FreshTensors:
     def place(self, name: str, whole: Tensor) -> None:
         """Install this rank's part of `whole` under `name` and all its aliases."""
         layout, old = self.layout_of(name), self.unplaced.pop(name)
-        local = whole
-        if layout.split is not None and whole.shape == layout.shape and layout.split.parts > 1:
-            local = layout.split.slice(whole)
+        local = layout.split.slice(whole) if whole.shape == layout.shape else whole
         local = local.detach().to(device=self._device, dtype=self._dtype_of(layout.name, whole)).contiguous()
         new = nn.Parameter(local, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else local
         vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})

@@ -55,9 +55,9 @@ class ReplicaSums:
         storage_bytes: int,
         gradient_dtype: torch.dtype,
     ) -> None:
+        self._mesh = mesh
         self._replicate: GroupView = mesh["replicate"]
         self._shard: GroupView = mesh["shard"]
-        self._has_tensor_ranks = mesh.size("tensor") > 1
         self._compression = compression
         compressed: list[_Entry] = []
         exact: list[_Entry] = []
@@ -75,7 +75,7 @@ class ReplicaSums:
 
     def _takes(self, whole: torch.Size, layout: ParameterLayout) -> bool:
         """Whether the shards of a parameter are compressed; the same on all ranks, whatever rows they hold."""
-        if layout.tied or (self._has_tensor_ranks and layout.split is None):
+        if layout.is_copied(self._mesh):
             return False
         longest = -(-whole[0] // self._shard.size) if len(whole) else 1
         return self._compression.takes((longest, *whole[1:]))

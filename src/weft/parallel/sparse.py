@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh, all_gather
+from weft.comm import GroupView, all_gather
 from weft.errors import RecipeError
 from weft.parallel._rows import SparseRows
 from weft.parallel._shard import Piece, Segment, Shard
@@ -87,11 +87,7 @@ class SparseStore:
     and exchanged in `gradient_dtype`.
     """
 
-    def __init__(
-        self, members: Sequence[Member], mesh: Mesh, *, compute_dtype: torch.dtype, gradient_dtype: torch.dtype
-    ) -> None:
-        self._data: GroupView = mesh["data"]
-        self._tensor: GroupView = mesh["tensor"]
+    def __init__(self, members: Sequence[Member], *, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
         self._compute_dtype = compute_dtype
         self._gradient_dtype = gradient_dtype
         self._used: set[str] = set()
@@ -111,7 +107,7 @@ class SparseStore:
             master=whole.view(-1),
             segments=[segment],
             group=member.group,
-            counts=self._data.index == 0 and layout.counts,
+            counts=member.reducing.index == 0 and member.counts,
             sparse=True,
         )
         return _Table(member, shard)
@@ -162,11 +158,11 @@ class SparseStore:
 
     def finish(self) -> None:
         for table in self._tables:
-            parameter = table.member.parameter
-            empty = SparseRows.none(parameter, self._gradient_dtype)
-            rows = exchange_rows(SparseRows.merge(table.parts) if table.parts else empty, self._data)
-            if table.member.layout.tensor_partial:
-                rows = exchange_rows(rows, self._tensor)
+            member = table.member
+            empty = SparseRows.none(member.parameter, self._gradient_dtype)
+            rows = exchange_rows(SparseRows.merge(table.parts) if table.parts else empty, member.reducing)
+            for view in member.completing:
+                rows = exchange_rows(rows, view)
             table.parts.clear()
             table.shard.rows = rows
 

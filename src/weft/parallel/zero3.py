@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from weft.comm import Mesh, start_all_reduce
+from weft.comm import GroupView, Mesh, start_all_reduce
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart
-from weft.parallel._shard import Piece, Segment, Shard
+from weft.parallel._shard import Piece, Segment, Shard, first_element
 from weft.parallel.buckets import Member
 from weft.parallel.shared_buffers import share_buffers
 from weft.techniques.buckets.contract import BucketSettings
@@ -116,22 +116,24 @@ class FullyShardedStore:
         gradient_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._parts = tuple(parts)
-        self._tensor = mesh["tensor"]
         self._hold = hold
         self._reduce_rounds = reduce_rounds
-        self._replicate_index = mesh.index("replicate")
-        self._shard = mesh["shard"]
+        self._mesh = mesh
         self.used: set[str] = set()
         """Names of the parameters that this rank's step has reached."""
         self._watching = False
         # Layouts, not members: a member's parameter is the whole one from before the cut, and would keep it alive.
         self._entries: list[tuple[DTensor, ParameterLayout, Shard]] = []
+        self._incomplete: list[tuple[Shard, tuple[GroupView, ...]]] = []
+        """Shards whose gradients `fully_shard` sums in part, and the groups that have the rest."""
         for index, part in enumerate(parts):
             for name, parameter in part.module.named_parameters():
                 member = members.get((index, name))
                 if member is not None:
                     assert isinstance(parameter, DTensor), f"{name} was not sharded"
-                    self._entries.append((parameter, member.layout, self._create_shard(parameter, member)))
+                    shard = self._create_shard(parameter, member)
+                    self._entries.append((parameter, member.layout, shard))
+                    self._incomplete += [(shard, member.completing)] if member.completing else []
         self._replicas: ReplicaSums | None = None
         if compression is not None:
             from weft.parallel.replicas import ReplicaSums  # codecs are loaded where one is used
@@ -159,24 +161,20 @@ class FullyShardedStore:
         self._watching = True
 
     def _create_shard(self, parameter: DTensor, member: Member) -> Shard:
-        local = _local(parameter)
-        rows = self._shard.index
-        chunk = -(-parameter.shape[0] // self._shard.size) if parameter.ndim else 1
-        row_size = parameter.numel() // max(parameter.shape[0], 1) if parameter.ndim else 1
+        local, sharding = _local(parameter), member.layout.sharding(self._mesh)
         segment = Segment(
             layout=member.layout,
             local_shape=parameter.shape,
             offset=0,
-            start=min(rows * chunk * row_size, parameter.numel()),
+            start=first_element(parameter.shape, sharding),
             length=local.numel(),
         )
         return Shard(
             master=local.view(-1),
             segments=[segment] if local.numel() else [],
             group=member.group,
-            counts=self._replicate_index == 0 and member.layout.counts,
-            data_cut=self._shard.size > 1,
-            cut_group=self._shard if self._shard.size > 1 else None,
+            counts=member.counts and member.layout.replicating(self._mesh).index == 0,
+            cut_group=sharding if sharding.size > 1 else None,
         )
 
     @property
@@ -227,10 +225,10 @@ class FullyShardedStore:
             shard.gradient = _local(gradient).reshape(-1)
         if self._replicas is not None:
             self._replicas.reduce()
-        for _, layout, shard in self._entries:
-            if layout.tensor_partial:
+        for shard, views in self._incomplete:
+            for view in views:
                 assert shard.gradient is not None
-                start_all_reduce(shard.gradient, self._tensor)()
+                start_all_reduce(shard.gradient, view)()
 
     def on_applied(self, skipped: Collection[str]) -> None:
         if self._replicas is not None:

@@ -30,6 +30,8 @@ from weft.techniques.zero.contract import ZeroSettings
 Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "tensor"]
 
 AXES: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+BATCH_AXES: tuple[Axis, ...] = ("replicate", "shard", "context")
+"""Axes whose ranks hold the same weights and see other samples, or other tokens of the same samples."""
 _RULES = Rules(PlanError)
 
 

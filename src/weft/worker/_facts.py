@@ -14,12 +14,16 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
     """Return the facts that a model and its tables show."""
     splits = any(rule.divides for rule in blueprint.split)
-    cut = blueprint.cut
+    cut, uncut = blueprint.cut, blueprint.no_stages
+    if terms := getattr(blueprint.loss, "auxiliary", None):
+        from weft.models.auxiliary import why_no_stages  # loaded where a loss has such terms
+
+        cut, uncut = None, why_no_stages(terms)
     model = type(blueprint.module).__name__
     return ModelFacts(
         name=blueprint.name or recipe.model.factory or model,
         num_blocks=None if cut is None else len(cut.blocks),
-        no_stages="" if cut is not None else blueprint.no_stages or f"nothing says where the blocks of {model} are",
+        no_stages="" if cut is not None else uncut or f"nothing says where the blocks of {model} are",
         no_tensor="" if splits else blueprint.no_tensor or f"nothing says how the layers of {model} split",
         divisible=(dict(blueprint.divisible) or None) if splits else {},
         num_parameters=sum(parameter.numel() for parameter in blueprint.module.parameters()),

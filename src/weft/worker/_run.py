@@ -119,7 +119,7 @@ def training_of(
         data_shape(blueprint, recipe),
         microbatch=plan.microbatch,
         data_ranks=plan.mesh.data,
-        data_index=mesh.index("data"),
+        data_index=mesh.data_index,
         prepared=prepared,
     )
     provenance = {"recipe": recipe.digest, "plan": plan.digest, "run": folder.path.name}

@@ -48,7 +48,7 @@ class _Running:
         self._training = create_training(recipe, plan, blueprint, mesh, Recorder())
         label_range = getattr(recipe.model.shape, "num_classes", None)
         self._data = TrialData(
-            blueprint, plan, data_index=mesh.index("data"), seed=recipe.run.seed, label_range=label_range
+            blueprint, plan, data_index=mesh.data_index, seed=recipe.run.seed, label_range=label_range
         )
         self._step = 0
 

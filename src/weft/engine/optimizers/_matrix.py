@@ -12,7 +12,8 @@ from torch import Tensor
 from weft.comm import GroupView, Mesh, all_reduce
 from weft.engine.optimizers._sums import cutting_groups, is_cut_over
 from weft.errors import PlanError
-from weft.parallel import Piece, Segment, Shard, TensorSplit
+from weft.parallel import Piece, Segment, Shard
+from weft.plan import AXES, Axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +32,9 @@ class MatrixRun:
     def ndim(self) -> int:
         return len(self.shape)
 
-    @property
-    def split_dim(self) -> int | None:
-        """The dimension cut over the tensor axis."""
-        split = self.segment.layout.split
-        return None if split is None else split.dim
-
-    @property
-    def rows_split(self) -> bool:
-        """Whether tensor ranks hold other rows of the same matrices."""
-        return self.split_dim == self.ndim - 2
-
-    @property
-    def columns_split(self) -> bool:
-        return self.split_dim == self.ndim - 1
+    def axes_along(self, dim: int) -> frozenset[Axis]:
+        """The axes whose ranks hold other rows (`dim` −2) or columns (−1) of the same matrices."""
+        return self.segment.layout.axes_along(self.ndim + dim)
 
     @property
     def rows_cut(self) -> bool:
@@ -58,36 +48,27 @@ class MatrixRun:
     def row_piece(self, state: Tensor, shard_counts: bool) -> Piece:
         """The piece of a state (..., R): one number for each row."""
         layout = self.segment.layout
-        split = None if self.columns_split else layout.split
         return Piece(
             name=f"optimizer/row/{layout.name}",
             shape=layout.shape[:-1],
             tensor=state.view(-1),
-            split=split,
+            split=layout.split.without(self.ndim - 1),
             start=self.segment.start // self.segment.local_shape[-1],
-            counts=shard_counts and layout.counts and self._writes(split),
+            counts=shard_counts and layout.split.is_first_along(self.ndim - 1),
         )
 
     def column_piece(self, state: Tensor, shard_counts: bool) -> Piece:
         """The piece of a state (..., C): one number for each column."""
         layout = self.segment.layout
-        split = None if self.rows_split else layout.split
-        if split is not None and self.columns_split:
-            split = TensorSplit(dim=self.ndim - 2, parts=split.parts, index=split.index, blocks=split.blocks)
         first = self.ndim > 2 or self.segment.start == 0
         return Piece(
             name=f"optimizer/column/{layout.name}",
             shape=layout.shape[:-2] + layout.shape[-1:],
             tensor=state.view(-1),
-            split=split,
+            split=layout.split.without(self.ndim - 2),
             start=self.segment.start // self.segment.local_shape[-2] if self.ndim > 2 else 0,
-            counts=shard_counts and layout.counts and first and self._writes(split),
+            counts=shard_counts and first and layout.split.is_first_along(self.ndim - 2),
         )
-
-    def _writes(self, split: TensorSplit | None) -> bool:
-        """A state that is the same on all tensor ranks, of a parameter that is not, is written by the first of them."""
-        held = self.segment.layout.split
-        return split is not None or held is None or held.index == 0
 
 
 def matrix_run(position: int, shard: int, segment: Segment) -> MatrixRun:
@@ -113,7 +94,8 @@ class MatrixSums:
 
     def __init__(self, shards: Sequence[Shard], runs: Sequence[MatrixRun], names: Sequence[str], mesh: Mesh) -> None:
         self._device = mesh.device
-        self._tensor = mesh["tensor"]
+        axes: set[Axis] = {axis for run in runs for axis in run.segment.layout.split_axes}
+        self._views = {axis: mesh.group_over([axis]) for axis in AXES if axis in axes}
         self._shards = shards
         self._cuts = [(view, self._agree_on_widths(runs, names, view)) for view in cutting_groups(shards)]
 
@@ -127,13 +109,13 @@ class MatrixSums:
     def _cut_over(self, runs: Iterable[MatrixRun], view: GroupView) -> list[MatrixRun]:
         return [run for run in runs if run.rows_cut and is_cut_over(self._shards[run.shard], view)]
 
-    def over_tensor(self, sums: Sequence[Tensor]) -> None:
-        """Add up in place over the tensor axis.  All tensor ranks bring the same shapes in the same order."""
-        if self._tensor.group is None or not sums:
-            return
-        flat = torch.cat([part.reshape(-1).to(self._device) for part in sums])
-        all_reduce(flat, self._tensor)
-        _spread(flat, sums)
+    def over_splits(self, sums: Sequence[tuple[Tensor, frozenset[Axis]]]) -> None:
+        """Add up tensors in place, each over its axes.  All ranks of an axis bring the same shapes in the same
+        order."""
+        for axis, view in self._views.items():
+            chosen = [tensor for tensor, axes in sums if axis in axes]
+            if view.group is not None and chosen:
+                _spread(all_reduce(torch.cat([part.reshape(-1).to(self._device) for part in chosen]), view), chosen)
 
     def columns_over_cut(self, runs: Sequence[MatrixRun], sums: Mapping[int, Tensor], dtype: torch.dtype) -> None:
         """Add up one number per column (`sums`, by position) of every matrix whose rows are cut over data ranks."""

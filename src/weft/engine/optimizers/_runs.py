@@ -79,10 +79,10 @@ class StepCounts:
         """Yield each parameter's count as a piece of one element, written by the rank that has its first element."""
         for position, index, segment in self.places():
             layout = segment.layout
-            first = segment.start == 0 and (layout.split is None or layout.split.index == 0)
+            first = segment.start == 0 and layout.split.index == 0
             yield Piece(
                 name=f"optimizer/step/{layout.name}",
                 shape=torch.Size(),
                 tensor=self.counts[position : position + 1],
-                counts=self._shards[index].counts and layout.counts and first,
+                counts=self._shards[index].counts and first,
             )

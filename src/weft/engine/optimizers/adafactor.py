@@ -94,10 +94,9 @@ class Adafactor(ShardOptimizer):
         for run in live:
             squares = run.elements(gradients[run.shard]).square().add_(self._epsilon)
             rows[run.position], columns[run.position] = squares.sum(-1), squares.sum(-2)
-        split = [rows[r.position] for r in live if r.columns_split] + [
-            columns[r.position] for r in live if r.rows_split
-        ]
-        self._matrices.over_tensor(split)
+        sums = [(rows[run.position], run.axes_along(-1)) for run in live]
+        sums += [(columns[run.position], run.axes_along(-2)) for run in live]
+        self._matrices.over_splits(sums)
         self._matrices.columns_over_cut(live, columns, self._dtype(gradients))
         for run in live:
             whole, weight = run.segment.layout.shape, self._weight(run.position)
@@ -107,7 +106,7 @@ class Adafactor(ShardOptimizer):
 
     def _turn_matrices(self, gradients: Sequence[Tensor], live: Sequence[MatrixRun]) -> None:
         levels = {run.position: self._rows[run.position].sum(-1, keepdim=True) for run in live}
-        self._matrices.over_tensor([levels[run.position] for run in live if run.rows_split])
+        self._matrices.over_splits([(levels[run.position], run.axes_along(-2)) for run in live])
         self._matrices.scalars_over_cut(live, levels, self._dtype(gradients))
         for run in live:
             level = levels[run.position].div_(run.segment.layout.shape[-2])
@@ -183,6 +182,6 @@ class Adafactor(ShardOptimizer):
                     tensor=self._variances[position],
                     split=segment.layout.split,
                     start=segment.start,
-                    counts=shard.counts and segment.layout.counts,
+                    counts=shard.counts,
                 )
         yield from self._counts.pieces()

@@ -5,7 +5,7 @@ The engine lays parameters and gradients out by it, and the predicted program of
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -29,7 +29,10 @@ class Entry(Generic[K]):
 
 @dataclass(slots=True, kw_only=True)
 class FlatLayout:
-    """Offsets of parameters in one flat storage; `regions[r]` is what data rank r keeps of it.  In elements."""
+    """Offsets of parameters in one flat storage, in elements.
+
+    `regions[r]` is what rank r of those that reduce it keeps.
+    """
 
     offsets: list[int]
     num_elements: int
@@ -51,12 +54,14 @@ class Formed(FlatLayout, Generic[K]):
     """Of its entries in the sequence that was given."""
 
 
-def form_buckets(entries: Sequence[Entry[K]], *, ranks: int, cuts: Cuts, limits: tuple[int, int]) -> list[Formed[K]]:
+def form_buckets(
+    entries: Sequence[Entry[K]], *, ranks: Callable[[K], int], cuts: Cuts, limits: tuple[int, int]
+) -> list[Formed[K]]:
     """Lay `entries` into buckets in the order in which backward is expected to complete them: the last one first.
 
     `limits` are the bytes at which the first bucket of a key and its others are full.  The first is small so that
-    communication starts early; a parameter larger than a bucket gets one of its own.  Every bucket is cut into one
-    region per rank of `ranks`.  A pure function of its arguments: all data ranks get the same buckets.
+    communication starts early; a parameter larger than a bucket gets one of its own.  Every bucket is cut into as many
+    regions as `ranks` says of its key.  A pure function of its arguments: all ranks that reduce a bucket get the same.
     """
     open_buckets: dict[K, list[int]] = {}
     closed: list[tuple[K, list[int]]] = []
@@ -69,12 +74,16 @@ def form_buckets(entries: Sequence[Entry[K]], *, ranks: int, cuts: Cuts, limits:
             closed.append((key, open_buckets.pop(key)))
             limit[key] = limits[1]
     closed.extend(open_buckets.items())
-    lay_out = _side_by_side if ranks > 1 and cuts == "parameter" else _in_order
-    return [lay_out(key, held, entries, ranks) for key, held in closed]
+    return [_lay_out(key, held, entries, ranks(key), cuts) for key, held in closed]
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _lay_out(key: K, places: list[int], entries: Sequence[Entry[K]], ranks: int, cuts: Cuts) -> Formed[K]:
+    lay_out = _side_by_side if ranks > 1 and cuts == "parameter" else _in_order
+    return lay_out(key, places, entries, ranks)
 
 
 def _in_order(key: K, places: list[int], entries: Sequence[Entry[K]], ranks: int) -> Formed[K]:

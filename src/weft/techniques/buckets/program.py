@@ -30,7 +30,7 @@ def buckets_of(share: Share, members: Sequence[Held]) -> list[Formed[Key]]:
     data = share.plan.data_parallel
     ranks = share.summing[1] if data.bucket_stage > 0 else 1
     entries = [Entry(_key(held), held.num_elements, held.num_elements * share.master_bytes) for held in members]
-    return form_buckets(entries, ranks=ranks, cuts=share.recipe.optimizer.cuts, limits=data.bucket_limits)
+    return form_buckets(entries, ranks=lambda _: ranks, cuts=share.recipe.optimizer.cuts, limits=data.bucket_limits)
 
 
 def _key(held: Held) -> Key:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Literal, final
 
 from weft.techniques.contract import Case, Technique, list_choices
 
 if TYPE_CHECKING:
     from weft.plan import Plan
 
-EXPERT_LENDERS = ("shard", "context")
+EXPERT_LENDERS: tuple[Literal["shard", "context"], ...] = ("shard", "context")
 """Axes whose ranks share out experts: the one place that says so."""
 
 

@@ -246,12 +246,12 @@ def apply_fused_loss(
             " Use plan.memory.fused_loss = false and no split for it."
         )
     split = layout[f"{name}.weight"].split
-    if split is not None and (split.dim != 0 or split.blocks != 1):
+    if any(cut.dim != 0 or cut.blocks != 1 for cut in split.cuts):
         raise PlanError(
             f"The vocabulary head {name} is split along its inputs, but the loss needs it split by vocabulary."
             f' Give "{name}" the kind "column" in [model.split].'
         )
-    own = view if split is not None else GroupView((mesh.rank,), 0, None)
+    own = view if split else GroupView((mesh.rank,), 0, None)
     if not plan.memory.fuses_loss and own.group is None:
         return
     forward = partial(_head_forward, head, head.forward, own, plan.memory.fuses_loss, context)

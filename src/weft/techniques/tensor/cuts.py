@@ -12,7 +12,7 @@ from torch import nn
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import INHERITED, Blueprint, SplitRule, SplitTable
-from weft.parallel import ModelLayout, TensorSplit
+from weft.parallel import ModelLayout, Split
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -24,13 +24,13 @@ def is_conv1d(module: nn.Module) -> bool:
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
 
 
-def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, TensorSplit]:
+def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, Split]:
     """Return the cut of every parameter of the whole model that a rule cuts, by name; others are replicated.
 
     Raises:
         PlanError: a rule that does not fit its module, or sizes that do not divide.
     """
-    table, splits = SplitTable(blueprint.split), dict[str, TensorSplit]()
+    table, splits = SplitTable(blueprint.split), dict[str, Split]()
     for name, child in blueprint.module.named_modules(remove_duplicate=False):
         rule = table.rule(name)
         if rule is None or rule.kind in INHERITED or rule.kind == "whole":
@@ -39,7 +39,7 @@ def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, TensorS
             parameter = getattr(child, leaf)
             if parameter is not None:
                 _check_divides(f"{name}.{leaf}", parameter.shape, dim, rule, view.size)
-                splits[f"{name}.{leaf}"] = TensorSplit(dim=dim, parts=view.size, index=view.index, blocks=rule.blocks)
+                splits[f"{name}.{leaf}"] = Split(dim=dim, parts=view.size, index=view.index, blocks=rule.blocks)
     return splits
 
 
@@ -104,7 +104,7 @@ def check_sizes(blueprint: Blueprint, parts: int) -> None:
     raise PlanError(f"plan.mesh.tensor = {parts} does not divide {listed}. {fix}.")
 
 
-def check_ties(names: Mapping[str, str], splits: Mapping[str, TensorSplit], table: SplitTable) -> None:
+def check_ties(names: Mapping[str, str], splits: Mapping[str, Split], table: SplitTable) -> None:
     """Raise PlanError when two modules share a parameter and cut it differently."""
     for name, first in names.items():
         mine, theirs = splits.get(name), splits.get(first)
@@ -117,7 +117,7 @@ def check_ties(names: Mapping[str, str], splits: Mapping[str, TensorSplit], tabl
             )
 
 
-def cut_parameters(part: nn.Module, splits: Mapping[str, TensorSplit]) -> None:
+def cut_parameters(part: nn.Module, splits: Mapping[str, Split]) -> None:
     """Replace every cut parameter by this rank's part: on meta an empty one, else sliced data.  Ties stay ties."""
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(part.named_parameters(remove_duplicate=False)):
@@ -135,5 +135,5 @@ def cut_parameters(part: nn.Module, splits: Mapping[str, TensorSplit]) -> None:
 def mark_partial(layout: ModelLayout, name: str) -> None:
     """Note that each tensor rank computes only its part of this parameter's gradient."""
     entry = layout.entries.get(name)
-    if entry is not None and not entry.is_buffer and entry.split is None:
-        layout.entries[name] = replace(entry, tensor_partial=True)
+    if entry is not None and not entry.is_buffer and "tensor" not in entry.split_axes:
+        layout.entries[name] = replace(entry, placements={**entry.placements, "tensor": "partial"})

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
 from weft.models import Blueprint, SplitRule, SplitTable
-from weft.parallel import ModelLayout, StepContext, TensorSplit, fill_layout, first_names, is_own
+from weft.parallel import ModelLayout, Split, StepContext, fill_layout, first_names, is_own
 from weft.parallel.autograd import (
     copy_to_group,
     gather_features,
@@ -62,12 +62,12 @@ def apply_tensor(
     whole = blueprint.module
     names = first_names(part) | first_names(whole)
     if view.group is None:
-        fill_layout(layout, part, names, {}, view)
+        fill_layout(layout, part, names, {})
         return
     _check_table(blueprint, plan, view)
     splits = split_parameters(blueprint, view)
     check_ties(names, splits, SplitTable(blueprint.split))
-    fill_layout(layout, part, names, splits, view)
+    fill_layout(layout, part, names, splits)
     _Splitter(part, blueprint, plan, view, context, layout).install(splits)
     cut_parameters(part, splits)
     _localise(part, blueprint, view)
@@ -138,7 +138,7 @@ class _Splitter:
     layout: ModelLayout
     shared: _SharedInput = field(default_factory=_SharedInput)
 
-    def install(self, splits: dict[str, TensorSplit]) -> None:
+    def install(self, splits: dict[str, Split]) -> None:
         table = SplitTable(self.blueprint.split)
         sequence = self.plan.tensor_parallel.sequence
         region = sequence_region(self.blueprint, table) if sequence else None

@@ -16,7 +16,7 @@ from benchmarks._report import write_report
 from benchmarks._results import RESULTS, ROOT, log
 
 BENCHMARKS = (
-    *("memory", "bubble", "overhead", "techniques", "communication", "selector", "compression", "ahead"),
+    *("memory", "bubble", "overhead", "techniques", "communication", "selector", "compression", "ahead", "offload"),
     *("search", "peers", "auto"),
 )
 

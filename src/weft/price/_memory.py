@@ -156,7 +156,7 @@ class Memories:
 
     def _here(self, layout: Layout) -> Layout:
         """The layout without what has no effect: the host's memory is the cores' own."""
-        return layout if self.on_accelerator or not layout.offloads else layout.kept_on_device()
+        return layout if self.on_accelerator or not layout.offloads_to_host else layout.kept_on_device()
 
     def _ranks(self, layout: Layout, cuts: Sequence[int] | None) -> tuple[tuple[StageSizes, ...], ...]:
         """The stages of each pipeline rank."""

@@ -252,7 +252,7 @@ def _optimizer(layout: Layout, load: RankLoad, device: Device) -> tuple[float, f
     mine = load.dense / shards + load.experts / expert_shards
     is_shared = layout.shards_gradients and not holds_whole_gradients(layout, device.stack)
     held = mine if is_shared else load.dense + load.experts
-    if layout.offloads_optimizer:
+    if layout.steps_on_host:
         calibration = device.calibration
         moved = mine * (layout.gradient_bytes + element_bytes(layout)) / calibration.host_link_bytes_per_second
         worked = mine * 2.0 * layout.master_bytes / calibration.host_optimizer_bytes_per_second

@@ -1,6 +1,7 @@
-"""Offloading to host memory: predicted, not run yet.
+"""Offloading: masters and optimizer states wait elsewhere between two steps.
 
-Source: Ren et al., "ZeRO-Offload: democratizing billion-scale model training" (arXiv 2101.06840).
+Source: Ren et al., "ZeRO-Offload: democratizing billion-scale model training" (arXiv 2101.06840); to disks
+Rajbhandari et al., "ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep learning" (arXiv 2104.07857).
 """
 
 from __future__ import annotations
@@ -9,13 +10,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self, final
 
-from weft.techniques.contract import Technique
+from weft.document import Rules
+from weft.errors import PlanError
+from weft.techniques.contract import Removal, Technique
 from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
     from weft.plan import Plan
 
 Offload = Literal["none", "optimizer", "activations"]
+OffloadTo = Literal["host", "disk"]
+_RULES = Rules(PlanError)
+_KEY = "plan.memory.offload"
+_DISK_BYTES_PER_SECOND = 1.5e9
+"""Of reads and writes together, where nobody has measured: a rank's share of one NVMe drive, rather low than high.
+`benchmarks/offload.py` measures one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +32,50 @@ class OffloadSettings:
     """The part of `memory` that is about host memory."""
 
     offload: Offload = setting("none", space="offloads", asked=("offload",), explained=True)
-    """What waits in host memory."""
+    """What waits elsewhere until it is needed.  `optimizer`: masters, where they are not the weights themselves, and
+    optimizer states."""
+    offload_to: OffloadTo = setting("host", follows="memory.offload")
+    """Where it waits: in the memory of the host, for devices that have their own, or on a disk (`optimizer` only)."""
+    offload_folder: str = ""
+    """With `offload_to = "disk"`: an existing or new folder on that disk; empty: the run's folder.  Its files have no
+    name and end with their rank: checkpoints hold what they hold."""
+
+    def check_settings(self) -> None:
+        if self.offload_to != "host" and self.offload != "optimizer":
+            problem = f'has no effect with offload = "{self.offload}": optimizer states alone go to a disk.'
+            raise _RULES.refuse(self, "offload_to", f'{problem} Remove it, or use offload = "optimizer".')
+        if self.offload_folder and self.offload_to != "disk":
+            problem = f'has no effect with offload_to = "{self.offload_to}". Remove it, or use "disk".'
+            raise _RULES.refuse(self, "offload_folder", problem)
 
     @property
     def offloads(self) -> bool:
-        """Whether anything waits in host memory."""
+        """Whether anything waits elsewhere."""
         return self.offload != "none"
 
+    @property
+    def offloads_to_disk(self) -> bool:
+        """Whether it waits on a disk, and not in the memory of the host."""
+        return self.offload_to == "disk"
+
+    @property
+    def offloads_to_host(self) -> bool:
+        """Whether anything waits in the memory of the host, which is a device's own where the device is its cores."""
+        return self.offloads and not self.offloads_to_disk
+
     def kept_on_device(self) -> Self:
-        """Return the same with nothing in host memory."""
-        return replace(self, offload="none")
+        """Return the same with nothing elsewhere."""
+        return replace(self, offload="none", offload_to="host", offload_folder="")
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether masters and optimizer states live in host memory, whose cores step them."""
+        """Whether masters and optimizer states live elsewhere."""
         return self.offload == "optimizer"
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether prices take it that the cores of the host step what lives in its memory, as ZeRO-Offload does."""
+        return self.offloads_optimizer and not self.offloads_to_disk
 
     @property
     def offloads_activations(self) -> bool:
@@ -45,31 +83,52 @@ class OffloadSettings:
         return self.offload == "activations"
 
 
+def _without(plan: Plan) -> Plan:
+    return replace(plan, memory=plan.memory.kept_on_device())
+
+
 @final
 class Offloading(Technique):
-    """Host memory as a second, slower memory of a device."""
+    """A second, slower memory of a device: its host's, or a disk."""
 
     name = "offloading"
     part = OffloadSettings
+    removals = (Removal("offloading", _without),)
+
+    def runs(self, plan: Plan) -> bool:
+        return plan.memory.offloads_optimizer
 
     def unrunnable(self, plan: Plan) -> Iterator[str]:
-        offload = plan.memory.offload
-        if offload != "none":
+        if plan.memory.offloads_activations:
             yield (
-                f'plan.memory.offload = "{offload}" can be predicted but not run yet: the engine has not got'
-                ' offloading. Use "none".'
+                f'{_KEY} = "activations" can be predicted but not run yet: the engine offloads optimizer states only.'
+                ' Use "optimizer" or "none".'
+            )
+        elif plan.memory.offloads_to_host and plan.compute.device == "cpu":
+            yield (
+                f'{_KEY}_to = "host" moves what a device holds to the memory of its host, and with compute.device ='
+                ' "cpu" ranks compute on the host\'s cores: nothing would get smaller. Use offload_to = "disk", or'
+                ' offload = "none".'
             )
 
     def problems(self, settings: OffloadSettings, *, on_cores: bool) -> Iterator[str]:
-        if settings.offloads and on_cores:
+        if settings.offloads_to_host and on_cores:
             yield (
                 f'offload = "{settings.offload}" moves what a device holds to the memory of its host, and here the'
                 ' devices are the host\'s cores: nothing would get smaller. Use offload = "none".'
             )
 
+    def update_seconds(self, settings: OffloadSettings, state_bytes: float) -> float:
+        """Everything is read and written once, and the update itself hides behind that."""
+        if not (settings.offloads_optimizer and settings.offloads_to_disk):
+            return 0.0
+        return 2.0 * state_bytes / _DISK_BYTES_PER_SECOND
+
     def elsewhere(self, settings: OffloadSettings) -> Iterator[str]:
         if settings.offloads_activations:
             yield "offloaded activations"
+        if settings.offloads_to_disk:
+            yield "optimizer states on a disk"
 
     def lighter(self, settings: OffloadSettings) -> Iterator[str]:
         if not settings.offloads:
@@ -77,4 +136,15 @@ class Offloading(Technique):
 
     def words(self, settings: OffloadSettings) -> Iterator[str]:
         if settings.offloads:
-            yield f"offload {settings.offload}"
+            yield f"offload {settings.offload}" + (" to disk" if settings.offloads_to_disk else "")
+
+    def unwritten(self, plan: Plan) -> Iterator[str]:
+        if plan.memory.offloads:
+            yield f'{_KEY} = "{plan.memory.offload}": the script keeps everything on the device. Use "none".'
+
+    def needs_loop(self, plan: Plan) -> Iterator[str]:
+        if plan.memory.offloads_optimizer:
+            yield (
+                f'{_KEY} = "optimizer" needs an optimizer of Weft\'s own: states of yours are made by your optimizer,'
+                ' where it steps. Use "none", or train from a recipe with weft train.'
+            )

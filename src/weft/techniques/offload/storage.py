@@ -1,0 +1,168 @@
+"""Where offloaded states lie: a file, which is read and written past the page cache where that can be, or the memory of
+the host, pinned, for devices that have one of their own."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from weft.errors import PlanError
+from weft.figures import spell_bytes
+
+ALIGNMENT = mmap.PAGESIZE
+"""What starts, lengths and addresses of direct transfers are multiples of."""
+
+
+class Storage(Protocol):
+    """So many bytes, zero at first.  `read` and `write` may run on another thread; starts and lengths are aligned."""
+
+    def read(self, start: int, into: Tensor) -> None:
+        """Fill a flat tensor of bytes from `start` on, and return when it is there."""
+        ...
+
+    def write(self, start: int, source: Tensor) -> None:
+        """Keep a flat tensor of bytes from `start` on, and return when it may be changed."""
+        ...
+
+    def view(self, start: int, length: int) -> Tensor:
+        """Return bytes as they lie there, a flat tensor on the CPU: what is written to it counts."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it; what it held is gone."""
+        ...
+
+
+def new_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """Return a flat tensor of bytes on a device, on CPUs so aligned that files can be read into it directly."""
+    if device.type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+@final
+class HostStorage:
+    """Pinned memory of the host, beside a device with memory of its own."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        # Beside the device's work and not behind it: nobody works on a buffer while it is moved.
+        self._stream = torch.Stream(device)
+
+    def read(self, start: int, into: Tensor) -> None:
+        self._move(into, self._bytes[start : start + into.numel()])
+
+    def write(self, start: int, source: Tensor) -> None:
+        self._move(self._bytes[start : start + source.numel()], source)
+
+    def _move(self, into: Tensor, source: Tensor) -> None:
+        with self._stream:
+            into.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+    def view(self, start: int, length: int) -> Tensor:
+        return self._bytes[start : start + length]
+
+    def close(self) -> None:
+        self._bytes = self._bytes[:0]
+
+
+@final
+class FileStorage:
+    """A file that has no name any more, so that it ends with the process, however that ends.
+
+    Its place on the disk is taken at once.  Transfers are direct where the file system can (`is_direct`): states that
+    are read once per step would only drive everything else out of the page cache.
+
+    Raises:
+        PlanError: the folder has no room for it, or cannot be written to.
+    """
+
+    def __init__(self, num_bytes: int, folder: Path, device: torch.device) -> None:
+        self._staging = None if device.type == "cpu" else new_buffer(0, torch.device("cpu"))
+        self._num_bytes = num_bytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file, name = tempfile.mkstemp(prefix="offloaded-", dir=folder)
+        except OSError as error:
+            raise PlanError(f'plan.memory.offload_to = "disk" cannot write to {folder}: {error.strerror}.') from error
+        try:
+            os.posix_fallocate(self._file, 0, num_bytes)
+            self._direct = _open_directly(name)
+        except OSError as error:
+            os.close(self._file)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise PlanError(_no_room(num_bytes, folder)) from error
+        finally:
+            os.unlink(name)
+        self._map: mmap.mmap | None = None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether transfers go past the page cache."""
+        return self._direct is not None
+
+    def read(self, start: int, into: Tensor) -> None:
+        buffer = into if into.device.type == "cpu" else self._staged(into.numel())
+        memory, done = buffer.numpy().data, 0
+        while done < len(memory):
+            count = os.preadv(self._descriptor, [memory[done:]], start + done)
+            assert count > 0, "the file is as long as it was made"
+            done += count
+        if buffer is not into:
+            into.copy_(buffer)
+
+    def write(self, start: int, source: Tensor) -> None:
+        buffer = source if source.device.type == "cpu" else self._staged(source.numel()).copy_(source)
+        memory, done = buffer.numpy().data, 0
+        while done < len(memory):
+            done += os.pwritev(self._descriptor, [memory[done:]], start + done)
+
+    def view(self, start: int, length: int) -> Tensor:
+        if self._map is None:
+            self._map = mmap.mmap(self._file, self._num_bytes)
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=length, offset=start)
+
+    def close(self) -> None:
+        for descriptor in (self._file, self._direct):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._map = None  # a view that somebody still has keeps its pages
+
+    @property
+    def _descriptor(self) -> int:
+        return self._file if self._direct is None else self._direct
+
+    def _staged(self, length: int) -> Tensor:
+        """Memory of the host on the way between the file and a device; one thread at a time moves anything."""
+        assert self._staging is not None
+        if self._staging.numel() < length:
+            self._staging = new_buffer(length, torch.device("cpu"))
+        return self._staging[:length]
+
+
+def _open_directly(name: str) -> int | None:
+    """Open a file past the page cache; None where its file system has no such way (as tmpfs)."""
+    try:
+        return os.open(name, os.O_RDWR | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+
+
+def _no_room(num_bytes: int, folder: Path) -> str:
+    free = os.statvfs(folder)
+    return (
+        f'plan.memory.offload_to = "disk" needs {spell_bytes(num_bytes)} in {folder} for this rank alone, and'
+        f" {spell_bytes(free.f_bavail * free.f_frsize)} are free. Name another place by memory.offload_folder, or use"
+        ' offload = "none".'
+    )

@@ -79,7 +79,11 @@ def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
 # ── rooms: packages, and below `techniques` what a technique says apart from what it does ────────────────────────────
 
 
-def room_of(module: str, loads_torch: frozenset[str]) -> str:
+PROGRAMS = "techniques' programs"
+"""What techniques say of a rank under a plan, so that it stands above plans, which are made of what else they say."""
+
+
+def room_of(module: str, loads_torch: frozenset[str], needs_plan: frozenset[str]) -> str:
     """Return the room that a module belongs to; empty for the door of the whole package."""
     parts = module.split(".")
     if len(parts) == 1:
@@ -87,20 +91,17 @@ def room_of(module: str, loads_torch: frozenset[str]) -> str:
     if parts[1] != "techniques":
         return parts[1]
     if module not in loads_torch:
-        return "techniques"
+        if module not in needs_plan:
+            return "techniques"
+        return PROGRAMS if parts[-1] == "program" else "/".join(parts[1:])
     folder = SOURCE.joinpath(*parts)  # a package's own door, or the file beside which it stands
     return "/".join((parts if folder.is_dir() else parts[:-1])[1:])
 
 
-def torch_loaders(graph: Mapping[str, set[str]], files: Mapping[str, Path]) -> frozenset[str]:
-    """Return the modules that need torch, by themselves or by what they import."""
-    found = {
-        module
-        for module, path in files.items()
-        if any(source.partition(".")[0] == "torch" for source, _ in _imported(path))
-    }
+def dependents(graph: Mapping[str, set[str]], found: set[str]) -> frozenset[str]:
+    """Return the modules that these are needed by, and these."""
     while more := {module for module, needs in graph.items() if needs & found} - found:
-        found |= more
+        found = found | more
     return frozenset(found)
 
 
@@ -108,12 +109,18 @@ def room_graph() -> dict[str, set[str]]:
     """Return room → the rooms that its files import from."""
     files = source_files()
     graph = import_graph(files)
-    loaders = torch_loaders(graph, files)
+    with_torch = {
+        module
+        for module, path in files.items()
+        if any(source.partition(".")[0] == "torch" for source, _ in _imported(path))
+    }
+    loads_torch = dependents(graph, with_torch)
+    needs_plan = dependents(graph, {module for module in graph if module.startswith("weft.plan")})
     rooms: dict[str, set[str]] = {}
     for module, needs in graph.items():
-        room = room_of(module, loaders)
+        room = room_of(module, loads_torch, needs_plan)
         if room:
-            rooms.setdefault(room, set()).update(room_of(need, loaders) for need in needs)
+            rooms.setdefault(room, set()).update(room_of(need, loads_torch, needs_plan) for need in needs)
     return {room: needs - {room, ""} for room, needs in rooms.items()}
 
 
@@ -150,6 +157,8 @@ def straight(graph: Mapping[str, set[str]]) -> dict[str, list[str]]:
 
 def words_of(room: str) -> str:
     """Return what a room says of itself: the first sentence of its docstring."""
+    if room == PROGRAMS:
+        return "What each lets a rank send in a step under a plan. No torch"
     path = SOURCE / "weft" / room
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

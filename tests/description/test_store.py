@@ -103,7 +103,7 @@ def test_another_model_or_other_code_is_described_anew(
     isolated = replace(recipe, data=DataRecipe(documents="isolated"))
     for other in (longer, split, isolated, recipe_of(tmp_path / "other", num_hidden_layers=2)):
         assert stored(other) is None
-    monkeypatch.setattr(weft.description._store, "version", lambda name: "another")
+    monkeypatch.setattr(weft.description._store, "version", "another {}".format)
     assert stored(recipe) is None
 
 

@@ -14,7 +14,7 @@ import torch
 import weft
 from weft.cluster import parse_cluster_spec
 from weft.description import facts_of, profile_of
-from weft.entry._fit import Trial, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
+from weft.entry._fit import PeakMemory, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
 from weft.errors import PlanError, RecipeError
 from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer
@@ -78,9 +78,9 @@ class Limit:
     def __init__(self, largest: int) -> None:
         self.largest, self.asked = largest, list[tuple[int, object]]()
 
-    def __call__(self, recipe: Recipe, plan: Plan) -> Trial:
+    def __call__(self, recipe: Recipe, plan: Plan) -> PeakMemory:
         self.asked.append((plan.microbatch.size, plan.microbatch.per_step))
-        return Trial(fits=plan.microbatch.size <= self.largest, peak_bytes=2**30)
+        return PeakMemory(fits=plan.microbatch.size <= self.largest, peak_bytes=2**30)
 
 
 def test_the_global_batch_is_kept() -> None:
@@ -121,8 +121,8 @@ def test_only_a_plan_near_its_limit_is_tried() -> None:
 def test_what_killed_a_process_is_said() -> None:
     recipe, plan = recipe_of(), Plan(microbatch=MicrobatchPlan(size=1, per_step=8))
 
-    def killed(recipe: Recipe, plan: Plan) -> Trial:
-        return Trial(fits=False, peak_bytes=0)
+    def killed(recipe: Recipe, plan: Plan) -> PeakMemory:
+        return PeakMemory(fits=False, peak_bytes=0)
 
     with pytest.raises(PlanError, match="the system ended a process"):
         fit_microbatch(recipe, plan, lambda line: None, killed, facts=facts_of(recipe))

@@ -49,7 +49,7 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 MOST_RANKS = 100_000
-"""That a checkpoint may come from: their numbers have five digits."""
+"""Ranks that a checkpoint may come from, at most: their numbers have five digits."""
 _TENSOR_FILE = r"rank-\d{5}-\d{4,9}\.safetensors"
 _INDEX_FILE = r"rank-\d{5}\.json"
 _LARGEST_INDEX_BYTES = 1 << 30

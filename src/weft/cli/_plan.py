@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from weft.cli._explain import Questions
-from weft.cli._read import Choice, read_choice
+from weft.cli._read import PlannedRun, read_choice
 from weft.cli._search import Asked
 from weft.errors import PlanError
 
@@ -297,7 +297,7 @@ def _rehearse_best(result: SearchResult, path: Path, overrides: tuple[str, ...],
     dry_run(recipe, runnable[0], rehearsed)
 
 
-def _write(choice: Choice, recipe: Path, output: Path | None, eject: Path | None) -> None:
+def _write(choice: PlannedRun, recipe: Path, output: Path | None, eject: Path | None) -> None:
     from weft.plan import dump_plan
 
     if output is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlannedRun:
     """A recipe with the plan that it is going to be trained under."""
 
     recipe: Recipe
@@ -42,7 +42,7 @@ def read_choice(
     trials: bool = False,
     fork_server: ForkServer | None = None,
     described: Description | None = None,
-) -> Choice:
+) -> PlannedRun:
     """Read a recipe and its plan, choose the plan when it is `auto`, and check that both fit.
 
     With `trials`, a few steps decide between plans that predictions cannot tell apart, where that pays, and a plan that
@@ -82,7 +82,7 @@ def read_choice(
         plan, note = load_plan(plan_path), ""
     _, plan = apply_overrides(recipe, plan, of_plan)
     check_plan(plan, recipe, facts, processes)
-    return Choice(recipe, plan, reasons, facts, machine, note, tight and "microbatch.size" not in plan.origins)
+    return PlannedRun(recipe, plan, reasons, facts, machine, note, tight and "microbatch.size" not in plan.origins)
 
 
 def describe_recipe(recipe: Recipe) -> Description:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 KEPT = 3
 """Ways that are measured at least, where there are so many, beside the built-in ones."""
 CLOSE = 1.25
-"""So many times the lowest prediction are kept, too: the formulas are no better than that."""
+"""Candidates up to so many times the lowest prediction are kept, too: the formulas are no better than that."""
 SHORT_SECONDS = 2e-3
 """What is predicted to take less is measured whatever it is: that takes no time, and where ranks share cores the number
 of messages counts for more than how many go at once, which the formulas do not know."""

@@ -35,7 +35,7 @@ class Row:
 
     collective: Collective
     size_bytes: int
-    """Of the whole tensor on one rank."""
+    """Size of the whole tensor on one rank."""
     choice: str
     candidates: tuple[Candidate, ...]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weft.cluster import Collective
 
 DRIFT = 1.3
-"""So many times slower or faster than its table says, a group is said to have changed."""
+"""A group that is so many times slower or faster than its table says is said to have changed."""
 _CHECKED_SECONDS = 0.02
 """What is timed to find out takes no more than that, so that it is over in half a second."""
 

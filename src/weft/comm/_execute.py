@@ -20,7 +20,7 @@ from weft.comm.shared_memory import Failure, GroupFailed, SharedMemoryGroup, Tro
 from weft.errors import CollectiveError
 
 _GRACE_SHARE = 0.25
-"""Of a deadline, that is left for ranks to tell each other who is missing, one second at most."""
+"""Share of a deadline that is left for ranks to tell each other who is missing, one second at most."""
 _TINY = timedelta(milliseconds=1)
 _HOST = 0
 """Global rank that serves the store, where no launcher does (`env://` and torch's other ways to meet)."""

@@ -32,7 +32,7 @@ class Combine:
     is_mean: bool
     """Whether the total is divided by the number of ranks at the end."""
     number: int
-    """Of the operation as torch counts them; of SUM where the total is divided."""
+    """Number of the operation as torch counts them; that of SUM where the total is divided."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         self.function(a, b, out=out)
@@ -64,7 +64,7 @@ class Sum:
 
     runs: Runs
     before: tuple[int, ...]
-    """From ranks below the receiver."""
+    """Messages from ranks below the receiver."""
     after: tuple[int, ...]
 
 
@@ -85,7 +85,7 @@ class NodeCall:
     """One call of all ranks of a node over the memory that they share."""
 
     kind: Literal["sum", "spread"]
-    """As `weft.collective.NodeRound` has them."""
+    """Kind of the round, as `weft.collective.NodeRound` has them."""
     regions: Runs
     """Elements that each rank of the node owns; an empty run where it owns none."""
     phase: str = "inside the node"
@@ -101,9 +101,9 @@ class Program:
     actions: tuple[Action, ...]
     scratch_bytes: int
     before: tuple[NodeCall, ...] = ()
-    """Over the memory of this rank's node, where its ranks share some: before all messages."""
+    """Rounds over the memory of this rank's node, where its ranks share some, before all messages."""
     after: tuple[NodeCall, ...] = ()
-    """After all messages."""
+    """Rounds after all messages."""
 
     @property
     def steps(self) -> tuple[NodeCall | Action, ...]:

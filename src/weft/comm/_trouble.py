@@ -24,7 +24,7 @@ Reason = Literal["deadline", "closed", "alarm"]
 State = Literal["there", "gone", "silent"]
 """It answers; its host has closed the connection; it has not answered yet."""
 _PATIENCE_SECONDS = 0.5
-"""With a store that says nothing."""
+"""Time to wait for a store that says nothing."""
 _Answer = TypeVar("_Answer")
 
 
@@ -49,7 +49,7 @@ class Board:
     prefix: str
     members: int
     state: State = "there"
-    """Of the store, when it was last asked."""
+    """State of the store, when it was last asked."""
     _known: dict[int, Report] = field(default_factory=dict[int, "Report"])
     """What has been read until now."""
     _asking: threading.Thread | None = None

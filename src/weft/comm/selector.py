@@ -55,16 +55,16 @@ RUNS = 5
 _FEWER_RUNS = 3
 _MOST_RUNS = 20
 _SHORT_SECONDS = 0.02
-"""That a candidate may be timed for in all, where it is short: so many more runs."""
+"""Time that a candidate may be timed for in all, where it is short: so many more runs."""
 _CLOSE = 1.5
 """Times the fastest: those run against each other again."""
 _CONTEST_SECONDS = 0.4
-"""For all runs of one contest."""
+"""Time of all runs of one contest."""
 _SLOW_SECONDS = 0.2
 """Where the slowest candidate takes longer, three runs must do."""
 _PROBE_BYTES = (1 << 10, 1 << 16, 1 << 20)
 _PROBE_SECONDS = 0.03
-"""For each size of a link's probe, that both links together stay below 0.2 s."""
+"""Time for each size of a link's probe, so that both links together stay below 0.2 s."""
 _PROBE_RUNS = 50
 _TAG = (1 << 20) + 77
 

@@ -28,7 +28,7 @@ class Layer:
     entering: Dim
     """Atoms of its input features."""
     index: int
-    """Of its first event."""
+    """Position of its first event."""
     parameters: int
 
 

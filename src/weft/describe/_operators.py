@@ -44,7 +44,7 @@ class Draft:
     kept_bytes: float = 0.0
     unfused_elements: float = 0.0
     unfused_bytes: float = 0.0
-    """Beyond or, where negative, below what fused kernels keep."""
+    """Bytes that are kept beyond or, where negative, below what fused kernels keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

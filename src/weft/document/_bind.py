@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from weft.document._conform import Mismatch, conform_value, is_union
+from weft.document._conform import TypeMismatch, conform_value, is_union
 from weft.document._read import Document
 from weft.document._text import Path, dotted, spell, spell_short
 from weft.errors import WeftError, did_you_mean
@@ -117,7 +117,7 @@ def _choose(
     here = (*path, rule.chosen_by)
     try:
         choice = conform_value(hints[rule.chosen_by], given.get(rule.chosen_by), here)
-    except Mismatch as mismatch:
+    except TypeMismatch as mismatch:
         raise document.fail(mismatch.path, spell_short(mismatch.value), mismatch.problem) from None
     return rule.classes.get(choice)
 

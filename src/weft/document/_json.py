@@ -51,13 +51,13 @@ class JsonObject:
     """A JSON object whose members are taken by name and kind."""
 
     path: Path
-    """Of the file, for messages."""
+    """Path of the file, for messages."""
     error: type[WeftError]
     advice: str
     """What to do about a file that is not as it should be: the last sentence of every message."""
     values: dict[str, Any]
     place: str = ""
-    """Of this object in the file: `indexes[2].`"""
+    """Place of this object in the file: `indexes[2].`"""
 
     @classmethod
     def parse(cls, path: Path, content: bytes, error: type[WeftError], advice: str) -> JsonObject:

@@ -64,7 +64,7 @@ class Outcome:
     stop_signal: int
     """Number of the signal that did; 0 when the run was not stopped, or by the program itself."""
     losses: tuple[float, ...]
-    """Of the steps of this call."""
+    """Loss of each step of this call."""
     checkpoint: Path | None
 
 

@@ -37,7 +37,7 @@ _NOBODY = -1
 class _Call:
     number: int
     name: str
-    """Of the method: what must be equal on all ranks."""
+    """Name of the method: what must be equal on all ranks."""
     place: str
     """File and line of the user."""
 

@@ -55,9 +55,9 @@ from weft.worker import facts_of_blueprint
 from weft.worker._check import case_name, outputs_path, perturbed_model, trial_path, with_precision
 
 _MEMORY_SHARE = 0.5
-"""Of this machine's memory, that a model which cannot be shrunk may take."""
+"""Share of this machine's memory that a model which cannot be shrunk may take."""
 _SEARCH_SECONDS = 180.0
-"""After so long, no further technique is taken out to find the cause."""
+"""Time after which no further technique is taken out to find the cause."""
 
 
 def check(

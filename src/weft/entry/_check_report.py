@@ -39,7 +39,7 @@ class CheckReport:
     lines: tuple[str, ...]
     """What was run: plan and model, and what they leave out."""
     comparisons: tuple[Comparison, ...]
-    """By precision, in the order in which they were run, up to the first that is not equal."""
+    """One per precision, in the order in which they were run, up to the first that is not equal."""
     failure: CheckFailure | None
     seconds: float
 

@@ -24,7 +24,7 @@ _KILLED = "SIGKILL"
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class PeakMemory:
     """What came of a plan on all ranks."""
 
     fits: bool
@@ -35,7 +35,7 @@ class Trial:
 class Weigher(Protocol):
     """Tries a plan, on every rank."""
 
-    def __call__(self, recipe: Recipe, plan: Plan) -> Trial: ...
+    def __call__(self, recipe: Recipe, plan: Plan) -> PeakMemory: ...
 
 
 def is_tight(choice: Choice) -> bool:
@@ -83,7 +83,7 @@ def _smaller(plan: Plan) -> Plan | None:
     return None if smaller is None else replace(plan, microbatch=smaller)
 
 
-def weigh_in_processes(recipe: Recipe, plan: Plan, *, fork_server: ForkServer | None = None) -> Trial:
+def weigh_in_processes(recipe: Recipe, plan: Plan, *, fork_server: ForkServer | None = None) -> PeakMemory:
     """Try a plan in fresh processes of this machine, one per rank, all at once."""
     count = plan.mesh.world_size
     return _launched(recipe, plan, count, {"rank": None, "local_rank": None}, fork_server)
@@ -95,19 +95,19 @@ def weigh_in_job(rank_info: RankInfo) -> Weigher:
     The returned function is collective over the default group.
     """
 
-    def weigh_all(recipe: Recipe, plan: Plan) -> Trial:
+    def weigh_all(recipe: Recipe, plan: Plan) -> PeakMemory:
         own = _launched(recipe, plan, 1, {"rank": rank_info.rank, "local_rank": rank_info.local_rank})
         worst = torch.tensor([float(not own.fits), float(own.peak_bytes)], dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(worst, dist.ReduceOp.MAX)
-        return Trial(fits=worst[0].item() == 0, peak_bytes=int(worst[1].item()))
+        return PeakMemory(fits=worst[0].item() == 0, peak_bytes=int(worst[1].item()))
 
     return weigh_all
 
 
 def _launched(
     recipe: Recipe, plan: Plan, count: int, who: Mapping[str, int | None], fork_server: ForkServer | None = None
-) -> Trial:
+) -> PeakMemory:
     arguments = {
         "recipe": dump_recipe(recipe, everything=True),
         "plan": dump_plan(plan, everything=True),
@@ -120,5 +120,5 @@ def _launched(
     except RankError as problem:
         if problem.kind != _KILLED:
             raise
-        return Trial(fits=False, peak_bytes=0)
-    return Trial(fits=all(rank["fits"] for rank in found), peak_bytes=max(rank["peak_bytes"] for rank in found))
+        return PeakMemory(fits=False, peak_bytes=0)
+    return PeakMemory(fits=all(rank["fits"] for rank in found), peak_bytes=max(rank["peak_bytes"] for rank in found))

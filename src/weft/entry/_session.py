@@ -22,7 +22,7 @@ from weft.entry._calls import Calls
 from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
 from weft.entry._recording import SessionRuns
 from weft.entry._state import LossOfUser, TrainState
-from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
+from weft.entry._user_batches import BatchStream, UserBatch, fields_of, infer_inputs
 from weft.entry._user_optimizer import group_indices, settings_of
 from weft.errors import DataError, RecipeError
 from weft.launch import Distributed, RankFailure, RankInfo, initialise_distributed
@@ -255,7 +255,7 @@ class Session:
         batch_size: int | None,
     ) -> TrainState:
         refuse_wrapped(model)
-        stream = Stream(loader, self._seed, lambda fields: None, batch_size)
+        stream = BatchStream(loader, self._seed, lambda fields: None, batch_size)
         batch = stream.batch_size
         stream.warn_of_workers()
         self._refuse_taken(model)
@@ -413,7 +413,7 @@ def _store_of_session(rank: int, num_ranks: int) -> dist.Store | None:
 
 
 def _facts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, stream: Stream, batch: int, max_grad_norm: float | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, stream: BatchStream, batch: int, max_grad_norm: float | None
 ) -> dict[str, str]:
     """What must be equal on all ranks when they prepare a model."""
     kind = type(model).__name__

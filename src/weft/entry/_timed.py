@@ -25,11 +25,11 @@ class TimedPlan:
     """What the steps of a plan took, until the last rank had finished each."""
 
     first_seconds: float
-    """Of the first step of all, which compiles and opens connections."""
+    """Time of the first step of all, which compiles and opens connections."""
     early_seconds: float
-    """Of a step, by the median of the few that follow, which every plan takes."""
+    """Time of a step, by the median of the few that follow, which every plan takes."""
     turns: tuple[float, ...]
-    """Of a step, in each round; none where the plan was too slow to go on."""
+    """Time of a step in each round; none where the plan was too slow to go on."""
     peak_bytes: int
     """The largest peak of a rank up to there: allocated on an accelerator, resident on cores.  Only the first plan's
     is its own; ranks keep what they have built."""

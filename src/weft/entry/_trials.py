@@ -24,22 +24,23 @@ from weft.search import Candidate, Choice, explain_settings
 
 MOST_TRIALS = 4
 _EARLY_STEPS = 5
-"""Of every plan: one that compiles, three that are timed, and a margin."""
+"""Steps of every plan before the rounds: one that compiles, three that are timed, and a margin."""
 _START_SECONDS = 8.0
-"""Of trials: fresh processes."""
+"""Time in which the fresh processes of trials start."""
 _BUILD_SECONDS = 1.0
-"""Of a plan in them."""
+"""Time in which they build a plan's model."""
 _TURN_SECONDS = 0.15
 """A turn takes a step, or several while they last no longer than this."""
 _ROUNDS = range(3, 16)
-"""In which plans take their turns: few where the run is short, and never so few that chance decides."""
+"""Rounds in which plans take their turns: few where the run is short, and never so few that chance decides."""
 _COMPILE_SECONDS = 60.0
-"""Until the blocks of a plan are compiled: 20 to 50 s for decoders on 2 cores (2026-11), and a margin."""
+"""Time until the blocks of a plan are compiled: 20 to 50 s for decoders on 2 cores (2026-11), and a margin."""
 _STOPPED = ("SIGINT", "SIGTERM")
 _WORTH = 30
 """Trials may take this part of the predicted run: a thirtieth."""
 _SAFE_SHARE = 0.5
-"""Of memory that plans may take together: a step is not tried for its memory here, and a trial must not end the run."""
+"""Share of memory that plans may take together: a step is not tried for its memory here, and a trial must not end the
+run."""
 
 
 def decide_by_trials(

@@ -105,7 +105,7 @@ def infer_inputs(model: nn.Module, example: Mapping[str, Tensor]) -> dict[str, s
     return matching
 
 
-class Stream:
+class BatchStream:
     """The loader's samples as one endless stream of global batches, the same on every rank; each rank reads its share.
 
     A map-style dataset is read sample by sample: shuffled loaders by a permutation of (seed, epoch), others in order.
@@ -130,7 +130,7 @@ class Stream:
         self._collates_whole: bool | None = None
         """Whether the collate function looks at the whole batch, so that shares are cut out of what it returns."""
         self.digest = ""
-        """Of the last batch that `iterate` took, before it was cut."""
+        """Digest of the last batch that `iterate` took, before it was cut."""
         self._refuse_what_is_not_read()
 
     @property

@@ -18,9 +18,9 @@ from weft.techniques.settings import Declared, choices_of
 @dataclass(frozen=True, slots=True)
 class _Knob:
     field: str
-    """Of a `Layout`; `data` stands for replicate × shard."""
+    """Field of a `Layout`; `data` stands for replicate × shard."""
     values: str
-    """Of a `Space`: the tuple of what may be chosen."""
+    """Field of a `Space`: the tuple of what may be chosen."""
     words: tuple[str, ...] = ()
     """The words it takes; empty: a number."""
     numbers: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class Setting:
     """One setting of a question."""
 
     name: str
-    """As a plan spells it, without its section."""
+    """Name as a plan spells it, without its section."""
     value: Any
 
     @property

@@ -121,7 +121,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Number of the process."""
         return self._process.pid
 
     @property

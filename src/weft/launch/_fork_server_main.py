@@ -27,7 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.launch._job import Job
+    from weft.launch._job import LaunchJob
 
 END = 0
 """An order: SIGTERM to all, then SIGKILL to those left after `END_SECONDS`.  Other orders are signal numbers."""
@@ -36,7 +36,7 @@ END_SECONDS = 5.0
 
 def serve(control: socket.socket, preload: list[str]) -> int:
     """Carry out the launcher's jobs, one after another, until it is gone.  In a rank: run it and return its status."""
-    from weft.launch._job import Job
+    from weft.launch._job import LaunchJob
     from weft.process import die_with
 
     for name in ("torch", "torch.distributed"):
@@ -45,7 +45,7 @@ def serve(control: socket.socket, preload: list[str]) -> int:
     fork_server = os.getpid()
     for number in itertools.count(1):
         folder, descriptors = _next_job(control)
-        job = Job.read(folder)
+        job = LaunchJob.read(folder)
         with contextlib.suppress(OSError):  # a folder that is gone is the ranks' to find out
             os.chdir(job.working_folder)
         _preload(job)
@@ -73,7 +73,7 @@ def _next_job(control: socket.socket) -> tuple[Path, list[int]]:
     return Path(os.fsdecode(word)), descriptors
 
 
-def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
+def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> int:
     """Start the ranks of a job, and end when all have ended.  In a rank: run it and return its status."""
     from weft.launch._failure_notice import open_failure_pipes
     from weft.launch._rank import run_rank
@@ -107,7 +107,7 @@ def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
     os._exit(0)  # everything is closed; taking torch apart would keep the launcher waiting
 
 
-def _preload(job: Job) -> None:
+def _preload(job: LaunchJob) -> None:
     """Import what every rank of this job needs, so that ranks get it by fork."""
     sys.path[:] = job.import_path
     if job.kind == "function":

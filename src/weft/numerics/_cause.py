@@ -37,7 +37,7 @@ class Evidence:
     reference: TrialResult
     candidate: TrialResult
     trials: Sequence[Trial]
-    """By rank."""
+    """One per rank."""
     contributions: Contributions
     comparison: Comparison
 

@@ -19,7 +19,7 @@ DEFAULT_PROCESSES = 8
 _GROWING: tuple[Axis, ...] = ("pipeline", "tensor", "context", "shard", "replicate")
 """Axes that get the processes left over, first to last: a pipeline of two stages has no middle."""
 _SMALL_BUCKET_BYTES = 4096
-"""So small that the shrunk model has several buckets."""
+"""Buckets so small that the shrunk model has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

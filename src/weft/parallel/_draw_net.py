@@ -106,7 +106,7 @@ class OwnPython:
 
     def __init__(self) -> None:
         self.drew = False
-        """Since somebody last set it back."""
+        """Whether anything drew since somebody last set it back."""
         self._global: Any = getattr(random, "_inst")  # noqa: B009  # what the module's functions are bound to
         self.is_busy = sys.getprofile() is not None
 

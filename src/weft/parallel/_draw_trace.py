@@ -30,7 +30,7 @@ from weft.stand_ins import StandIns
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""
 _SIZES = (13, 17)
-"""Of the two batches: primes that are rarely a size of anything else."""
+"""Samples of the two batches: primes that are rarely a size of anything else."""
 _VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 
 Place = Literal["sample", "flat", "shared", "unknown"]

@@ -86,7 +86,7 @@ class Shard:
     sparse: bool = False
     """Whether this is one whole table whose gradient comes as `rows`, and `gradient` stays None."""
     rows: SparseRows | None = None
-    """Of a sparse shard: what the step's rows sum to, set by the gradient store."""
+    """Rows of a sparse shard: what the step's rows sum to, set by the gradient store."""
     size: int = field(init=False)
     """Elements of the master, also while it is away."""
 

@@ -72,7 +72,7 @@ class _Live:
     launched: bool = False
     settled: bool = False
     arrival: Wait | None = None
-    """Of the gather under way, if there is one."""
+    """Handle of the gather under way, if there is one."""
     away: Sequence[Tensor] = ()
     """What the members' parameters will be again when it has ended."""
 

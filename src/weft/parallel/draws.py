@@ -140,7 +140,7 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 _RUN = _called.__code__
-"""Of the frame below which a call under keys lies."""
+"""Code of the frame below which a call under keys lies."""
 
 
 class _Keyed(TorchDispatchMode):

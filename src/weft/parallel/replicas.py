@@ -29,7 +29,7 @@ class _Entry:
     shard: Shard
     layout: ParameterLayout
     shape: torch.Size
-    """Of the rows on this rank."""
+    """Shape of the rows on this rank."""
 
 
 @dataclass(slots=True)

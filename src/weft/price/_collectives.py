@@ -33,7 +33,7 @@ from weft.price import _algorithms as cost
 from weft.price._placement import CostLine, Group, Leg
 
 _COPIES = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_gather": 0.5, "all_to_all": 0.5, "broadcast": 0.5}
-"""Of γ: an all-reduce passes over its tensor twice, the others once."""
+"""Multiples of γ: an all-reduce passes over its tensor twice, the others once."""
 
 HalfCost = Callable[[int, float, float, float], float]
 
@@ -58,7 +58,7 @@ class _Flat:
     slowest: float
     """Latency of the farthest pair."""
     per_byte: float
-    """Of what one member sends around a ring, at the leg where it takes longest."""
+    """Time per byte that one member sends around a ring, at the leg where it takes longest."""
     rings: int
 
 

@@ -60,7 +60,7 @@ _FALLBACKS: Mapping[str, tuple[str, ...]] = {
 """Precision → whose peak counts, the first that the device has."""
 
 ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4}
-"""Of activations between operators; 2 for all other precisions: narrower ones are cast at the matrix products."""
+"""Bytes of activations between operators; 2 for all other precisions: narrower ones are cast at the matrix products."""
 _OPERAND_BYTES: Mapping[str, float] = {"fp8": 1, "mxfp8": 1, "fp4": 0.5625}
 _CAST_BYTES = 4.0
 """Read in 16 bits, written in 8 bits twice, straight and transposed: what an element costs before an fp8 product."""
@@ -68,7 +68,7 @@ _CAST_BYTES = 4.0
 _BACKWARD_ELEMENTS = 1.5
 """Elements moved by an element-wise operator's backward over those of its forward: it reads its input again."""
 _DISPATCH_KERNELS = 8.0
-"""Of sorting tokens by expert or bringing them back: scores, choice, counts, offsets, copies."""
+"""Kernels of sorting tokens by expert or bringing them back: scores, choice, counts, offsets, copies."""
 _UNFUSED: Mapping[str, tuple[float, float]] = {"norm": (8.0, 6.0), "activation": (0.7, 2.0), "rotary": (3.0, 6.0)}
 """Operator → bytes moved beyond one fused kernel's, as a multiple of these, and kernels, where PyTorch runs a chain.
 A root-mean-square norm casts to fp32, squares, means, multiplies, casts back and scales: 36 bytes for 4.  LayerNorm,
@@ -124,7 +124,7 @@ class Share:
     expert: int = 1
     sequence_parallel: bool = False
     grid: tuple[int, int, int] | None = None
-    """Of multi-dimensional tensor splits: how often M, N and K of a product are cut."""
+    """How often M, N and K of a product are cut by multi-dimensional tensor splits."""
     precision: PricedPrecision = "bf16"
     wide: bool = False
     """Whether products run in 16 bits although the precision is narrower: embedding and head."""
@@ -176,7 +176,7 @@ class Device:
 
     @property
     def host_seconds(self) -> float:
-        """In which one kernel is issued, where that happens beside the computation."""
+        """Time in which one kernel is issued, where that happens beside the computation."""
         if not self.is_accelerator:
             return 0.0
         calibration = self.calibration

@@ -22,7 +22,7 @@ from weft.techniques.registry import held as held_besides
 from weft.techniques.zero.contract import shares_of
 
 _CPU_CHUNK_BYTES = float(8 << 20)
-"""Of logits that exist at once in a loss by chunks, on a CPU."""
+"""Bytes of logits that exist at once in a loss by chunks, on a CPU."""
 PROCESS_BYTES = 295e6
 """What a rank on a CPU holds beside its tensors: the interpreter, torch, the network, the allocator's remains.
 Peaks of `weft train` less the tensors of three small models on 1, 2 and 4 ranks: 293 to 303 MB (2026-11, torch 2.13).

@@ -36,17 +36,17 @@ class Leg:
     units: int
     """Units of this level that the group has members in, in the block that has most."""
     members: int
-    """Of the group, in the unit that has fewest: all of them pass through this level at once."""
+    """Members of the group in the unit that has fewest: all of them pass through this level at once."""
     stride: int
     """Units from one that holds members to the next."""
     bandwidth: float
-    """To all other units together, while every sibling group does the same."""
+    """Bandwidth to all other units together, while every sibling group does the same."""
     ring: float
-    """Around one ring of units."""
+    """Bandwidth around one ring of units."""
     rings: int
     """Rings that have links of their own."""
     pair: float
-    """To one other unit, while one member of each group sends to its next unit."""
+    """Bandwidth to one other unit, while one member of each group sends to its next unit."""
 
     @property
     def place(self) -> tuple[Level, int, int, int]:

@@ -49,7 +49,7 @@ class MemoryKinds:
     buckets: float = 0.0
     """Communication buffers: gradient buckets, gathered layers."""
     workspace: float = 0.0
-    """Of kernels, and of the framework's allocator for small things."""
+    """Memory of kernels, and of the framework's allocator for small things."""
 
     @property
     def allocated(self) -> float:
@@ -61,7 +61,7 @@ class StageMemory:
     """One pipeline rank."""
 
     rank: int
-    """On the pipeline axis."""
+    """Rank on the pipeline axis."""
     kinds: MemoryKinds
     reserved: float
     """Allocated and what the allocator holds besides: fragmentation."""
@@ -91,13 +91,13 @@ class Prediction:
     spread: float
     """Standard deviation of the logarithm of the step time: 0.06 is about ±6 %."""
     stages: tuple[StageMemory, ...]
-    """By pipeline rank."""
+    """One per pipeline rank."""
     usable_bytes: float
-    """Of one device, for everything but the margin."""
+    """Memory of one device for everything but the margin."""
     margin_bytes: float = 0.0
-    """Of one device, which plans leave free because predictions of memory err (`Cluster.memory_margin`)."""
+    """Memory of one device which plans leave free because predictions of memory err (`Cluster.memory_margin`)."""
     model_flops: float
-    """Of one step, all ranks: forward and backward, recomputation not counted, causal attention counted half."""
+    """FLOPs of one step, all ranks: forward and backward, recomputation not counted, causal attention counted half."""
     spans: tuple[Span, ...] = ()
     """Only when asked for."""
 
@@ -107,7 +107,7 @@ class Prediction:
 
     @property
     def device_bytes(self) -> float:
-        """Of one device: what may be filled and the margin."""
+        """Memory of one device: what may be filled and the margin."""
         return self.usable_bytes + self.margin_bytes
 
     @property

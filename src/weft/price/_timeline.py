@@ -37,7 +37,7 @@ class StageTimes:
     """Backward up to the gradient of the input, recomputation included."""
     weight: Sequence[float]
     transfer: float = 0.0
-    """From a stage to the next one on another rank."""
+    """Time from a stage to the next one on another rank."""
 
 
 class Step(NamedTuple):
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
     seconds: float
     slack: Sequence[float]
-    """Per rank: how long before the end it has done its last action."""
+    """Time before the end at which each rank has done its last action."""
 
 
 class _Program(NamedTuple):
@@ -162,13 +162,13 @@ class Shares(NamedTuple):
     """Which shares of its closed form a schedule was not found to fall short of as it is played."""
 
     equal: float
-    """With equal stages; of unequal ones as much less as the mean stage is below the slowest."""
+    """Share with equal stages; with unequal ones as much less as the mean stage is below the slowest."""
     any: float
-    """With any stages."""
+    """Share with any stages."""
     short: float
-    """With any stages, and fewer microbatches than ranks."""
+    """Share with any stages, and fewer microbatches than ranks."""
     long: float
-    """With any stages, and at least `LONG` times as many microbatches as ranks."""
+    """Share with any stages, and at least `LONG` times as many microbatches as ranks."""
 
 
 def shares_of_closed_form(schedule: PricedSchedule, pipeline: int) -> Shares:

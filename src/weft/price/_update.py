@@ -19,7 +19,7 @@ from weft.techniques.registry import update_seconds
 
 _USUAL_BUCKET_BYTES = BucketSettings().bucket_limits[1]
 _FIRST_READ = 0.05
-"""Of the weights that a forward needs before it can begin, at least: an embedding."""
+"""Share of the weights that a forward needs before it can begin, at least: an embedding."""
 
 
 class RankLoad(NamedTuple):

@@ -26,7 +26,7 @@ Reach = Literal["inside", "between"]
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class LinkGroups:
     """Groups of ranks that work at the same time over the same kind of links."""
 
     reach: Reach
@@ -38,26 +38,26 @@ class Peers:
         return len(self.groups[0])
 
 
-def peers_of(rank_info: RankInfo) -> list[Peers]:
+def peers_of(rank_info: RankInfo) -> list[LinkGroups]:
     """Return what to measure in a job: 2, 4, 8, … members inside a node and between nodes, one group and as many as
     there is room for."""
     local = rank_info.local_world_size
     nodes = rank_info.world_size // local
-    found: list[Peers] = []
+    found: list[LinkGroups] = []
     for members in _doublings(local):
         every = [
             tuple(range(node * local + first, node * local + first + members))
             for node in range(nodes)
             for first in range(0, local - members + 1, members)
         ]
-        found.append(Peers("inside", tuple(every[:: local // members])))
+        found.append(LinkGroups("inside", tuple(every[:: local // members])))
         if local >= 2 * members:
-            found.append(Peers("inside", tuple(every)))
+            found.append(LinkGroups("inside", tuple(every)))
     for members in _doublings(nodes):
         columns = [tuple(node * local + column for node in range(members)) for column in range(local)]
-        found.append(Peers("between", tuple(columns[:1])))
+        found.append(LinkGroups("between", tuple(columns[:1])))
         if local > 1:
-            found.append(Peers("between", tuple(columns)))
+            found.append(LinkGroups("between", tuple(columns)))
     return found
 
 
@@ -88,7 +88,7 @@ def measure_links(
     return rows
 
 
-def _view(peers: Peers, rank: int) -> GroupView | None:
+def _view(peers: LinkGroups, rank: int) -> GroupView | None:
     """This rank's group, or None.  Creating groups is a collective of all ranks."""
     mine: GroupView | None = None
     for ranks in peers.groups:

@@ -30,9 +30,9 @@ from weft.probe._links import Reach, line_of
 from weft.probe._rank import Findings, probe_rank
 
 BUDGET_SECONDS = 150.0
-"""For the timings.  With the choices of collectives and starting the ranks, a probe stays under five minutes."""
+"""Time for the timings.  With the choices of collectives and starting the ranks, a probe stays under five minutes."""
 _ADD_BYTES = 12
-"""Per element of `add`: two reads and a write."""
+"""Bytes per element of `add`: two reads and a write."""
 _MOST_RANKS = 16
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from weft.document import HIDDEN, Flattened, Rules, dump
-from weft.errors import RecipeError, Setting, did_you_mean
+from weft.errors import BadSetting, RecipeError, did_you_mean
 from weft.recipe._shapes import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ReferenceShape
 
 BUILT_IN_LOSSES = ("tokens", "classes", "regression")
@@ -90,7 +90,7 @@ class ModelRecipe:
         given = [name for name in ("reference", "hf", "factory") if getattr(self, name) is not None]
         if not given:
             problem = "is missing: a model has one of reference, hf and factory."
-            raise RecipeError(f"reference {problem}", setting=Setting(("reference",), None, problem))
+            raise RecipeError(f"reference {problem}", setting=BadSetting(("reference",), None, problem))
         if len(given) > 1:
             raise _RULES.refuse(self, given[1], f"stands beside {given[0]}: a model has one of them. Remove the other.")
 
@@ -190,7 +190,7 @@ class OptimizerRecipe:
     name: Literal["adamw", "sgd", "adafactor", "lamb", "lars"] = "adamw"
     """The update rule."""
     learning_rate: float = 3e-4
-    """At its highest, after the warm-up."""
+    """Learning rate at its highest, after the warm-up."""
     weight_decay: float = 0.0
     """Pull of the weights towards 0, as the optimizer defines it: decoupled from the gradient for AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -301,7 +301,7 @@ class RunRecipe:
     steps: int
     """Optimizer steps."""
     seed: int = 1234
-    """Of initial weights, data order and dropout."""
+    """Seed of initial weights, data order and dropout."""
     evaluate_every: int | None = None
     """Steps between evaluations; by default none."""
     evaluate_batches: int | None = None

@@ -17,7 +17,7 @@ class WorldReport:
     """Several ranks' rehearsals."""
 
     asked: tuple[RankReport, ...]
-    """By rank, those that were asked for."""
+    """The groups that were asked for, by rank."""
     compared: tuple[int, ...]
     """Neighbours of the first of them whose collectives were compared with its own."""
     problems: tuple[str, ...]

@@ -40,7 +40,7 @@ class Choice:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Of the rivals."""
+        """Plans of the rivals."""
         return tuple(rival.plan for rival in self.rivals if rival.plan is not None)
 
 

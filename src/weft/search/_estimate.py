@@ -240,7 +240,7 @@ class Estimates:
 
     @property
     def _last_share(self) -> Floats:
-        """Of a rank's gradients, what may travel in the last bucket."""
+        """Share of a rank's gradients that may travel in the last bucket."""
         largest = max(self._space.bucket_bytes or (), default=LARGEST_BUCKET)
         sizes = [part * self._gradient for part in (self._least_dense, self._experts) if np.any(part)]
         return np.minimum(1.0 / self._options.chunks, largest / np.maximum(np.minimum.reduce(sizes), 1.0))

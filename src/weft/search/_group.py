@@ -30,7 +30,7 @@ class Passes(NamedTuple):
     block: Floats
     """The same, of blocks in the mean."""
     block_forward: Floats
-    """Of blocks in the mean, as is `block_input`."""
+    """Mean over blocks, as is `block_input`."""
     block_input: Floats
     stem: Floats
     tail: Floats
@@ -53,9 +53,9 @@ class Held(NamedTuple):
     """Bytes of one microbatch that one rank keeps, by case."""
 
     kept: Floats
-    """Of all blocks."""
+    """Bytes of all blocks."""
     least: Floats
-    """Of the block that keeps least."""
+    """Bytes of the block that keeps least."""
     live: Floats
     """Besides, during a block's backward."""
     stem: Floats
@@ -66,14 +66,14 @@ class Weights(NamedTuple):
     """Elements of one rank's weights."""
 
     dense: float
-    """Of all blocks, experts left out."""
+    """Elements of all blocks, experts left out."""
     experts: float
     stem: float
     tail: float
     widest: float
-    """Of the largest block, experts included."""
+    """Elements of the largest block, experts included."""
     least_dense: float
-    """Of the block that has fewest, as are `least_experts`."""
+    """Elements of the block that has fewest, as are `least_experts`."""
     least_experts: float
 
 
@@ -89,11 +89,11 @@ class GroupCosts:
     lent: Ints
     """`Arrangement.lent`, by row."""
     case: Ints
-    """Of each row, its case; the figures below are by row."""
+    """Case of each row; the figures below are by row."""
     passes: dict[Recompute, Passes]
     held: dict[Recompute, Held]
     weights: Weights
-    """Of all cases."""
+    """Weights of all cases."""
     hop: Floats
     """Seconds from a stage to the next, on the links that are best for it."""
     logits: Floats

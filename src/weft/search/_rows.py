@@ -53,7 +53,8 @@ class Rows:
     every: Ints
     """Position in `REDUCE_EVERY`."""
     seconds: Floats
-    """Of a step, at least: with the least recomputation and offloading that may fit, and the best of all buckets."""
+    """Time of a step, at least: with the least recomputation and offloading that may fit, and the best of all
+    buckets."""
 
     def __len__(self) -> int:
         return len(self.seconds)

@@ -129,7 +129,7 @@ class _Group(NamedTuple):
     each: Floats
     """Score of each split where one microbatch takes a second in all blocks."""
     seen: Bools
-    """Which splits' rows have been bounded."""
+    """The splits whose rows have been bounded."""
 
     @property
     def least(self) -> float:

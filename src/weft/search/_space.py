@@ -77,10 +77,10 @@ class Space:
     the time in which it fills."""
     compressions: tuple[str, ...] = ("none",)
     algorithms: tuple[str, ...] = ("auto",)
-    """Of the reductions and gathers over data ranks.  `auto` is what is done without a choice; between accelerators
-    that is the cheapest, between cores of several nodes a hierarchy may be."""
+    """Algorithms of the reductions and gathers over data ranks.  `auto` is what is done without a choice; between
+    accelerators that is the cheapest, between cores of several nodes a hierarchy may be."""
     orders: tuple[tuple[Axis, ...], ...] | None = None
-    """Of the axes on the hardware.  None: every order that lays some group on other links."""
+    """Orders of the axes on the hardware.  None: every order that lays some group on other links."""
 
     @property
     def usual_offload(self) -> Offload:

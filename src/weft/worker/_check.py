@@ -16,7 +16,7 @@ from weft.plan import Plan, parse_plan
 from weft.recipe import Precision, Recipe, parse_recipe
 
 TIMEOUT_SECONDS = 60.0
-"""Of a collective: one that not all ranks enter must not keep anybody waiting for long."""
+"""Timeout of a collective: one that not all ranks enter must not keep anybody waiting for long."""
 COMPILING_SECONDS = 600.0
 """The same, where ranks may be minutes apart because they compile."""
 

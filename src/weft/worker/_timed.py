@@ -31,7 +31,7 @@ from weft.worker._teams import team_of, teams_of
 
 _EARLY_STEPS = 3
 _EARLY_SECONDS = 1.0
-"""After which a plan takes no more of them: how slow it is has been seen."""
+"""Time after which a plan takes no more of them: how slow it is has been seen."""
 _TURN_SECONDS = 0.05
 """A turn lasts so long where steps are shorter: a clock and a scheduler say little of a single one."""
 _MOST_STEPS = 20

@@ -13,7 +13,7 @@ from weft.collective._schedule import Runs, Schedule
 from weft.collective.drawing._simulate import Flight, Outcome, simulate
 
 _MOST_MESSAGES = 16
-"""In a line of text."""
+"""Messages in a line of text, at most."""
 _PART_BYTES = 1 << 10
 
 
@@ -25,10 +25,10 @@ class Drawing:
     collective: Collective
     arrangement: Arrangement
     schedules: tuple[Schedule, ...]
-    """By rank."""
+    """Schedule of each rank."""
     outcome: Outcome
     num_bytes: int
-    """Of the buffer that was played: equal parts."""
+    """Bytes of the buffer that was played: equal parts."""
 
     @property
     def rounds(self) -> list[list[Flight]]:

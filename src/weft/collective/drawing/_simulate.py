@@ -47,11 +47,11 @@ class Outcome:
     messages: tuple[int, ...]
     """Sent, by rank."""
     bytes_sent: tuple[float, ...]
-    """By rank."""
+    """Bytes that each rank sends."""
     steps: int
-    """Of the rank that has most."""
+    """Steps of the rank that has most."""
     seconds: float
-    """Until the last rank is done."""
+    """Time until the last rank is done."""
 
 
 @dataclass(slots=True)
@@ -78,9 +78,9 @@ class _Rank:
 class _Message:
     values: list[int]
     port_seconds: float
-    """That its bytes keep a port busy."""
+    """Time that its bytes keep a port busy."""
     arrival: float
-    """Of its last byte, if the receiver's port is free."""
+    """Arrival of its last byte, if the receiver's port is free."""
 
 
 @dataclass(slots=True)

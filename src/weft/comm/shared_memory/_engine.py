@@ -22,7 +22,7 @@ REBUILD = "python setup.py build_ext --inplace"
 _MANY_TYPES = 64
 _NOT_KNOWN = (1 << 64) - 1
 _POPULATE_WRITE = 23
-"""Of madvise, since Linux 5.14; Python has no name for it."""
+"""Advice to madvise, since Linux 5.14; Python has no name for it."""
 
 
 class _CallStruct(ctypes.Structure):
@@ -60,7 +60,7 @@ class Manner:
     """How an engine copies: measured once per group, at its first large call."""
 
     slot_bytes: int
-    """Of a piece that is staged at a time; up to 4 MiB."""
+    """Bytes of a piece that is staged at a time; up to 4 MiB."""
     streams_in: bool
     """Copy into the staging memory by stores that pass the cache by."""
 

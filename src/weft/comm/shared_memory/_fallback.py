@@ -75,7 +75,7 @@ class PythonTransport:
         self._pending: dict[int, Future[None]] = {}
         self._submitted = self._done = 0
         self._done_ns: dict[int, int] = {}
-        """Of the last calls, by ticket."""
+        """Ends of the last calls, by ticket."""
         self._failure: Failure | None = None
         self._first_failed = 0
         self._is_closed = False

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 NONCE_AT = 8
-"""Behind the magic number; the first page is a header for every transport."""
+"""Offset behind the magic number; the first page is a header for every transport."""
 NONCE_BYTES = 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

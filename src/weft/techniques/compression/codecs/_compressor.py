@@ -28,7 +28,7 @@ class Kept:
     kind: str
     """`residual`, `basis`, `draws`, `momentum` or `steps`."""
     name: str
-    """Of the parameter."""
+    """Name of the parameter."""
     tensor: Tensor
     """Live and contiguous; loading copies into it."""
     is_own: bool

@@ -38,10 +38,10 @@ class Compression:
     topk_share: float = 0.01
     randomk_share: float = 0.1
     seed: int = 0
-    """Of random draws; the same on every rank."""
+    """Seed of random draws; the same on every rank."""
     onebit_warmup_steps: int = 0
     onebit_decay: float = 0.9
-    """Of the optimizer's momentum."""
+    """Decay of the optimizer's momentum."""
     feedback: bool = True
 
     def takes(self, shape: Sequence[int]) -> bool:

@@ -27,7 +27,7 @@ from weft.techniques.compression.codecs._reduction import Codec, CompressedReduc
 from weft.techniques.compression.contract import CompressionSettings
 
 _BACKWARD_SHARE = 2 / 3
-"""Of a step's computation."""
+"""Share of a step's computation that is backward."""
 _LEAST_SECONDS = 0.2
 
 
@@ -61,7 +61,7 @@ class Estimate:
 
     name: str
     bytes_sent: float
-    """That leave one rank."""
+    """Bytes that leave one rank."""
     wire_seconds: float
     codec_seconds: float
     step_seconds: float | None

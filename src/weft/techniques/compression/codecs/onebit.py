@@ -49,7 +49,7 @@ class OneBitMomentum:
         self._packing = SignSGD()
         self._momenta = torch.zeros_like(like)
         self._coming: Tensor | None = None
-        """Of the step under way, which may yet be skipped."""
+        """State of the step under way, which may yet be skipped."""
         self._spans = {span.name: slice(span.offset, span.stop) for span in frame.spans}
         self._steps = {name: torch.zeros(1, dtype=torch.int64) for name in self._spans}
         self._rounds = 0

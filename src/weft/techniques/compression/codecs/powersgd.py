@@ -44,7 +44,7 @@ class PowerSGD:
         self._rank = rank
         self._bases: dict[str, Tensor] = {}
         self._learnt: dict[str, Tensor] = {}
-        """Of the step under way, which may yet be skipped."""
+        """State of the step under way, which may yet be skipped."""
 
     def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
         """See `Compressor`."""

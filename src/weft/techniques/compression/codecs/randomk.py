@@ -33,7 +33,7 @@ from weft.techniques.compression.codecs._compressor import Kept, Stages
 from weft.techniques.compression.codecs._frame import Frame, Span, WireBytes
 
 _WIDE = 2**62
-"""Of random integers, far more than any run is long: their remainders are even to 1 in 2³¹."""
+"""Range of random integers, far more than any run is long: their remainders are even to 1 in 2³¹."""
 
 
 @final
@@ -49,7 +49,7 @@ class RandomK:
         self._seed = seed
         self._draws = {span.name: torch.zeros(1, dtype=torch.int64) for span in frame.spans}
         self._rounds = 0
-        """Of the step under way, which may yet be skipped."""
+        """Rounds of the step under way, which may yet be skipped."""
 
     def count(self, span: Span) -> int:
         """Elements of a parameter that are sent."""

@@ -16,7 +16,7 @@ import weft.description._store
 from weft.blueprint import build_blueprint
 from weft.description import Description, description_of_shape, of_json, store, stored, to_json
 from weft.entry import describe_recipe
-from weft.families import Tables
+from weft.models import Tables
 from weft.profile import profile_of_sizes
 from weft.profile.known import KNOWN_MODELS
 from weft.recipe import BatchRecipe, DataRecipe, DecoderShape, EncoderShape, MlpShape, ModelRecipe, Recipe, RunRecipe

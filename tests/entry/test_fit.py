@@ -14,7 +14,8 @@ import torch
 import weft
 from weft.cluster import parse_cluster_spec
 from weft.description import facts_of, profile_of
-from weft.entry._fit import PeakMemory, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
+from weft.entry._fit import PeakMemory, fit_microbatch, weigh_in_job, weigh_in_processes
+from weft.entry import is_tight
 from weft.errors import PlanError, RecipeError
 from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer

@@ -105,6 +105,8 @@ SHARED_NAMES = {
 """Names that several public classes still have: to be taken off, never added to."""
 
 MOST_EXPORTS, MEDIAN_EXPORTS = 40, 25
+MOST_INSIDE = 60
+"""Files outside of the source that may import private modules: to be lowered."""
 WIDE_DOORS = {"src/weft/price": 56, "src/weft/plan": 56, "src/weft/comm": 51, "src/weft/collective": 51}
 """Packages that export more: how many at most, to be lowered."""
 
@@ -188,3 +190,36 @@ def test_doors_are_narrow() -> None:
     assert not wide, f"packages that export too many names: {wide}"
     doors = [count for count in counts.values() if count]
     assert statistics.median(doors) <= MEDIAN_EXPORTS, sorted(Counter(doors).items())
+
+
+def private_imports(path: Path) -> Iterator[tuple[str, str]]:
+    """(module, name) of everything that a file imports from a private module of Weft's."""
+    for node in ast.walk(tree_of(path)):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("weft"):
+            continue
+        assert node.module is not None
+        for alias in node.names:
+            if any(part.startswith("_") for part in (*node.module.split("."), alias.name)):
+                yield node.module, alias.name
+
+
+def test_tests_go_through_public_doors() -> None:
+    """What a package exports is imported from the package; what it does not, by few."""
+    doors = {
+        (node.module, alias.name): ".".join(path.parent.relative_to(ROOT / "src").parts)
+        for path in PACKAGE_INITS
+        for node in tree_of(path).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    users = [path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    private = {relative(path): list(private_imports(path)) for path in users}
+    around = [
+        f"{path}: import {name} from {doors[module, name]}, not from {module}"
+        for path, imports in private.items()
+        for module, name in imports
+        if (module, name) in doors
+    ]
+    assert not around, "\n".join(around)
+    inside = [path for path, imports in private.items() if imports]
+    assert len(inside) <= MOST_INSIDE, f"{len(inside)} files import private modules: {inside}"

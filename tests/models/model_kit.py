@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from weft.models import Blueprint, build_reference
 from weft.models.hf import build_hf
-from weft.parallel import ModelLayout, ParameterLayout, TensorSplit
-from weft.parallel.materialise import materialise
+from weft.parallel import ModelLayout, ParameterLayout, TensorSplit, materialise
 from weft.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ModelRecipe
 
 CPU = torch.device("cpu")

@@ -210,7 +210,7 @@ def test_draws_do_not_go_with_compiled_blocks():
 
 
 def test_generators_are_left_as_they_were():
-    from weft.parallel._draw_net import Generators
+    from weft.parallel import Generators
     from weft.parallel._draw_trace import find_draws
     from weft.parallel.draws import keys_itself
 

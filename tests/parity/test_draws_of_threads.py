@@ -20,7 +20,7 @@ from pool import RankPool
 from weft.errors import PlanError
 from weft.models import seeded
 from weft.parallel import StepContext
-from weft.parallel._draw_net import without_draws
+from weft.parallel import without_draws
 from weft.plan import Plan
 from weft.recipe import Recipe
 

@@ -22,10 +22,9 @@ from weft.collective import (
     tree,
 )
 from weft.plan import AXES, Axis
+from weft.price import Group, Layout, Network, algorithm_choices, choose_algorithm, collective_seconds
 from weft.price import _algorithms as cost
-from weft.price._collectives import _fixed, algorithm_choices, choose_algorithm, collective_seconds
-from weft.price._layout import Layout
-from weft.price._placement import Group, Network
+from weft.price._collectives import _fixed
 
 KINDS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
 ALL_REDUCES = {"ring", "double_ring", "torus", "double_tree", "tree", "in_network", "hierarchical", "direct"} | {

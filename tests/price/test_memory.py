@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.plan import PricedSchedule, peak_activations, schedule_orders
-from weft.price import HABITS, WEFT, Layout, Memories, StageMemory, memory_of
-from weft.price._in_flight import in_flight
+from weft.price import HABITS, WEFT, Layout, Memories, StageMemory, in_flight, memory_of
 from weft.profile import ModelSizes, Profile, profile_of_sizes
 from weft.profile.known import KNOWN_MODELS, known_model
 

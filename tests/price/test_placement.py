@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from weft.cluster import Cluster, LinkTier, Topology, parse_cluster_spec
 from weft.plan import AXES, Axis, MeshPlan, axis_coordinates
-from weft.price._layout import Layout
-from weft.price._placement import Group, Network
+from weft.price import Group, Layout, Network
 
 PRODUCTS: tuple[tuple[Axis, ...], ...] = (
     ("tensor",),

@@ -11,8 +11,7 @@ import pytest
 from brute_force import best_by_brute_force, score_of
 from drawn_spaces import CORES, SPECS, WIDE, Drawn, drawn
 
-from weft.price import WEFT, Layout
-from weft.price._memory import reduces_once
+from weft.price import WEFT, Layout, reduces_once
 from weft.search import Space, search
 from weft.search._bounds import Floats
 from weft.search._finalists import Finalists

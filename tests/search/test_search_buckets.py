@@ -11,8 +11,7 @@ from weft.cluster import Cluster
 from weft.plan import DataParallelPlan, Plan
 from weft.price import FIRST_BUCKET_BYTES, SMALLEST_BUCKET, Pricer
 from weft.profile import Profile
-from weft.search import Space, search, space_of
-from weft.search._pins import pinned
+from weft.search import Space, pinned, search, space_of
 
 MEBI = 1 << 20
 BATCH = 64

@@ -18,7 +18,7 @@ from weft.parallel import (
     apply_batch_norm,
     apply_keyed_dropout,
 )
-from weft.parallel.materialise import materialise
+from weft.parallel import materialise
 from weft.plan import ComputePlan, MemoryPlan, MeshPlan, Plan, TensorParallelPlan
 from weft.techniques.compute.compiling import apply_compile
 from weft.techniques.fused_loss.vocabulary import apply_fused_loss

@@ -98,7 +98,7 @@ def chosen(cell: Cell, cluster: Cluster) -> tuple[Choice, Choice]:
     steps = int(_TRIED_SECONDS / choice.rivals[0].prediction.step_seconds)
     fixed = replace(choice, rivals=tuple(_uncompiled(each) for each in choice.rivals))
     with tempfile.TemporaryDirectory() as folder:
-        return choice, decide_by_trials(recipe, fixed, cluster, tell=_quietly, folder=Path(folder), steps=steps)
+        return choice, decide_by_trials(recipe, fixed, cluster, log=_quietly, folder=Path(folder), steps=steps)
 
 
 def _uncompiled(rival: Candidate) -> Candidate:

@@ -100,7 +100,7 @@ def _probe() -> dict[str, object]:
         memory_bytes=4 << 30,
         budget_seconds=0.01,
         precisions=["fp32"],
-        tell=said.append,
+        log=said.append,
     )
     assert torch.get_num_threads() == threads
     return {"found": dataclasses.asdict(found), "said": said}
@@ -264,7 +264,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 def _uneven() -> None:
     rank_info = RankInfo(dist.get_rank(), 3, dist.get_rank() % 2, 2)
-    probe_rank(rank_info, cores=1, memory_bytes=1, budget_seconds=0.01, precisions=["fp32"], tell=print)
+    probe_rank(rank_info, cores=1, memory_bytes=1, budget_seconds=0.01, precisions=["fp32"], log=print)
 
 
 def test_uneven_nodes_are_refused(ranks: pool.RankPool) -> None:

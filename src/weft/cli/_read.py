@@ -60,7 +60,7 @@ def read_choice(
 
     texts = list(overrides)
     of_plan = [text for text in texts if text.startswith("plan.")]
-    recipe, given = apply_overrides(load_recipe(recipe_path), Plan(), texts)
+    recipe, pins = apply_overrides(load_recipe(recipe_path), Plan(), texts)
     facts, note, tight = facts_of(recipe), "", False
     if cluster is None:
         known = known_machine()
@@ -71,7 +71,7 @@ def read_choice(
     if plan_path == "auto":
         described = described or describe_recipe(recipe)
         facts, profile = described.facts, described.profile
-        choice = choose_plan(recipe, machine, facts, processes, profile=profile, given=given)
+        choice = choose_plan(recipe, machine, facts, processes, profile=profile, given=pins)
         if trials and choice.rivals:
             choice = _tried(recipe, machine, choice, of_plan, fork_server)
         if trials:
@@ -122,4 +122,4 @@ def _tried(
         for rival in choice.rivals
         if rival.plan is not None
     )
-    return decide_by_trials(recipe, replace(choice, rivals=rivals), machine, tell=print, fork_server=fork_server)
+    return decide_by_trials(recipe, replace(choice, rivals=rivals), machine, log=print, fork_server=fork_server)

@@ -58,8 +58,8 @@ def sentence(noun: str, setting: BadSetting, origin: str | None) -> str:
     """
     value = "" if setting.value is None else f" = {setting.value}"
     if origin is None or origin == SET:
-        given = f" (from {SET})" if origin == SET else ""
-        return f"{dotted((noun, *setting.path))}{value}{given} {setting.problem}"
+        source = f" (from {SET})" if origin == SET else ""
+        return f"{dotted((noun, *setting.path))}{value}{source} {setting.problem}"
     return f"{origin}: {dotted(setting.path)}{value} {setting.problem}"
 
 

@@ -96,10 +96,10 @@ class Calls:
                 self._meet()
             yield
         except (WeftError, RuntimeError) as error:
-            found = self._explain(error)
-            if found is None:
+            explanation = self._explain(error)
+            if explanation is None:
                 raise
-            raise found from error
+            raise explanation from error
         finally:
             self._depth, self._since = 0, 0.0
 

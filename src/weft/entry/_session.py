@@ -84,19 +84,19 @@ def session(
                 step = state.step(batch)
     """
     with ExitStack() as stack:
-        wanted = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
-        if isinstance(wanted, Plan) and wanted.compute.device != "auto":
-            device = wanted.compute.device
-        backend = wanted.compute.backend if isinstance(wanted, Plan) else "auto"
-        given = _with_timeout(wanted if isinstance(wanted, Plan) else Plan(), collective_timeout_seconds)
-        timeout_seconds = given.compute.timeout_seconds
+        requested = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
+        if isinstance(requested, Plan) and requested.compute.device != "auto":
+            device = requested.compute.device
+        backend = requested.compute.backend if isinstance(requested, Plan) else "auto"
+        own_plan = _with_timeout(requested if isinstance(requested, Plan) else Plan(), collective_timeout_seconds)
+        timeout_seconds = own_plan.compute.timeout_seconds
         joining = initialise_distributed(device, backend=backend, timeout_seconds=timeout_seconds)
         distributed = stack.enter_context(joining)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         session = Session(
             distributed,
             RankInfo.from_environment(),
-            given if isinstance(wanted, Plan) else None,
+            own_plan if isinstance(requested, Plan) else None,
             timeout_seconds=timeout_seconds,
             seed=seed,
             permit=PermitRecipe(precision=tuple(permit), compression=tuple(compression)),
@@ -182,9 +182,9 @@ class Session:
         """Of every optimizer that is about to step: refuse one that holds parameters of a prepared model."""
         if optimizer in self._optimizers:
             return  # refuses by itself, outside a step
-        held = {id(parameter) for state in self._states for parameter in state.model.parameters()}
-        held.update(self._owned.keys())
-        if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):
+        prepared = {id(parameter) for state in self._states for parameter in state.model.parameters()}
+        prepared.update(self._owned.keys())
+        if any(id(parameter) in prepared for group in optimizer.param_groups for parameter in group["params"]):
             raise RecipeError(
                 f"this {type(optimizer).__name__} holds parameters of a model that session.prepare was given with"
                 " another optimizer: its update would be lost with the next step. Give prepare one optimizer with a"

@@ -70,10 +70,10 @@ def time_plans(
         function = "weft.worker._timed:run_rank"
         preload = ("weft.entry", "torch.distributed.tensor")
         with _pipes([Path(folder) / f"turn{rank}" for rank in range(num_ranks)]):
-            found = launch_function(
+            timings = launch_function(
                 function, arguments, num_ranks, threads_per_rank=threads, preload=preload, fork_server=fork_server
             )
-    return [_merged([rank[str(at)] for rank in found if str(at) in rank]) for at in range(len(plans))]
+    return [_merged([rank[str(at)] for rank in timings if str(at) in rank]) for at in range(len(plans))]
 
 
 def step_seconds(timed: Sequence[TimedPlan]) -> list[float]:
@@ -95,14 +95,14 @@ def step_seconds(timed: Sequence[TimedPlan]) -> list[float]:
 @contextmanager
 def _pipes(paths: Sequence[Path]) -> Generator[None]:
     """FIFOs, held open at both ends, so that neither end waits for the other to open it and nothing is lost."""
-    held: list[int] = []
+    pipes: list[int] = []
     try:
         for path in paths:
             os.mkfifo(path, 0o600)
-            held.append(os.open(path, os.O_RDWR))
+            pipes.append(os.open(path, os.O_RDWR))
         yield
     finally:
-        for pipe in held:
+        for pipe in pipes:
             os.close(pipe)
 
 

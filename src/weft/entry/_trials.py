@@ -48,7 +48,7 @@ def decide_by_trials(
     choice: Choice,
     machine: Cluster,
     *,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     folder: Path | None = None,
     steps: int | None = None,
     fork_server: ForkServer | None = None,
@@ -62,7 +62,7 @@ def decide_by_trials(
     is kept by a hash of recipe, machine, plans and version.
 
     Args:
-        tell: gets a line before each trial.
+        log: gets a line before each trial.
         folder: of kept measurements; by default `~/.cache/weft/auto`.
         steps: of the run, where it is not the recipe's.
         fork_server: of the processes that try plans; by default each trial starts one.
@@ -70,7 +70,7 @@ def decide_by_trials(
     if not choice.rivals or recipe.model.factory is not None or RankInfo.from_environment() is not None:
         return choice
     steps = steps or recipe.run.steps
-    bench = _Bench(recipe, machine, tell, folder or Path.home() / ".cache" / "weft" / "auto", fork_server)
+    bench = _Bench(recipe, machine, log, folder or Path.home() / ".cache" / "weft" / "auto", fork_server)
     return _compiled(bench, _fastest(bench, choice, steps), steps)
 
 
@@ -103,8 +103,8 @@ def _compiled(bench: _Bench, choice: Choice, steps: int) -> Choice:
     if not ends:
         return choice
     best = min(ends, key=lambda at: ends[at])
-    told = [f"{_setting(variants[at])}: {spell_seconds(each.step_seconds)}" for at, each in enumerate(timed) if each]
-    chosen, reason = variants[best], f"measured per step, {', '.join(told)}"
+    times = [f"{_setting(variants[at])}: {spell_seconds(each.step_seconds)}" for at, each in enumerate(timed) if each]
+    chosen, reason = variants[best], f"measured per step, {', '.join(times)}"
     reasons = {**choice.reasons, "compute.compile": reason}
     if chosen.microbatch != plan.microbatch:
         reasons["microbatch.size"] = "measured, see compute.compile"
@@ -131,14 +131,14 @@ def _fit_together(candidates: Sequence[Candidate]) -> bool:
 
 def _variants(candidate: Candidate, plan: Plan) -> list[Plan]:
     """The plan; with one microbatch per data rank where memory surely allows it; and both of these compiled."""
-    found, whole = [plan], plan.microbatch.joined()
+    variants, whole = [plan], plan.microbatch.joined()
     room = candidate.prediction.usable_bytes / candidate.prediction.fullest.device
     grown = whole.size / plan.microbatch.size
     if 1 < grown <= room and plan.mesh.pipeline == 1 and "microbatch.size" not in plan.origins:
-        found.append(replace(plan, microbatch=whole))
+        variants.append(replace(plan, microbatch=whole))
     if "compute.compile" not in plan.origins and not plan.pipeline_parallel.splits_backward:
-        found += [replace(each, compute=replace(each.compute, compile=True)) for each in found]
-    return found
+        variants += [replace(each, compute=replace(each.compute, compile=True)) for each in variants]
+    return variants
 
 
 def _setting(plan: Plan) -> str:
@@ -148,12 +148,12 @@ def _setting(plan: Plan) -> str:
 def close_rivals(choice: Choice) -> list[Candidate]:
     """The chosen one, and others that differ in axes, ZeRO stage or precision and whose predicted step is within the
     spread of its own; the best of each, at most four."""
-    found: dict[object, Candidate] = {}
+    best_by_kind: dict[object, Candidate] = {}
     for rival in choice.rivals:
         limit = choice.rivals[0].prediction.step_seconds * (1 + choice.rivals[0].prediction.spread)
         if rival.plan is not None and rival.prediction.step_seconds <= limit:
-            found.setdefault(_kind(rival.plan), rival)
-    return list(found.values())[:MOST_TRIALS]
+            best_by_kind.setdefault(_kind(rival.plan), rival)
+    return list(best_by_kind.values())[:MOST_TRIALS]
 
 
 def _kind(plan: Plan) -> tuple[object, ...]:
@@ -174,7 +174,7 @@ class _Bench:
 
     recipe: Recipe
     machine: Cluster
-    tell: Callable[[str], None]
+    log: Callable[[str], None]
     folder: Path
     fork_server: ForkServer | None
 
@@ -189,13 +189,13 @@ class _Bench:
         if kept is not None:
             return [*kept]
         for number, plan in enumerate(plans):
-            self.tell(f"trial     {number + 1} of {len(plans)}: {_name(plan)}, {_setting(plan)}")
-        found = self._in_turn(plans, rounds) if together else None
-        if found is None:
-            found = [timing for plan in plans for timing in self._in_turn([plan], rounds) or [None]]
-        if None not in found:
-            _keep(path, {"plans": [_name(plan) for plan in plans], "seconds": found})
-        return found
+            self.log(f"trial     {number + 1} of {len(plans)}: {_name(plan)}, {_setting(plan)}")
+        timings = self._in_turn(plans, rounds) if together else None
+        if timings is None:
+            timings = [timing for plan in plans for timing in self._in_turn([plan], rounds) or [None]]
+        if None not in timings:
+            _keep(path, {"plans": [_name(plan) for plan in plans], "seconds": timings})
+        return timings
 
     def _in_turn(self, plans: Sequence[Plan], rounds: int) -> list[_Timing | None] | None:
         """Time plans together; None where a rank died, and with it all of them."""
@@ -204,11 +204,11 @@ class _Bench:
         except WeftError as problem:
             if isinstance(problem, RankError) and problem.kind in _STOPPED:
                 raise  # somebody wants the whole command to end
-            self.tell(f"          failed: {str(problem).splitlines()[0]}")
+            self.log(f"          failed: {str(problem).splitlines()[0]}")
             return None
         for plan, each in zip(plans, timed, strict=True):
             if isinstance(each, str):
-                self.tell(f"          {_name(plan)} failed: {each}")
+                self.log(f"          {_name(plan)} failed: {each}")
         ran = [each for each in timed if isinstance(each, TimedPlan)]
         steps = iter(step_seconds(ran))
         return [_Timing(next(steps), each.first_seconds) if isinstance(each, TimedPlan) else None for each in timed]
@@ -224,8 +224,8 @@ def _decided(bench: _Bench, choice: Choice, close: Sequence[Candidate], seconds:
     key = next(key for key in reasons if key.startswith("mesh."))
     others = [f"{_name(close[at].plan)}: {spell_seconds(value)}" for value, at in timed[1:]]
     reasons[key] = ", ".join([f"measured {spell_seconds(timed[0][0])} per step", *others])
-    given = {name: why for name, why in reasons.items() if name not in best.plan.origins}
-    return replace(choice, plan=best.plan, reasons=given, rivals=rivals)
+    own_reasons = {name: why for name, why in reasons.items() if name not in best.plan.origins}
+    return replace(choice, plan=best.plan, reasons=own_reasons, rivals=rivals)
 
 
 def _name(plan: Plan | None) -> str:
@@ -250,9 +250,9 @@ def _kept(path: Path, count: int) -> list[_Timing] | None:
     """What an earlier measurement found; None where there is none that can be read."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         content: dict[str, Any] = json.loads(path.read_text())
-        found = [_Timing(float(step), float(first)) for step, first in content["seconds"]]
-        if len(found) == count:
-            return found
+        timings = [_Timing(float(step), float(first)) for step, first in content["seconds"]]
+        if len(timings) == count:
+            return timings
     return None
 
 

@@ -59,7 +59,7 @@ class ForkServer:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment.setdefault(name, "lo" if sys.platform == "linux" else "lo0")  # one host: no connections outside
         path = [os.path.abspath(entry) for entry in (sys.path if import_path is None else import_path)]
-        told = json.dumps({"import_path": path, "preload": list(preload)}).encode()
+        imports = json.dumps({"import_path": path, "preload": list(preload)}).encode()
         self._jobs = 0
         self._heard = b""
         self._control, theirs = socket.socketpair()
@@ -79,7 +79,7 @@ class ForkServer:
                 " (ulimit -u)."
             ) from problem
         with suppress(*_GONE):  # which `end` says of the first job
-            self._control.sendall(len(told).to_bytes(4, "little") + told)
+            self._control.sendall(len(imports).to_bytes(4, "little") + imports)
 
     def begin(self, folder: Path, commands: int, events: int) -> None:
         """Let the job in `folder` begin.  It obeys one pipe and reports on another; both may be closed here then.
@@ -145,10 +145,10 @@ class ForkServer:
 
 
 @contextmanager
-def open_fork_server(given: ForkServer | None = None) -> Generator[ForkServer | None]:
+def open_fork_server(existing: ForkServer | None = None) -> Generator[ForkServer | None]:
     """The given fork server, or one that lasts as long as the block; none on a rank, which starts no others."""
-    if given is not None or RankInfo.from_environment() is not None:
-        yield given
+    if existing is not None or RankInfo.from_environment() is not None:
+        yield existing
         return
     with ForkServer(preload=_TRAINING) as fork_server:
         yield fork_server

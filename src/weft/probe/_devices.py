@@ -286,12 +286,12 @@ def _block_works(
     angles = torch.rand(shape.sequence_length, shape.hidden_size // shape.num_heads, device=device)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     gradient = torch.randn_like(hidden)
-    wanted = [hidden, *block.parameters()]
+    inputs = [hidden, *block.parameters()]
 
     def forward() -> Tensor:
         return block(hidden, cos, sin, None)
 
-    return [forward, lambda: torch.autograd.grad(forward(), wanted, gradient)]
+    return [forward, lambda: torch.autograd.grad(forward(), inputs, gradient)]
 
 
 def _rounded(timing: Timing) -> Timing:

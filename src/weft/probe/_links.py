@@ -43,22 +43,22 @@ def peers_of(rank_info: RankInfo) -> list[LinkGroups]:
     there is room for."""
     local = rank_info.local_world_size
     nodes = rank_info.world_size // local
-    found: list[LinkGroups] = []
+    groups: list[LinkGroups] = []
     for members in _doublings(local):
         every = [
             tuple(range(node * local + first, node * local + first + members))
             for node in range(nodes)
             for first in range(0, local - members + 1, members)
         ]
-        found.append(LinkGroups("inside", tuple(every[:: local // members])))
+        groups.append(LinkGroups("inside", tuple(every[:: local // members])))
         if local >= 2 * members:
-            found.append(LinkGroups("inside", tuple(every)))
+            groups.append(LinkGroups("inside", tuple(every)))
     for members in _doublings(nodes):
         columns = [tuple(node * local + column for node in range(members)) for column in range(local)]
-        found.append(LinkGroups("between", tuple(columns[:1])))
+        groups.append(LinkGroups("between", tuple(columns[:1])))
         if local > 1:
-            found.append(LinkGroups("between", tuple(columns)))
-    return found
+            groups.append(LinkGroups("between", tuple(columns)))
+    return groups
 
 
 def _doublings(most: int) -> list[int]:
@@ -73,7 +73,7 @@ def number_of_times(rank_info: RankInfo, device: torch.device) -> int:
 
 
 def measure_links(
-    rank_info: RankInfo, device: torch.device, seconds: float, tell: Callable[[str], None]
+    rank_info: RankInfo, device: torch.device, seconds: float, log: Callable[[str], None]
 ) -> dict[Reach, list[CollectiveTime]]:
     """Time every kind over every group and size, about `seconds` each.  Call on all ranks."""
     rows: dict[Reach, list[CollectiveTime]] = {"inside": [], "between": []}
@@ -84,7 +84,7 @@ def measure_links(
         for kind in KINDS:
             rows[peers.reach] += _times(kind, peers.members, groups, view, device, seconds)
         best = min(row.seconds for row in rows[peers.reach][-len(KINDS) :])
-        tell(f"links {peers.reach} a node: {groups} x {peers.members} ranks, fastest {best * 1e6:,.0f} us")
+        log(f"links {peers.reach} a node: {groups} x {peers.members} ranks, fastest {best * 1e6:,.0f} us")
     return rows
 
 

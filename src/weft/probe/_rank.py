@@ -44,7 +44,7 @@ def probe_rank(
     memory_bytes: int,
     budget_seconds: float,
     precisions: Sequence[str],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Findings:
     """Measure this rank's share of the job.  Call on all ranks at once.
 
@@ -53,7 +53,7 @@ def probe_rank(
         memory_bytes: of this node.
         budget_seconds: for everything but the choices of collectives, which may take 0.4 of it in addition.
         precisions: of matrix products; the device's own where empty.
-        tell: receives progress lines.
+        log: receives progress lines.
     """
     start = time.perf_counter()
     before = torch.get_num_threads()
@@ -71,20 +71,20 @@ def probe_rank(
         for index, setting in enumerate(settings):
             if index == _BEFORE_LINKS and rank_info.world_size > 1:
                 torch.set_num_threads(max(1, cores // rank_info.local_world_size))
-                links = measure_links(rank_info, device, each, tell)
+                links = measure_links(rank_info, device, each, log)
             if index >= _BEFORE_LINKS and _elapsed(start) > budget_seconds:
-                tell(f"left out, for {budget_seconds:.0f} s are over: {', '.join(map(_name, settings[index:]))}")
+                log(f"left out, for {budget_seconds:.0f} s are over: {', '.join(map(_name, settings[index:]))}")
                 break
             parts.append(measure_devices(_bench(rank_info, device, setting, each), chosen))
-            tell(f"{_line(parts[-1], setting)} ({time.perf_counter() - start:.0f} s)")
+            log(f"{_line(parts[-1], setting)} ({time.perf_counter() - start:.0f} s)")
         if len(settings) <= _BEFORE_LINKS and rank_info.world_size > 1:
-            links = measure_links(rank_info, device, each, tell)
-        tables = _choices(rank_info, device, cores, _CHOICES_SHARE * budget_seconds, tell)
+            links = measure_links(rank_info, device, each, log)
+        tables = _choices(rank_info, device, cores, _CHOICES_SHARE * budget_seconds, log)
         torch.set_num_threads(before)
         measured = _joined(parts)
         warning = unsteady(measured)
         if warning is not None:
-            tell(warning)
+            log(warning)
         return Findings(
             device=device.type,
             cores=cores,
@@ -99,13 +99,13 @@ def probe_rank(
 
 
 def _choices(
-    rank_info: RankInfo, device: torch.device, cores: int, budget_seconds: float, tell: Callable[[str], None]
+    rank_info: RankInfo, device: torch.device, cores: int, budget_seconds: float, log: Callable[[str], None]
 ) -> tuple[str, ...]:
     """Tables of choices, where Weft chooses: NCCL does so itself."""
     if device.type != "cpu" or rank_info.world_size == 1:
         return ()
     torch.set_num_threads(max(1, cores // rank_info.local_world_size))
-    return tuple(measure_tables(rank_info, budget_seconds, tell))
+    return tuple(measure_tables(rank_info, budget_seconds, log))
 
 
 _CHOICES_SHARE = 0.4

@@ -87,21 +87,23 @@ class ModelRecipe:
         _RULES.at_least(self, 1, "sequence_length")
 
     def _check_source(self) -> None:
-        given = [name for name in ("reference", "hf", "factory") if getattr(self, name) is not None]
-        if not given:
+        sources = [name for name in ("reference", "hf", "factory") if getattr(self, name) is not None]
+        if not sources:
             problem = "is missing: a model has one of reference, hf and factory."
             raise RecipeError(f"reference {problem}", setting=BadSetting(("reference",), None, problem))
-        if len(given) > 1:
-            raise _RULES.refuse(self, given[1], f"stands beside {given[0]}: a model has one of them. Remove the other.")
+        if len(sources) > 1:
+            raise _RULES.refuse(
+                self, sources[1], f"stands beside {sources[0]}: a model has one of them. Remove the other."
+            )
 
     def _check_reference(self) -> None:
         assert self.reference is not None
-        wanted = SHAPES[self.reference]
-        if not isinstance(self.shape, wanted):
+        shape_class = SHAPES[self.reference]
+        if not isinstance(self.shape, shape_class):
             got = type(self.shape).__name__ if self.shape is not None else "no shape"
-            raise _RULES.refuse(self, "reference", f"needs shape = {wanted.__name__}(...), and has {got}.")
+            raise _RULES.refuse(self, "reference", f"needs shape = {shape_class.__name__}(...), and has {got}.")
         if self.sequence_length is not None:
-            has_own = any(item.name == "sequence_length" for item in fields(wanted))
+            has_own = any(item.name == "sequence_length" for item in fields(shape_class))
             problem = "belongs in the shape of a reference model" if has_own else f"means nothing to a {self.reference}"
             raise _RULES.refuse(self, "sequence_length", f"{problem}. Remove it.")
 

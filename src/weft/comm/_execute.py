@@ -131,10 +131,12 @@ def _call_node(call: NodeCall, flat: Tensor, combine: Combine | None, turn: _Tur
 
 
 def _broken_inside(failure: Failure, node: NodeMemory, turn: _Turn) -> _BrokenError:
-    """Who was waited for.  A rank that has given up is not missing: it has said itself for whom it waited."""
+    """Return the error that names the rank which this one waited for.  A rank that has given up is not missing: its own
+    report names the rank for which it waited."""
     who = failure.reporter if failure.trouble is Trouble.ABORTED else failure.culprit
     waits_for = (node.members[who],) if 0 <= who < len(node.members) and who != node.index else ()
-    is_late = failure.trouble is Trouble.DEADLINE and failure.culprit == node.index  # it is told what others said of it
+    # The engine blames this rank itself: the others' reports, which it reads next, say what it is late for.
+    is_late = failure.trouble is Trouble.DEADLINE and failure.culprit == node.index
     reason: Reason = "deadline" if failure.trouble is Trouble.DEADLINE and not is_late else "closed"
     broken = _BrokenError(reason, waits_for, failure.trouble.name)
     if failure.trouble is Trouble.MISMATCH:
@@ -199,7 +201,7 @@ def _await(works: Sequence[tuple[int, dist.Work]], turn: _Turn) -> None:
         except RuntimeError as error:
             if time.monotonic() < turn.stop:
                 raise _BrokenError("closed", (peer,), str(error)) from None
-            # The group is broken now: what has not come by now raises at once.
+            # A timeout breaks the whole group, so every receive that is still pending fails at once.
             late = tuple(other for other, pending in works[index + 1 :] if not _has_come(pending))
             raise _BrokenError("deadline", (peer, *late), str(error)) from None
 
@@ -241,7 +243,8 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
     if error.told is not None:
         return error.told
     missing, reports = wire.board.missing(wire.index, own, turn.grace_seconds)
-    was_kept = elapsed > turn.deadline_seconds  # where nothing keeps it, a rank gives up a grace before
+    # A rank gives up one grace before the deadline; it is later only where something else kept it from looking.
+    was_kept = elapsed > turn.deadline_seconds
     if was_kept and not missing and (blamed_by := _blamed_by(reports, wire.index)):
         return _too_late(turn, blamed_by)
     who = _who_is_missing(missing or error.waits_for, reports, turn)

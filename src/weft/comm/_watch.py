@@ -187,7 +187,8 @@ class WatchedWork(dist.Work):
         return self._work._source_rank()
 
     def get_future(self) -> Future[Any]:
-        """Whoever waits for a future is not seen to wait, except for DDP, but when it is done is."""
+        """Return the work's future.  Its end is recorded.  Time spent waiting for it is not, except by DDP, which
+        `BackwardWaits` knows: a future does not tell who waits."""
         future = cast("Future[Any]", self._work.get_future())
         seen = self._seen
         seen.is_future = True

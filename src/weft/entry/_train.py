@@ -210,7 +210,7 @@ class _Job:
                 fork_server=self.fork_server,
                 stopped_timeout_seconds=self.plan.compute.timeout_seconds,
             )
-        return self._finish(run, outcomes[0])
+        return self._finalise(run, outcomes[0])
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""
@@ -238,7 +238,7 @@ class _Job:
                     quiet=self.quiet,
                 )
             values = {field: getattr(outcome, field) for field in outcome.__dataclass_fields__}
-            result = self._finish(run, values, export=first)
+            result = self._finalise(run, values, export=first)
             if dist.is_initialized():
                 dist.barrier()
             return result

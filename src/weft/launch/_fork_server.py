@@ -78,7 +78,7 @@ class ForkServer:
                 f"no process can be started for the ranks: {problem}. Free memory, or raise the limit on processes"
                 " (ulimit -u)."
             ) from problem
-        with suppress(*_GONE):  # which `end` says of the first job
+        with suppress(*_GONE):  # `end` reports it for the first job
             self._control.sendall(len(imports).to_bytes(4, "little") + imports)
 
     def begin(self, folder: Path, commands: int, events: int) -> None:
@@ -93,7 +93,7 @@ class ForkServer:
                 " start another one."
             )
         self._jobs += 1
-        with suppress(*_GONE):  # which `end` says
+        with suppress(*_GONE):  # `end` reports it
             socket.send_fds(self._control, [os.fsencode(folder)], [commands, events])
 
     def end(self, while_waiting: Callable[[], object] = lambda: None) -> int:
@@ -116,7 +116,7 @@ class ForkServer:
                 continue
             self._heard = rest
             number, status = map(int, line.split())
-            if number == self._jobs:  # not of one whose end nobody waited for
+            if number == self._jobs:  # earlier numbers are of jobs whose launcher did not wait for their end
                 return status
 
     @property

@@ -296,11 +296,12 @@ class SearchState:
         group.seen[:] |= near
         self.estimated += sum(len(table) for table in found)
         for table in found:
-            # A rank's own work bounds a row, too; it has decided which splits and cases were looked at in which window.
+            # The work of a rank alone also bounds a row from below.  Windows were made by that bound, so a row must not
+            # fall below it, or it would belong to an earlier window.
             work = np.array([whole for whole, _ in cases])[table.case] * table.splits.microbatches
             seconds = np.maximum(table.seconds, work / table.splits.pipeline)
             weighed = self._weighed(seconds, table.splits.world)
-            if windows is _WINDOWS:  # the whole group's bound holds for its rows too
+            if windows is _WINDOWS:  # `above` bounds the whole group, and so each of its rows
                 weighed = np.maximum(weighed, above)
             table, weighed = table.take(weighed >= above), weighed[weighed >= above]
             if not len(table):

@@ -9,12 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from weft.cli._elsewhere import run_for, run_given
 from weft.cli._explain import Questions
 from weft.cli._read import PlannedRun, read_choice
-from weft.cli._search import SearchRequest
+from weft.cli._search import (
+    SearchRequest,
+    given_plan,
+    known_subject,
+    print_search,
+    recipe_subject,
+    run_search,
+    write_best,
+)
 from weft.errors import PlanError
 
 if TYPE_CHECKING:
+    from weft.cli._subject import Subject
+    from weft.cluster import Cluster
     from weft.search import SearchResult
 
 _FLAG = Parameter(negative=(), show_default=False)
@@ -109,6 +120,8 @@ def plan(
     schema
         Print the JSON Schema of a plan, and nothing else.
     """
+    from weft.cluster import resolve_cluster
+
     if schema:
         _print_schema()
         return
@@ -141,7 +154,9 @@ def plan(
             "--model and --processes or --eject, which need a recipe,",
             "a recipe in place of --model",
         )
-        _known(model, plan, cluster, (global_batch_size, sequence_length), request, output, write_to)
+        machine = resolve_cluster(cluster)
+        subject = known_subject(model, machine, global_batch_size, sequence_length)
+        _plan_subject(subject, machine, plan, request, output, write_to, name=model)
         return
     if recipe is None:
         example = "weft plan --model llama-3.1-8b --cluster 8xh100"
@@ -152,9 +167,14 @@ def plan(
         "--set recipe.batch.global_batch_size=…",
     )
     if for_ is not None:
-        _recipe_for(recipe, plan, set, cluster, request, output, write_to)
+        subject = recipe_subject(recipe, _of_recipe(set))
+        _plan_subject(subject, resolve_cluster(cluster), plan, request, output, write_to, name=str(recipe))
         return
     _recipe(recipe, plan, set, processes, cluster, request, output, eject, rank if dry_run else None)
+
+
+def _of_recipe(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(text for text in overrides if not text.startswith("plan."))
 
 
 def _print_schema() -> None:
@@ -186,56 +206,29 @@ def _refuse_for(
     )
 
 
-def _known(
-    model: str,
+def _plan_subject(
+    subject: Subject,
+    cluster: Cluster,
     plan: str,
-    spec: str | None,
-    sizes: tuple[int | None, int | None],
     request: SearchRequest,
     output: Path | None,
     folder: Path | None,
-) -> None:
-    from weft.cli._search import given_plan, known_subject, print_search, run_search, write_best
-    from weft.cluster import resolve_cluster
-
-    cluster = resolve_cluster(spec)
-    subject = known_subject(model, cluster, *sizes)
+    *,
+    name: str,
+) -> SearchResult:
+    """Search for a model's best plan, or price the plan that is named, under Weft or another system; print and write
+    what comes of it.  `name` of the model or recipe goes into the written file."""
     named_plan = None if plan == "auto" else given_plan(plan, request)
     if request.system is not None:
-        from weft.cli._elsewhere import run_for
-
         result, lines = run_for(request.system, subject, cluster, request, named_plan, folder)
     elif named_plan is not None:
-        from weft.cli._elsewhere import run_given
-
         result, lines = run_given(subject, cluster, request, named_plan)
     else:
         result, lines = run_search(subject, cluster, request)
     print_search(result, lines, request)
     if output is not None:
-        write_best(result, output, model)
-
-
-def _recipe_for(
-    recipe: Path,
-    plan: str,
-    overrides: tuple[str, ...],
-    cluster: str | None,
-    request: SearchRequest,
-    output: Path | None,
-    folder: Path | None,
-) -> None:
-    from weft.cli._elsewhere import run_for
-    from weft.cli._search import given_plan, print_search, recipe_subject, write_best
-    from weft.cluster import resolve_cluster
-
-    subject = recipe_subject(recipe, tuple(text for text in overrides if not text.startswith("plan.")))
-    named_plan = None if plan == "auto" else given_plan(plan, request)
-    assert request.system is not None
-    result, lines = run_for(request.system, subject, resolve_cluster(cluster), request, named_plan, folder)
-    print_search(result, lines, request)
-    if output is not None:
-        write_best(result, output, str(recipe))
+        write_best(result, output, name)
+    return result
 
 
 def _recipe(
@@ -251,21 +244,17 @@ def _recipe(
 ) -> None:
     """For a cluster that is not this machine search chooses the plan; here it is the one that `weft train` would take,
     with what search finds beside it."""
-    from weft.cli._search import print_search, recipe_subject, run_search, write_best
     from weft.cluster import resolve_cluster
     from weft.plan import describe_plan, runnability
 
     is_elsewhere = cluster is not None and plan == "auto" and processes is None and eject is None
     subject = None
     if plan == "auto" and processes is None and eject is None:
-        subject = recipe_subject(recipe, tuple(text for text in overrides if not text.startswith("plan.")))
+        subject = recipe_subject(recipe, _of_recipe(overrides))
     elif request.is_special:
         raise PlanError("--plan, --processes and --eject fix the plan: options of the search do not go with them.")
     if subject is not None and is_elsewhere:
-        result, lines = run_search(subject, resolve_cluster(cluster), request)
-        print_search(result, lines, request)
-        if output is not None:
-            write_best(result, output, str(recipe))
+        result = _plan_subject(subject, resolve_cluster(cluster), plan, request, output, None, name=str(recipe))
         if rehearsed is not None:
             _rehearse_best(result, recipe, overrides, rehearsed)
         return

@@ -82,6 +82,8 @@ def step_seconds(timed: Sequence[TimedPlan]) -> list[float]:
     A plan's turn is held against the mean of its round, and the median of these ratios counts, times the median round.
     Plans that did not go on are judged by their early steps.
     """
+    # Another program slows all plans of a round alike, so the ratio to the round's mean is steady where the seconds are
+    # not.  The mean is geometric: a plan that is twice as slow and one that is twice as fast then cancel out.
     going = [each for each in timed if each.turns]
     means = [geometric_mean(turns) for turns in zip(*(each.turns for each in going), strict=True)]
     return [

@@ -81,7 +81,8 @@ def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> in
 
     adopt_orphans()  # what a rank leaves, stopped data workers among it, is ended here
     failure_pipes = open_failure_pipes(folder, job.num_processes)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a rank that cannot handle it yet gets it when it can
+    # Ranks inherit the blocked signal and let it through once their handler is in place, so that none is lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     wake_read, wake_write = os.pipe()
     for descriptor in (wake_read, wake_write):
         os.set_blocking(descriptor, False)
@@ -152,6 +153,7 @@ def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure
     """Report every rank that ends, to the launcher and where it failed to the others; obey until none is left."""
     living = dict(ranks)
     kill_at: float | None = None
+    # A rank may have ended before the handler of SIGCHLD was set; nothing wakes this loop for it.
     _reap(living, events, failure_pipes)
     while living:
         timeout = None if kill_at is None else max(0.0, kill_at - time.monotonic())
@@ -159,7 +161,7 @@ def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure
         if wake in ready:
             os.read(wake, 4096)
         if kill_at is not None and time.monotonic() >= kill_at:
-            _signal_all(living, signal.SIGKILL)
+            _signal_all(living, signal.SIGKILL)  # these had their time to end by themselves
             kill_at = None
         if commands in ready:
             for order in os.read(commands, 4096) or [signal.SIGKILL]:  # nothing to read: the launcher is gone

@@ -285,6 +285,7 @@ def _follow(watch: _Watch, events: int) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(events, selectors.EVENT_READ)
         while len(watch.codes) < watch.num_processes:
+            # The pipe wakes this process at once when a rank ends; between times it looks for ranks that are stopped.
             wait = LOOK_SECONDS if deadline is None else max(0.0, min(LOOK_SECONDS, deadline - time.monotonic()))
             if selector.select(wait):
                 data = os.read(events, 65536)
@@ -299,6 +300,8 @@ def _follow(watch: _Watch, events: int) -> None:
             elif not told_to_end:
                 watch.stopped.look()
             has_failed = any(watch.codes.values())
+            # The other ranks get a moment: a rank that fails by itself may still be the first cause, and says more than
+            # one that was ended.
             if deadline is None and not told_to_end and (has_failed or watch.stopped.has_waited_enough):
                 watch.note_cause()
                 deadline = time.monotonic() + (_ECHO_SECONDS if has_failed else 0.0)

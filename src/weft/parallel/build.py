@@ -53,7 +53,7 @@ class ParallelModel:
     runner: Runner
     stores: StoreSet
     summing: Mesh
-    """Over whose data ranks the gradients of a step are summed."""
+    """The mesh over whose data ranks the gradients of a step are summed."""
     techniques: Sequence[TechniqueRuntime]
     """What the plan's techniques do on this rank."""
 

@@ -16,7 +16,7 @@ from weft.entry._trials import _fit_together, _key, close_rivals
 from weft.launch.launcher import ForkServer
 from weft.plan import MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan
 from weft.recipe import Recipe, parse_recipe
-from weft.search import Choice, choose_plan
+from weft.search import PlanChoice, choose_plan
 
 RECIPE = """[model]
 reference = "mlp"
@@ -31,7 +31,7 @@ steps = 100
 """
 
 
-def chosen(recipe: Recipe) -> tuple[Choice, Cluster]:
+def chosen(recipe: Recipe) -> tuple[PlanChoice, Cluster]:
     facts, machine = facts_of(recipe), Cluster.detect()
     choice = choose_plan(recipe, machine, facts, 2, profile=profile_of(recipe))
     # Two that predictions do not tell apart: the chosen one, and the same with another ZeRO stage.
@@ -42,7 +42,7 @@ def chosen(recipe: Recipe) -> tuple[Choice, Cluster]:
     return replace(choice, plan=one, rivals=(replace(first, plan=one), replace(first, plan=other))), machine
 
 
-def lasting(seconds: float, choice: Choice) -> int:
+def lasting(seconds: float, choice: PlanChoice) -> int:
     """Steps of a run that is predicted to take so long: rivals are tried from 500 s on, compilation from 2,300 s."""
     return int(seconds / choice.rivals[0].prediction.step_seconds)
 

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from weft.figures import spell_figure
 
 if TYPE_CHECKING:
-    from weft.describe import Description, Proposal
+    from weft.describe import ForwardDescription, Proposal
     from weft.profile import Block, Operator
 
 
@@ -61,7 +61,7 @@ def describe(
     print("\n".join(_split_lines(proposal, covered=any(rule.divides for rule in plain.split))))
 
 
-def _lines(description: Description, element_bytes: int) -> list[str]:
+def _lines(description: ForwardDescription, element_bytes: int) -> list[str]:
     profile = description.profile
     unit = f"sample of {profile.sequence_length:,} tokens" if profile.sequence_length > 1 else "sample"
     lines = [
@@ -78,7 +78,7 @@ def _lines(description: Description, element_bytes: int) -> list[str]:
     return lines + [f"assumed: {note}" for note in description.notes]
 
 
-def _parts(description: Description) -> list[tuple[int, Block]]:
+def _parts(description: ForwardDescription) -> list[tuple[int, Block]]:
     """Stem, alike blocks once with their number, tail."""
     profile = description.profile
     counted: dict[int, tuple[int, Block]] = {}
@@ -107,7 +107,7 @@ def _shape(operator: Operator) -> str:
     return f"{rows}{operator.k} → {operator.n}{f', {operator.groups} groups' if operator.groups > 1 else ''}"
 
 
-def _flops(description: Description) -> float:
+def _flops(description: ForwardDescription) -> float:
     """Forward of one sample."""
     profile = description.profile
     parts = (profile.stem, *profile.blocks, profile.tail)
@@ -132,7 +132,7 @@ def _split_lines(proposal: Proposal, *, covered: bool) -> list[str]:
     return [f"# {head}:", *lines_of(proposal)]
 
 
-def _as_json(description: Description, proposal: Proposal, element_bytes: int) -> dict[str, Any]:
+def _as_json(description: ForwardDescription, proposal: Proposal, element_bytes: int) -> dict[str, Any]:
     profile = description.profile
     return {
         "name": profile.name,

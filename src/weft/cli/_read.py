@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from weft.launch.launcher import ForkServer
     from weft.plan import ModelFacts, Plan
     from weft.recipe import Recipe
-    from weft.search import Choice as Chosen
+    from weft.search import PlanChoice as Chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.collective import Arrangement, ChoiceTable, Row, find_table, parse_choices, tables_of_others
+from weft.collective import Arrangement, ChoiceTable, TableRow, find_table, parse_choices, tables_of_others
 from weft.comm._chosen import ChosenCollectives
 from weft.comm._device import carrier_of
 from weft.comm._hosts import discover_nodes
@@ -79,7 +79,7 @@ def _measuring(view: GroupView, place: Arrangement) -> str:
     return f"weft comm explain --measure --processes {view.size}{' --backend gloo' if is_kept_off else ''}"
 
 
-def _expected(row: Row) -> float | None:
+def _expected(row: TableRow) -> float | None:
     return next((each.measured_seconds for each in row.candidates if each.name == row.choice), None)
 
 

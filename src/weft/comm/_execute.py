@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm._node import NodeMemory
-from weft.comm._program import Action, Combine, NodeCall, Program, add_up, padded
-from weft.comm._trouble import Board, Reason, Report
+from weft.comm._program import Combine, ElementStep, NodeCall, Program, add_up, padded
+from weft.comm._trouble import Board, FailureReport, Reason
 from weft.comm._watched_group import close_connections
 from weft.comm.shared_memory import Failure, GroupFailed, SharedMemoryGroup, Trouble, explain
 from weft.errors import CollectiveError
@@ -145,7 +145,7 @@ def _broken_inside(failure: Failure, node: NodeMemory, turn: _Turn) -> _BrokenEr
     return broken
 
 
-def _exchange(action: Action, flat: Tensor, scratch: Tensor, turn: _Turn) -> list[Tensor]:
+def _exchange(action: ElementStep, flat: Tensor, scratch: Tensor, turn: _Turn) -> list[Tensor]:
     """Send and receive the messages of one step; return what has come, by incoming message."""
     group, me = turn.wire.group, turn.wire.index
     taken = 0
@@ -187,7 +187,7 @@ def _exchange(action: Action, flat: Tensor, scratch: Tensor, turn: _Turn) -> lis
     return buffers
 
 
-def _move_own(action: Action, buffers: Sequence[Tensor], own: Sequence[Tensor], me: int) -> None:
+def _move_own(action: ElementStep, buffers: Sequence[Tensor], own: Sequence[Tensor], me: int) -> None:
     mine = [buffer for message, buffer in zip(action.receives, buffers, strict=True) if message.peer == me]
     for buffer, content in zip(mine, own, strict=True):
         buffer.copy_(content)
@@ -237,7 +237,7 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
     if came_late and blamed_by:
         give_up(wire, given_up)
         return _too_late(turn, blamed_by)
-    own = Report(error.waits_for, "alarm" if given_up.is_up and error.reason == "closed" else error.reason)
+    own = FailureReport(error.waits_for, "alarm" if given_up.is_up and error.reason == "closed" else error.reason)
     wire.board.leave(wire.index, own)
     give_up(wire, given_up)
     if error.told is not None:
@@ -257,7 +257,7 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
     )
 
 
-def _blamed_by(reports: Mapping[int, Report], index: int) -> list[int]:
+def _blamed_by(reports: Mapping[int, FailureReport], index: int) -> list[int]:
     """Who waited for a rank, where somebody waited until the deadline: the first to do so closes all connections."""
     if not any(report.reason == "deadline" for who, report in reports.items() if who != index):
         return []
@@ -274,7 +274,7 @@ def _too_late(turn: _Turn, blamed_by: Sequence[int]) -> CollectiveError:
     )
 
 
-def _who_is_missing(missing: Sequence[int], reports: Mapping[int, Report], turn: _Turn) -> str:
+def _who_is_missing(missing: Sequence[int], reports: Mapping[int, FailureReport], turn: _Turn) -> str:
     """Names and what they did.  Ranks that could not report are not blamed where the store is missing itself."""
     wire = turn.wire
     if any(report.reason == "deadline" for report in reports.values()):

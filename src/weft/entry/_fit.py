@@ -15,7 +15,7 @@ from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer, RankError, launch_function
 from weft.plan import ModelFacts, Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
-from weft.search import Choice
+from weft.search import PlanChoice
 
 _UNCERTAIN = 0.8
 """Share of the usable memory above which a prediction is tried: of 117 published peaks 6 % were predicted more than a
@@ -38,7 +38,7 @@ class MeasurePeak(Protocol):
     def __call__(self, recipe: Recipe, plan: Plan) -> PeakMemory: ...
 
 
-def is_tight(choice: Choice) -> bool:
+def is_tight(choice: PlanChoice) -> bool:
     """Whether a plan that is predicted to fit may not, and its microbatch is not one that the user has given."""
     if not choice.rivals or "microbatch.size" in choice.plan.origins:
         return False

@@ -35,7 +35,7 @@ from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.profile import Profile
 from weft.recipe import Recipe, dump_recipe, load_recipe
-from weft.search import Choice, choose_plan
+from weft.search import PlanChoice, choose_plan
 from weft.worker import facts_of_blueprint, train_rank
 
 
@@ -162,7 +162,7 @@ class _TrainRequest:
         tight = tight if self.try_memory is None else self.try_memory
         return _Job(recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, self.quiet, self.fork_server)
 
-    def _choice(self, profile: Profile, facts: ModelFacts, cluster: Cluster, world: int | None) -> Choice:
+    def _choice(self, profile: Profile, facts: ModelFacts, cluster: Cluster, world: int | None) -> PlanChoice:
         choice = choose_plan(self.recipe, cluster, facts, world, profile=profile)
         if not self.trials:
             return choice

@@ -20,7 +20,7 @@ from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer, RankError
 from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
-from weft.search import Candidate, Choice, explain_settings
+from weft.search import Candidate, PlanChoice, explain_settings
 
 MOST_TRIALS = 4
 _EARLY_STEPS = 5
@@ -45,14 +45,14 @@ run."""
 
 def decide_by_trials(
     recipe: Recipe,
-    choice: Choice,
+    choice: PlanChoice,
     machine: Cluster,
     *,
     log: Callable[[str], None],
     folder: Path | None = None,
     steps: int | None = None,
     fork_server: ForkServer | None = None,
-) -> Choice:
+) -> PlanChoice:
     """Return the choice with the fastest of its close rivals as the plan, compiled and in one microbatch where it pays,
     and the times as the reasons.
 
@@ -74,7 +74,7 @@ def decide_by_trials(
     return _compiled(bench, _fastest(bench, choice, steps), steps)
 
 
-def _fastest(bench: _Bench, choice: Choice, steps: int) -> Choice:
+def _fastest(bench: _Bench, choice: PlanChoice, steps: int) -> PlanChoice:
     """The choice with the fastest of its close rivals first."""
     close = close_rivals(choice)
     plans = [each.plan for each in close if each.plan is not None]
@@ -87,7 +87,7 @@ def _fastest(bench: _Bench, choice: Choice, steps: int) -> Choice:
     return _decided(bench, choice, close, [None if each is None else each.step_seconds for each in timed])
 
 
-def _compiled(bench: _Bench, choice: Choice, steps: int) -> Choice:
+def _compiled(bench: _Bench, choice: PlanChoice, steps: int) -> PlanChoice:
     """The choice with its blocks compiled, or in fewer and larger microbatches, or both: whichever of these trials ends
     the run first, compiling included.
 
@@ -145,7 +145,7 @@ def _setting(plan: Plan) -> str:
     return f"{'compiled, ' if plan.compute.compile else ''}microbatch {plan.microbatch.size}"
 
 
-def close_rivals(choice: Choice) -> list[Candidate]:
+def close_rivals(choice: PlanChoice) -> list[Candidate]:
     """The chosen one, and others that differ in axes, ZeRO stage or precision and whose predicted step is within the
     spread of its own; the best of each, at most four."""
     best_by_kind: dict[object, Candidate] = {}
@@ -214,7 +214,9 @@ class _Bench:
         return [_Timing(next(steps), each.first_seconds) if isinstance(each, TimedPlan) else None for each in timed]
 
 
-def _decided(bench: _Bench, choice: Choice, close: Sequence[Candidate], seconds: Sequence[float | None]) -> Choice:
+def _decided(
+    bench: _Bench, choice: PlanChoice, close: Sequence[Candidate], seconds: Sequence[float | None]
+) -> PlanChoice:
     """The choice with the fastest plan first; its axes' reason is what was measured."""
     timed = sorted((value, at) for at, value in enumerate(seconds) if value is not None)
     best = close[timed[0][1]]

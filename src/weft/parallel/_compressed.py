@@ -9,11 +9,11 @@ import torch
 from weft.comm import GroupView, Mesh
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Piece
-from weft.parallel.buckets import Bucket, Member
-from weft.techniques.compression.codecs import CompressedReduction, Compression, Frame, Kept, Span
+from weft.parallel.buckets import Bucket, BucketMember
+from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, KeptTensor, ParameterSpan
 
 
-def compressible(compression: Compression, mesh: Mesh) -> Callable[[Member], bool]:
+def compressible(compression: CodecSpec, mesh: Mesh) -> Callable[[BucketMember], bool]:
     """Return which parameters may be compressed.
 
     Not those of which ranks outside the reduction hold copies: a stage that shares a tied weight, and the tensor ranks
@@ -21,7 +21,7 @@ def compressible(compression: Compression, mesh: Mesh) -> Callable[[Member], boo
     """
     has_tensor_ranks = mesh.size("tensor") > 1
 
-    def is_taken(member: Member) -> bool:
+    def is_taken(member: BucketMember) -> bool:
         layout = member.layout
         is_copied = member.tie is not None or layout.tied or (has_tensor_ranks and layout.split is None)
         return not is_copied and compression.takes(member.parameter.shape)
@@ -32,7 +32,7 @@ def compressible(compression: Compression, mesh: Mesh) -> Callable[[Member], boo
 def frame_of(bucket: Bucket, *, sharded: bool) -> Frame:
     """Describe a bucket's storage to a codec; `sharded` when each data rank needs its region only."""
     spans = [
-        Span(name=member.layout.name, offset=offset, shape=member.parameter.shape)
+        ParameterSpan(name=member.layout.name, offset=offset, shape=member.parameter.shape)
         for member, offset in zip(bucket.members, bucket.offsets, strict=True)
     ]
     return Frame(
@@ -65,7 +65,7 @@ def pieces_of(
     return pieces
 
 
-def _residual(kept: Kept, layout: ParameterLayout, view: GroupView, start: int) -> Piece:
+def _residual(kept: KeptTensor, layout: ParameterLayout, view: GroupView, start: int) -> Piece:
     return Piece(
         name=f"compression/{kept.kind}/{layout.name}",
         shape=layout.shape,
@@ -76,7 +76,7 @@ def _residual(kept: Kept, layout: ParameterLayout, view: GroupView, start: int) 
     )
 
 
-def _shared(kept: Kept, layout: ParameterLayout, view: GroupView, shard: tuple[int, int]) -> Piece:
+def _shared(kept: KeptTensor, layout: ParameterLayout, view: GroupView, shard: tuple[int, int]) -> Piece:
     """What all members hold alike belongs to the matrix that this rank sees; of one cut otherwise it says nothing, and
     none is loaded."""
     cut = "" if layout.split is None else f"/tensor-{layout.split.index}-of-{layout.split.parts}"

@@ -126,16 +126,16 @@ class OwnPython:
 
 
 @dataclass(slots=True)
-class Watch:
+class DrawWatch:
     """Whose generator the code within `watched` has moved; empty: none.  Known at its end."""
 
     whose: str = ""
 
 
 @contextmanager
-def watched(device: torch.device) -> Generator[Watch]:
+def watched(device: torch.device) -> Generator[DrawWatch]:
     """Tell the draws of this thread from those of others."""
-    watch = Watch()
+    watch = DrawWatch()
     if not others_draw():
         before = Generators.now(device)
         yield watch

@@ -69,7 +69,7 @@ class Shard:
     weights: Tensor | None = None
     """What the master is cast to for computing, 1-D; None: the model computes with the master itself."""
     keeper: Keeper | None = None
-    """Who keeps master and states elsewhere between two steps; None: they are always there."""
+    """Keeper of master and states between two steps; None: they are always there."""
     gradient: Tensor | None = None
     """1-D, as long as `master`, set by the gradient store once a step's gradients are reduced."""
     segments: list[Segment] = field(default_factory=list[Segment])

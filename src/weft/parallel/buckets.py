@@ -22,7 +22,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class BucketMember:
     """One trainable parameter on its way into a bucket."""
 
     parameter: nn.Parameter
@@ -55,7 +55,7 @@ class Bucket:
     """Members at fixed offsets in one flat storage; `regions[r]` is what data rank r keeps."""
 
     key: BucketKey
-    members: list[Member]
+    members: list[BucketMember]
     offsets: list[int]
     num_elements: int
     regions: list[tuple[int, int]]
@@ -72,7 +72,7 @@ class Bucket:
         offset = self.offsets[position]
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
-    def views(self, flat: Tensor) -> Iterable[tuple[Member, Tensor]]:
+    def views(self, flat: Tensor) -> Iterable[tuple[BucketMember, Tensor]]:
         """Each member with its view of a flat storage of this bucket."""
         for position, member in enumerate(self.members):
             yield member, self.view(flat, position)
@@ -96,13 +96,13 @@ class Bucket:
 
 
 def compose_buckets(
-    members: Sequence[Member],
+    members: Sequence[BucketMember],
     *,
     data_ranks: int,
     sharded: bool,
     cuts: Literal["anywhere", "parameter"],
     limits: tuple[int, int],
-    compressed: Callable[[Member], bool] | None = None,
+    compressed: Callable[[BucketMember], bool] | None = None,
 ) -> list[Bucket]:
     """Lay `members` into buckets in the order in which backward is expected to complete them (last registered first).
 
@@ -113,8 +113,8 @@ def compose_buckets(
     pure function of its arguments: all data ranks get the same buckets.
     """
     keys = {id(m): _key(m, compressed is not None and compressed(m)) for m in members}
-    open_buckets: dict[BucketKey, list[Member]] = {}
-    closed: list[tuple[BucketKey, list[Member]]] = []
+    open_buckets: dict[BucketKey, list[BucketMember]] = {}
+    closed: list[tuple[BucketKey, list[BucketMember]]] = []
     limit = dict.fromkeys(keys.values(), limits[0])
     for member in reversed(members):
         key = keys[id(member)]
@@ -127,7 +127,7 @@ def compose_buckets(
     return [_lay_out(key, held, data_ranks if sharded else 1, cuts) for key, held in closed]
 
 
-def _key(member: Member, compressed: bool) -> BucketKey:
+def _key(member: BucketMember, compressed: bool) -> BucketKey:
     layout = member.layout
     return BucketKey(
         part=member.part,
@@ -144,7 +144,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _lay_out(key: BucketKey, members: list[Member], ranks: int, cuts: Literal["anywhere", "parameter"]) -> Bucket:
+def _lay_out(key: BucketKey, members: list[BucketMember], ranks: int, cuts: Literal["anywhere", "parameter"]) -> Bucket:
     if ranks > 1 and cuts == "parameter":
         return _lay_out_whole(key, members, ranks)
     offsets: list[int] = []
@@ -157,16 +157,16 @@ def _lay_out(key: BucketKey, members: list[Member], ranks: int, cuts: Literal["a
     return Bucket(key, members, offsets, share * ranks, regions)
 
 
-def _lay_out_whole(key: BucketKey, members: list[Member], ranks: int) -> Bucket:
+def _lay_out_whole(key: BucketKey, members: list[BucketMember], ranks: int) -> Bucket:
     """Give every member whole to one rank, largest first to the rank with the least, ranks side by side in the
     storage."""
-    owned: list[list[Member]] = [[] for _ in range(ranks)]
+    owned: list[list[BucketMember]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for member in sorted(members, key=lambda m: -m.parameter.numel()):
         rank = load.index(min(load))
         owned[rank].append(member)
         load[rank] += _aligned(member.parameter.numel())
-    ordered: list[Member] = []
+    ordered: list[BucketMember] = []
     offsets: list[int] = []
     regions: list[tuple[int, int]] = []
     end = 0

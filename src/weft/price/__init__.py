@@ -18,7 +18,7 @@ from weft.price._factors import with_factors as with_factors
 from weft.price._habits import HABITS as HABITS
 from weft.price._habits import MemoryHabits as MemoryHabits
 from weft.price._in_flight import in_flight as in_flight
-from weft.price._kept import Kept as Kept
+from weft.price._kept import BoundedCache as BoundedCache
 from weft.price._layout import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision
@@ -29,7 +29,7 @@ from weft.price._memory import holds_weights as holds_weights
 from weft.price._memory import holds_whole_gradients as holds_whole_gradients
 from weft.price._memory import memory_of as memory_of
 from weft.price._memory import reduces_once as reduces_once
-from weft.price._placement import Group as Group
+from weft.price._placement import AxisGroup as AxisGroup
 from weft.price._placement import Groups as Groups
 from weft.price._placement import Leg as Leg
 from weft.price._placement import Network as Network
@@ -38,7 +38,7 @@ from weft.price._predict import model_flops as model_flops
 from weft.price._predict import predict as predict
 from weft.price._prediction import MemoryKinds as MemoryKinds
 from weft.price._prediction import Prediction as Prediction
-from weft.price._prediction import Span as Span
+from weft.price._prediction import ScheduleSpan as ScheduleSpan
 from weft.price._prediction import StageMemory as StageMemory
 from weft.price._prediction import TimeTerms as TimeTerms
 from weft.price._stack import STACKS as STACKS

@@ -70,7 +70,7 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class ScheduleSpan:
     """One action of one stage in the simulated schedule, for pictures."""
 
     rank: int
@@ -98,7 +98,7 @@ class Prediction:
     """Memory of one device which plans leave free because predictions of memory err (`Cluster.memory_margin`)."""
     model_flops: float
     """FLOPs of one step, all ranks: forward and backward, recomputation not counted, causal attention counted half."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[ScheduleSpan, ...] = ()
     """Only when asked for."""
 
     @property

@@ -40,7 +40,7 @@ class StageTimes:
     """Time from a stage to the next one on another rank."""
 
 
-class Step(NamedTuple):
+class PipelineTimes(NamedTuple):
     """When a step's pipeline ends."""
 
     seconds: float
@@ -75,9 +75,11 @@ class Timelines:
 
     def __init__(self) -> None:
         self._programs: dict[tuple[PricedSchedule, int, int, int], _Program] = {}
-        self._steps: dict[tuple[object, ...], Step] = {}
+        self._steps: dict[tuple[object, ...], PipelineTimes] = {}
 
-    def play(self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+    def play(
+        self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
+    ) -> PipelineTimes:
         """Return the step by playing it; many microbatches by playing few and adding the others' period."""
         if pipeline == 1:
             return _alone(microbatches, times)
@@ -87,7 +89,9 @@ class Timelines:
             self._steps[key] = self._long(schedule, pipeline, chunks, microbatches, times)
         return self._steps[key]
 
-    def _long(self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+    def _long(
+        self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
+    ) -> PipelineTimes:
         rounds = LONG * pipeline + microbatches % pipeline
         if microbatches <= rounds:
             return self._played(schedule, pipeline, chunks, microbatches, times)
@@ -95,7 +99,7 @@ class Timelines:
         short = self._played(schedule, pipeline, chunks, rounds - pipeline, times)
         # Before the steady state a rank may still catch up; in it, it never takes less than its own work.
         period = max((long.seconds - short.seconds) / pipeline, _busiest(schedule, pipeline, chunks, times))
-        return Step(long.seconds + period * (microbatches - rounds), long.slack)
+        return PipelineTimes(long.seconds + period * (microbatches - rounds), long.slack)
 
     def spans(
         self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
@@ -113,14 +117,14 @@ class Timelines:
 
     def _played(
         self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
-    ) -> Step:
+    ) -> PipelineTimes:
         _, free = _run(self._program(schedule, pipeline, chunks, microbatches), pipeline, times)
         if schedule == "zero_bubble_2p":
             # Ranks do not wait for one another at the end of a step: each takes from its own first action to its last.
             starts = [0.0, *accumulate(time + times.transfer for time in times.forward[:-1])]
             free = [stop - start for stop, start in zip(free, starts, strict=True)]
         end = max(free)
-        return Step(end, [end - stop for stop in free])
+        return PipelineTimes(end, [end - stop for stop in free])
 
     def _program(self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int) -> _Program:
         key = (schedule, pipeline, chunks, microbatches)
@@ -129,7 +133,9 @@ class Timelines:
         return self._programs[key]
 
 
-def closed_form(schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+def closed_form(
+    schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
+) -> PipelineTimes:
     """Return the step without playing it; for at least twice as many microbatches as ranks, else a little too long."""
     if pipeline == 1:
         return _alone(microbatches, times)
@@ -138,11 +144,11 @@ def closed_form(schedule: PricedSchedule, pipeline: int, chunks: int, microbatch
     hops = 2.0 * (pipeline * chunks - 1) * hop
     if schedule == "gpipe":
         flows = (sum(stage) + (microbatches - 1) * max(stage) for stage in (forward, both))
-        return Step(sum(flows) + hops, _slacks(pipeline, both, hop))
+        return PipelineTimes(sum(flows) + hops, _slacks(pipeline, both, hop))
     if schedule == "1f1b":
         work = [ahead + back for ahead, back in zip(forward, both, strict=True)]
         period = _slowest_window(work, 2.0 * hop)
-        return Step(sum(work) + hops + (microbatches - 1) * period, _slacks(pipeline, both, hop))
+        return PipelineTimes(sum(work) + hops + (microbatches - 1) * period, _slacks(pipeline, both, hop))
     stages = len(forward)
     means = [sum(part) / stages for part in (forward, inputs, weight)]
     wait = max(0.0, bubble_seconds(schedule, pipeline, *means))
@@ -155,10 +161,12 @@ def closed_form(schedule: PricedSchedule, pipeline: int, chunks: int, microbatch
     if schedule in SPLIT_BACKWARD and microbatches < pipeline:
         passing += weight[0]
     last = last_round_seconds(schedule, pipeline, chunks, microbatches, *means)
-    return Step(max(microbatches * _busiest(schedule, pipeline, chunks, times) + wait, passing, last) + hops, slack)
+    return PipelineTimes(
+        max(microbatches * _busiest(schedule, pipeline, chunks, times) + wait, passing, last) + hops, slack
+    )
 
 
-class Shares(NamedTuple):
+class ScheduleShares(NamedTuple):
     """Which shares of its closed form a schedule was not found to fall short of as it is played."""
 
     equal: float
@@ -171,16 +179,16 @@ class Shares(NamedTuple):
     """Share with any stages, and at least `LONG` times as many microbatches as ranks."""
 
 
-def shares_of_closed_form(schedule: PricedSchedule, pipeline: int) -> Shares:
+def shares_of_closed_form(schedule: PricedSchedule, pipeline: int) -> ScheduleShares:
     """Return the least of 12,000 drawn schedules and 1,800 drawn models, 2026-11: closed forms know least of two ranks
     that wait for one another."""
     if schedule == "interleaved_zero_bubble":
         if pipeline == 2:
-            return Shares(0.92, 0.76, 0.65, 0.92)
-        return Shares(0.96, 0.8, 0.64, 0.96) if pipeline < 9 else Shares(0.97, 0.9, 0.75, 0.97)
+            return ScheduleShares(0.92, 0.76, 0.65, 0.92)
+        return ScheduleShares(0.96, 0.8, 0.64, 0.96) if pipeline < 9 else ScheduleShares(0.97, 0.9, 0.75, 0.97)
     if pipeline < 5:
-        return Shares(0.96, 0.85, 0.84, 0.94) if pipeline == 2 else Shares(0.965, 0.85, 0.84, 0.965)
-    return Shares(0.97, 0.88, 0.88, 0.96) if pipeline < 9 else Shares(0.975, 0.95, 0.95, 0.975)
+        return ScheduleShares(0.96, 0.85, 0.84, 0.94) if pipeline == 2 else ScheduleShares(0.965, 0.85, 0.84, 0.965)
+    return ScheduleShares(0.97, 0.88, 0.88, 0.96) if pipeline < 9 else ScheduleShares(0.975, 0.95, 0.95, 0.975)
 
 
 def least_share(schedule: PricedSchedule, pipeline: int, microbatches: int, times: StageTimes) -> float:
@@ -263,9 +271,9 @@ def _slacks(pipeline: int, both: Sequence[float], hop: float) -> list[float]:
     return slack
 
 
-def _alone(microbatches: int, times: StageTimes) -> Step:
+def _alone(microbatches: int, times: StageTimes) -> PipelineTimes:
     one = sum(times.forward) + sum(times.input) + sum(times.weight)
-    return Step(microbatches * one, [0.0])
+    return PipelineTimes(microbatches * one, [0.0])
 
 
 def _spans_alone(microbatches: int, times: StageTimes) -> list[tuple[int, Action, float, float]]:

@@ -9,10 +9,10 @@ from weft.cluster import Collective
 from weft.price._compute import ELEMENT_BYTES, Device
 from weft.price._layout import Layout
 from weft.price._memory import holds_whole_gradients, reduces_once
-from weft.price._placement import Group, Groups
+from weft.price._placement import AxisGroup, Groups
 from weft.price._stack import Stack
 from weft.price._stages import Seconds
-from weft.price._timeline import Step
+from weft.price._timeline import PipelineTimes
 from weft.techniques.buckets.contract import BucketSettings
 from weft.techniques.buckets.sizes import BucketSeconds, Flow, Stream, best_bucket, idle_seconds, together
 from weft.techniques.registry import update_seconds
@@ -50,7 +50,7 @@ class Gathers(NamedTuple):
     scatter: float
 
     @classmethod
-    def of(cls, block_bytes: float, group: Group, seconds: Seconds) -> Gathers:
+    def of(cls, block_bytes: float, group: AxisGroup, seconds: Seconds) -> Gathers:
         """Of blocks of so many bytes, one by one."""
         if group.size == 1 or block_bytes <= 0.0:
             return cls(0.0, 0.0)
@@ -76,7 +76,7 @@ def gathers_of(
 def update_of(
     layout: Layout,
     loads: Sequence[RankLoad],
-    step: Step,
+    step: PipelineTimes,
     device: Device,
     groups: Groups,
     seconds: Seconds,
@@ -121,14 +121,14 @@ class _Rates:
     def _stream(self, seconds: BucketSeconds) -> Stream:
         return Stream(self._bucket, self.first, seconds)
 
-    def _reduced(self, group: Group) -> BucketSeconds:
+    def _reduced(self, group: AxisGroup) -> BucketSeconds:
         """Of the reduction of so many bytes of gradients over a group."""
         layout, kind, priced = self._layout, self._kind, self._seconds
         share, by = layout.wire_share(layout.gradient_bytes, group.size), layout.reduced_by
         squeeze = layout.wire_passes / self._device.memory_bytes_per_second
         return lambda size: priced(kind, size * share, group, by) + squeeze * size
 
-    def _gathered(self, group: Group) -> BucketSeconds:
+    def _gathered(self, group: AxisGroup) -> BucketSeconds:
         """Of gathering the weights of so many bytes of gradients."""
         layout, priced, by = self._layout, self._seconds, self._layout.reduced_by
         share = element_bytes(layout) / layout.gradient_bytes

@@ -16,15 +16,15 @@ from weft.price import (
     LARGEST_BUCKET,
     PROCESS_BYTES,
     SMALLEST_BUCKET,
+    AxisGroup,
+    BoundedCache,
     Gathers,
-    Group,
-    Kept,
     Layout,
     Pricer,
     activation_bytes,
 )
 from weft.search._bounds import Floats
-from weft.search._group import GroupCosts, Held, Passes
+from weft.search._group import GroupCosts, HeldBytes, Passes
 from weft.search._options import Options, Way, flights
 from weft.search._pipelines import StageBlocks, pipeline_seconds, stage_blocks
 from weft.search._space import Offload, Space
@@ -54,7 +54,7 @@ class RateTable:
         self._pricer, self._space = pricer, space
         self._regular = pricer.cluster.has_accelerators and has_even_islands(pricer.cluster)
         self._island = pricer.cluster.links[0].devices if pricer.cluster.links else 1
-        self._found = Kept[tuple[object, ...], tuple[float, float, float, float]]()
+        self._found = BoundedCache[tuple[object, ...], tuple[float, float, float, float]]()
 
     def rates(self, costs: GroupCosts, way: Way, data: Ints, block_bytes: tuple[float, float]) -> Rates:
         """Return the rates of every row.
@@ -122,7 +122,7 @@ class RateTable:
             self._best("all_gather", groups.expert_data, by) * sharded if sharded else 0.0,
         )
 
-    def _best(self, kind: Collective, group: Group, algorithms: tuple[str, ...]) -> float:
+    def _best(self, kind: Collective, group: AxisGroup, algorithms: tuple[str, ...]) -> float:
         """Seconds per byte in the best of sizes."""
         return min(self._pricer.seconds(kind, size, group, by) / size for size in _SIZES for by in algorithms)
 
@@ -267,7 +267,7 @@ class Estimates:
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def device_bytes(self, held: Held, passes: Passes, offload: Offload) -> Floats:
+    def device_bytes(self, held: HeldBytes, passes: Passes, offload: Offload) -> Floats:
         """Return the bytes of the fullest rank, at least: of the first, the last, and the first of those between that
         have the most blocks."""
         options, p = self._options, self._options.splits.pipeline
@@ -346,7 +346,7 @@ class Estimates:
         waiting = np.minimum(waiting, 2.0 * stage) if offload == "activations" else waiting
         return self._states(dense, experts, offload) + self._buffers(dense + experts) + block.kept * waiting
 
-    def least_share(self, light: Held, heavy: Held, need: Floats, usable: float) -> Floats:
+    def least_share(self, light: HeldBytes, heavy: HeldBytes, need: Floats, usable: float) -> Floats:
         """Return the share of all blocks that must be computed again like `heavy` so that every rank fits: later ranks
         hold fewer microbatches."""
         options, p = self._options, self._options.splits.pipeline

@@ -15,7 +15,7 @@ from weft.profile import Block
 from weft.search._bounds import Floats
 from weft.search._space import Space
 from weft.search._splits import Bools, Ints
-from weft.search._variants import Arrangement
+from weft.search._variants import StageVariant
 
 
 class Passes(NamedTuple):
@@ -49,7 +49,7 @@ class Passes(NamedTuple):
         return self.forward + self.input + self.weight
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes of one microbatch that one rank keeps, by case."""
 
     kept: Floats
@@ -85,13 +85,13 @@ class GroupCosts:
     bases: tuple[Layout, ...]
     """A layout of each case."""
     inside: Ints
-    """`Arrangement.inside`, by row."""
+    """`StageVariant.inside`, by row."""
     lent: Ints
-    """`Arrangement.lent`, by row."""
+    """`StageVariant.lent`, by row."""
     case: Ints
     """Case of each row; the figures below are by row."""
     passes: dict[Recompute, Passes]
-    held: dict[Recompute, Held]
+    held: dict[Recompute, HeldBytes]
     weights: Weights
     """Weights of all cases."""
     hop: Floats
@@ -108,7 +108,7 @@ class GroupCosts:
             inside=self.inside[rows],
             lent=self.lent[rows],
             passes={word: Passes(*(part[rows] for part in passes)) for word, passes in self.passes.items()},
-            held={word: Held(*(part[rows] for part in held)) for word, held in self.held.items()},
+            held={word: HeldBytes(*(part[rows] for part in held)) for word, held in self.held.items()},
             hop=self.hop[rows],
             logits=self.logits[rows],
             moved=self.moved[rows],
@@ -119,7 +119,7 @@ Counted = Sequence[tuple[Block, int]]
 """Each kind of block, and how many there are."""
 
 
-def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[Arrangement]) -> GroupCosts:
+def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[StageVariant]) -> GroupCosts:
     """Return the costs of a group of splits in each of its cases."""
     profile, bases = pricer.profile, [case.layout for case in cases]
     passes: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
@@ -139,7 +139,7 @@ def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[
         lent=np.array([case.lent for case in cases]),
         case=np.arange(len(bases)),
         passes={word: Passes(*map(np.array, zip(*found, strict=True))) for word, found in passes.items()},
-        held={word: Held(*map(np.array, zip(*found, strict=True))) for word, found in held.items()},
+        held={word: HeldBytes(*map(np.array, zip(*found, strict=True))) for word, found in held.items()},
         weights=Weights(
             dense=sum(each.dense_parameters * count for each, count in costs),
             experts=sum(each.expert_parameters * count for each, count in costs),

@@ -49,7 +49,7 @@ class Options:
         )
 
 
-class Choices:
+class OptionMaker:
     """Makes options of splits of one model; keeps the schedules of each pipeline size."""
 
     def __init__(self, space: Space, num_blocks: int) -> None:

@@ -16,7 +16,7 @@ REDUCE_EVERY: tuple[ReduceEvery, ...] = get_args(ReduceEvery)
 """Words of `Layout.reduce_every`."""
 
 
-class Level(NamedTuple):
+class RecomputeLevel(NamedTuple):
     """How much is computed again: all blocks like `light`, and as many as needed like `heavy`."""
 
     light: Recompute
@@ -27,13 +27,13 @@ class Level(NamedTuple):
         return self.light != self.heavy
 
 
-def levels_of(space: Space) -> tuple[Level, ...]:
+def levels_of(space: Space) -> tuple[RecomputeLevel, ...]:
     """Return the levels of a space, mixed ones last."""
     words = space.recomputes
-    plain = [Level(word, word) for word in words]
+    plain = [RecomputeLevel(word, word) for word in words]
     if not space.per_block_recompute:
         return tuple(plain)
-    return (*plain, *(Level(words[a], words[b]) for a in range(len(words)) for b in range(a + 1, len(words))))
+    return (*plain, *(RecomputeLevel(words[a], words[b]) for a in range(len(words)) for b in range(a + 1, len(words))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

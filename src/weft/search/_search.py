@@ -40,7 +40,7 @@ from weft.search._screen import Screen
 from weft.search._space import Space, space_of, without_offload
 from weft.search._splits import Bools, Ints, Splits, enumerate_splits
 from weft.search._unequal import Balancer, kinds_of, speed_of
-from weft.search._variants import Arrangement, arrangements, variants
+from weft.search._variants import StageVariant, arrangements, variants
 
 _WINDOWS = (1.25, 2.0, math.inf)
 """Times its bound up to which rows of a group are looked at together, the first time and later."""
@@ -256,7 +256,7 @@ class SearchState:
 
     def _arrange(self, group: _Group, found: list[tuple[float, Layout]], finalists: Finalists) -> None:
         """Bound a group by what its blocks take with what they send, in the best arrangement of its axes."""
-        cases: list[tuple[float, Arrangement]] = []
+        cases: list[tuple[float, StageVariant]] = []
         for alone, variant in found:
             slow: set[tuple[Axis, ...]] = set()
             for placed in arrangements(self.pricer, self.space, variant, most_data=group.most_data):
@@ -275,7 +275,7 @@ class SearchState:
     def _screen(
         self,
         group: _Group,
-        cases: list[tuple[float, Arrangement]],
+        cases: list[tuple[float, StageVariant]],
         bound: float,
         windows: tuple[float, ...],
         finalists: Finalists,

@@ -10,7 +10,7 @@ from weft.collective._arrange import Arrangement
 from weft.collective._build import build_schedule
 from weft.collective._registry import find_algorithm
 from weft.collective._schedule import Runs, Schedule
-from weft.collective.drawing._simulate import Flight, Outcome, simulate
+from weft.collective.drawing._simulate import Flight, Playback, simulate
 
 _MOST_MESSAGES = 16
 """Messages in a line of text, at most."""
@@ -26,7 +26,7 @@ class Drawing:
     arrangement: Arrangement
     schedules: tuple[Schedule, ...]
     """Schedule of each rank."""
-    outcome: Outcome
+    outcome: Playback
     num_bytes: int
     """Bytes of the buffer that was played: equal parts."""
 

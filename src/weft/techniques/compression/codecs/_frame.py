@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class ParameterSpan:
     """One parameter inside a flat storage of gradients."""
 
     name: str
@@ -37,7 +37,7 @@ class Span:
 class Frame:
     """The layout of one flat storage, the same on every rank that takes part.  What no span covers is padding: zero."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[ParameterSpan, ...]
     num_elements: int
     regions: tuple[tuple[int, int], ...] | None = None
     """`regions[r]` is all that member r needs of the sum (ZeRO-1 and 2); None: every member needs all of it."""

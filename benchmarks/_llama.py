@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from weft.models import Blueprint
 from weft.models.decoder import build_decoder
-from weft.parallel import ModelLayout, ParameterLayout
-from weft.parallel.materialise import materialise
+from weft.parallel import ModelLayout, ParameterLayout, materialise
 from weft.recipe import DecoderShape
 
 SEED = 1234

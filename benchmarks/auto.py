@@ -40,7 +40,7 @@ from weft.plan import (
     check_plan,
 )
 from weft.recipe import Recipe, parse_recipe
-from weft.search import Candidate, Choice, choose_plan
+from weft.search import Candidate, PlanChoice, choose_plan
 
 _DECODER = "sequence_length = 128\nvocabulary_size = 2048"
 MODELS: Mapping[str, tuple[str, str]] = {
@@ -90,7 +90,7 @@ def cells() -> list[Cell]:
     return every
 
 
-def chosen(cell: Cell, cluster: Cluster) -> tuple[Choice, Choice]:
+def chosen(cell: Cell, cluster: Cluster) -> tuple[PlanChoice, PlanChoice]:
     """What auto chooses by prediction, and with trials; nothing that earlier trials kept is used."""
     recipe = cell.recipe
     facts = facts_of(recipe)
@@ -98,7 +98,7 @@ def chosen(cell: Cell, cluster: Cluster) -> tuple[Choice, Choice]:
     steps = int(_TRIED_SECONDS / choice.rivals[0].prediction.step_seconds)
     fixed = replace(choice, rivals=tuple(_uncompiled(each) for each in choice.rivals))
     with tempfile.TemporaryDirectory() as folder:
-        return choice, decide_by_trials(recipe, fixed, cluster, tell=_quietly, folder=Path(folder), steps=steps)
+        return choice, decide_by_trials(recipe, fixed, cluster, log=_quietly, folder=Path(folder), steps=steps)
 
 
 def _uncompiled(rival: Candidate) -> Candidate:

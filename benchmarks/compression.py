@@ -35,7 +35,7 @@ from weft.models.decoder import build_decoder
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, dump_plan
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.record import Recorder
-from weft.techniques.compression.codecs import Compression, Exchange, Link, compressed, uncompressed
+from weft.techniques.compression.codecs import CodecSpec, Exchange, Link, compressed, uncompressed
 
 CODECS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
@@ -182,7 +182,7 @@ def predicted(compute_seconds: float) -> dict[str, float]:
             estimate = uncompressed(exchange, link, compute_seconds)
         else:
             settings = dict(CODECS[codec])
-            compression = Compression(codec=settings.pop("compression"), **settings)
+            compression = CodecSpec(codec=settings.pop("compression"), **settings)
             estimate = compressed(compression, exchange, link, compute_seconds, torch.device("cpu"))
         assert estimate.step_seconds is not None
         found[codec] = estimate.step_seconds

@@ -54,7 +54,7 @@ def auto_entry() -> Entry:
     recipe, known = recipe_for_auto(_BATCH * _RANKS), known_machine()
     facts = facts_of(recipe)
     choice = choose_plan(recipe, known.cluster, facts, profile=profile_of(recipe))
-    plan = decide_by_trials(recipe, choice, known.cluster, tell=log).plan
+    plan = decide_by_trials(recipe, choice, known.cluster, log=log).plan
     settings = {"plan": dump_plan(plan, everything=True), "threads": plan.compute.threads_per_rank}
     return Entry(name="weft auto", target=_WEFT, settings=settings, ranks=plan.mesh.world_size)
 

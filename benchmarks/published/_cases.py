@@ -45,7 +45,7 @@ class Forecast:
     index: int
     step_seconds: float | None = None
     peak_gibibytes: float | None = None
-    """Of the kind that the source publishes: allocated, reserved or in use on the device."""
+    """Peak of the kind that the source publishes: allocated, reserved or in use on the device."""
     fits: bool | None = None
     refused: str | None = None
 

@@ -13,7 +13,7 @@ from weft.profile import Profile
 
 _GIBI = 2**30
 _TOLERANCE = 0.1
-"""By how much of the peak two runs of one configuration may differ."""
+"""Share of the peak by which two runs of one configuration may differ."""
 
 
 class Contradiction(NamedTuple):

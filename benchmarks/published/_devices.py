@@ -25,10 +25,10 @@ class DeviceName:
     """What a publisher's name of a device says."""
 
     kind: str
-    """In Weft's device table."""
+    """Name in Weft's device table."""
     memory_gigabytes: float | None = None
     bandwidth_gigabytes: float | None = None
-    """Of its memory, per second."""
+    """Bandwidth of its memory, in gigabytes per second."""
     power_watts: float | None = None
 
 

@@ -43,7 +43,7 @@ class Sample:
     """A row to fit on."""
 
     case: Case
-    """With one layout."""
+    """Case with one layout."""
     seconds: float
     """Measured."""
     family: str

@@ -26,7 +26,7 @@ class Knowledge:
     calibration: Calibration
     stacks: Mapping[str, StackScalar]
     unseen: StackScalar
-    """For stacks of which no measurement was published."""
+    """Values for stacks of which no measurement was published."""
 
     def scalar(self, stack: str) -> StackScalar:
         return self.stacks.get(stack, self.unseen)

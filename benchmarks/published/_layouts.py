@@ -56,9 +56,9 @@ _SCHEDULES: dict[str, PricedSchedule] = {
     "zb-v": "zbv",
     "dualpipev": "dualpipev",
 }
-"""By their names in papers, besides those of a plan."""
+"""Schedules by their names in papers, besides those of a plan."""
 _RECOMPUTED_SHARES = (0.25, 0.5, 0.75)
-"""Of the blocks of a stage, as Megatron's `recompute-num-layers` allows."""
+"""Shares of the blocks of a stage that are recomputed, as Megatron's `recompute-num-layers` allows."""
 _MICROBATCHES_TRIED = (1, 2, 4, 8, 16)
 
 

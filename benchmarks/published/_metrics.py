@@ -44,7 +44,7 @@ class Confusion:
 
     @property
     def missed_share(self) -> float:
-        """Of all judged layouts."""
+        """Share of all judged layouts that ran out of memory and were said to fit."""
         return self.missed / max(1, self.count)
 
     def __add__(self, other: Confusion) -> Confusion:

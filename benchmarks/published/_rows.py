@@ -18,7 +18,7 @@ class Run:
     index: int
     """0-based among the rows of its file."""
     family: str
-    """Who published it."""
+    """Author of the run."""
     source: str
     """Document or file, and where in it."""
     model: str
@@ -33,13 +33,13 @@ class Run:
     experts: int | None
     top_k: int | None
     device: str
-    """As the source calls it."""
+    """Name as the source calls it."""
     devices_per_node: int | None
     """Devices that share the fast links."""
     inside_gigabytes: float | None
-    """Per second, one way, of one device."""
+    """Gigabytes per second, one way, of one device."""
     between_gigabits: float | None
-    """Per second, of one node."""
+    """Gigabits per second of one node."""
     devices: int | None
     data: int | None
     tensor: int | None
@@ -56,7 +56,7 @@ class Run:
     recompute: str | None
     precision: str | None
     schedule: str | None
-    """Of the pipeline, in the source's words."""
+    """Schedule of the pipeline, in the source's words."""
     attention: str | None
     """`fused`, or `unfused` where scores are written to memory."""
 
@@ -67,11 +67,11 @@ class Measured:
 
     step_seconds: float | None = None
     tokens_per_second: float | None = None
-    """Of one device."""
+    """Throughput of one device."""
     model_teraflops: float | None = None
-    """Of one device, recomputation not counted, in the source's own convention."""
+    """Rate of one device, recomputation not counted, in the source's own convention."""
     hardware_teraflops: float | None = None
-    """Of one device, recomputation counted."""
+    """Rate of one device, recomputation counted."""
     utilization: float | None = None
     """Share of the device's peak, in the source's own convention."""
     peak_gibibytes: float | None = None

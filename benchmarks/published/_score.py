@@ -44,7 +44,7 @@ class FamilyScore:
     family: str
     rows: int
     refused: int
-    """Of rows with a measured time and a known layout."""
+    """Refused ones of the rows with a measured time and a known layout."""
     refusable: int
     """Rows with a measured time and a known layout."""
     time: Errors | None
@@ -75,12 +75,12 @@ class Score:
 
     @property
     def refused_share(self) -> float:
-        """Of rows with a measured time and a known layout."""
+        """Share of the rows with a measured time and a known layout."""
         return len(self.refusals) / max(1, sum(score.refusable for score in self.families))
 
     @property
     def confusion(self) -> Confusion:
-        """Over families that report layouts which ran out of memory."""
+        """Counts over families that report layouts which ran out of memory."""
         total = Confusion(fits=0, false_alarms=0, caught=0, missed=0)
         for score in self.families:
             total = total + score.confusion if score.publishes_failures else total
@@ -88,7 +88,7 @@ class Score:
 
     @property
     def everywhere(self) -> Confusion:
-        """Over all families: what was timed has fitted."""
+        """Counts over all families: what was timed has fitted."""
         total = Confusion(fits=0, false_alarms=0, caught=0, missed=0)
         for score in self.families:
             total = total + score.confusion

@@ -20,7 +20,7 @@ class Framework:
     name: str
     flops: FlopConvention = "full"
     memory: MemoryFigure = "reserved"
-    """Which of the three peaks it publishes."""
+    """The one of the three peaks that it publishes."""
     habits: str = "megatron-lm"
     """What it keeps in memory, by name in `weft.price.HABITS`."""
     reports_first: bool = False

@@ -44,7 +44,7 @@ class Validation:
 
     @property
     def memory(self) -> Errors | None:
-        """Of all measured peaks, each row counted once."""
+        """Accuracy over all measured peaks, each row counted once."""
         return memory_errors(self.outcomes)
 
     @property

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = {
+_PACKAGES = {
     "CheckReport": "weft.entry",
     "Cluster": "weft.cluster",
     "Plan": "weft.plan",
@@ -41,10 +41,14 @@ _ROOMS = {
     "train": "weft.entry",
 }
 
-__all__ = ["__version__", *_ROOMS]  # pyright: ignore[reportUnsupportedDunderAll] - loaded on first use
+__all__ = ["__version__", *_PACKAGES]  # pyright: ignore[reportUnsupportedDunderAll] - loaded on first use
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _PACKAGES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    return getattr(importlib.import_module(_ROOMS[name]), name)
+    return getattr(importlib.import_module(_PACKAGES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = [
+    "BadSetting",
     "CheckpointError",
     "ClusterError",
     "CollectiveError",
@@ -18,20 +19,19 @@ __all__ = [
     "LaunchError",
     "PlanError",
     "RecipeError",
-    "Setting",
     "WeftError",
     "did_you_mean",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class BadSetting:
     """The setting an error is about, in parts, so that a loader can add its file, its line, or where it came from."""
 
     path: tuple[str | int, ...]
     """Names (and positions in lists) from the object that raised the error down to the setting."""
     value: str | None
-    """As TOML spells it; None when the setting itself is missing or unknown."""
+    """The value as TOML spells it; None when the setting itself is missing or unknown."""
     problem: str
     """Rest of the sentence, and the change to make."""
 
@@ -39,7 +39,7 @@ class Setting:
 class WeftError(Exception):
     """Base of every error a user can act on.  The command line prints it as one paragraph and exits with its status."""
 
-    def __init__(self, message: str = "", *, setting: Setting | None = None, status: int = 2) -> None:
+    def __init__(self, message: str = "", *, setting: BadSetting | None = None, status: int = 2) -> None:
         """`status` is 2 for input that can be mended, 1 for what failed in spite of good input."""
         super().__init__(message)
         self.setting = setting
@@ -65,7 +65,9 @@ class LaunchError(WeftError):
 class CollectiveError(WeftError):
     """A collective failed, timed out, or was called differently on different ranks."""
 
-    def __init__(self, message: str = "", *, advice: str = "", setting: Setting | None = None, status: int = 2) -> None:
+    def __init__(
+        self, message: str = "", *, advice: str = "", setting: BadSetting | None = None, status: int = 2
+    ) -> None:
         """`advice` is for a program that forms its groups itself; it follows the message."""
         super().__init__(f"{message} {advice}" if advice else message, setting=setting, status=status)
         self.fault = message

@@ -12,7 +12,7 @@ from torch import Tensor
 from pool import RankPool
 from weft.checkpoint import Checkpointer, Peers, read_tensors
 from weft.comm import Mesh
-from weft.engine._setup import create_training
+from weft.engine import create_training
 from weft.models import build_model
 from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.recipe import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.cli._main import run
+from weft.cli import run
 from weft.techniques.compression.codecs import Estimate, verdict
 
 SLOW = ["comm", "advise", "--parameters", "300K", "--bandwidth", "10Mbit/s", "--latency", "50us", "--zero", "0"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli._main import run
+from weft.cli import run
 from weft.collective import find_table
 
 

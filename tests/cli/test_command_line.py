@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli._launch import mark_script
-from weft.cli._main import run
+from weft.cli import mark_script, run
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli._main import run
+from weft.cli import run
 from weft.plan import load_plan
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"

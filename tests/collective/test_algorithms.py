@@ -26,7 +26,7 @@ from weft.collective import (
     find_algorithm,
     flat,
 )
-from weft.collective.drawing import Outcome, simulate
+from weft.collective.drawing import Playback, simulate
 from weft.collective.drawing._simulate import ScheduleError
 from weft.errors import CollectiveError
 
@@ -44,7 +44,7 @@ def world(name: str, kind: Collective, members: int, **options: object) -> list[
     return [build_schedule(name, kind, rank, members, **options) for rank in range(members)]  # type: ignore[arg-type]
 
 
-def play(name: str, kind: Collective, members: int, num_bytes: int, **options: object) -> Outcome:
+def play(name: str, kind: Collective, members: int, num_bytes: int, **options: object) -> Playback:
     return simulate(world(name, kind, members, **options), num_bytes, link=lambda source, target: (LATENCY, PER_BYTE))
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from weft.collective import (
     ALGORITHMS,
     BUILT_IN,
-    Candidate,
     ChoiceTable,
     Links,
-    Row,
+    MethodCandidate,
+    TableRow,
     decide,
     defines,
     find_table,
@@ -39,13 +39,13 @@ LINKS = Links(latency=65e-6, per_byte=0.23e-9)
 
 def table(choice: str = "ring", members: int = 4, nodes: tuple[int, ...] = (4,)) -> ChoiceTable:
     candidates = (
-        Candidate(name="backend", predicted_seconds=1e-3, measured_seconds=2e-3),
-        Candidate(name="ring", predicted_seconds=1e-3, measured_seconds=1e-3),
-        Candidate(name="tree", predicted_seconds=4e-3, note="predicted 4.0 × the cheapest"),
+        MethodCandidate(name="backend", predicted_seconds=1e-3, measured_seconds=2e-3),
+        MethodCandidate(name="ring", predicted_seconds=1e-3, measured_seconds=1e-3),
+        MethodCandidate(name="tree", predicted_seconds=4e-3, note="predicted 4.0 × the cheapest"),
     )
     rows = (
-        Row(collective="all_reduce", size_bytes=1 << 12, choice="backend", candidates=candidates),
-        Row(collective="all_reduce", size_bytes=1 << 20, choice=choice, candidates=candidates),
+        TableRow(collective="all_reduce", size_bytes=1 << 12, choice="backend", candidates=candidates),
+        TableRow(collective="all_reduce", size_bytes=1 << 20, choice=choice, candidates=candidates),
     )
     return ChoiceTable(members=members, nodes=nodes, backend="gloo", links=LINKS, rows=rows)
 
@@ -183,8 +183,10 @@ def test_every_candidate_does_the_collective() -> None:
     assert set(BUILT_IN).isdisjoint(ALGORITHMS)
 
 
-def timed(**seconds: float) -> list[Candidate]:
-    return [Candidate(name=name, predicted_seconds=1.0, measured_seconds=value) for name, value in seconds.items()]
+def timed(**seconds: float) -> list[MethodCandidate]:
+    return [
+        MethodCandidate(name=name, predicted_seconds=1.0, measured_seconds=value) for name, value in seconds.items()
+    ]
 
 
 def test_the_fastest_is_chosen_unless_the_usual_is_as_good() -> None:
@@ -192,7 +194,7 @@ def test_the_fastest_is_chosen_unless_the_usual_is_as_good() -> None:
     assert decide(timed(backend=1.0, ring=0.96), "backend") == "backend"
     assert decide(timed(tree=2.0, ring=2.0), "backend") == "ring"
     with pytest.raises(CollectiveError, match="nothing was measured"):
-        decide([Candidate(name="ring", predicted_seconds=1.0)], "backend")
+        decide([MethodCandidate(name="ring", predicted_seconds=1.0)], "backend")
 
 
 def test_the_nearest_measured_size_decides() -> None:

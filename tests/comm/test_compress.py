@@ -13,27 +13,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.comm import GroupView
-from weft.techniques.compression.codecs import CompressedReduction, Compression, Frame, SignSGD, Span
+from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, ParameterSpan, SignSGD
 from weft.techniques.compression.codecs.randomk import count_of, drawn_places
 
 ALONE = GroupView((0,), 0, None)
 """The work of one rank without a network: the sum over it is what its codec makes of its own gradients."""
 CODECS = {
-    "bf16": Compression(codec="bf16"),
-    "int8": Compression(codec="int8"),
-    "powersgd": Compression(codec="powersgd", powersgd_rank=2),
-    "topk": Compression(codec="topk", topk_share=0.05),
-    "randomk": Compression(codec="randomk", randomk_share=0.25),
-    "signsgd": Compression(codec="signsgd"),
-    "onebit": Compression(codec="onebit"),
+    "bf16": CodecSpec(codec="bf16"),
+    "int8": CodecSpec(codec="int8"),
+    "powersgd": CodecSpec(codec="powersgd", powersgd_rank=2),
+    "topk": CodecSpec(codec="topk", topk_share=0.05),
+    "randomk": CodecSpec(codec="randomk", randomk_share=0.25),
+    "signsgd": CodecSpec(codec="signsgd"),
+    "onebit": CodecSpec(codec="onebit"),
 }
 BIASED = ("powersgd", "topk", "onebit", "randomk", "signsgd")
 
 
 def frame_of(*shapes: tuple[int, ...], gap: int = 0) -> Frame:
-    spans, stop = list[Span](), 0
+    spans, stop = list[ParameterSpan](), 0
     for index, shape in enumerate(shapes):
-        spans.append(Span(name=f"p{index}", offset=stop, shape=torch.Size(shape)))
+        spans.append(ParameterSpan(name=f"p{index}", offset=stop, shape=torch.Size(shape)))
         stop += torch.Size(shape).numel() + gap
     return Frame(spans=tuple(spans), num_elements=stop)
 
@@ -101,7 +101,7 @@ def steps_of(reduction: CompressedReduction, flat: Tensor, number: int) -> Itera
 
 
 def powersgd(frame: Frame, flat: Tensor, rank: int) -> CompressedReduction:
-    return CompressedReduction(Compression(codec="powersgd", powersgd_rank=rank, feedback=False), frame, flat, ALONE)
+    return CompressedReduction(CodecSpec(codec="powersgd", powersgd_rank=rank, feedback=False), frame, flat, ALONE)
 
 
 matrices = st.tuples(st.integers(1, 30), st.integers(1, 30))
@@ -282,7 +282,7 @@ def test_top_k_is_exact_whatever_the_sample_says(length: int, share: float, seed
     flat = gradients(frame, seed)
     flat[torch.rand(length, generator=torch.Generator().manual_seed(seed)) < zeros] = 0
     wanted = flat.clone()
-    compression = Compression(codec="topk", topk_share=share)
+    compression = CodecSpec(codec="topk", topk_share=share)
     count = min(length, -(-int(share * length * 1e6) // 1_000_000))
     decoded = flat.clone()
     CompressedReduction(compression, frame, flat, ALONE).start(decoded)()
@@ -329,7 +329,7 @@ def test_random_k_contracts_on_average(lengths: list[int], share: float, seed: i
     """
     frame = frame_of(*[(length, 1) for length in lengths])
     flat = gradients(frame, seed, dtype=torch.float64)
-    compression = Compression(codec="randomk", randomk_share=share, seed=seed, feedback=False)
+    compression = CodecSpec(codec="randomk", randomk_share=share, seed=seed, feedback=False)
     kept, number = 0.0, 150
     for decoded in steps_of(CompressedReduction(compression, frame, flat, ALONE), flat, number):
         assert abs(squares(decoded - flat) + squares(decoded) - squares(flat)) <= 1e-12 * squares(flat)
@@ -421,7 +421,7 @@ def test_padding_beside_signs_stays_zero() -> None:
 def test_momenta_travel_by_signs_after_the_warm_up() -> None:
     """Gradients are exact for three steps; then Σ βᵗ⁻ˢ gₛ of what comes out has one magnitude in each block of 256."""
     frame = frame_of((40, 64))
-    compression = Compression(codec="onebit", onebit_warmup_steps=3, onebit_decay=0.8)
+    compression = CodecSpec(codec="onebit", onebit_warmup_steps=3, onebit_decay=0.8)
     reduction = CompressedReduction(compression, frame, torch.zeros(2560, dtype=torch.float64), ALONE)
     found, wanted = torch.zeros(2560, dtype=torch.float64), torch.zeros(2560, dtype=torch.float64)
     sizes = list[int]()

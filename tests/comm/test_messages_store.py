@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pool import RankError, RankPool
 from weft.comm import GroupView
-from weft.comm._trouble import Board, Report
+from weft.comm._trouble import Board, FailureReport
 from weft.comm.messages import Messenger
 from weft.errors import CollectiveError
 
@@ -86,13 +86,13 @@ def test_what_was_reported_before_the_store_went_counts() -> None:
     """The store's host says for whom it waited and ends; who reads that later must not think that it was the cause."""
     host = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=5))
     board = Board(dist.TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=5)), "board", 3)
-    Board(host, "board", 3).leave(0, Report((2,), "closed"))
+    Board(host, "board", 3).leave(0, FailureReport((2,), "closed"))
     assert board.has_alarm()
-    assert board.reports() == {0: Report((2,), "closed")}
+    assert board.reports() == {0: FailureReport((2,), "closed")}
     del host
-    assert board.missing(1, Report((0,), "closed"), 5.0) == (
+    assert board.missing(1, FailureReport((0,), "closed"), 5.0) == (
         (2,),
-        {0: Report((2,), "closed"), 1: Report((0,), "closed")},
+        {0: FailureReport((2,), "closed"), 1: FailureReport((0,), "closed")},
     )
     assert board.state == "gone"
     assert not board.has_alarm()

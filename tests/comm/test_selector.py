@@ -19,10 +19,10 @@ import torch.distributed as dist
 from pool import RankPool
 from weft.collective import (
     ALGORITHMS,
-    Candidate,
     ChoiceTable,
     Links,
-    Row,
+    MethodCandidate,
+    TableRow,
     build_schedule,
     find_table,
     flat,
@@ -200,9 +200,9 @@ def test_an_accelerator_chooses_itself() -> None:
 
 
 def table(choice: str, members: int = 2) -> ChoiceTable:
-    candidates = (Candidate(name=choice, predicted_seconds=1.0, measured_seconds=1.0),)
+    candidates = (MethodCandidate(name=choice, predicted_seconds=1.0, measured_seconds=1.0),)
     rows = tuple(
-        Row(collective=collective, size_bytes=1 << 12, choice=choice, candidates=candidates)
+        TableRow(collective=collective, size_bytes=1 << 12, choice=choice, candidates=candidates)
         for collective in KINDS
     )  # fmt: skip
     return ChoiceTable(
@@ -318,7 +318,7 @@ def test_a_budget_takes_the_shortest_sizes_and_one_at_least(ranks: RankPool) -> 
 def taking(seconds: float) -> ChoiceTable:
     """A table that says that everything takes so long."""
     found = table("ring")
-    each = Candidate(name="ring", predicted_seconds=1.0, measured_seconds=seconds)
+    each = MethodCandidate(name="ring", predicted_seconds=1.0, measured_seconds=seconds)
     return replace(found, rows=tuple(replace(row, candidates=(each,)) for row in found.rows))
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.comm.shared_memory import _engine
+from weft.comm.shared_memory import DTYPES, _engine
 from weft.comm.shared_memory._arena import Arena
-from weft.comm.shared_memory._call import DTYPES, OPS
+from weft.comm.shared_memory._call import OPS
 from weft.comm.shared_memory._sources import COMPILE_FLAGS, FOLDER, HEADERS, LIBRARY, SOURCES, digest
 from weft.errors import CollectiveError
 

@@ -23,7 +23,7 @@ from shared_memory_jobs import data_of, group, same, traces
 from torch import Tensor
 
 from pool import RankError, RankPool
-from weft.comm._watch import Seen, Watch
+from weft.comm import Seen, Watch
 from weft.errors import CollectiveError
 
 WEFT = "cpu:weft"

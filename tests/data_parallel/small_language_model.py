@@ -23,11 +23,11 @@ from weft.engine.optimizers import ShardOptimizer
 from weft.engine.optimizers.adamw import AdamW
 from weft.engine.optimizers.sgd import SGD
 from weft.parallel import ParameterLayout
-from weft.parallel.buckets import Member
+from weft.parallel.buckets import BucketMember
 from weft.parallel.data import BucketStore
 from weft.plan import DataParallelPlan, MeshPlan
 from weft.recipe import GroupSettings, OptimizerGroup
-from weft.techniques.compression.codecs import Compression
+from weft.techniques.compression.codecs import CodecSpec
 from weft.techniques.local_steps.runtime import LocalRounds
 
 CONTEXT, WIDTH, BATCH = 10, 128, 48
@@ -64,7 +64,7 @@ def _samples(data: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def final_loss(
-    compression: Compression | None,
+    compression: CodecSpec | None,
     seed: int,
     steps: int,
     data: Tensor,
@@ -79,7 +79,7 @@ def final_loss(
     torch.manual_seed(seed)
     model = Model()
     members = [
-        Member(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
+        BucketMember(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
         for name, p in model.named_parameters()
     ]
     store = BucketStore(
@@ -111,7 +111,7 @@ def final_loss(
         return float(F.cross_entropy(model(tokens), labels))
 
 
-def _optimizer(rule: Rule, store: BucketStore, compression: Compression | None) -> ShardOptimizer:
+def _optimizer(rule: Rule, store: BucketStore, compression: CodecSpec | None) -> ShardOptimizer:
     groups = [OptimizerGroup(settings=GroupSettings(learning_rate_scale=1.0, weight_decay=0.0), names=())]
     if rule == "sgd":
         return SGD(store.shards, groups, momentum=MOMENTUM)

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.comm import GroupView, Mesh
 from weft.parallel import ParameterLayout
-from weft.parallel.buckets import Member, compose_buckets
+from weft.parallel.buckets import BucketMember, compose_buckets
 from weft.parallel.data import BucketStore
 from weft.plan import MeshPlan
 
@@ -40,9 +40,9 @@ def build(dtype: torch.dtype) -> Net:
     return Net().to(dtype)
 
 
-def members_of(net: nn.Module, mesh: Mesh) -> list[Member]:
+def members_of(net: nn.Module, mesh: Mesh) -> list[BucketMember]:
     return [
-        Member(
+        BucketMember(
             mesh=mesh,
             parameter=parameter,
             layout=ParameterLayout(name=name, shape=parameter.shape),

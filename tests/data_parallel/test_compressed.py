@@ -14,19 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import GroupView, Mesh
 from weft.parallel import ParameterLayout
-from weft.parallel.buckets import Member
+from weft.parallel.buckets import BucketMember
 from weft.parallel.data import BucketStore
 from weft.plan import MeshPlan
-from weft.techniques.compression.codecs import CompressedReduction, Compression, Frame, Span, WireBytes
+from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, ParameterSpan, WireBytes
 
 CODECS = {
-    "bf16": Compression(codec="bf16"),
-    "int8": Compression(codec="int8"),
-    "powersgd": Compression(codec="powersgd", powersgd_rank=2),
-    "topk": Compression(codec="topk", topk_share=0.05),
-    "randomk": Compression(codec="randomk", randomk_share=0.25, seed=7),
-    "signsgd": Compression(codec="signsgd"),
-    "onebit": Compression(codec="onebit"),
+    "bf16": CodecSpec(codec="bf16"),
+    "int8": CodecSpec(codec="int8"),
+    "powersgd": CodecSpec(codec="powersgd", powersgd_rank=2),
+    "topk": CodecSpec(codec="topk", topk_share=0.05),
+    "randomk": CodecSpec(codec="randomk", randomk_share=0.25, seed=7),
+    "signsgd": CodecSpec(codec="signsgd"),
+    "onebit": CodecSpec(codec="onebit"),
 }
 SHAPES = ((37, 41), (64, 8, 3), (1300, 1))
 WHOLE = ("powersgd", "topk", "onebit", "randomk")
@@ -59,9 +59,9 @@ class Counter(TorchDispatchMode):
 
 
 def frame_of(regions: tuple[tuple[int, int], ...] | None) -> Frame:
-    spans, stop = list[Span](), 0
+    spans, stop = list[ParameterSpan](), 0
     for index, shape in enumerate(SHAPES):
-        spans.append(Span(name=f"p{index}", offset=stop, shape=torch.Size(shape)))
+        spans.append(ParameterSpan(name=f"p{index}", offset=stop, shape=torch.Size(shape)))
         stop += torch.Size(shape).numel()
     return Frame(spans=tuple(spans), num_elements=stop, regions=regions)
 
@@ -155,13 +155,13 @@ def test_bytes_on_the_wire_against_fp32(ranks: Any) -> None:
 # ── an optimum ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def descend(compression: Compression | None, steps: int) -> Tensor:
+def descend(compression: CodecSpec | None, steps: int) -> Tensor:
     """Least squares over ranks whose data pull apart: (20, 30) weights, gradient descent."""
     view = world_view()
     generator = torch.Generator().manual_seed(view.index)
     design = torch.randn(200, 20, generator=generator, dtype=torch.float64)
     target = torch.randn(200, 30, generator=generator, dtype=torch.float64) + 3 * view.index
-    frame = Frame(spans=(Span(name="w", offset=0, shape=torch.Size((20, 30))),), num_elements=600)
+    frame = Frame(spans=(ParameterSpan(name="w", offset=0, shape=torch.Size((20, 30))),), num_elements=600)
     weights = torch.zeros(20, 30, dtype=torch.float64)
     reduction = CompressedReduction(compression, frame, weights.view(-1), view) if compression is not None else None
     for step in range(steps):
@@ -177,7 +177,7 @@ def descend(compression: Compression | None, steps: int) -> Tensor:
 
 
 def convex_job(steps: int) -> dict[str, Tensor]:
-    codecs = {**CODECS, "topk": Compression(codec="topk", topk_share=0.2)}
+    codecs = {**CODECS, "topk": CodecSpec(codec="topk", topk_share=0.2)}
     del codecs["onebit"]  # of which a single gradient is coarser than plain descent can bear
     found = {name: descend(compression, steps) for name, compression in codecs.items()}
     found["none"] = descend(None, steps)
@@ -213,9 +213,9 @@ class Net(nn.Module):
         return self.last(x + self.sometimes(x) if use else x)
 
 
-def members_of(net: nn.Module, mesh: Mesh) -> list[Member]:
+def members_of(net: nn.Module, mesh: Mesh) -> list[BucketMember]:
     return [
-        Member(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
+        BucketMember(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
         for name, p in net.named_parameters()
     ]
 

@@ -10,7 +10,7 @@ import pytest
 import small_language_model
 from small_language_model import Rule
 
-from weft.techniques.compression.codecs import Compression
+from weft.techniques.compression.codecs import CodecSpec
 
 SEEDS, STEPS = (1, 2, 3), 300
 
@@ -19,20 +19,20 @@ SEEDS, STEPS = (1, 2, 3), 300
 class Run:
     """Trainings of all seeds, each beside the one of its seed without compression."""
 
-    codec: Compression
+    codec: CodecSpec
     limit: float
     """Most by which the loss may end higher, relative, on average over the pairs."""
     rule: Rule = "sgd"
 
 
 RUNS: Mapping[str, Run] = {
-    "bf16": Run(Compression(codec="bf16"), 0.01),
-    "int8": Run(Compression(codec="int8"), 0.01),
-    "powersgd": Run(Compression(codec="powersgd", powersgd_rank=4), 0.03),
-    "topk": Run(Compression(codec="topk", topk_share=0.01), 0.06),
-    "onebit": Run(Compression(codec="onebit", onebit_warmup_steps=60), 0.03, "adamw"),
-    "randomk": Run(Compression(codec="randomk", randomk_share=0.5), 0.04),  # a tenth does not survive this rate
-    "signsgd": Run(Compression(codec="signsgd"), 0.06),
+    "bf16": Run(CodecSpec(codec="bf16"), 0.01),
+    "int8": Run(CodecSpec(codec="int8"), 0.01),
+    "powersgd": Run(CodecSpec(codec="powersgd", powersgd_rank=4), 0.03),
+    "topk": Run(CodecSpec(codec="topk", topk_share=0.01), 0.06),
+    "onebit": Run(CodecSpec(codec="onebit", onebit_warmup_steps=60), 0.03, "adamw"),
+    "randomk": Run(CodecSpec(codec="randomk", randomk_share=0.5), 0.04),  # a tenth does not survive this rate
+    "signsgd": Run(CodecSpec(codec="signsgd"), 0.06),
 }
 """Top-k of 1 % is behind at first: an element waits a hundred steps on average until it is sent."""
 BIASED = ("powersgd", "topk", "onebit", "randomk", "signsgd")
@@ -47,7 +47,7 @@ def study(names: Sequence[str]) -> dict[str, list[float]]:
     """Final validation losses by run, one for each seed."""
     data = small_language_model.text()
 
-    def losses(codec: Compression | None, rule: Rule) -> list[float]:
+    def losses(codec: CodecSpec | None, rule: Rule) -> list[float]:
         return [small_language_model.final_loss(codec, seed, STEPS, data, rule) for seed in SEEDS]
 
     found: dict[str, list[float]] = {}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.comm import Mesh, Seen
 from weft.parallel import ParameterLayout
 from weft.parallel._ahead import needs_of
-from weft.parallel.buckets import Member
+from weft.parallel.buckets import BucketMember
 from weft.parallel.data import BucketStore
 from weft.plan import MeshPlan
 
@@ -47,7 +47,7 @@ def _begin(model: Model, zero: Any, bucket_bytes: int) -> tuple[BucketStore, lis
     mesh = Mesh(MeshPlan(replicate=2), torch.device("cpu"))
     found: list[Seen] = []
     members = [
-        Member(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
+        BucketMember(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
         for name, p in model.named_parameters()
     ]
     store = BucketStore(

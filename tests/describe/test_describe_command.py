@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.blueprint import build_blueprint
-from weft.cli._main import run
+from weft.cli import run
 from weft.recipe import load_recipe
 
 RECIPE = """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli._main import run
+from weft.cli import run
 from weft.launch.launcher import ForkServer, RankError
 
 HERE = Path(__file__).parent

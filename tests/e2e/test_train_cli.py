@@ -94,7 +94,7 @@ def test_the_folder_holds_everything(home: Path, trained: Done) -> None:
 def test_the_export_loads_in_transformers_with_equal_logits(home: Path, trained: Done) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from weft.entry._generate import load_module
+    from weft.entry import load_module
     from weft.models import build_model
     from weft.recipe import load_recipe
 

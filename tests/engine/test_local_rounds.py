@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.checkpoint import Checkpointer, Peers
 from weft.description import facts_of
-from weft.engine import Outcome, Trainer
+from weft.engine import Trainer, TrainingOutcome
 from weft.models import build_model
 from weft.numerics import TOLERANCES, PlainLoop, TrialData, assemble, compare
 from weft.numerics._plain import _inputs, _module
@@ -398,10 +398,10 @@ def test_other_replicas_drop_a_round_that_was_under_way(ranks: Any, tmp_path: Pa
     assert "what each replica has learnt since all were averaged" in told[0]
 
 
-def run_loop(plan: Plan, folder: Path) -> tuple[Outcome, Outcome, list[Piece], list[Piece]]:
+def run_loop(plan: Plan, folder: Path) -> tuple[TrainingOutcome, TrainingOutcome, list[Piece], list[Piece]]:
     """The trainer's own loop to the end; and again from its save in the middle of the last round."""
     made = recipe(evaluate_every=2, save_every=STEPS - 1)
-    found: list[tuple[Outcome, list[Piece]]] = []
+    found: list[tuple[TrainingOutcome, list[Piece]]] = []
     for resumed in (False, True):
         training = Training(made, plan)
         keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))

@@ -15,7 +15,7 @@ from weft.checkpoint import Checkpointer, Peers
 from weft.comm import Mesh
 from weft.data import BatchSource, data_shape, open_data
 from weft.data.preparation import prepare_data
-from weft.engine import Outcome, Trainer, create_training
+from weft.engine import Trainer, TrainingOutcome, create_training
 from weft.errors import WeftError
 from weft.models import build_model
 from weft.numerics import TOLERANCES, assemble, compare, one_process
@@ -159,7 +159,7 @@ class Noted:
 
 def run_loop(
     recipe: Recipe, plan: Plan, folder: Path, broken: frozenset[int] = frozenset()
-) -> tuple[Outcome, list[int], Seen]:
+) -> tuple[TrainingOutcome, list[int], Seen]:
     """The whole loop on one rank, resuming what the folder holds."""
     mesh = Mesh(plan.mesh, torch.device("cpu"))
     blueprint = build_model(recipe)

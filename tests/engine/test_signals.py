@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pool import RankPool
-from weft.engine._signals import StopRequest
+from weft.engine import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

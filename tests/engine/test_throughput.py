@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.engine._throughput import ThroughputMeter, measure_peak_flops
+from weft.engine import ThroughputMeter
+from weft.engine._throughput import measure_peak_flops
 
 
 def test_rates_are_of_the_steps_since_the_last_reading() -> None:

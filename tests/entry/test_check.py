@@ -14,8 +14,8 @@ import torch
 import weft
 from checking import on_ranks
 from pool import RankPool
-from weft.cli._main import run
-from weft.entry._check import check_by
+from weft.cli import run
+from weft.entry import check_by
 from weft.errors import LaunchError, RecipeError
 from weft.launch.launcher import ForkServer
 from weft.plan import DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan

@@ -14,7 +14,8 @@ import torch
 import weft
 from weft.cluster import parse_cluster_spec
 from weft.description import facts_of, profile_of
-from weft.entry._fit import Trial, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
+from weft.entry import is_tight
+from weft.entry._fit import PeakMemory, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
 from weft.errors import PlanError, RecipeError
 from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer
@@ -43,13 +44,13 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_every_rank_is_weighed_without_its_peers(name: str, fork_server: ForkServer) -> None:
+def test_every_rank_is_measured_without_its_peers(name: str, fork_server: ForkServer) -> None:
     axes = dict(PLANS[name])
     zero = axes.pop("zero", 1)
     mesh = MeshPlan(**axes)
     plan = Plan(mesh=mesh, microbatch=MicrobatchPlan(size=2, per_step=4 // mesh.data))
     plan = replace(plan, data_parallel=replace(plan.data_parallel, zero=zero))
-    trial = weigh_in_processes(recipe_of(), plan, fork_server=fork_server)
+    trial = measure_peak_in_processes(recipe_of(), plan, fork_server=fork_server)
     assert trial.fits
     assert 50e6 < trial.peak_bytes < 5e9  # the interpreter and torch are most of it
 
@@ -58,7 +59,7 @@ def in_a_job(recipe: str, plan: str) -> list[tuple[bool, int]]:
     """Every rank of a running job weighs its own share; then all know the worst."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank_info = RankInfo(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
-    trial = weigh_in_job(rank_info)(parse_recipe(recipe), parse_plan(plan))
+    trial = measure_peak_in_job(rank_info)(parse_recipe(recipe), parse_plan(plan))
     return [(trial.fits, trial.peak_bytes)]
 
 
@@ -78,9 +79,9 @@ class Limit:
     def __init__(self, largest: int) -> None:
         self.largest, self.asked = largest, list[tuple[int, object]]()
 
-    def __call__(self, recipe: Recipe, plan: Plan) -> Trial:
+    def __call__(self, recipe: Recipe, plan: Plan) -> PeakMemory:
         self.asked.append((plan.microbatch.size, plan.microbatch.per_step))
-        return Trial(fits=plan.microbatch.size <= self.largest, peak_bytes=2**30)
+        return PeakMemory(fits=plan.microbatch.size <= self.largest, peak_bytes=2**30)
 
 
 def test_the_global_batch_is_kept() -> None:
@@ -121,8 +122,8 @@ def test_only_a_plan_near_its_limit_is_tried() -> None:
 def test_what_killed_a_process_is_said() -> None:
     recipe, plan = recipe_of(), Plan(microbatch=MicrobatchPlan(size=1, per_step=8))
 
-    def killed(recipe: Recipe, plan: Plan) -> Trial:
-        return Trial(fits=False, peak_bytes=0)
+    def killed(recipe: Recipe, plan: Plan) -> PeakMemory:
+        return PeakMemory(fits=False, peak_bytes=0)
 
     with pytest.raises(PlanError, match="the system ended a process"):
         fit_microbatch(recipe, plan, lambda line: None, killed, facts=facts_of(recipe))

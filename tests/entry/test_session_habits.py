@@ -155,9 +155,9 @@ def test_what_workers_would_have_done_is_said(tmp_path: Path) -> None:
 
 
 def session_loader_says(loader: Any) -> None:
-    from weft.entry._user_batches import Stream
+    from weft.entry._user_batches import BatchStream
 
-    Stream(loader, 1, lambda fields: None).warn_of_workers()
+    BatchStream(loader, 1, lambda fields: None).warn_of_workers()
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ from weft.entry._trials import _fit_together, _key, close_rivals
 from weft.launch.launcher import ForkServer
 from weft.plan import MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan
 from weft.recipe import Recipe, parse_recipe
-from weft.search import Choice, choose_plan
+from weft.search import PlanChoice, choose_plan
 
 RECIPE = """[model]
 reference = "mlp"
@@ -31,7 +31,7 @@ steps = 100
 """
 
 
-def chosen(recipe: Recipe) -> tuple[Choice, Cluster]:
+def chosen(recipe: Recipe) -> tuple[PlanChoice, Cluster]:
     facts, machine = facts_of(recipe), Cluster.detect()
     choice = choose_plan(recipe, machine, facts, 2, profile=profile_of(recipe))
     # Two that predictions do not tell apart: the chosen one, and the same with another ZeRO stage.
@@ -42,7 +42,7 @@ def chosen(recipe: Recipe) -> tuple[Choice, Cluster]:
     return replace(choice, plan=one, rivals=(replace(first, plan=one), replace(first, plan=other))), machine
 
 
-def lasting(seconds: float, choice: Choice) -> int:
+def lasting(seconds: float, choice: PlanChoice) -> int:
     """Steps of a run that is predicted to take so long: rivals are tried from 500 s on, compilation from 2,300 s."""
     return int(seconds / choice.rivals[0].prediction.step_seconds)
 
@@ -55,7 +55,7 @@ def test_the_fastest_is_taken_and_remembered(tmp_path: Path, fork_server: ForkSe
     told: list[str] = []
     steps = lasting(1000, choice)
     decided = decide_by_trials(
-        recipe, choice, machine, tell=told.append, folder=tmp_path, steps=steps, fork_server=fork_server
+        recipe, choice, machine, log=told.append, folder=tmp_path, steps=steps, fork_server=fork_server
     )
     assert [line.split(":")[0] for line in told] == ["trial     1 of 2", "trial     2 of 2"]
     why = next(why for key, why in decided.reasons.items() if key.startswith("mesh."))
@@ -63,7 +63,7 @@ def test_the_fastest_is_taken_and_remembered(tmp_path: Path, fork_server: ForkSe
     assert why.count("ZeRO-") == 1
     (kept,) = tmp_path.glob("*.json")
     kept.write_text('{"seconds": [[2.0, 4.0], [0.5, 3.0]]}')
-    again = decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=steps)
+    again = decide_by_trials(recipe, choice, machine, log=told.append, folder=tmp_path, steps=steps)
     assert len(told) == 2  # nothing was run again
     assert again.plan.data_parallel.zero == 0
     assert "measured 500 ms per step, data 2 ZeRO-1 fp32: 2 s" in again.reasons.values()
@@ -73,12 +73,12 @@ def test_nothing_is_tried_where_it_does_not_pay(tmp_path: Path, monkeypatch: pyt
     recipe = parse_recipe(RECIPE)
     choice, machine = chosen(recipe)
     told: list[str] = []
-    assert decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=10) is choice
+    assert decide_by_trials(recipe, choice, machine, log=told.append, folder=tmp_path, steps=10) is choice
     alone, steps = replace(choice, rivals=choice.rivals[:1]), lasting(1000, choice)
-    assert decide_by_trials(recipe, alone, machine, tell=told.append, folder=tmp_path, steps=steps) is alone
+    assert decide_by_trials(recipe, alone, machine, log=told.append, folder=tmp_path, steps=steps) is alone
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=steps) is choice
+    assert decide_by_trials(recipe, choice, machine, log=told.append, folder=tmp_path, steps=steps) is choice
     assert told == []
     assert not [*tmp_path.iterdir()]
 
@@ -104,7 +104,7 @@ def test_compiled_or_in_larger_microbatches_where_that_saves_time(tmp_path: Path
     kept.write_text(json.dumps({"seconds": TIMES[wanted]}))
     steps = lasting(8000, choice)
     told: list[str] = []
-    found = decide_by_trials(recipe, choice, machine, tell=told.append, folder=tmp_path, steps=steps)
+    found = decide_by_trials(recipe, choice, machine, log=told.append, folder=tmp_path, steps=steps)
     assert found.plan == plans[list(TIMES).index(wanted)]
     assert found.rivals[0].plan == found.plan
     assert "microbatch 2: 500 ms" in found.reasons["compute.compile"]
@@ -113,7 +113,7 @@ def test_compiled_or_in_larger_microbatches_where_that_saves_time(tmp_path: Path
     )
     given = replace(small, origins={"compute.compile": "--set", "microbatch.size": "--set"})
     fixed = replace(choice, plan=given, rivals=(replace(choice.rivals[0], plan=given),))
-    assert decide_by_trials(recipe, fixed, machine, tell=told.append, folder=tmp_path, steps=steps) is fixed
+    assert decide_by_trials(recipe, fixed, machine, log=told.append, folder=tmp_path, steps=steps) is fixed
     assert told == []
 
 
@@ -160,7 +160,7 @@ def test_plans_too_large_for_company_are_timed_alone(tmp_path: Path, fork_server
     told: list[str] = []
     tight, steps = replace(choice, rivals=rivals), lasting(1000, choice)
     decided = decide_by_trials(
-        recipe, tight, machine, tell=told.append, folder=tmp_path, steps=steps, fork_server=fork_server
+        recipe, tight, machine, log=told.append, folder=tmp_path, steps=steps, fork_server=fork_server
     )
     assert [line.split(":")[0] for line in told] == ["trial     1 of 2", "trial     2 of 2"]
     assert any(why.startswith("measured ") for why in decided.reasons.values())

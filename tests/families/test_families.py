@@ -14,8 +14,8 @@ import weft.families
 from small_families import TYPES, small_model
 from weft.describe import describe
 from weft.description import description_of, facts_of
-from weft.families import SplitTable, families, family_of
-from weft.models import build_model
+from weft.families import families, family_of
+from weft.models import SplitTable, build_model
 from weft.models.hf._tables import translate_plan
 from weft.profile import Block, ModelSizes, Profile
 from weft.recipe import BatchRecipe, Recipe, RunRecipe

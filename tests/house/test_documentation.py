@@ -12,8 +12,7 @@ from typing import Any, get_type_hints
 from cyclopts import App
 
 from pages import INDEX, PAGES, ROOT, Fence, anchors, code_spans, commands, fences, links
-from weft.cli._launch import mark_script
-from weft.cli._main import build_app
+from weft.cli import build_app, mark_script
 from weft.cluster import parse_cluster
 from weft.document import dump, spell
 from weft.errors import WeftError

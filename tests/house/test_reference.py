@@ -44,7 +44,7 @@ def test_what_examples_import_is_in_the_reference(made: dict[str, str]) -> None:
 
 
 def test_every_command_and_option_is_in_the_reference(made: dict[str, str]) -> None:
-    from weft.cli._main import build_app
+    from weft.cli import build_app
 
     page, app = made["command-line.md"], build_app()
     for name in (name for name in app if not name.startswith("-")):

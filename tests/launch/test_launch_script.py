@@ -13,7 +13,7 @@ import pytest
 import pool
 from weft.errors import LaunchError
 from weft.launch import RankInfo
-from weft.launch._job import Outcome
+from weft.launch._job import RankOutcome
 from weft.launch._report import MAX_LINES, first_cause, report
 from weft.launch.launcher import launch_script
 
@@ -198,13 +198,13 @@ def test_no_environment_is_no_place() -> None:
 
 
 def test_echoes_are_never_the_cause() -> None:
-    echo = Outcome(rank=0, host="a", when=1.0, error="RuntimeError", message="Connection closed by peer", status=1)
-    cause = Outcome(rank=1, host="a", when=2.0, error="ValueError", message="bad", status=1)
+    echo = RankOutcome(rank=0, host="a", when=1.0, error="RuntimeError", message="Connection closed by peer", status=1)
+    cause = RankOutcome(rank=1, host="a", when=2.0, error="ValueError", message="bad", status=1)
     assert first_cause({0: 1, 1: 1, 2: 0}, {0: 1.0, 1: 2.0, 2: 3.0}, {0: echo, 1: cause, 2: None}) == cause
 
 
 def test_report_fits_15_lines() -> None:
-    cause = Outcome(
+    cause = RankOutcome(
         rank=1, host="a", when=0, error="E", message="m\n" * 50, trace=[f"  t{i}" for i in range(40)], status=1
     )
     lines = report(cause, 4, Path("logs")).splitlines()

@@ -11,8 +11,7 @@ from model_kit import CPU, batch_of, build_family
 from torch import Tensor
 
 from weft.comm import Mesh
-from weft.parallel import ParameterLayout
-from weft.parallel.build import parallelize
+from weft.parallel import ParameterLayout, parallelize
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 
 

@@ -12,8 +12,7 @@ from model_kit import CPU, HF_FAMILIES, REFERENCES, build_family, layout_by_hand
 from torch import nn
 
 from weft.models import Blueprint, build_reference
-from weft.parallel import ModelLayout
-from weft.parallel.materialise import materialise
+from weft.parallel import ModelLayout, materialise
 
 
 @pytest.fixture(params=(*REFERENCES, *HF_FAMILIES))

@@ -27,7 +27,7 @@ from weft.plan import (
     split_batch,
 )
 from weft.recipe import BatchRecipe, ConvNetShape, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.search import Choice, choose_plan
+from weft.search import PlanChoice, choose_plan
 
 LLAMA_7B = DecoderShape(
     num_layers=32,
@@ -61,7 +61,7 @@ def test_shares_as_when_a_host_is_lost() -> None:
     assert split_batch(64, 3, 2) == MicrobatchPlan(size=2, per_step=(11, 11, 10))
 
 
-def chosen(recipe: Recipe, cluster: Cluster, processes: int | None = None, **facts: Any) -> Choice:
+def chosen(recipe: Recipe, cluster: Cluster, processes: int | None = None, **facts: Any) -> PlanChoice:
     profile = profile_of(recipe)
     assert profile is not None
     return choose_plan(
@@ -73,7 +73,7 @@ def chosen(recipe: Recipe, cluster: Cluster, processes: int | None = None, **fac
     )
 
 
-def choose_with_advice(recipe: Recipe, cluster: Cluster, processes: int, **facts: Any) -> Choice:
+def choose_with_advice(recipe: Recipe, cluster: Cluster, processes: int, **facts: Any) -> PlanChoice:
     """Choose a plan, with the number of processes that the refusal of another number advises."""
     try:
         choice = chosen(recipe, cluster, processes, **facts)

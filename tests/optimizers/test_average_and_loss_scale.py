@@ -9,8 +9,8 @@ import torch
 from optimizer_shards import SHAPES, draw, layout_of, make_shard, set_gradients, whole_groups
 from torch import Tensor
 
+from weft.engine import LossScale
 from weft.engine._average import WeightAverage
-from weft.engine._loss_scale import LossScale
 from weft.engine.optimizers.sgd import SGD
 from weft.errors import CheckpointError, RecipeError
 from weft.parallel import Shard

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.techniques.compression.codecs import Compression, Frame
+from weft.techniques.compression.codecs import CodecSpec, Frame
 from weft.techniques.compression.codecs.randomk import count_of, drawn_places
 
 BLOCK = 256
@@ -33,7 +33,7 @@ class Memory:
     """Reductions so far."""
 
 
-Reduce = Callable[[list[Tensor], Frame, Compression, Memory], tuple[Tensor, Memory]]
+Reduce = Callable[[list[Tensor], Frame, CodecSpec, Memory], tuple[Tensor, Memory]]
 """Every rank's gradients, with what it owes → their sum as all ranks get it, and what is kept."""
 
 
@@ -48,7 +48,7 @@ class Row:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def no_memory(frame: Frame, compression: Compression, world: int) -> Memory:
+def no_memory(frame: Frame, compression: CodecSpec, world: int) -> Memory:
     """Nothing is owed and nothing learnt."""
     like = torch.zeros(frame.num_elements, dtype=torch.float64)
     first = compression.create(frame, like).kept(frame)
@@ -64,7 +64,7 @@ def summed(shares: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def exact(shares: list[Tensor], frame: Frame, compression: Compression, memory: Memory) -> tuple[Tensor, Memory]:
+def exact(shares: list[Tensor], frame: Frame, compression: CodecSpec, memory: Memory) -> tuple[Tensor, Memory]:
     """No compression at all: the negative control of every codec."""
     return summed(shares), memory
 
@@ -75,7 +75,7 @@ def exact(shares: list[Tensor], frame: Frame, compression: Compression, memory: 
 def in_two_phases(rounded: Callable[[Tensor], Tensor], multiple: int) -> Reduce:
     """Each rank sends rounded shares to the owners of the parts, who add up and send the rounded sum back."""
 
-    def reduce(shares: list[Tensor], frame: Frame, compression: Compression, memory: Memory) -> tuple[Tensor, Memory]:
+    def reduce(shares: list[Tensor], frame: Frame, compression: CodecSpec, memory: Memory) -> tuple[Tensor, Memory]:
         world = len(shares)
         total, owed = torch.zeros_like(shares[0]), [torch.zeros_like(share) for share in shares]
         is_value = torch.zeros_like(total)
@@ -128,7 +128,7 @@ def to_signs(run: Tensor) -> Tensor:
 # ── what leaves out ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def by_top_k(shares: list[Tensor], frame: Frame, compression: Compression, memory: Memory) -> tuple[Tensor, Memory]:
+def by_top_k(shares: list[Tensor], frame: Frame, compression: CodecSpec, memory: Memory) -> tuple[Tensor, Memory]:
     """Each rank's own largest."""
     count = max(1, math.ceil(compression.topk_share * sum(span.shape.numel() for span in frame.spans)))
     sent = [torch.zeros_like(share) for share in shares]
@@ -139,7 +139,7 @@ def by_top_k(shares: list[Tensor], frame: Frame, compression: Compression, memor
     return summed(sent), replace(memory, owed=owed)
 
 
-def by_random_k(shares: list[Tensor], frame: Frame, compression: Compression, memory: Memory) -> tuple[Tensor, Memory]:
+def by_random_k(shares: list[Tensor], frame: Frame, compression: CodecSpec, memory: Memory) -> tuple[Tensor, Memory]:
     """The same places on every rank."""
     is_drawn = torch.zeros_like(shares[0])
     for span in frame.spans:
@@ -151,7 +151,7 @@ def by_random_k(shares: list[Tensor], frame: Frame, compression: Compression, me
     return summed(shares) * is_drawn, replace(memory, owed=owed, rounds=memory.rounds + 1)
 
 
-def by_low_rank(shares: list[Tensor], frame: Frame, compression: Compression, memory: Memory) -> tuple[Tensor, Memory]:
+def by_low_rank(shares: list[Tensor], frame: Frame, compression: CodecSpec, memory: Memory) -> tuple[Tensor, Memory]:
     """One step of subspace iteration for every matrix."""
     total, owed = torch.zeros_like(shares[0]), [torch.zeros_like(share) for share in shares]
     bases = dict(memory.bases)
@@ -168,7 +168,7 @@ def by_low_rank(shares: list[Tensor], frame: Frame, compression: Compression, me
     return total, replace(memory, owed=owed, bases=bases)
 
 
-def by_momentum(shares: list[Tensor], frame: Frame, compression: Compression, memory: Memory) -> tuple[Tensor, Memory]:
+def by_momentum(shares: list[Tensor], frame: Frame, compression: CodecSpec, memory: Memory) -> tuple[Tensor, Memory]:
     """Exact sums at first, then the signs of each rank's momentum; what comes out is the step between two momenta."""
     decay, world = compression.onebit_decay, len(shares)
     momentum, rounds = memory.momentum, memory.rounds + 1

@@ -20,7 +20,7 @@ from weft.models import build_model
 from weft.numerics import Trial, TrialData, run_trial
 from weft.plan import Plan
 from weft.recipe import Recipe, learning_rate
-from weft.techniques.compression.codecs import Compression, Frame
+from weft.techniques.compression.codecs import CodecSpec, Frame
 
 STEPS = 5
 Gradients = Mapping[str, Tensor]
@@ -80,7 +80,7 @@ class OneProcess:
     ) -> None:
         self._recipe, self._plan, self._mistake, self._row = recipe(plan), plan, mistake, row
         self._world, data = plan.mesh.data, plan.data_parallel
-        self._compression = Compression(
+        self._compression = CodecSpec(
             codec=data.compression,  # type: ignore[arg-type]
             powersgd_rank=data.powersgd_rank,
             topk_share=data.topk_share,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from checking import on_ranks
 from pool import RankPool
-from weft.entry._check import check_by
+from weft.entry import check_by
 from weft.plan import MemoryPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 

@@ -14,8 +14,7 @@ from cells import Cell
 
 from checking import on_ranks
 from pool import RankPool
-from weft.entry._check import check_by
-from weft.entry._check_report import CheckReport
+from weft.entry import CheckReport, check_by
 
 CELLS = tuple(cell for cell in matrix.FULL if not cell.plan.compute.compile)
 """Compiled ones leave things behind in the pool; `test_full_matrix.py` runs them in processes of their own."""

@@ -210,7 +210,7 @@ def test_draws_do_not_go_with_compiled_blocks():
 
 
 def test_generators_are_left_as_they_were():
-    from weft.parallel._draw_net import Generators
+    from weft.parallel import Generators
     from weft.parallel._draw_trace import find_draws
     from weft.parallel.draws import keys_itself
 
@@ -226,11 +226,11 @@ def test_a_tensor_rank_draws_its_part_of_the_whole(dim: int):
     """Shards of an activation along heads or features, as the ranks of a tensor group hold them."""
     from weft.comm import GroupView
     from weft.parallel import MicrobatchState, StepContext
+    from weft.parallel._draw_trace import DrawLayout
     from weft.parallel._draw_trace import Draws as Found
-    from weft.parallel._draw_trace import Layout
     from weft.parallel.draws import keyed
 
-    layout = Layout(place="sample", dim=0, whole=(1, 6, 10))
+    layout = DrawLayout(place="sample", dim=0, whole=(1, 6, 10))
     found = Found(layouts={("a", "bernoulli_", 0): [layout]})
     context = StepContext()
     state = MicrobatchState(seed=1, step=2, sample_ids=torch.arange(4), sequence_length=None)

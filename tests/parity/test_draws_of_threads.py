@@ -19,8 +19,7 @@ from test_drawing import ALONE, STEPS, recipe_of
 from pool import RankPool
 from weft.errors import PlanError
 from weft.models import seeded
-from weft.parallel import StepContext
-from weft.parallel._draw_net import without_draws
+from weft.parallel import StepContext, without_draws
 from weft.plan import Plan
 from weft.recipe import Recipe
 

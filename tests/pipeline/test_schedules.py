@@ -20,7 +20,7 @@ from weft.plan import (
     stage_ranks,
 )
 from weft.techniques.pipeline.cost import bubble_seconds
-from weft.techniques.pipeline.routes import Message, plan_routes, sent_by, wanted_by
+from weft.techniques.pipeline.routes import StageMessage, plan_routes, sent_by, wanted_by
 
 CHUNKS: dict[Schedule, tuple[int, ...]] = {
     "gpipe": (1,),
@@ -74,9 +74,9 @@ def test_arrivals_prove_earlier_ones(case: Case) -> None:
     schedule, pipeline, chunks, _ = case
     orders, ranks = schedule_orders(*case), stage_ranks(schedule, pipeline, chunks)
     routes = [plan_routes(orders, ranks, rank) for rank in range(pipeline)]
-    sent: set[Message] = set()
-    consumed: set[Message] = set()
-    proved: set[Message] = set()
+    sent: set[StageMessage] = set()
+    consumed: set[StageMessage] = set()
+    proved: set[StageMessage] = set()
     for action in sorted_by_start(orders):
         wanted = wanted_by(action, len(ranks))
         if wanted is not None:
@@ -101,7 +101,7 @@ def test_sent_activations_are_let_go_in_one_forward_one_backward(pipeline: int) 
     """What waits for a proof stays bounded however many microbatches there are."""
     orders, ranks = schedule_orders("1f1b", pipeline, 1, 50), tuple(range(pipeline))
     for rank, actions in enumerate(orders):
-        routes, leaving, most = plan_routes(orders, ranks, rank), set[Message](), 0
+        routes, leaving, most = plan_routes(orders, ranks, rank), set[StageMessage](), 0
         for action in actions:
             if (wanted := wanted_by(action, pipeline)) is not None:
                 leaving -= set(routes.proves.get(wanted, ()))

@@ -10,9 +10,8 @@ from weft.cluster import Cluster, parse_cluster_spec
 from weft.collective import direct, find_algorithm
 from weft.collective import flat as flat_arrangement
 from weft.plan import DataParallelPlan, MeshPlan, Plan
-from weft.price import Layout, Network, Pricer, choose_algorithm, collective_seconds
+from weft.price import AxisGroup, Layout, Network, Pricer, choose_algorithm, collective_seconds
 from weft.price._collectives import _as_links
-from weft.price._placement import Group
 from weft.profile import ModelSizes, profile_of_sizes
 
 SMALL = profile_of_sizes(
@@ -33,7 +32,7 @@ def slow_network(spec: str) -> Cluster:
     return replace(cluster, links=(inside, slow))
 
 
-def everyone(cluster: Cluster) -> Group:
+def everyone(cluster: Cluster) -> AxisGroup:
     return Network(cluster).groups(Layout(replicate=cluster.num_devices)).world
 
 

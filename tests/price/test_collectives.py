@@ -22,10 +22,9 @@ from weft.collective import (
     tree,
 )
 from weft.plan import AXES, Axis
+from weft.price import AxisGroup, Layout, Network, algorithm_choices, choose_algorithm, collective_seconds
 from weft.price import _algorithms as cost
-from weft.price._collectives import _fixed, algorithm_choices, choose_algorithm, collective_seconds
-from weft.price._layout import Layout
-from weft.price._placement import Group, Network
+from weft.price._collectives import _fixed
 
 KINDS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
 ALL_REDUCES = {"ring", "double_ring", "torus", "double_tree", "tree", "in_network", "hierarchical", "direct"} | {
@@ -45,7 +44,7 @@ OFFERED: dict[Collective, set[str]] = {
 EVERYTHING = frozenset(name for names in OFFERED.values() for name in names)
 
 
-def world_of(spec: str, **change: object) -> Group:
+def world_of(spec: str, **change: object) -> AxisGroup:
     cluster = parse_cluster_spec(spec)
     if change:
         cluster = replace(cluster, links=(*cluster.links[:-1], replace(cluster.links[-1], **change)))  # pyright: ignore[reportArgumentType]
@@ -78,7 +77,7 @@ def measured_gloo() -> LinkTier:
     return replace(parse_cluster_spec("2xcpu").links[0], measured=rows)
 
 
-def cores(world: int, tier: LinkTier) -> Group:
+def cores(world: int, tier: LinkTier) -> AxisGroup:
     cluster = replace(parse_cluster_spec("2xcpu"), links=(tier,))
     return Network(cluster).groups(Layout(replicate=world)).world
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from weft.description import profile_of
 from weft.models import build_model
-from weft.price import WEFT, Layout, Memories, PricedPrecision
-from weft.price._block_memory import memory_key
+from weft.price import WEFT, Layout, Memories, PricedPrecision, memory_key
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from weft.cluster import Cluster, LinkTier, Topology, parse_cluster_spec
 from weft.plan import AXES, Axis, MeshPlan, axis_coordinates
-from weft.price._layout import Layout
-from weft.price._placement import Group, Network
+from weft.price import AxisGroup, Layout, Network
 
 PRODUCTS: tuple[tuple[Axis, ...], ...] = (
     ("tensor",),
@@ -286,7 +285,7 @@ def test_groups_are_found_in_microseconds() -> None:
     assert (time.perf_counter() - start) / 120 < 1e-3
 
 
-def seconds_sum(group: Group) -> float:
+def seconds_sum(group: AxisGroup) -> float:
     return math.fsum(leg.latency for leg in group.legs)
 
 

@@ -33,7 +33,7 @@ from weft.launch import RankInfo
 from weft.price import Layout, Network, choose_algorithm
 from weft.probe import probe
 from weft.probe._choices import worlds_of
-from weft.probe._devices import Setting, number_of_figures
+from weft.probe._devices import Concurrency, number_of_figures
 from weft.probe._links import KINDS, line_of, number_of_times, peers_of
 from weft.probe._probe import cluster_of, findings_from_json
 from weft.probe._rank import Findings, probe_rank, settings_of, unsteady
@@ -43,12 +43,12 @@ CPU = torch.device("cpu")
 
 
 def test_settings_begin_with_what_training_uses() -> None:
-    assert settings_of(CPU, 4, 2) == [Setting(2, 1), Setting(1, 2), Setting(4, 1), Setting(1, 1)]
-    assert settings_of(CPU, 1, 4) == [Setting(1, 4), Setting(1, 1), Setting(1, 2)]
-    assert settings_of(CPU, 8, 8)[:2] == [Setting(8, 1), Setting(1, 8)]
-    assert set(settings_of(CPU, 8, 8)) >= {Setting(2, 4), Setting(4, 2), Setting(1, 4)}
-    assert settings_of(torch.device("cuda", 0), 8, 128) == [Setting(8, 1), Setting(1, 1)]
-    assert settings_of(torch.device("cuda", 0), 1, 128) == [Setting(1, 1)]
+    assert settings_of(CPU, 4, 2) == [Concurrency(2, 1), Concurrency(1, 2), Concurrency(4, 1), Concurrency(1, 1)]
+    assert settings_of(CPU, 1, 4) == [Concurrency(1, 4), Concurrency(1, 1), Concurrency(1, 2)]
+    assert settings_of(CPU, 8, 8)[:2] == [Concurrency(8, 1), Concurrency(1, 8)]
+    assert set(settings_of(CPU, 8, 8)) >= {Concurrency(2, 4), Concurrency(4, 2), Concurrency(1, 4)}
+    assert settings_of(torch.device("cuda", 0), 8, 128) == [Concurrency(8, 1), Concurrency(1, 1)]
+    assert settings_of(torch.device("cuda", 0), 1, 128) == [Concurrency(1, 1)]
 
 
 def test_peers_inside_and_between_nodes() -> None:
@@ -100,7 +100,7 @@ def _probe() -> dict[str, object]:
         memory_bytes=4 << 30,
         budget_seconds=0.01,
         precisions=["fp32"],
-        tell=said.append,
+        log=said.append,
     )
     assert torch.get_num_threads() == threads
     return {"found": dataclasses.asdict(found), "said": said}
@@ -264,7 +264,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 def _uneven() -> None:
     rank_info = RankInfo(dist.get_rank(), 3, dist.get_rank() % 2, 2)
-    probe_rank(rank_info, cores=1, memory_bytes=1, budget_seconds=0.01, precisions=["fp32"], tell=print)
+    probe_rank(rank_info, cores=1, memory_bytes=1, budget_seconds=0.01, precisions=["fp32"], log=print)
 
 
 def test_uneven_nodes_are_refused(ranks: pool.RankPool) -> None:

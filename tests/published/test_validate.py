@@ -23,7 +23,7 @@ from benchmarks.published import (
 )
 from published_examples import LLAMA, shipped, validated, write
 
-from weft.cli._main import run
+from weft.cli import run
 from weft.errors import DataError
 from weft.price import FACTORS, accuracy
 

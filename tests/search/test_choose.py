@@ -11,7 +11,7 @@ from weft.description import facts_of, profile_of
 from weft.errors import PlanError
 from weft.plan import Plan, apply_overrides, check_plan
 from weft.recipe import PermitRecipe, Recipe, parse_recipe
-from weft.search import Choice, choose_plan
+from weft.search import PlanChoice, choose_plan
 
 RECIPE = """[model]
 reference = "decoder"
@@ -34,7 +34,7 @@ def slow_bf16() -> Cluster:
     return replace(whole, nodes=(replace(node, cores=2, memory_bytes=24_000_000_000, devices=devices),))
 
 
-def chosen(*settings: str, processes: int | None = None, recipe: Recipe | None = None) -> Choice:
+def chosen(*settings: str, processes: int | None = None, recipe: Recipe | None = None) -> PlanChoice:
     recipe = recipe or parse_recipe(RECIPE)
     _, given = apply_overrides(recipe, Plan(), settings)
     facts = facts_of(recipe)

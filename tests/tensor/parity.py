@@ -17,8 +17,8 @@ from weft.parallel import (
     StepContext,
     apply_batch_norm,
     apply_keyed_dropout,
+    materialise,
 )
-from weft.parallel.materialise import materialise
 from weft.plan import ComputePlan, MemoryPlan, MeshPlan, Plan, TensorParallelPlan
 from weft.techniques.compute.compiling import apply_compile
 from weft.techniques.fused_loss.vocabulary import apply_fused_loss

@@ -15,7 +15,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.checkpoint._format import DTYPE_NAMES, Run, StoredFile, digest_of
+from weft.checkpoint._format import DTYPE_NAMES, StoredFile, StoredRun, digest_of
 from weft.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
@@ -122,7 +122,7 @@ def verify_file(folder: Path, stored: StoredFile) -> None:
         raise CheckpointError(f"{path} does not match its digest: its content changed after it was written.")
 
 
-def verify_header(folder: Path, name: str, expected: Sequence[Run]) -> None:
+def verify_header(folder: Path, name: str, expected: Sequence[StoredRun]) -> None:
     """Check that a safetensors file holds the expected runs and nothing else.
 
     Raises:

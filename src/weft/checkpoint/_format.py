@@ -49,7 +49,7 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 MOST_RANKS = 100_000
-"""That a checkpoint may come from: their numbers have five digits."""
+"""Ranks that a checkpoint may come from, at most: their numbers have five digits."""
 _TENSOR_FILE = r"rank-\d{5}-\d{4,9}\.safetensors"
 _INDEX_FILE = r"rank-\d{5}\.json"
 _LARGEST_INDEX_BYTES = 1 << 30
@@ -72,7 +72,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class StoredRun:
     """A stored run of a tensor: elements [start, start + length) of the flattened part that `split` cuts out."""
 
     name: str
@@ -108,7 +108,7 @@ class RankIndex:
     """What one rank wrote."""
 
     files: tuple[StoredFile, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[StoredRun, ...]
 
     def to_text(self) -> str:
         runs = [run.to_json() for run in self.runs]
@@ -208,7 +208,7 @@ def parse_index(path: Path, content: bytes) -> RankIndex:
     sizes = {file.name: file.size_bytes for file in files}
     if len(sizes) < len(files) or not all(name.startswith(f"{path.stem}-") for name in sizes):
         raise fields.fail("files", f"files of this rank ({path.stem}-….safetensors), each once")
-    runs: list[Run] = []
+    runs: list[StoredRun] = []
     taken: set[tuple[str, str]] = set()
     for item in fields.objects("runs"):
         run = _run_from_json(item)
@@ -243,7 +243,7 @@ def _file_from_json(fields: JsonObject, pattern: str) -> StoredFile:
     return StoredFile(name=name, size_bytes=fields.count("size_bytes"), digest=digest)
 
 
-def _run_from_json(fields: JsonObject) -> Run:
+def _run_from_json(fields: JsonObject) -> StoredRun:
     fields.only(_RUN_FIELDS)
     name, dtype, key = fields.text("name"), fields.text("dtype"), fields.text("key")
     if dtype not in DTYPES:
@@ -254,7 +254,7 @@ def _run_from_json(fields: JsonObject) -> Run:
     if math.prod(sizes) > LARGEST_COUNT or math.prod(size or 1 for size in sizes) > LARGEST_COUNT:
         raise fields.fail("shape", f"the shape of a tensor of at most {LARGEST_COUNT:,} elements")
     shape = torch.Size(sizes)
-    run = Run(
+    run = StoredRun(
         name=name,
         shape=shape,
         dtype=DTYPES[dtype],

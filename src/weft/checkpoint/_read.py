@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint._files import open_tensors, verify_file, verify_header
-from weft.checkpoint._format import Manifest, Run, StoredFile, read_index, read_manifest
+from weft.checkpoint._format import Manifest, StoredFile, StoredRun, read_index, read_manifest
 from weft.checkpoint._write import runs_by_name
 from weft.errors import CheckpointError
 from weft.parallel import Piece
@@ -43,7 +43,7 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: a file is missing or differs.
         """
-        expected: dict[str, list[Run]] = {}
+        expected: dict[str, list[StoredRun]] = {}
         for run in (run for group in self.runs.values() for run in group):
             expected.setdefault(run.file, []).append(run)
         for file in self.files[share::shares]:
@@ -81,13 +81,13 @@ class StoredCheckpoint:
             local = piece.split.slice(whole)
             piece.tensor.copy_(local.reshape(-1)[piece.start : piece.start + piece.tensor.numel()])
 
-    def _local(self, runs: list[Run], shape: torch.Size) -> Tensor:
+    def _local(self, runs: list[StoredRun], shape: torch.Size) -> Tensor:
         flat = torch.empty(shape.numel(), dtype=runs[0].dtype)
         for run in runs:
             flat[run.start : run.start + run.length].copy_(self._read(run))
         return flat.view(shape)
 
-    def _copy_overlaps(self, runs: list[Run], piece: Piece) -> None:
+    def _copy_overlaps(self, runs: list[StoredRun], piece: Piece) -> None:
         stop = piece.start + piece.tensor.numel()
         for run in runs:
             first, last = max(run.start, piece.start), min(run.start + run.length, stop)
@@ -95,7 +95,7 @@ class StoredCheckpoint:
                 source = self._read(run)[first - run.start : last - run.start]
                 piece.tensor[first - piece.start : last - piece.start].copy_(source)
 
-    def _read(self, run: Run) -> Tensor:
+    def _read(self, run: StoredRun) -> Tensor:
         """Return a run as a flat view of the mapped file: only what is copied out of it is read."""
         if run.file not in self._handles:
             while len(self._handles) >= _OPEN_FILES:

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from weft.checkpoint._files import Entry, write_tensors, write_text
-from weft.checkpoint._format import DTYPE_NAMES, RankIndex, Run, StoredFile, digest_of, index_name, parse_index
+from weft.checkpoint._format import DTYPE_NAMES, RankIndex, StoredFile, StoredRun, digest_of, index_name, parse_index
 from weft.errors import CheckpointError
 from weft.parallel import Piece
 
@@ -24,7 +24,7 @@ def write_rank(folder: Path, rank: int, pieces: Sequence[Piece], file_bytes: int
         OSError: the disk is full or not writable.
     """
     files: list[StoredFile] = []
-    runs: list[Run] = []
+    runs: list[StoredRun] = []
     for number, group in enumerate(_grouped(_cut(pieces, file_bytes), file_bytes)):
         name = f"rank-{rank:05d}-{number:04d}.safetensors"
         entries = list[Entry]()
@@ -44,7 +44,7 @@ def check_ranks(folder: Path, world: int) -> tuple[StoredFile, ...]:
         CheckpointError: a file is missing or short, or the runs overlap or leave a gap.
     """
     stored = list[StoredFile]()
-    runs = list[Run]()
+    runs = list[StoredRun]()
     for rank in range(world):
         path = folder / index_name(rank)
         content = path.read_bytes()
@@ -58,13 +58,13 @@ def check_ranks(folder: Path, world: int) -> tuple[StoredFile, ...]:
     return tuple(stored)
 
 
-def runs_by_name(runs: Iterable[Run]) -> dict[str, list[Run]]:
+def runs_by_name(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
     """Group runs by tensor, checking that they hold every element once.
 
     Raises:
         CheckpointError: runs of one tensor disagree, overlap or leave a gap.
     """
-    by_name: dict[str, list[Run]] = {}
+    by_name: dict[str, list[StoredRun]] = {}
     for run in runs:
         by_name.setdefault(run.name, []).append(run)
     for name, group in by_name.items():
@@ -72,7 +72,7 @@ def runs_by_name(runs: Iterable[Run]) -> dict[str, list[Run]]:
     return by_name
 
 
-def _check_cover(name: str, runs: list[Run]) -> None:
+def _check_cover(name: str, runs: list[StoredRun]) -> None:
     where = f"{_index_of(runs[0])}: {name}"
     forms = {(run.shape, run.dtype, run.split.form) for run in runs}
     if len(forms) > 1:
@@ -99,7 +99,7 @@ def _check_cover(name: str, runs: list[Run]) -> None:
             raise CheckpointError(f"{where} lacks {missing}: they count nowhere.")
 
 
-def _index_of(run: Run) -> str:
+def _index_of(run: StoredRun) -> str:
     """Name of the index that a run stands in."""
     return f"{run.file[: len(index_name(0)) - len('.json')]}.json"
 
@@ -136,12 +136,12 @@ def _tensor_of(piece: Piece) -> Tensor:
     return piece.tensor
 
 
-def _run_of(piece: Piece, file: str, taken: set[str]) -> Run:
+def _run_of(piece: Piece, file: str, taken: set[str]) -> StoredRun:
     key, number = piece.stored_name, 1
     while key in taken:
         number += 1
         key = f"{piece.stored_name}#{number}"
-    return Run(
+    return StoredRun(
         name=piece.stored_name,
         shape=piece.shape,
         dtype=piece.tensor.dtype,

@@ -105,7 +105,7 @@ def advise(
     finally:
         torch.set_num_threads(threads)
     if json:
-        print(to_text.dumps([asdict(found) | {"verdict": told} for found, told in rows], indent=2))
+        print(to_text.dumps([asdict(codec) | {"verdict": verdict} for codec, verdict in rows], indent=2))
         return
     _print(rows, link, exchange.num_elements, members, zero)
 
@@ -119,13 +119,13 @@ def _print(rows: list[tuple[Estimate, str]], link: Link, elements: int, members:
     has_step = rows[0][0].step_seconds is not None
     head = f"{'way':<17}{'sent':>12}{'wire':>12}{'codec':>12}{'together':>12}{'step' if has_step else '':>12}"
     print(head.rstrip())
-    for found, told in rows:
-        figures = [found.wire_seconds, found.codec_seconds, found.exchange_seconds, found.step_seconds]
+    for codec, verdict in rows:
+        figures = [codec.wire_seconds, codec.codec_seconds, codec.exchange_seconds, codec.step_seconds]
         times = "".join(f"{value * 1e3:>9,.1f} ms" for value in figures if value is not None)
-        print(f"{found.name:<17}{found.bytes_sent / 1e6:>9,.1f} MB{times}   {told}".rstrip())
+        print(f"{codec.name:<17}{codec.bytes_sent / 1e6:>9,.1f} MB{times}   {verdict}".rstrip())
     if zero:
         print("\nsent and wire hold the gathering of the weights, which ZeRO does and nothing compresses")
-    paying = [found.name for found, told in rows if told.startswith("pays")]
+    paying = [codec.name for codec, verdict in rows if verdict.startswith("pays")]
     advice = "none of them pays here" if not paying else f"would pay here: {', '.join(paying)}"
     print(
         f"\n{advice}.\nNothing is chosen: compression loses precision, so a recipe's permit.compression must name it"
@@ -177,8 +177,8 @@ def _shapes(recipe: Path | None, parameters: str | None, overrides: tuple[str, .
     from weft.recipe import load_recipe
 
     assert recipe is not None
-    given, _ = apply_overrides(load_recipe(recipe), Plan(), overrides)
-    return tuple(p.shape for p in build_blueprint(given).module.parameters() if p.requires_grad)
+    with_overrides, _ = apply_overrides(load_recipe(recipe), Plan(), overrides)
+    return tuple(p.shape for p in build_blueprint(with_overrides).module.parameters() if p.requires_grad)
 
 
 def _rate(text: str) -> float:

@@ -12,7 +12,7 @@ from weft.errors import CollectiveError
 
 if TYPE_CHECKING:
     from weft.cluster import Topology
-    from weft.collective import Arrangement, Candidate, ChoiceTable, Links, Row
+    from weft.collective import Arrangement, ChoiceTable, Links, MethodCandidate, TableRow
 
 _MOST_RANKS = 64
 
@@ -101,7 +101,7 @@ def _links(links: Links) -> str:
     return across if links.inner_latency is None else f"{across} between nodes; {line(*links.inside)} inside"
 
 
-def _row_lines(row: Row) -> Iterator[str]:
+def _row_lines(row: TableRow) -> Iterator[str]:
     from weft.collective import spell_size
 
     yield f"{row.collective} of {spell_size(row.size_bytes)}: {row.choice}"
@@ -114,7 +114,7 @@ def _row_lines(row: Row) -> Iterator[str]:
         yield f"    {mark}{each.name:<30}{_time(each.predicted_seconds):>12}{gap}{measured:>12}"
 
 
-def _by_time(candidate: Candidate) -> tuple[bool, float]:
+def _by_time(candidate: MethodCandidate) -> tuple[bool, float]:
     measured = candidate.measured_seconds
     return measured is None, candidate.predicted_seconds if measured is None else measured
 

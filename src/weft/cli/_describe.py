@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from weft.figures import spell_figure
 
 if TYPE_CHECKING:
-    from weft.describe import Description, Proposal
+    from weft.describe import ForwardDescription, Proposal
     from weft.profile import Block, Operator
 
 
@@ -40,7 +40,7 @@ def describe(
     from weft.plan import Plan, apply_overrides
     from weft.recipe import load_recipe
 
-    given, _ = apply_overrides(load_recipe(recipe), Plan(), set)
+    with_overrides, _ = apply_overrides(load_recipe(recipe), Plan(), set)
 
     import torch
 
@@ -48,38 +48,39 @@ def describe(
     from weft.describe import examine, propose_split
     from weft.models import build_model
 
-    blueprint = build_blueprint(given)
-    dtype = torch.bfloat16 if "bf16" in given.permit.precision else torch.float32
-    found = examine(blueprint, dtype=dtype)
-    plain = build_model(given)
+    blueprint = build_blueprint(with_overrides)
+    dtype = torch.bfloat16 if "bf16" in with_overrides.permit.precision else torch.float32
+    description = examine(blueprint, dtype=dtype)
+    plain = build_model(with_overrides)
     proposal = propose_split(plain)
     if json:
-        print(to_text.dumps(_as_json(found, proposal, dtype.itemsize), indent=2))
+        print(to_text.dumps(_as_json(description, proposal, dtype.itemsize), indent=2))
         return
-    print("\n".join(_lines(found, dtype.itemsize)))
+    print("\n".join(_lines(description, dtype.itemsize)))
     print()
     print("\n".join(_split_lines(proposal, covered=any(rule.divides for rule in plain.split))))
 
 
-def _lines(found: Description, element_bytes: int) -> list[str]:
-    profile = found.profile
+def _lines(description: ForwardDescription, element_bytes: int) -> list[str]:
+    profile = description.profile
     unit = f"sample of {profile.sequence_length:,} tokens" if profile.sequence_length > 1 else "sample"
     lines = [
         f"{profile.name}: {profile.num_parameters:,} parameters, {len(profile.blocks)} blocks"
         + (f", {profile.num_experts} experts" if profile.num_experts else ""),
-        f"One {unit}: {_short(_flops(found))}FLOP forward, {_short(found.kept_bytes_per_sample)}B kept for backward"
+        f"One {unit}: {_short(_flops(description))}FLOP forward,"
+        f" {_short(description.kept_bytes_per_sample)}B kept for backward"
         f" with one kernel per call ({'bf16' if element_bytes == 2 else 'fp32'}).",
     ]
-    for times, block in _parts(found):
+    for times, block in _parts(description):
         lines += ["", f"{block.name}{f' × {times}' if times > 1 else ''}  ({block.parameters:,} parameters)"]
         lines.append(f"  {'operator':<34}{'kind':<13}{'split':<11}{'parameters':>14}{'FLOP':>9}{'kept':>9}  shape")
         lines += [_row(operator, profile.sequence_length, element_bytes) for operator in block.operators]
-    return lines + [f"assumed: {note}" for note in found.notes]
+    return lines + [f"assumed: {note}" for note in description.notes]
 
 
-def _parts(found: Description) -> list[tuple[int, Block]]:
+def _parts(description: ForwardDescription) -> list[tuple[int, Block]]:
     """Stem, alike blocks once with their number, tail."""
-    profile = found.profile
+    profile = description.profile
     counted: dict[int, tuple[int, Block]] = {}
     for block in profile.blocks:
         times, _ = counted.get(id(block), (0, block))
@@ -106,9 +107,9 @@ def _shape(operator: Operator) -> str:
     return f"{rows}{operator.k} → {operator.n}{f', {operator.groups} groups' if operator.groups > 1 else ''}"
 
 
-def _flops(found: Description) -> float:
+def _flops(description: ForwardDescription) -> float:
     """Forward of one sample."""
-    profile = found.profile
+    profile = description.profile
     parts = (profile.stem, *profile.blocks, profile.tail)
     per_token = sum(part.forward_flops(profile.sequence_length) for part in parts)
     return per_token * profile.sequence_length
@@ -131,17 +132,17 @@ def _split_lines(proposal: Proposal, *, covered: bool) -> list[str]:
     return [f"# {head}:", *lines_of(proposal)]
 
 
-def _as_json(found: Description, proposal: Proposal, element_bytes: int) -> dict[str, Any]:
-    profile = found.profile
+def _as_json(description: ForwardDescription, proposal: Proposal, element_bytes: int) -> dict[str, Any]:
+    profile = description.profile
     return {
         "name": profile.name,
         "sequence_length": profile.sequence_length,
         "parameters": profile.num_parameters,
-        "forward_flops_per_sample": _flops(found),
-        "kept_bytes_per_sample": found.kept_bytes_per_sample,
+        "forward_flops_per_sample": _flops(description),
+        "kept_bytes_per_sample": description.kept_bytes_per_sample,
         "element_bytes": element_bytes,
-        "blocks": list(found.block_names),
-        "parts": [{"times": times, **asdict(block)} for times, block in _parts(found)],
-        "assumed": list(found.notes),
+        "blocks": list(description.block_names),
+        "parts": [{"times": times, **asdict(block)} for times, block in _parts(description)],
+        "assumed": list(description.notes),
         "proposal": {**asdict(proposal), "divisible": dict(proposal.divisible)},
     }

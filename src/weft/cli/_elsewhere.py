@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli._explain import answer_lines
-from weft.cli._search import Asked, chosen_space, search_space
+from weft.cli._search import SearchRequest, chosen_space, search_space
 from weft.cli._subject import Subject, need_sizes
 from weft.errors import PlanError
 from weft.figures import spell_seconds
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run_for(
-    system_name: str, subject: Subject, cluster: Cluster, asked: Asked, plan: Plan | None, folder: Path | None
+    system_name: str, subject: Subject, cluster: Cluster, request: SearchRequest, plan: Plan | None, folder: Path | None
 ) -> tuple[SearchResult, list[str]]:
     """Search within a system, or take the plan where it can; return what was found, and its lines with the command."""
     from weft.explain import search_lines
@@ -30,36 +30,36 @@ def run_for(
 
     system, started = find_system(system_name), time.perf_counter()
     sizes = need_sizes(subject)
-    given = None if plan is None else price_plan(subject, cluster, plan)
-    within, said = given, list[str]()
-    reasons = [] if given is None else list(system.refusals(job_of(given, given.best[0], sizes)))
-    if given is None or reasons:
-        near = None if given is None else given.best[0].layout
-        space = chosen_space(subject, cluster, asked, any_system=True)
-        search = partial(search_space, subject, cluster, asked)
+    priced = None if plan is None else price_plan(subject, cluster, plan)
+    within, notes = priced, list[str]()
+    reasons = [] if priced is None else list(system.refusals(job_of(priced, priced.best[0], sizes)))
+    if priced is None or reasons:
+        near = None if priced is None else priced.best[0].layout
+        space = chosen_space(subject, cluster, request, any_system=True)
+        search = partial(search_space, subject, cluster, request)
         nearest = search_within(system, sizes, replace(space, node_size=node_size(cluster)), search, near=near)
         within = nearest.result
-        beside = given or search(space)
-        said += [f"cannot    {reason}" for reason in dict.fromkeys(reasons)]
-        said += _difference(beside, within, system.facts.title, nearest.kept, is_given=given is not None)
+        beside = priced or search(space)
+        notes += [f"cannot    {reason}" for reason in dict.fromkeys(reasons)]
+        notes += _difference(beside, within, system.facts.title, nearest.kept, is_given=priced is not None)
     assert within is not None
-    lines = search_lines(within, top=asked.top, seconds=time.perf_counter() - started, marks=False)
+    lines = search_lines(within, top=request.top, seconds=time.perf_counter() - started, marks=False)
     job = job_of(within, within.best[0], sizes, optimizer=subject.optimizer, steps=subject.steps)
     emission = emit(system, job)
     if folder is not None:
         for path in write_emission(emission, folder):
             print(f"written to {path}", file=sys.stderr)
-    return within, [*lines, *said, *emission_lines(emission, system.facts)]
+    return within, [*lines, *notes, *emission_lines(emission, system.facts)]
 
 
-def run_given(subject: Subject, cluster: Cluster, asked: Asked, plan: Plan) -> tuple[SearchResult, list[str]]:
+def run_given(subject: Subject, cluster: Cluster, request: SearchRequest, plan: Plan) -> tuple[SearchResult, list[str]]:
     """Price a user's plan for a known model; return it, and its lines with the answers to what was asked of it."""
     from weft.explain import search_lines
 
     started = time.perf_counter()
     result = price_plan(subject, cluster, plan)
     lines = search_lines(result, top=1, seconds=time.perf_counter() - started)
-    return result, [*lines, *([] if asked.json else answer_lines(result, asked.questions, subject))]
+    return result, [*lines, *([] if request.json else answer_lines(result, request.questions, subject))]
 
 
 def _difference(

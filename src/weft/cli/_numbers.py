@@ -21,7 +21,7 @@ def parse_duration(text: str, option: str) -> float:
     return _parse(r"([\d_.,]+)\s*([smhdw])", text.strip().lower(), _UNITS, option, "a time such as 14d, 36h or 90m")
 
 
-def _parse(pattern: str, text: str, factors: dict[str, float], option: str, wanted: str) -> float:
+def _parse(pattern: str, text: str, factors: dict[str, float], option: str, expected: str) -> float:
     match = re.fullmatch(pattern, text)
     if match is not None:
         try:
@@ -30,4 +30,4 @@ def _parse(pattern: str, text: str, factors: dict[str, float], option: str, want
             number = 0.0
         if number > 0:
             return number
-    raise WeftError(f"{option} {text} is not {wanted}.")
+    raise WeftError(f"{option} {text} is not {expected}.")

@@ -9,12 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from weft.cli._elsewhere import run_for, run_given
 from weft.cli._explain import Questions
-from weft.cli._read import Choice, read_choice
-from weft.cli._search import Asked
+from weft.cli._read import PlannedRun, read_choice
+from weft.cli._search import (
+    SearchRequest,
+    given_plan,
+    known_subject,
+    print_search,
+    recipe_subject,
+    run_search,
+    write_best,
+)
 from weft.errors import PlanError
 
 if TYPE_CHECKING:
+    from weft.cli._subject import Subject
+    from weft.cluster import Cluster
     from weft.search import SearchResult
 
 _FLAG = Parameter(negative=(), show_default=False)
@@ -109,10 +120,12 @@ def plan(
     schema
         Print the JSON Schema of a plan, and nothing else.
     """
+    from weft.cluster import resolve_cluster
+
     if schema:
         _print_schema()
         return
-    asked = Asked(
+    request = SearchRequest(
         top=top,
         objective=objective,
         tokens=tokens,
@@ -128,11 +141,11 @@ def plan(
         bool(rank) and not dry_run, "--rank, which says whom --dry-run lets try, and no --dry-run", "both, or neither"
     )
     _refuse(
-        json and asked.questions.are_asked,
+        json and request.questions.are_asked,
         "--json and a question about the best plan (--why-not, --next, --emit, --plots)",
         "one of them",
     )
-    _refuse_for(for_, write_to, asked, dry_run, eject)
+    _refuse_for(for_, write_to, request, dry_run, eject)
     if model is not None:
         _refuse(dry_run, "--model and --dry-run, which needs a recipe,", "a recipe in place of --model")
         _refuse(recipe is not None, "a recipe and --model", "one of them")
@@ -141,7 +154,9 @@ def plan(
             "--model and --processes or --eject, which need a recipe,",
             "a recipe in place of --model",
         )
-        _known(model, plan, cluster, (global_batch_size, sequence_length), asked, output, write_to)
+        machine = resolve_cluster(cluster)
+        subject = known_subject(model, machine, global_batch_size, sequence_length)
+        _plan_subject(subject, machine, plan, request, output, write_to, name=model)
         return
     if recipe is None:
         example = "weft plan --model llama-3.1-8b --cluster 8xh100"
@@ -152,9 +167,14 @@ def plan(
         "--set recipe.batch.global_batch_size=…",
     )
     if for_ is not None:
-        _recipe_for(recipe, plan, set, cluster, asked, output, write_to)
+        subject = recipe_subject(recipe, _of_recipe(set))
+        _plan_subject(subject, resolve_cluster(cluster), plan, request, output, write_to, name=str(recipe))
         return
-    _recipe(recipe, plan, set, processes, cluster, asked, output, eject, rank if dry_run else None)
+    _recipe(recipe, plan, set, processes, cluster, request, output, eject, rank if dry_run else None)
+
+
+def _of_recipe(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(text for text in overrides if not text.startswith("plan."))
 
 
 def _print_schema() -> None:
@@ -165,18 +185,20 @@ def _print_schema() -> None:
     print(dumps(plan_schema(), indent=2))
 
 
-def _refuse(wrong: bool, given: str, instead: str) -> None:
+def _refuse(wrong: bool, combination: str, instead: str) -> None:
     if wrong:
-        raise PlanError(f"weft plan: {given} cannot go together. Use {instead}.")
+        raise PlanError(f"weft plan: {combination} cannot go together. Use {instead}.")
 
 
-def _refuse_for(system: str | None, folder: Path | None, asked: Asked, dry_run: bool, eject: Path | None) -> None:
+def _refuse_for(
+    system: str | None, folder: Path | None, request: SearchRequest, dry_run: bool, eject: Path | None
+) -> None:
     _refuse(
         folder is not None and system is None,
         "--write-to, which writes the files of another system, and no --for",
         "both, or neither",
     )
-    is_other = bool(asked.questions.are_asked or asked.deadline or asked.json or dry_run or eject is not None)
+    is_other = bool(request.questions.are_asked or request.deadline or request.json or dry_run or eject is not None)
     _refuse(
         system is not None and is_other,
         "--for and --json, --deadline, --dry-run, --eject or a question about Weft's best plan",
@@ -184,56 +206,29 @@ def _refuse_for(system: str | None, folder: Path | None, asked: Asked, dry_run: 
     )
 
 
-def _known(
-    model: str,
+def _plan_subject(
+    subject: Subject,
+    cluster: Cluster,
     plan: str,
-    spec: str | None,
-    sizes: tuple[int | None, int | None],
-    asked: Asked,
+    request: SearchRequest,
     output: Path | None,
     folder: Path | None,
-) -> None:
-    from weft.cli._search import given_plan, known_subject, print_search, run_search, write_best
-    from weft.cluster import resolve_cluster
-
-    cluster = resolve_cluster(spec)
-    subject = known_subject(model, cluster, *sizes)
-    given = None if plan == "auto" else given_plan(plan, asked)
-    if asked.system is not None:
-        from weft.cli._elsewhere import run_for
-
-        result, lines = run_for(asked.system, subject, cluster, asked, given, folder)
-    elif given is not None:
-        from weft.cli._elsewhere import run_given
-
-        result, lines = run_given(subject, cluster, asked, given)
+    *,
+    name: str,
+) -> SearchResult:
+    """Search for a model's best plan, or price the plan that is named, under Weft or another system; print and write
+    what comes of it.  `name` of the model or recipe goes into the written file."""
+    named_plan = None if plan == "auto" else given_plan(plan, request)
+    if request.system is not None:
+        result, lines = run_for(request.system, subject, cluster, request, named_plan, folder)
+    elif named_plan is not None:
+        result, lines = run_given(subject, cluster, request, named_plan)
     else:
-        result, lines = run_search(subject, cluster, asked)
-    print_search(result, lines, asked)
+        result, lines = run_search(subject, cluster, request)
+    print_search(result, lines, request)
     if output is not None:
-        write_best(result, output, model)
-
-
-def _recipe_for(
-    recipe: Path,
-    plan: str,
-    overrides: tuple[str, ...],
-    cluster: str | None,
-    asked: Asked,
-    output: Path | None,
-    folder: Path | None,
-) -> None:
-    from weft.cli._elsewhere import run_for
-    from weft.cli._search import given_plan, print_search, recipe_subject, write_best
-    from weft.cluster import resolve_cluster
-
-    subject = recipe_subject(recipe, tuple(text for text in overrides if not text.startswith("plan.")))
-    given = None if plan == "auto" else given_plan(plan, asked)
-    assert asked.system is not None
-    result, lines = run_for(asked.system, subject, resolve_cluster(cluster), asked, given, folder)
-    print_search(result, lines, asked)
-    if output is not None:
-        write_best(result, output, str(recipe))
+        write_best(result, output, name)
+    return result
 
 
 def _recipe(
@@ -242,42 +237,38 @@ def _recipe(
     overrides: tuple[str, ...],
     processes: int | None,
     cluster: str | None,
-    asked: Asked,
+    request: SearchRequest,
     output: Path | None,
     eject: Path | None,
     rehearsed: tuple[int, ...] | None,
 ) -> None:
     """For a cluster that is not this machine search chooses the plan; here it is the one that `weft train` would take,
     with what search finds beside it."""
-    from weft.cli._search import print_search, recipe_subject, run_search, write_best
     from weft.cluster import resolve_cluster
     from weft.plan import describe_plan, runnability
 
     is_elsewhere = cluster is not None and plan == "auto" and processes is None and eject is None
     subject = None
     if plan == "auto" and processes is None and eject is None:
-        subject = recipe_subject(recipe, tuple(text for text in overrides if not text.startswith("plan.")))
-    elif asked.is_special:
+        subject = recipe_subject(recipe, _of_recipe(overrides))
+    elif request.is_special:
         raise PlanError("--plan, --processes and --eject fix the plan: options of the search do not go with them.")
     if subject is not None and is_elsewhere:
-        result, lines = run_search(subject, resolve_cluster(cluster), asked)
-        print_search(result, lines, asked)
-        if output is not None:
-            write_best(result, output, str(recipe))
+        result = _plan_subject(subject, resolve_cluster(cluster), plan, request, output, None, name=str(recipe))
         if rehearsed is not None:
             _rehearse_best(result, recipe, overrides, rehearsed)
         return
     described = None if subject is None else subject.described
     choice = read_choice(recipe, plan, overrides, processes, cluster, described=described)
-    if not asked.json:
+    if not request.json:
         print("\n".join(describe_plan(choice.plan, choice.reasons, choice.facts, choice.cluster)))
         for reason in runnability(choice.plan):
             print(f"note      weft train refuses it: {reason}")
         if choice.note:
             print(f"note      {choice.note}")
     if subject is not None:
-        result, lines = run_search(subject, choice.cluster, asked)
-        print_search(result, lines if asked.json else ["", *lines], asked)
+        result, lines = run_search(subject, choice.cluster, request)
+        print_search(result, lines if request.json else ["", *lines], request)
     _write(choice, recipe, output, eject)
     if rehearsed is not None:
         from weft.cli._dry_run import dry_run
@@ -297,7 +288,7 @@ def _rehearse_best(result: SearchResult, path: Path, overrides: tuple[str, ...],
     dry_run(recipe, runnable[0], rehearsed)
 
 
-def _write(choice: Choice, recipe: Path, output: Path | None, eject: Path | None) -> None:
+def _write(choice: PlannedRun, recipe: Path, output: Path | None, eject: Path | None) -> None:
     from weft.plan import dump_plan
 
     if output is not None:

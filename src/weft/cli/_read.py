@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from weft.launch.launcher import ForkServer
     from weft.plan import ModelFacts, Plan
     from weft.recipe import Recipe
-    from weft.search import Choice as Chosen
+    from weft.search import PlanChoice as Chosen
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlannedRun:
     """A recipe with the plan that it is going to be trained under."""
 
     recipe: Recipe
@@ -42,7 +42,7 @@ def read_choice(
     trials: bool = False,
     fork_server: ForkServer | None = None,
     described: Description | None = None,
-) -> Choice:
+) -> PlannedRun:
     """Read a recipe and its plan, choose the plan when it is `auto`, and check that both fit.
 
     With `trials`, a few steps decide between plans that predictions cannot tell apart, where that pays, and a plan that
@@ -60,7 +60,7 @@ def read_choice(
 
     texts = list(overrides)
     of_plan = [text for text in texts if text.startswith("plan.")]
-    recipe, given = apply_overrides(load_recipe(recipe_path), Plan(), texts)
+    recipe, pins = apply_overrides(load_recipe(recipe_path), Plan(), texts)
     facts, note, tight = facts_of(recipe), "", False
     if cluster is None:
         known = known_machine()
@@ -71,7 +71,7 @@ def read_choice(
     if plan_path == "auto":
         described = described or describe_recipe(recipe)
         facts, profile = described.facts, described.profile
-        choice = choose_plan(recipe, machine, facts, processes, profile=profile, given=given)
+        choice = choose_plan(recipe, machine, facts, processes, profile=profile, given=pins)
         if trials and choice.rivals:
             choice = _tried(recipe, machine, choice, of_plan, fork_server)
         if trials:
@@ -82,7 +82,7 @@ def read_choice(
         plan, note = load_plan(plan_path), ""
     _, plan = apply_overrides(recipe, plan, of_plan)
     check_plan(plan, recipe, facts, processes)
-    return Choice(recipe, plan, reasons, facts, machine, note, tight and "microbatch.size" not in plan.origins)
+    return PlannedRun(recipe, plan, reasons, facts, machine, note, tight and "microbatch.size" not in plan.origins)
 
 
 def describe_recipe(recipe: Recipe) -> Description:
@@ -122,4 +122,4 @@ def _tried(
         for rival in choice.rivals
         if rival.plan is not None
     )
-    return decide_by_trials(recipe, replace(choice, rivals=rivals), machine, tell=print, fork_server=fork_server)
+    return decide_by_trials(recipe, replace(choice, rivals=rivals), machine, log=print, fork_server=fork_server)

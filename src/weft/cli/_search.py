@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SearchRequest:
     """The options of `weft plan` about the search."""
 
     top: int
@@ -50,11 +50,11 @@ class Asked:
         )
 
 
-def given_plan(path: str, asked: Asked) -> Plan:
+def given_plan(path: str, request: SearchRequest) -> Plan:
     """Return a user's plan, with the settings that `--set` lays over it."""
     from weft.plan import load_plan
 
-    return load_plan(path, asked.pins)
+    return load_plan(path, request.pins)
 
 
 def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_length: int | None) -> Subject:
@@ -94,36 +94,36 @@ def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject:
     )
 
 
-def run_search(subject: Subject, cluster: Cluster, asked: Asked) -> tuple[SearchResult, list[str]]:
+def run_search(subject: Subject, cluster: Cluster, request: SearchRequest) -> tuple[SearchResult, list[str]]:
     """Search, for the smallest part of the cluster where there is a deadline; return what was found, and its lines."""
     from weft.explain import search_lines
     from weft.search import smallest_cluster
 
     started = time.perf_counter()
-    search = _searcher(subject, asked)
-    said: list[str] = []
-    if asked.deadline is None:
+    search = _searcher(subject, request)
+    notes: list[str] = []
+    if request.deadline is None:
         result = search(cluster)
     else:
-        limit = parse_duration(asked.deadline, "--deadline")
+        limit = parse_duration(request.deadline, "--deadline")
         smallest = smallest_cluster(cluster, search, deadline_seconds=limit)
         result = smallest.result
         days = (result.best[0].training_seconds or 0.0) / 86400
-        said.append(
-            f"smallest cluster that trains {asked.tokens} tokens in {asked.deadline}: {smallest.nodes:,} nodes, "
+        notes.append(
+            f"smallest cluster that trains {request.tokens} tokens in {request.deadline}: {smallest.nodes:,} nodes, "
             f"{result.cluster.num_devices:,} devices, {days:.1f} days at the pessimistic step time "
             f"({smallest.tried} sizes searched)"
         )
-    lines = [*search_lines(result, top=asked.top, seconds=time.perf_counter() - started), *_unpriced(asked)]
-    answers = [] if asked.json else answer_lines(result, asked.questions, subject)
-    return result, [*lines, *answers, *_totals(result), *said]
+    lines = [*search_lines(result, top=request.top, seconds=time.perf_counter() - started), *_unpriced(request)]
+    answers = [] if request.json else answer_lines(result, request.questions, subject)
+    return result, [*lines, *answers, *_totals(result), *notes]
 
 
-def print_search(result: SearchResult, lines: list[str], asked: Asked) -> None:
+def print_search(result: SearchResult, lines: list[str], request: SearchRequest) -> None:
     """Print a table, or JSON."""
     from weft.explain import search_document
 
-    print(json.dumps(search_document(result), indent=2) if asked.json else "\n".join(lines))
+    print(json.dumps(search_document(result), indent=2) if request.json else "\n".join(lines))
 
 
 def write_best(result: SearchResult, output: Path, name: str) -> None:
@@ -154,7 +154,7 @@ def write_best(result: SearchResult, output: Path, name: str) -> None:
     print(f"\nwritten to {output}", file=sys.stderr)
 
 
-def _given(asked: Asked) -> Plan:
+def _given(request: SearchRequest) -> Plan:
     """Return a plan whose `origins` name what the user has set.
 
     Raises:
@@ -166,44 +166,44 @@ def _given(asked: Asked) -> Plan:
     nothing = Recipe(
         model=ModelRecipe(factory="model:build"), batch=BatchRecipe(global_batch_size=1), run=RunRecipe(steps=1)
     )
-    _, given = apply_overrides(nothing, Plan(), asked.pins)
-    for key in given.origins:
+    _, pins = apply_overrides(nothing, Plan(), request.pins)
+    for key in pins.origins:
         if key.count(".") != 1 or "[" in key:
             raise PlanError(
                 f"plan.{key} (from --set) is not one setting, and a search takes them one by one."
                 " Write --set plan.SECTION.NAME=VALUE for each."
             )
     for each in plan_settings():
-        if each.knob.follows and each.key in given.origins:
+        if each.knob.follows and each.key in pins.origins:
             raise PlanError(
                 f"plan.{each.key} (from --set) follows from what a search chooses. Give {each.knob.follows}, or a whole"
                 " plan: --plan."
             )
-    return given
+    return pins
 
 
-def chosen_space(subject: Subject, cluster: Cluster, asked: Asked, *, any_system: bool = False) -> Space:
+def chosen_space(subject: Subject, cluster: Cluster, request: SearchRequest, *, any_system: bool = False) -> Space:
     """Return what search may choose among, within the settings that were given: of a recipe's own model only what Weft
     can cut and split, unless it is to be trained by another system (`any_system`)."""
     from weft.search import pinned, recipe_space, space_of
 
-    given, profile = _given(asked), subject.profile
+    pins, profile = _given(request), subject.profile
     if any_system:
         profile = replace(profile, can_be_cut=True)
     elif subject.recipe is not None and subject.described is not None:
         facts = subject.described.facts
-        return recipe_space(subject.recipe, subject.profile, facts, cluster, given, runnable_only=asked.runnable)
+        return recipe_space(subject.recipe, subject.profile, facts, cluster, pins, runnable_only=request.runnable)
     space = space_of(
         profile,
         cluster,
         global_batch_size=subject.global_batch_size,
         permit=subject.permit,
-        runnable_only=asked.runnable,
+        runnable_only=request.runnable,
     )
-    return pinned(space, given)
+    return pinned(space, pins)
 
 
-def search_space(subject: Subject, cluster: Cluster, asked: Asked, space: Space) -> SearchResult:
+def search_space(subject: Subject, cluster: Cluster, request: SearchRequest, space: Space) -> SearchResult:
     """Return the best plans of a space."""
     from weft.price import DATASHEET, FITTED
     from weft.search import search
@@ -212,42 +212,42 @@ def search_space(subject: Subject, cluster: Cluster, asked: Asked, space: Space)
         subject.profile,
         cluster,
         global_batch_size=subject.global_batch_size,
-        objective=_objective(asked),
+        objective=_objective(request),
         space=space,
         optimizer=subject.optimizer,
         # What was fitted on published runs of accelerators; cores are priced by what was measured of them.
         calibration=FITTED if cluster.has_accelerators else DATASHEET,
-        top=max(asked.top, 1),
-        given=_given(asked),
+        top=max(request.top, 1),
+        given=_given(request),
     )
 
 
-def _searcher(subject: Subject, asked: Asked) -> Callable[[Cluster], SearchResult]:
-    _objective(asked)  # complains of what was asked before anything is searched
+def _searcher(subject: Subject, request: SearchRequest) -> Callable[[Cluster], SearchResult]:
+    _objective(request)  # complains of what was asked before anything is searched
 
     def searched(cluster: Cluster) -> SearchResult:
-        return search_space(subject, cluster, asked, chosen_space(subject, cluster, asked))
+        return search_space(subject, cluster, request, chosen_space(subject, cluster, request))
 
     return searched
 
 
-def _objective(asked: Asked) -> Objective:
+def _objective(request: SearchRequest) -> Objective:
     from weft.search import OBJECTIVES, Objective
 
-    tokens = None if asked.tokens is None else parse_count(asked.tokens, "--tokens")
+    tokens = None if request.tokens is None else parse_count(request.tokens, "--tokens")
     for name in OBJECTIVES:
-        if name == asked.objective:
-            return Objective(quantity=name, tokens=tokens, price_per_device_hour=asked.price)
-    return Objective(quantity=asked.objective)  # pyright: ignore[reportArgumentType] - raises, and says why
+        if name == request.objective:
+            return Objective(quantity=name, tokens=tokens, price_per_device_hour=request.price)
+    return Objective(quantity=request.objective)  # pyright: ignore[reportArgumentType] - raises, and says why
 
 
-def _unpriced(asked: Asked) -> list[str]:
+def _unpriced(request: SearchRequest) -> list[str]:
     """Which of the given settings stand in the plans only."""
     from weft.plan import plan_settings
     from weft.search import beyond_search
 
     free = {each.key for each in plan_settings() if each.knob.free}
-    names = [name for name in beyond_search(_given(asked)) if name not in free]
+    names = [name for name in beyond_search(_given(request)) if name not in free]
     return [f"given     {', '.join(names)}: in the plans, and not in their prices"] if names else []
 
 

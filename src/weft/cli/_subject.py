@@ -22,13 +22,13 @@ class Subject:
     permit: PermitRecipe | None
     optimizer: OptimizerRecipe | None
     sizes: ModelSizes | None = None
-    """Of a transformer, for other systems."""
+    """Sizes of a transformer, for other systems."""
     recipe: Recipe | None = None
     """None for a well-known model."""
     described: Description | None = None
     """The recipe's model."""
     steps: int | None = None
-    """Of the recipe's run."""
+    """Optimizer steps of the recipe's run."""
 
 
 def need_sizes(subject: Subject) -> ModelSizes:

@@ -62,7 +62,7 @@ class Cluster:
 
     @property
     def device_memory_bytes(self) -> int:
-        """Of the smallest device."""
+        """Memory of the smallest device."""
         return min(node.devices.memory_bytes for node in self.nodes)
 
     @property
@@ -75,7 +75,7 @@ class Cluster:
 
     @property
     def price_per_hour(self) -> float | None:
-        """Of all devices together; None where the price of some is unknown."""
+        """Price of all devices together; None where the price of some is unknown."""
         prices = [node.devices.price_per_hour for node in self.nodes]
         counts = [node.count * node.devices.count for node in self.nodes]
         if any(price is None for price in prices):

@@ -23,7 +23,8 @@ _FLOPS_PER_CYCLE = (("avx512f", 64), ("fma", 32), ("asimd", 16))
 # bf16: matrix tiles of 16 × 16 × 32 in 16 cycles; dot products of pairs on vectors of 16 and 4.
 _BF16_PER_CYCLE = (("amx_bf16", 1024), ("avx512_bf16", 128), ("bf16", 32))
 _EMULATED_BF16 = 0.24
-"""Of the fp32 rate, where no instruction multiplies bf16: 24 of 100 GFLOP/s (Xeon 2.5 GHz with AVX-512, 2026-11)."""
+"""Share of the fp32 rate that is left where no instruction multiplies bf16: 24 of 100 GFLOP/s (Xeon 2.5 GHz with
+AVX-512, 2026-11)."""
 _EMULATED_FP16_FLOPS = 1e9
 """torch has no fast fp16 products on CPUs (torch 2.13)."""
 

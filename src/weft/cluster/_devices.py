@@ -14,7 +14,8 @@ _GIGA = 1e9
 
 _GIBI = 2**30
 _VISIBLE = 0.99
-"""Of the memory as sold: drivers show 79.2 to 80 GiB of an A100 of 80, 79.6 of an H100, 140.4 of an H200 of 141."""
+"""Share of the memory as sold that drivers show: 79.2 to 80 GiB of an A100 of 80, 79.6 of an H100, 140.4 of an H200
+of 141."""
 
 HOST_CORES_PER_DEVICE = 16
 HOST_GIBIBYTES_PER_DEVICE = 256

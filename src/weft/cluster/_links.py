@@ -24,7 +24,7 @@ class CollectiveTime:
     groups: int = 1
     """Groups of this size on the same links that worked at the same time."""
     size_bytes: int
-    """Of the whole tensor, as `weft.price.collective_seconds` counts it."""
+    """Size of the whole tensor, as `weft.price.collective_seconds` counts it."""
     seconds: float
     """Median of the slowest member."""
     spread: float = 0.0
@@ -49,7 +49,7 @@ class LinkTier:
     devices: int
     """Largest number of devices that this level joins: 8 for the links inside a node of 8."""
     latency_seconds: float
-    """From one device to another, for an empty message."""
+    """Time of an empty message from one device to another."""
     bandwidth_bytes_per_second: float
     """One way, of one device through all its links of this tier, while all its neighbours send too."""
     spread: float = 0.0
@@ -63,7 +63,7 @@ class LinkTier:
     shape: tuple[int, ...] = ()
     """Units along each axis of a torus, the axis of neighbouring units last."""
     oversubscription: float = 1.0
-    """Of a tree: what the devices of a unit can send together, over what its uplink carries."""
+    """What the devices of a unit of a tree can send together, over what its uplink carries."""
     alone_bytes_per_second: float | None = None
     """One way, of one device while its neighbours are silent, where a unit's devices share its network cards."""
     in_network: bool = False

@@ -22,7 +22,7 @@ class MatrixSpeed:
     ranks: int = 1
     """Ranks of the node that did the same at the same time."""
     threads: int = 1
-    """Of each rank."""
+    """Threads of each rank."""
     seconds: float
     """Median of the slowest rank; below too."""
     spread: float = 0.0
@@ -36,7 +36,7 @@ class MatrixSpeed:
 
     @property
     def flops_per_second(self) -> float:
-        """Of one rank."""
+        """Rate of one rank."""
         return 2.0 * self.m * self.n * self.k / self.seconds
 
 
@@ -48,7 +48,7 @@ class AttentionSpeed:
     samples: int
     heads: int
     tokens: int
-    """Of one sample: queries and keys."""
+    """Queries and keys of one sample."""
     head_size: int
     backward: bool
     ranks: int = 1
@@ -97,7 +97,7 @@ class BlockTime:
     forward_seconds: float
     backward_seconds: float
     spread: float = 0.0
-    """Of both together."""
+    """Relative spread of both together."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
@@ -115,7 +115,7 @@ class Measured:
     memory: tuple[MemorySpeed, ...] = ()
     blocks: tuple[BlockTime, ...] = ()
     operator_seconds: float = 0.0
-    """Of an operator on next to no data."""
+    """Time of an operator on next to no data."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)

@@ -21,15 +21,15 @@ class Devices:
     count: int
     """Devices per node."""
     memory_bytes: int
-    """Of one device."""
+    """Memory of one device."""
     peak_flops: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     """Precision → dense floating-point operations per second of one device."""
     memory_bandwidth_bytes_per_second: float | None = None
-    """Of one device to its own memory."""
+    """Bandwidth of one device to its own memory."""
     measured_flops: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     """Precision → floating-point operations per second of the best matrix product measured on one device."""
     price_per_hour: float | None = None
-    """Of one device, in any currency; None: unknown, and plans cannot be ranked by cost."""
+    """Price of one device, in any currency; None: unknown, and plans cannot be ranked by cost."""
     measured: Measured | None = None
     """What weft probe found; None: nothing was measured."""
 

@@ -13,7 +13,7 @@ class DeviceKind:
     """What a maker says of one part, and of the usual node around it."""
 
     memory_gibibytes: int
-    """As sold: the label says GB and means GiB (a driver shows 79.6 GiB of an H100 of 80 "GB")."""
+    """Memory as sold: the label says GB and means GiB (a driver shows 79.6 GiB of an H100 of 80 "GB")."""
     memory_gigabytes_per_second: float
     teraflops: Mapping[str, float]
     """Precision → data-sheet peak."""

@@ -11,8 +11,8 @@ from weft.collective._arrange import snake as snake
 from weft.collective._build import build_levels as build_levels
 from weft.collective._build import build_schedule as build_schedule
 from weft.collective._choices import BUILT_IN as BUILT_IN
-from weft.collective._choices import Choices as Choices
-from weft.collective._choices import Span as Span
+from weft.collective._choices import AlgorithmsBySize as AlgorithmsBySize
+from weft.collective._choices import SizeRange as SizeRange
 from weft.collective._choices import defines as defines
 from weft.collective._choices import parse_choices as parse_choices
 from weft.collective._choices import parse_size as parse_size
@@ -31,12 +31,12 @@ from weft.collective._schedule import Runs as Runs
 from weft.collective._schedule import Schedule as Schedule
 from weft.collective._schedule import Send as Send
 from weft.collective._schedule import Step as Step
-from weft.collective._shortlist import Candidate as Candidate
+from weft.collective._shortlist import MethodCandidate as MethodCandidate
 from weft.collective._shortlist import fit_links as fit_links
 from weft.collective._shortlist import predict as predict
 from weft.collective._shortlist import shortlist as shortlist
 from weft.collective._table import ChoiceTable as ChoiceTable
-from weft.collective._table import Row as Row
+from weft.collective._table import TableRow as TableRow
 from weft.collective._table import decide as decide
 from weft.collective._table import find_table as find_table
 from weft.collective._table import keep_table as keep_table

@@ -27,7 +27,7 @@ _SYNTAX = 'is neither "auto" nor "measured" nor a list by size, such as "tree:0-
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SizeRange:
     """An algorithm and the sizes for which it is chosen."""
 
     algorithm: str
@@ -37,10 +37,10 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class AlgorithmsBySize:
     """An algorithm for every size of the whole tensor in bytes: spans from 0 up, side by side, the last without end."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[SizeRange, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,14 +52,14 @@ class Choices:
         return next(s.algorithm for s in self.spans if s.stop_byte is None or size_bytes < s.stop_byte)
 
 
-def parse_choices(text: str) -> Choices:
+def parse_choices(text: str) -> AlgorithmsBySize:
     """Read a list by size.  `32K-8M` begins with 32 KiB and ends before 8 MiB; one entry without sizes takes the rest.
 
     Raises:
         CollectiveError: it cannot be read, names what does not exist, or has sizes twice or not at all.  The message
             goes on after the setting's name and value.
     """
-    spans: list[Span] = []
+    spans: list[SizeRange] = []
     rest: list[str] = []
     for entry in text.split(";"):
         match = _ENTRY.fullmatch(entry)
@@ -74,10 +74,10 @@ def parse_choices(text: str) -> Choices:
         end = None if stop is None else int(stop) * _UNITS[stop_unit]
         if end is not None and end <= start:
             raise CollectiveError(f"has the empty range {entry}: sizes go from less to more.")
-        spans.append(Span(name, start, end))
+        spans.append(SizeRange(name, start, end))
     if len(rest) > 1:
         raise CollectiveError(f"gives the rest to both {rest[0]} and {rest[1]}. Write sizes for all but one.")
-    return Choices(_side_by_side(sorted(spans, key=lambda span: span.first_byte), rest[0] if rest else None))
+    return AlgorithmsBySize(_side_by_side(sorted(spans, key=lambda span: span.first_byte), rest[0] if rest else None))
 
 
 def defines(name: str, collective: Collective) -> bool:
@@ -136,9 +136,9 @@ def _check_name(name: str) -> None:
         raise CollectiveError(f"names the algorithm {name}, which does not exist.{hint}")
 
 
-def _side_by_side(spans: Sequence[Span], rest: str | None) -> tuple[Span, ...]:
+def _side_by_side(spans: Sequence[SizeRange], rest: str | None) -> tuple[SizeRange, ...]:
     """Spans in order, with what lies between them given to `rest`."""
-    found: list[Span] = []
+    found: list[SizeRange] = []
     at: int | None = 0
     for span in spans:
         if at is None or span.first_byte < at:
@@ -156,8 +156,8 @@ def _side_by_side(spans: Sequence[Span], rest: str | None) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def _filled(rest: str | None, first: int, stop: int | None) -> Span:
+def _filled(rest: str | None, first: int, stop: int | None) -> SizeRange:
     if rest is None:
         gap = f"{spell_size(first)}-{'max' if stop is None else spell_size(stop)}"
         raise CollectiveError(f'says nothing about {gap}. Add "backend:{gap}", or "backend" alone for all the rest.')
-    return Span(rest, first, stop)
+    return SizeRange(rest, first, stop)

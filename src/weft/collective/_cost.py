@@ -8,9 +8,9 @@ What sums cost is counted elsewhere, for all algorithms alike.
 from __future__ import annotations
 
 ISSUE_SHARE = 0.25
-"""Of the latency, that a rank needs to issue one more message while others are on their way."""
+"""Share of the latency that a rank needs to issue one more message while others are on their way."""
 TREE_SHARE = 0.92
-"""Of a link's bandwidth, that pipelined trees reach in NCCL's tuning table."""
+"""Share of a link's bandwidth that pipelined trees reach in NCCL's tuning table."""
 
 
 def log_steps(members: int) -> int:

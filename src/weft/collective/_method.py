@@ -58,11 +58,11 @@ class Method:
     """An algorithm for one collective."""
 
     seconds: Callable[[Arrangement, float, Links], float]
-    """Of a whole tensor of so many bytes.  The parameter server is priced with one server."""
+    """Time for a whole tensor of so many bytes.  The parameter server is priced with one server."""
     num_blocks: Callable[[Task], int]
-    """Into which it cuts the buffer; where each rank has a region, that region."""
+    """Blocks into which it cuts the buffer; where each rank has a region, that region."""
     steps: Callable[[Task, Sequence[Runs]], list[Step]]
-    """Of the rank that the task's line points to."""
+    """Steps of the rank that the task's line points to."""
     in_levels: Callable[[Task, Sequence[Runs]], hierarchical.InLevels] | None = None
     """The same for a rank whose node shares memory, where the algorithm knows nodes."""
 
@@ -73,11 +73,11 @@ class Algorithm:
 
     name: str
     summary: str
-    """For whom it is, in one line."""
+    """One line that says for whom it is."""
     suits: tuple[Topology, ...]
     """Links that carry it without contention."""
     methods: Mapping[Collective, Method]
-    """By collective that it defines."""
+    """The collectives that it defines, by name."""
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

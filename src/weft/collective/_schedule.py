@@ -64,7 +64,7 @@ class Schedule:
     num_parts: int
     """Parts of the buffer; of reduce-scatter, all-gather and all-to-all a multiple of `members`: each region alike."""
     root: int
-    """Of a broadcast; 0 otherwise."""
+    """Root of a broadcast; 0 otherwise."""
     steps: tuple[Step, ...]
 
     @property

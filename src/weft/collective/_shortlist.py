@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 KEPT = 3
 """Ways that are measured at least, where there are so many, beside the built-in ones."""
 CLOSE = 1.25
-"""So many times the lowest prediction are kept, too: the formulas are no better than that."""
+"""Candidates up to so many times the lowest prediction are kept, too: the formulas are no better than that."""
 SHORT_SECONDS = 2e-3
 """What is predicted to take less is measured whatever it is: that takes no time, and where ranks share cores the number
 of messages counts for more than how many go at once, which the formulas do not know."""
@@ -31,7 +31,7 @@ _ACROSS_NODES = ("hierarchical+recursive_doubling", "hierarchical+direct", "hier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class MethodCandidate:
     """One way of a collective at one size."""
 
     name: str
@@ -84,7 +84,7 @@ def predict(
     return found if backend is None else found | {"backend": backend[0] + backend[1] * size_bytes}
 
 
-def shortlist(predicted: Mapping[str, float]) -> list[Candidate]:
+def shortlist(predicted: Mapping[str, float]) -> list[MethodCandidate]:
     """Return all ways, the cheapest first; those that are not worth measuring have a note.
 
     Built-in ways are always kept: what is chosen is then never slower than what is done without a choice.
@@ -95,7 +95,7 @@ def shortlist(predicted: Mapping[str, float]) -> list[Candidate]:
     limit = max(CLOSE * best, SHORT_SECONDS)
     kept = {*BUILT_IN, *algorithms[:KEPT], *(name for name in algorithms if predicted[name] <= limit)}
     return [
-        Candidate(
+        MethodCandidate(
             name=name,
             predicted_seconds=predicted[name],
             note="" if name in kept else f"predicted {predicted[name] / best:.1f} × the cheapest",

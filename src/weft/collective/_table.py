@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weft.collective._choices import defines
 from weft.collective._method import Links
-from weft.collective._shortlist import Candidate
+from weft.collective._shortlist import MethodCandidate
 from weft.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ _MOST_TABLES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TableRow:
     """One collective at one size."""
 
     collective: Collective
     size_bytes: int
-    """Of the whole tensor on one rank."""
+    """Size of the whole tensor on one rank."""
     choice: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[MethodCandidate, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class ChoiceTable:
     """Ranks of each node."""
     backend: str
     links: Links
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
     def choose(self, collective: Collective, size_bytes: int) -> str | None:
         """Return the way chosen at the measured size nearest to this one by its logarithm; None: never measured."""
@@ -59,7 +59,7 @@ class ChoiceTable:
         return min(rows, key=lambda row: abs(math.log2(row.size_bytes) - math.log2(max(1, size_bytes)))).choice
 
 
-def decide(candidates: Sequence[Candidate], usual: str) -> str:
+def decide(candidates: Sequence[MethodCandidate], usual: str) -> str:
     """Return the name of the fastest that was measured, or what is `usual` where nothing is clearly faster."""
     measured = {each.name: each.measured_seconds for each in candidates if each.measured_seconds is not None}
     if not measured:
@@ -184,17 +184,17 @@ def find_table(members: int, nodes: Sequence[int], backend: str, *, folder: Path
     return table if same else None
 
 
-def _row(row: Mapping[str, Any]) -> Row:
+def _row(row: Mapping[str, Any]) -> TableRow:
     collective: Collective = row["collective"]
     choice = str(row["choice"])
     if collective not in ("all_reduce", "reduce_scatter", "all_gather") or not defines(choice, collective):
         raise CollectiveError(f"a table of choices has {choice} do {collective}, which it does not.")
     size = _whole(row["size_bytes"])
-    return Row(
+    return TableRow(
         collective=collective,
         size_bytes=size,
         choice=choice,
-        candidates=tuple(Candidate(**candidate) for candidate in row["candidates"]),
+        candidates=tuple(MethodCandidate(**candidate) for candidate in row["candidates"]),
     )
 
 

@@ -1,9 +1,10 @@
-"""Waits that nobody calls: DDP waits in C++ for what it launched, when backward has made the last gradient.
+"""Waits that Python does not see: DDP waits in C++ for its collectives once backward has made the last gradient.
 
-What is launched inside a backward pass is kept until the pass ends.  Autograd then runs final callbacks in the order in
-which they were queued: one of ours, queued at the first launch; DDP's, queued at its last; and one that ours queues
-when it runs.  So DDP waits between ours, and the time from the first until a collective has ended is exposed.  It is an
-upper bound: DDP copies the first buckets back while it waits for the last.
+Collectives that are launched inside a backward pass are remembered until the pass ends.  Autograd then runs final
+callbacks in the order in which they were queued.  Weft queues the first one, at the first launch.  DDP queues the
+second, in which it waits.  Weft's first one queues the third when it runs.  So DDP waits between Weft's two callbacks,
+and the time from the first callback to the end of a collective is exposed.  This is an upper bound: DDP copies the
+first buckets back while it waits for the last.
 """
 
 # torch has no public names for the number of a pass and for its final callbacks; `fully_shard` uses the same ones.
@@ -33,7 +34,7 @@ class BackwardWaits:
         self._local = threading.local()
 
     def add(self, seen: Seen) -> None:
-        """A collective is launched; outside a backward pass this does nothing."""
+        """Remember a collective that is launched; outside a backward pass this does nothing."""
         task = torch._C._current_graph_task_id()
         if task == _OUTSIDE:
             return
@@ -45,13 +46,13 @@ class BackwardWaits:
 
 
 def _begin(launched: Sequence[Seen]) -> None:
-    """The gradients are there."""
+    """Take the time at which the last gradient is there, which is when DDP begins to wait."""
     began = perf_counter_ns()
     _at_the_end(lambda: _finish(launched, began))
 
 
 def _finish(launched: Sequence[Seen], began: int) -> None:
-    """Whoever waits in callbacks has done so: one after another, in the order of the launches."""
+    """Record the waits of DDP, which has waited by now: one after another, in the order of the launches."""
     through, now = began, perf_counter_ns()
     for seen in launched:
         if seen.wait_entered_ns == 0 and (seen.done_ns or seen.is_future):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.collective import Arrangement, ChoiceTable, Row, find_table, parse_choices, tables_of_others
+from weft.collective import Arrangement, ChoiceTable, TableRow, find_table, parse_choices, tables_of_others
 from weft.comm._chosen import ChosenCollectives
 from weft.comm._device import carrier_of
 from weft.comm._hosts import discover_nodes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weft.cluster import Collective
 
 DRIFT = 1.3
-"""So many times slower or faster than its table says, a group is said to have changed."""
+"""A group that is so many times slower or faster than its table says is said to have changed."""
 _CHECKED_SECONDS = 0.02
 """What is timed to find out takes no more than that, so that it is over in half a second."""
 
@@ -79,7 +79,7 @@ def _measuring(view: GroupView, place: Arrangement) -> str:
     return f"weft comm explain --measure --processes {view.size}{' --backend gloo' if is_kept_off else ''}"
 
 
-def _expected(row: Row) -> float | None:
+def _expected(row: TableRow) -> float | None:
     return next((each.measured_seconds for each in row.candidates if each.name == row.choice), None)
 
 

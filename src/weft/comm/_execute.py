@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm._node import NodeMemory
-from weft.comm._program import Action, Combine, NodeCall, Program, add_up, padded
-from weft.comm._trouble import Board, Reason, Report
+from weft.comm._program import Combine, ElementStep, NodeCall, Program, add_up, padded
+from weft.comm._trouble import Board, FailureReport, Reason
 from weft.comm._watched_group import close_connections
 from weft.comm.shared_memory import Failure, GroupFailed, SharedMemoryGroup, Trouble, explain
 from weft.errors import CollectiveError
 
 _GRACE_SHARE = 0.25
-"""Of a deadline, that is left for ranks to tell each other who is missing, one second at most."""
+"""Share of a deadline that is left for ranks to tell each other who is missing, one second at most."""
 _TINY = timedelta(milliseconds=1)
 _HOST = 0
 """Global rank that serves the store, where no launcher does (`env://` and torch's other ways to meet)."""
@@ -131,10 +131,12 @@ def _call_node(call: NodeCall, flat: Tensor, combine: Combine | None, turn: _Tur
 
 
 def _broken_inside(failure: Failure, node: NodeMemory, turn: _Turn) -> _BrokenError:
-    """Who was waited for.  A rank that has given up is not missing: it has said itself for whom it waited."""
+    """Return the error that names the rank which this one waited for.  A rank that has given up is not missing: its own
+    report names the rank for which it waited."""
     who = failure.reporter if failure.trouble is Trouble.ABORTED else failure.culprit
     waits_for = (node.members[who],) if 0 <= who < len(node.members) and who != node.index else ()
-    is_late = failure.trouble is Trouble.DEADLINE and failure.culprit == node.index  # it is told what others said of it
+    # The engine blames this rank itself: the others' reports, which it reads next, say what it is late for.
+    is_late = failure.trouble is Trouble.DEADLINE and failure.culprit == node.index
     reason: Reason = "deadline" if failure.trouble is Trouble.DEADLINE and not is_late else "closed"
     broken = _BrokenError(reason, waits_for, failure.trouble.name)
     if failure.trouble is Trouble.MISMATCH:
@@ -143,7 +145,7 @@ def _broken_inside(failure: Failure, node: NodeMemory, turn: _Turn) -> _BrokenEr
     return broken
 
 
-def _exchange(action: Action, flat: Tensor, scratch: Tensor, turn: _Turn) -> list[Tensor]:
+def _exchange(action: ElementStep, flat: Tensor, scratch: Tensor, turn: _Turn) -> list[Tensor]:
     """Send and receive the messages of one step; return what has come, by incoming message."""
     group, me = turn.wire.group, turn.wire.index
     taken = 0
@@ -185,7 +187,7 @@ def _exchange(action: Action, flat: Tensor, scratch: Tensor, turn: _Turn) -> lis
     return buffers
 
 
-def _move_own(action: Action, buffers: Sequence[Tensor], own: Sequence[Tensor], me: int) -> None:
+def _move_own(action: ElementStep, buffers: Sequence[Tensor], own: Sequence[Tensor], me: int) -> None:
     mine = [buffer for message, buffer in zip(action.receives, buffers, strict=True) if message.peer == me]
     for buffer, content in zip(mine, own, strict=True):
         buffer.copy_(content)
@@ -199,7 +201,7 @@ def _await(works: Sequence[tuple[int, dist.Work]], turn: _Turn) -> None:
         except RuntimeError as error:
             if time.monotonic() < turn.stop:
                 raise _BrokenError("closed", (peer,), str(error)) from None
-            # The group is broken now: what has not come by now raises at once.
+            # A timeout breaks the whole group, so every receive that is still pending fails at once.
             late = tuple(other for other, pending in works[index + 1 :] if not _has_come(pending))
             raise _BrokenError("deadline", (peer, *late), str(error)) from None
 
@@ -235,13 +237,14 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
     if came_late and blamed_by:
         give_up(wire, given_up)
         return _too_late(turn, blamed_by)
-    own = Report(error.waits_for, "alarm" if given_up.is_up and error.reason == "closed" else error.reason)
+    own = FailureReport(error.waits_for, "alarm" if given_up.is_up and error.reason == "closed" else error.reason)
     wire.board.leave(wire.index, own)
     give_up(wire, given_up)
     if error.told is not None:
         return error.told
     missing, reports = wire.board.missing(wire.index, own, turn.grace_seconds)
-    was_kept = elapsed > turn.deadline_seconds  # where nothing keeps it, a rank gives up a grace before
+    # A rank gives up one grace before the deadline; it is later only where something else kept it from looking.
+    was_kept = elapsed > turn.deadline_seconds
     if was_kept and not missing and (blamed_by := _blamed_by(reports, wire.index)):
         return _too_late(turn, blamed_by)
     who = _who_is_missing(missing or error.waits_for, reports, turn)
@@ -254,7 +257,7 @@ def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) 
     )
 
 
-def _blamed_by(reports: Mapping[int, Report], index: int) -> list[int]:
+def _blamed_by(reports: Mapping[int, FailureReport], index: int) -> list[int]:
     """Who waited for a rank, where somebody waited until the deadline: the first to do so closes all connections."""
     if not any(report.reason == "deadline" for who, report in reports.items() if who != index):
         return []
@@ -271,7 +274,7 @@ def _too_late(turn: _Turn, blamed_by: Sequence[int]) -> CollectiveError:
     )
 
 
-def _who_is_missing(missing: Sequence[int], reports: Mapping[int, Report], turn: _Turn) -> str:
+def _who_is_missing(missing: Sequence[int], reports: Mapping[int, FailureReport], turn: _Turn) -> str:
     """Names and what they did.  Ranks that could not report are not blamed where the store is missing itself."""
     wire = turn.wire
     if any(report.reason == "deadline" for report in reports.values()):

@@ -39,7 +39,7 @@ class NodeMemory:
     members: tuple[int, ...]
     """Ranks within the group that are of this node, in the order of its collectives."""
     index: int
-    """Of this rank among them."""
+    """Position of this rank among them."""
 
     def carries(self, arrangement: Arrangement | None, dtype: torch.dtype, combine: Combine | None) -> bool:
         """Whether a collective can go over it: it takes the ranks as they lie, and its sums are defined here."""

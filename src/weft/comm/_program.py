@@ -32,7 +32,7 @@ class Combine:
     is_mean: bool
     """Whether the total is divided by the number of ranks at the end."""
     number: int
-    """Of the operation as torch counts them; of SUM where the total is divided."""
+    """Number of the operation as torch counts them; that of SUM where the total is divided."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         self.function(a, b, out=out)
@@ -64,12 +64,12 @@ class Sum:
 
     runs: Runs
     before: tuple[int, ...]
-    """From ranks below the receiver."""
+    """Messages from ranks below the receiver."""
     after: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class ElementStep:
     """One step over elements."""
 
     phase: str
@@ -85,7 +85,7 @@ class NodeCall:
     """One call of all ranks of a node over the memory that they share."""
 
     kind: Literal["sum", "spread"]
-    """As `weft.collective.NodeRound` has them."""
+    """Kind of the round, as `weft.collective.NodeRound` has them."""
     regions: Runs
     """Elements that each rank of the node owns; an empty run where it owns none."""
     phase: str = "inside the node"
@@ -98,15 +98,15 @@ class Program:
     moves: Schedule
     bounds: tuple[int, ...]
     """Elements at which parts begin."""
-    actions: tuple[Action, ...]
+    actions: tuple[ElementStep, ...]
     scratch_bytes: int
     before: tuple[NodeCall, ...] = ()
-    """Over the memory of this rank's node, where its ranks share some: before all messages."""
+    """Rounds over the memory of this rank's node, where its ranks share some, before all messages."""
     after: tuple[NodeCall, ...] = ()
-    """After all messages."""
+    """Rounds after all messages."""
 
     @property
-    def steps(self) -> tuple[NodeCall | Action, ...]:
+    def steps(self) -> tuple[NodeCall | ElementStep, ...]:
         """Everything in order."""
         return (*self.before, *self.actions, *self.after)
 
@@ -146,7 +146,7 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _action(step: Step, rank: int, bounds: tuple[int, ...]) -> Action:
+def _action(step: Step, rank: int, bounds: tuple[int, ...]) -> ElementStep:
     sends = [(send.peer, _elements(send.runs, bounds)) for send in step.sends]
     outgoing = [Outgoing(peer, runs, _size(runs)) for peer, runs in sends if runs]
     sent = [run for out in outgoing for run in out.runs]
@@ -158,7 +158,7 @@ def _action(step: Step, rank: int, bounds: tuple[int, ...]) -> Action:
         staged = receive.reduce or len(runs) > 1 or receive.peer == rank or _overlap(runs, sent)
         incoming.append(Incoming(receive.peer, runs, _size(runs), staged, receive.reduce))
     written = [run for message in incoming for run in message.runs]
-    return Action(step.phase, tuple(outgoing), tuple(incoming), _sums(incoming, rank), _overlap(written, sent))
+    return ElementStep(step.phase, tuple(outgoing), tuple(incoming), _sums(incoming, rank), _overlap(written, sent))
 
 
 def _sums(incoming: Sequence[Incoming], rank: int) -> tuple[Sum, ...]:
@@ -199,12 +199,12 @@ def _overlap(some: Sequence[Run], others: Sequence[Run]) -> bool:
     return any(a < d and c < b for a, b in some for c, d in others)
 
 
-def _scratch_bytes(action: Action, element_bytes: int) -> int:
+def _scratch_bytes(action: ElementStep, element_bytes: int) -> int:
     packed = sum(padded(out.size * element_bytes) for out in action.sends if len(out.runs) > 1)
     return packed + sum(padded(m.size * element_bytes) for m in action.receives if m.is_staged)
 
 
-def add_up(action: Action, flat: Tensor, buffers: Sequence[Tensor], combine: Combine | None) -> None:
+def add_up(action: ElementStep, flat: Tensor, buffers: Sequence[Tensor], combine: Combine | None) -> None:
     """Put what has come where it belongs: sums in the order of ranks, the own part among them; then the rest."""
     assert combine is not None or not action.sums, "only reductions add up"
     if combine is not None:

@@ -17,7 +17,7 @@ from weft.comm._watched_group import messages_group, watch_of
 from weft.comm.shared_memory import shared_memory_group
 
 _TAG = 0
-"""Of messages that nobody tells apart: Gloo hands them out in their order."""
+"""Tag of messages that nobody tells apart: Gloo hands them out in their order."""
 
 Wait = Callable[[], None]
 """Blocks until the operation it stands for has happened."""

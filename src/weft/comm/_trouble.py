@@ -24,12 +24,12 @@ Reason = Literal["deadline", "closed", "alarm"]
 State = Literal["there", "gone", "silent"]
 """It answers; its host has closed the connection; it has not answered yet."""
 _PATIENCE_SECONDS = 0.5
-"""With a store that says nothing."""
+"""Time to wait for a store that says nothing."""
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class FailureReport:
     """What a rank says when it gives up."""
 
     waits_for: tuple[int, ...]
@@ -49,8 +49,8 @@ class Board:
     prefix: str
     members: int
     state: State = "there"
-    """Of the store, when it was last asked."""
-    _known: dict[int, Report] = field(default_factory=dict[int, "Report"])
+    """State of the store, when it was last asked."""
+    _known: dict[int, FailureReport] = field(default_factory=dict[int, "FailureReport"])
     """What has been read until now."""
     _asking: threading.Thread | None = None
     """Ends, where the store is silent, when its host goes on or goes away."""
@@ -60,7 +60,7 @@ class Board:
         """Whether some rank has given up.  Returns within half a second."""
         return self._ask(lambda: self.store.check([f"{self.prefix}/alarm"]), False)
 
-    def leave(self, rank: int, report: Report) -> None:
+    def leave(self, rank: int, report: FailureReport) -> None:
         """Leave a report and raise the alarm.  Returns within half a second."""
 
         def write() -> None:
@@ -69,19 +69,21 @@ class Board:
 
         self._ask(write, None)
 
-    def reports(self) -> dict[int, Report]:
+    def reports(self) -> dict[int, FailureReport]:
         """Return what has been left until now, by rank, as far as it is known.  Returns within half a second."""
 
         def read() -> None:
             for rank in range(self.members):
                 if rank not in self._known and self.store.check([f"{self.prefix}/{rank}"]):
                     waits_for, reason = json.loads(self.store.get(f"{self.prefix}/{rank}"))
-                    self._known[rank] = Report(tuple(waits_for), reason)
+                    self._known[rank] = FailureReport(tuple(waits_for), reason)
 
         self._ask(read, None)
         return dict(self._known)
 
-    def missing(self, rank: int, own: Report, grace_seconds: float) -> tuple[tuple[int, ...], dict[int, Report]]:
+    def missing(
+        self, rank: int, own: FailureReport, grace_seconds: float
+    ) -> tuple[tuple[int, ...], dict[int, FailureReport]]:
         """Wait until all who are waited for have reported; return those who have not after the grace, and all
         reports.  Where the store is gone nothing can come any more."""
         stop = time.monotonic() + grace_seconds
@@ -110,6 +112,6 @@ class Board:
         return answers[0] if answers else otherwise
 
 
-def _silent(reports: Mapping[int, Report]) -> tuple[int, ...]:
+def _silent(reports: Mapping[int, FailureReport]) -> tuple[int, ...]:
     awaited = {peer for report in reports.values() for peer in report.waits_for}
     return tuple(sorted(awaited - reports.keys()))

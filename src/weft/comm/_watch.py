@@ -62,10 +62,10 @@ class Seen:
 
     def __init__(self, axis: str, operation: Operation, num_bytes: int) -> None:
         self.axis = axis
-        """Of the mesh: as in the plan, or `data`, `world`."""
+        """Axis of the mesh: as in the plan, or `data`, `world`."""
         self.operation: Operation = operation
         self.num_bytes = num_bytes
-        """Of the whole tensor on this rank: an all-reduce's, an all-gather's result, a reduce-scatter's input."""
+        """Bytes of the whole tensor on this rank: an all-reduce's, an all-gather's result, a reduce-scatter's input."""
         self.launched_ns = perf_counter_ns()
         self.done_ns = 0
         self.is_done_exact = False
@@ -85,7 +85,7 @@ class Seen:
 
     @property
     def total_ns(self) -> int:
-        """From launch to end; until now where it is under way."""
+        """Time from launch to end; until now where it is under way."""
         return (self.done_ns or perf_counter_ns()) - self.launched_ns
 
     def done(self, at_ns: int = 0) -> None:
@@ -187,7 +187,8 @@ class WatchedWork(dist.Work):
         return self._work._source_rank()
 
     def get_future(self) -> Future[Any]:
-        """Whoever waits for a future is not seen to wait, except for DDP, but when it is done is."""
+        """Return the work's future.  Its end is recorded.  Time spent waiting for it is not, except by DDP, which
+        `BackwardWaits` knows: a future does not tell who waits."""
         future = cast("Future[Any]", self._work.get_future())
         seen = self._seen
         seen.is_future = True

@@ -28,7 +28,7 @@ WATCHED_GLOO = "weft_gloo"
 """The backend's name."""
 _CPU = torch.device("cpu")
 _BREAKING_TAG = (1 << 31) - 7
-"""Of messages that nobody sends: see `close_connections`."""
+"""Tag of messages that nobody sends: see `close_connections`."""
 _TINY = timedelta(milliseconds=1)
 
 OPERATIONS: Mapping[str, tuple[Operation, int | None]] = {

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from weft.cluster import Collective
 
 _PIPELINE_BYTES = 128 << 10
-"""By which the number of pieces grows: P pieces through a tree of height H take about (P + 2H)(α + Sβ/2P), least at
-P = √(HSβ/α), and Gloo's α/β is 280 kB between processes of one machine."""
+"""Bytes of a tensor by which the number of its pieces grows: P pieces through a tree of height H take about (P +
+2H)(α + Sβ/2P), least at P = √(HSβ/α), and Gloo's α/β is 280 kB between processes of one machine."""
 _MOST_PIECES = 64
 _KEPT_PROGRAMS = 256
 _POLL_SECONDS = 0.1
-"""Between two looks at whether another rank has given up."""
+"""Time between two looks at whether another rank has given up."""
 _AWAKE_SECONDS = 1.0
-"""That the thread goes on looking after the last collective that a caller ran itself: waking it costs a switch."""
+"""Time that the thread goes on looking after the last collective that a caller ran itself: waking it costs a switch."""
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class CollectiveOptions(TypedDict, total=False):
     """What a call may say besides; all ranks must say the same."""
 
     op: dist.ReduceOp.RedOpType
-    """Of all_reduce and reduce_scatter; by default SUM."""
+    """Operation of all_reduce and reduce_scatter; by default SUM."""
     root: int
     """Rank within the group that broadcasts; by default 0."""
     regions: Sequence[tuple[int, int]] | None
@@ -135,11 +135,11 @@ class CollectiveOptions(TypedDict, total=False):
     arrangement: Arrangement | None
     """How the ranks lie on the links (`weft.collective.arrange`); by default in their order, in one node."""
     pieces: int | None
-    """Of pipelined algorithms; by default √(bytes / 128 KiB), at most 64."""
+    """Number of pieces of pipelined algorithms; by default √(bytes / 128 KiB), at most 64."""
     servers: int
-    """Of parameter_server; by default 1."""
+    """Number of servers of parameter_server; by default 1."""
     deadline_seconds: float
-    """From the moment at which it is this collective's turn; by default the messenger's."""
+    """Timeout from the moment at which it is this collective's turn; by default the messenger's."""
 
 
 class Messenger:
@@ -169,7 +169,7 @@ class Messenger:
         self._programs: OrderedDict[tuple[object, ...], tuple[Program, Combine | None]] = OrderedDict()
         self._num_jobs = 0
         self.num_messages = 0
-        """That this rank was told to send to others until now."""
+        """Messages that this rank was told to send to others until now."""
         self._last: _Job | None = None
         self._thread: threading.Thread | None = None
         self._finalizer: Callable[[], object] = nothing_to_wait_for

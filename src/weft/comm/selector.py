@@ -23,10 +23,10 @@ from torch import Tensor
 
 from weft.collective import (
     Arrangement,
-    Candidate,
     ChoiceTable,
     Links,
-    Row,
+    MethodCandidate,
+    TableRow,
     decide,
     fit_links,
     predict,
@@ -55,16 +55,16 @@ RUNS = 5
 _FEWER_RUNS = 3
 _MOST_RUNS = 20
 _SHORT_SECONDS = 0.02
-"""That a candidate may be timed for in all, where it is short: so many more runs."""
+"""Time that a candidate may be timed for in all, where it is short: so many more runs."""
 _CLOSE = 1.5
 """Times the fastest: those run against each other again."""
 _CONTEST_SECONDS = 0.4
-"""For all runs of one contest."""
+"""Time of all runs of one contest."""
 _SLOW_SECONDS = 0.2
 """Where the slowest candidate takes longer, three runs must do."""
 _PROBE_BYTES = (1 << 10, 1 << 16, 1 << 20)
 _PROBE_SECONDS = 0.03
-"""For each size of a link's probe, that both links together stay below 0.2 s."""
+"""Time for each size of a link's probe, so that both links together stay below 0.2 s."""
 _PROBE_RUNS = 50
 _TAG = (1 << 20) + 77
 
@@ -100,7 +100,7 @@ def measure_table(
         )
     place = place if place is not None else discover_nodes(view)
     links = probe_links(view, place)
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     began = time.perf_counter()
     ordered = sorted(sizes)
     with ChosenCollectives(view, place=place, node=share_node_memory(view, place)) as carrier:
@@ -197,7 +197,9 @@ def _half_round(gloo: dist.ProcessGroup, peer: int, size_bytes: int, *, leads: b
             return statistics.median(times[1:]) if leads else 0.0
 
 
-def _measured(carrier: ChosenCollectives, collective: Collective, size_bytes: int, listed: Sequence[Candidate]) -> Row:
+def _measured(
+    carrier: ChosenCollectives, collective: Collective, size_bytes: int, listed: Sequence[MethodCandidate]
+) -> TableRow:
     """Time those that were not pruned, in turn, and choose."""
     works = [work_of(carrier, collective, size_bytes, each.name) for each in listed if not each.note]
     times = iter(_slowest_medians(works, carrier.view))
@@ -205,7 +207,7 @@ def _measured(carrier: ChosenCollectives, collective: Collective, size_bytes: in
     assert carrier.view.group is not None, "one rank has nothing to measure"
     is_own = collective == "all_reduce" or carrier_of(carrier.view.group) == "weft"
     usual = "backend" if is_own else "exchange"  # what is done without a choice
-    return Row(collective=collective, size_bytes=size_bytes, choice=decide(found, usual), candidates=found)
+    return TableRow(collective=collective, size_bytes=size_bytes, choice=decide(found, usual), candidates=found)
 
 
 def work_of(carrier: ChosenCollectives, collective: Collective, size_bytes: int, name: str) -> Callable[[], Wait]:

@@ -44,7 +44,7 @@ class ShardRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class CorpusManifest:
     format: str
     fingerprint: str
     """Digest of the sources' content, the tokenizer and the settings."""
@@ -74,7 +74,7 @@ def digest_path(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CorpusManifest:
     """Read a folder's manifest.
 
     Raises:
@@ -87,12 +87,12 @@ def read_manifest(folder: Path) -> Manifest:
     fields = JsonObject.parse(path, read_plain_file(path, DataError, advice), DataError, advice)
     if (found := fields.text("format")) != FORMAT:
         raise DataError(f"{path} has format {found!r:.80}; this Weft reads {FORMAT!r}. Prepare the data again.")
-    fields.only([field.name for field in dataclasses.fields(Manifest)])
+    fields.only([field.name for field in dataclasses.fields(CorpusManifest)])
     vocabulary = fields.count("vocabulary_size", least=1, most=1 << 32)
     dtype = fields.text("dtype", "<u2|<u4", '"<u2" or "<u4"')
     if (dtype == "<u2") != (vocabulary <= 1 << 16):
         raise fields.fail("dtype", f"that of {vocabulary:,} tokens")
-    return Manifest(
+    return CorpusManifest(
         format=FORMAT,
         fingerprint=fields.text("fingerprint", _DIGEST, "32 hexadecimal digits"),
         tokenizer_digest=fields.text("tokenizer_digest", _DIGEST, "32 hexadecimal digits"),
@@ -175,7 +175,7 @@ class PreparedCorpus:
     """Prepared token shards.  Make one with `prepare` or `open_corpus`."""
 
     folder: Path
-    manifest: Manifest
+    manifest: CorpusManifest
 
     @property
     def fingerprint(self) -> str:

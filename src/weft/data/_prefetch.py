@@ -32,9 +32,10 @@ _SLOTS_PER_WORKER = 2
 _ATTEMPTS = 3
 _GRACE_SECONDS = 0.5
 _LOOK_SECONDS = 0.5
-"""Between two looks at a helper that is waited for."""
+"""Time between two looks at a helper that is waited for."""
 _STOPPED_SECONDS = 1.5
-"""That a helper may be stopped by a signal while it is waited for; then another does its work, which is the same."""
+"""Time that a helper may be stopped by a signal while it is waited for; then another does its work, which is the
+same."""
 
 logger = logging.getLogger(__name__)
 

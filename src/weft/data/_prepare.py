@@ -13,11 +13,11 @@ from typing import Literal
 
 import xxhash
 
-from weft.data._corpus import FORMAT, MANIFEST, Manifest, PreparedCorpus, open_corpus, read_manifest
+from weft.data._corpus import FORMAT, MANIFEST, CorpusManifest, PreparedCorpus, open_corpus, read_manifest
 from weft.data._files import locked, make_folder, remove_strays, write_aside
 from weft.data._progress import Progress, silent
 from weft.data._shards import ShardTask
-from weft.data._sources import Listing, Segment, cut, digest_file, list_sources
+from weft.data._sources import FileSegment, Listing, cut, digest_file, list_sources
 from weft.data._tokenizer import digest_tokenizer, load_tokenizer, mask_of, separator_of, span_of, train_tokenizer
 from weft.data._workforce import Workforce
 from weft.errors import DataError
@@ -158,7 +158,7 @@ def _write(
     records = Workforce(tasks, folder / "tokenizer.json", progress, lock).run(workers)
     if not sum(record.num_tokens for record in records):
         raise DataError(f"The corpus has {listing.num_bytes} bytes but no text. Name files that hold text.")
-    manifest = Manifest(
+    manifest = CorpusManifest(
         format=FORMAT,
         fingerprint=fingerprint,
         tokenizer_digest=digest_tokenizer(tokenizer),
@@ -188,10 +188,10 @@ def check_vocabulary(span: int, vocabulary_size: int, tokenizer: str) -> None:
         )
 
 
-def _share_out(listing: Listing) -> list[list[Segment]]:
+def _share_out(listing: Listing) -> list[list[FileSegment]]:
     """Group segments into shards of similar size.  Depends on the files alone, so that restarts agree."""
     shard_bytes = max(_SMALLEST_SHARD_BYTES, -(-listing.num_bytes // _MOST_SHARDS))
-    shards: list[list[Segment]] = [[]]
+    shards: list[list[FileSegment]] = [[]]
     size = 0
     for segment in cut(listing.files, shard_bytes):
         if shards[-1] and size + segment.num_bytes > shard_bytes:

@@ -44,7 +44,7 @@ class TokenSpec:
     """How to open a set of token samples, in any process."""
 
     folder: str | None
-    """Of the prepared corpus; None: synthetic."""
+    """Folder of the prepared corpus; None: synthetic."""
     fingerprint: str
     split: Split
     validation_fraction: float

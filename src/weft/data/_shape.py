@@ -27,10 +27,10 @@ class DataShape:
     vocabulary_size: int | None = None
     """Every token must be less; also the size of a tokenizer that is trained."""
     image_shape: tuple[int, ...] | None = None
-    """Of one image or vector; None: as the source has it."""
+    """Shape of one image or vector; None: as the source has it."""
     num_classes: int = _DEFAULT_CLASSES
     label_shape: tuple[int, ...] = (1,)
-    """Of one regression target."""
+    """Shape of one regression target."""
 
     @property
     def is_text(self) -> bool:

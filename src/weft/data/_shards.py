@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from weft.data._corpus import ShardRecord, check_shard, digest_path, shard_path
 from weft.data._files import write_aside
-from weft.data._sources import Segment, read_documents
+from weft.data._sources import FileSegment, read_documents
 from weft.data._tokenizer import load_tokenizer
 from weft.errors import DataError
 
@@ -34,7 +34,7 @@ class ShardTask:
     dtype: str
     separator: int
     text_field: str
-    segments: tuple[Segment, ...]
+    segments: tuple[FileSegment, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -46,7 +46,7 @@ class ShardTask:
     @staticmethod
     def from_json(line: str | bytes) -> ShardTask:
         fields: dict[str, Any] = json.loads(line)
-        fields["segments"] = tuple(Segment(**segment) for segment in fields["segments"])
+        fields["segments"] = tuple(FileSegment(**segment) for segment in fields["segments"])
         return ShardTask(**fields)
 
 
@@ -93,7 +93,7 @@ def write_shard(task: ShardTask, tokenizer: Tokenizer, advance: Callable[[int], 
     return record
 
 
-def _batches(segments: Sequence[Segment], text_field: str) -> Iterator[list[str]]:
+def _batches(segments: Sequence[FileSegment], text_field: str) -> Iterator[list[str]]:
     texts: list[str] = []
     size = 0
     for segment in segments:

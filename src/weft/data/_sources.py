@@ -38,7 +38,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class FileSegment:
     """Part of a file: bytes [start, stop), or row groups [start, stop) of Parquet."""
 
     path: str
@@ -177,16 +177,16 @@ def _standard_library() -> Listing:
     return Listing(tuple(files), (f"{skipped} files left out that are not UTF-8",) if skipped else ())
 
 
-def cut(files: Sequence[SourceFile], segment_bytes: int) -> list[Segment]:
+def cut(files: Sequence[SourceFile], segment_bytes: int) -> list[FileSegment]:
     """Cut files into segments of at most about `segment_bytes`, in order."""
-    segments: list[Segment] = []
+    segments: list[FileSegment] = []
     for file in files:
         if file.kind == "parquet":
             segments.extend(_row_groups(file))
             continue
         for start in range(0, file.num_bytes, segment_bytes):
             stop = min(start + segment_bytes, file.num_bytes)
-            segments.append(Segment(file.path, file.kind, start, stop, stop - start))
+            segments.append(FileSegment(file.path, file.kind, start, stop, stop - start))
     return segments
 
 
@@ -201,14 +201,14 @@ def _parquet_file(path: str) -> Any:
         raise DataError(f"{path} is not a readable Parquet file: {error}. Write it again, or leave it out.") from error
 
 
-def _row_groups(file: SourceFile) -> Iterator[Segment]:
+def _row_groups(file: SourceFile) -> Iterator[FileSegment]:
     with _parquet_file(file.path) as parquet:
         for group in range(parquet.num_row_groups):
             num_bytes = int(parquet.metadata.row_group(group).total_byte_size)
-            yield Segment(file.path, "parquet", group, group + 1, num_bytes)
+            yield FileSegment(file.path, "parquet", group, group + 1, num_bytes)
 
 
-def read_documents(segment: Segment, text_field: str) -> Iterator[str]:
+def read_documents(segment: FileSegment, text_field: str) -> Iterator[str]:
     """Yield the documents whose first byte lies in the segment; empty ones are left out.
 
     Raises:
@@ -222,7 +222,7 @@ def read_documents(segment: Segment, text_field: str) -> Iterator[str]:
         yield from _parquet_documents(segment, text_field)
 
 
-def _lines(segment: Segment) -> Iterator[tuple[int, bytes]]:
+def _lines(segment: FileSegment) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, line) of each line that starts in the segment."""
     with open(segment.path, "rb") as stream:
         if segment.start:
@@ -234,7 +234,7 @@ def _lines(segment: Segment) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _text_documents(segment: Segment) -> Iterator[str]:
+def _text_documents(segment: FileSegment) -> Iterator[str]:
     parts: list[bytes] = []
     start = size = 0
     for offset, line in _lines(segment):
@@ -270,7 +270,7 @@ def _line_number(path: str, offset: int) -> int:
     return count
 
 
-def _jsonl_documents(segment: Segment, text_field: str) -> Iterator[str]:
+def _jsonl_documents(segment: FileSegment, text_field: str) -> Iterator[str]:
     for offset, line in _lines(segment):
         if not line.strip():
             continue
@@ -312,7 +312,7 @@ def _check_encodable(text: str, path: str, offset: int) -> None:
         ) from error
 
 
-def _parquet_documents(segment: Segment, text_field: str) -> Iterator[str]:
+def _parquet_documents(segment: FileSegment, text_field: str) -> Iterator[str]:
     with _parquet_file(segment.path) as parquet:
         names = list(parquet.schema_arrow.names)
         if text_field not in names:

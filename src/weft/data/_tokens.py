@@ -32,7 +32,7 @@ class TokenTask:
     kind: Literal["causal_lm", "masked_lm"]
     sequence_length: int
     vocabulary_size: int
-    """Of the model: every token must be less."""
+    """Vocabulary of the model: every token must be less."""
     separator: int
     isolated: bool = False
     mask_token: int | None = None

@@ -1,6 +1,6 @@
 """Describe: any module to its profile, and a proposal of how it splits."""
 
-from weft.describe._describe import Description as Description
+from weft.describe._describe import ForwardDescription as ForwardDescription
 from weft.describe._describe import describe as describe
 from weft.describe._describe import examine as examine
 from weft.describe._of_weights import describe_weights as describe_weights

@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.describe._events import Event, Trace, Value
 from weft.describe._graph import Graph, WrittenAttention, kind_of, written_attentions
-from weft.describe._kept import Kept, kept_storages
+from weft.describe._kept import KeptStorage, kept_storages
 from weft.describe._operators import (
     Draft,
     Naming,
@@ -35,7 +35,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
+class ForwardDescription:
     """A profile, and what it does not say."""
 
     profile: Profile
@@ -52,7 +52,7 @@ def describe(blueprint: Blueprint, *, dtype: torch.dtype = torch.bfloat16) -> Pr
     return examine(blueprint, dtype=dtype).profile
 
 
-def examine(blueprint: Blueprint, *, dtype: torch.dtype = torch.bfloat16) -> Description:
+def examine(blueprint: Blueprint, *, dtype: torch.dtype = torch.bfloat16) -> ForwardDescription:
     """Describe a model as it computes in `dtype`, in the mode (training or evaluation) that it is in.
 
     No memory is taken: parameters and activations are meta tensors.  Attention, norms and dropout count as the fused
@@ -79,14 +79,14 @@ class _Builder:
         self._drafts: dict[int, dict[tuple[str, str, str], Draft]] = {}
         self._draft_of: dict[int, Draft] = {}
 
-    def description(self) -> Description:
+    def description(self) -> ForwardDescription:
         self._gather()
         self._share_out_parameters()
         self._share_out_kept()
         profile = self._profile()
         total = sum(kept.size_bytes for kept in self._kept) / self._trace.samples
         total += sum(separate_norm_bytes(event, self._dtype) for event in self._trace.events) / self._trace.samples
-        return Description(
+        return ForwardDescription(
             profile=profile,
             block_names=self._segments.blocks,
             kept_bytes_per_sample=total,
@@ -160,7 +160,7 @@ class _Builder:
             unused.parameters += size
 
     def _share_out_kept(self) -> None:
-        keeps: dict[int, list[Kept]] = {}
+        keeps: dict[int, list[KeptStorage]] = {}
         for kept in self._kept:
             draft = self._keeper(kept)
             if draft is not None and draft.name != LOSS:
@@ -174,7 +174,7 @@ class _Builder:
                     mine = keeps.get(id(draft), ())
                     settle_norm(draft, self._graph, mine, whole, self._dtype)
 
-    def _keeper(self, kept: Kept) -> Draft | None:
+    def _keeper(self, kept: KeptStorage) -> Draft | None:
         """The operator that is divided as the storage is: the first that wants it, else the one that makes it."""
         candidates = [self._draft_of.get(event.index) for event in kept.savers]
         if kept.producer is not None:
@@ -188,7 +188,7 @@ class _Builder:
         whole = ("sequence", "replicate")
         return next((draft for draft in drafts if (draft.split not in whole) == is_divided), drafts[0])
 
-    def _part_of(self, kept: Kept) -> int:
+    def _part_of(self, kept: KeptStorage) -> int:
         event = kept.saver or kept.producer
         return STEM if event is None else self._segments.of_event[event.index]
 

@@ -41,7 +41,7 @@ class Event:
     name: str
     """`mm`, `native_layer_norm`; `attention` and `rms_norm` for what fused kernels compute."""
     arguments: tuple[Any, ...]
-    """As passed, with a `Value` for each tensor."""
+    """Arguments as passed, with a `Value` for each tensor."""
     keywords: Mapping[str, Any]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]

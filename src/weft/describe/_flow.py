@@ -28,12 +28,12 @@ class Layer:
     entering: Dim
     """Atoms of its input features."""
     index: int
-    """Of its first event."""
+    """Position of its first event."""
     parameters: int
 
 
 @dataclass(slots=True)
-class Flow:
+class ForwardFlow:
     """Everything found about one forward."""
 
     atoms: Atoms
@@ -45,7 +45,7 @@ class Flow:
     """Parameters that are the same along a dim that may be divided: each rank then has a part of their gradient."""
 
 
-def follow(trace: Trace, root: nn.Module) -> Flow:
+def follow(trace: Trace, root: nn.Module) -> ForwardFlow:
     """Follow a forward traced without its loss."""
     walker = _Walker(trace, root)
     for event in trace.events:
@@ -53,7 +53,7 @@ def follow(trace: Trace, root: nn.Module) -> Flow:
     for value in trace.outputs:
         for dim in walker.dims.get(value, ()):
             walker.atoms.keep_whole(dim, "it reaches the model's output")
-    return Flow(walker.atoms, walker.layers, walker.dims, walker.odd, walker.shared)
+    return ForwardFlow(walker.atoms, walker.layers, walker.dims, walker.odd, walker.shared)
 
 
 @dataclass(slots=True)

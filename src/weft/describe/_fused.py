@@ -60,7 +60,7 @@ class FusedCall:
 
     run: Callable[[], Any]
     name: str | None
-    """Of the event; None: the call is made of others, which are written down themselves."""
+    """Name of the event; None: the call is made of others, which are written down themselves."""
     composed: bool = False
     """Whether those others may be fused in their turn."""
     operands: tuple[Any, ...] = ()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from weft.describe._flow import Flow, Layer
+from weft.describe._flow import ForwardFlow, Layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class GroupMember:
     """A layer of a group, and where the divided atom lies in its features."""
 
     layer: Layer
@@ -18,13 +18,13 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class LayerGroup:
     """Layers that are divided together: columns first, rows make the sum."""
 
     atom: int
     size: int
-    columns: tuple[Member, ...]
-    rows: tuple[Member, ...]
+    columns: tuple[GroupMember, ...]
+    rows: tuple[GroupMember, ...]
 
     @property
     def first(self) -> int:
@@ -32,17 +32,19 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    groups: tuple[Group, ...]
+class SplitChoice:
+    groups: tuple[LayerGroup, ...]
     left: tuple[tuple[str, str], ...]
     """Layers that stay whole, and why."""
 
 
-def choose(flow: Flow, blocks: Sequence[str], refused: Iterable[int] = (), ruled: Iterable[str] = ()) -> Choice:
+def choose(
+    flow: ForwardFlow, blocks: Sequence[str], refused: Iterable[int] = (), ruled: Iterable[str] = ()
+) -> SplitChoice:
     """Take groups that lie in one block first, then in order; a layer is in one group only.  `refused` are atoms that
     a rehearsal found wanting, `ruled` layers for which the model has rules already."""
     found, places = _groups(flow, set(refused)), frozenset(blocks)
-    chosen: list[Group] = []
+    chosen: list[LayerGroup] = []
     taken = set(ruled)
     for group in sorted(found, key=lambda group: (not _is_local(group, places), group.first)):
         names = {member.layer.name for member in (*group.columns, *group.rows)}
@@ -52,20 +54,20 @@ def choose(flow: Flow, blocks: Sequence[str], refused: Iterable[int] = (), ruled
         chosen.append(group)
     chosen.sort(key=lambda group: group.first)
     left = [(name, _why(flow, layer)) for name, layer in flow.layers.items() if name not in taken]
-    return Choice(groups=tuple(chosen), left=tuple(left))
+    return SplitChoice(groups=tuple(chosen), left=tuple(left))
 
 
-def _groups(flow: Flow, refused: set[int]) -> list[Group]:
+def _groups(flow: ForwardFlow, refused: set[int]) -> list[LayerGroup]:
     atoms = flow.atoms
-    columns: dict[int, list[Member]] = {}
+    columns: dict[int, list[GroupMember]] = {}
     for layer in flow.layers.values():
         for member, atom in _places(flow, layer, (layer.made,)):
             columns.setdefault(atom, []).append(member)
-    entering: dict[int, list[Member]] = {}
+    entering: dict[int, list[GroupMember]] = {}
     for layer in flow.layers.values():
         for member, atom in _places(flow, layer, layer.entering):
             entering.setdefault(atom, []).append(member)
-    groups: list[Group] = []
+    groups: list[LayerGroup] = []
     for atom, members in columns.items():
         if atoms.reason(atom) is not None or atom in refused or atoms.size(atom) < 2:
             continue
@@ -73,21 +75,21 @@ def _groups(flow: Flow, refused: set[int]) -> list[Group]:
         names = [member.layer.name for member in (*members, *rows)]
         kinds = {member.layer.kind for member in (*members, *rows)}
         if rows and len(names) == len(set(names)) and len(kinds) == 1:
-            groups.append(Group(atom=atom, size=atoms.size(atom), columns=tuple(members), rows=tuple(rows)))
+            groups.append(LayerGroup(atom=atom, size=atoms.size(atom), columns=tuple(members), rows=tuple(rows)))
     return groups
 
 
-def _places(flow: Flow, layer: Layer, dim: Iterable[int]) -> list[tuple[Member, int]]:
+def _places(flow: ForwardFlow, layer: Layer, dim: Iterable[int]) -> list[tuple[GroupMember, int]]:
     """Each atom of a layer's features, with the blocks in front of it."""
-    found: list[tuple[Member, int]] = []
+    found: list[tuple[GroupMember, int]] = []
     before = 1
     for leaf in (leaf for atom in dim for leaf in flow.atoms.leaves(atom)):
-        found.append((Member(layer=layer, blocks=before), flow.atoms.find(leaf)))
+        found.append((GroupMember(layer=layer, blocks=before), flow.atoms.find(leaf)))
         before *= flow.atoms.size(leaf)
     return found
 
 
-def _is_local(group: Group, blocks: frozenset[str]) -> bool:
+def _is_local(group: LayerGroup, blocks: frozenset[str]) -> bool:
     """Whether all its layers lie in one block of the model."""
     found = {_block_of(member.layer.name, blocks) for member in (*group.columns, *group.rows)}
     return len(found) == 1 and None not in found
@@ -99,7 +101,7 @@ def _block_of(name: str, blocks: frozenset[str]) -> str | None:
     return name or None
 
 
-def _why(flow: Flow, layer: Layer) -> str:
+def _why(flow: ForwardFlow, layer: Layer) -> str:
     leaves = sorted(flow.atoms.leaves(layer.made), key=flow.atoms.size, reverse=True)
     reasons = [flow.atoms.reason(leaf) for leaf in leaves]
     if reasons[0] is not None and None not in reasons:

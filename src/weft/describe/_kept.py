@@ -12,7 +12,7 @@ from weft.describe._graph import Graph, WrittenAttention, is_pointwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptStorage:
     """A storage kept by autograd, counted once however many operators want it."""
 
     storage: int
@@ -31,7 +31,7 @@ class Kept:
         return self.savers[0] if self.savers else None
 
 
-def kept_storages(graph: Graph, attentions: Sequence[WrittenAttention]) -> list[Kept]:
+def kept_storages(graph: Graph, attentions: Sequence[WrittenAttention]) -> list[KeptStorage]:
     """Return what one traced batch keeps, parameters, buffers and what no sample adds to left out."""
     trace = graph.trace
     saves: dict[int, list[Save]] = {}
@@ -68,11 +68,11 @@ class _Again:
         return bool(inputs)
 
 
-def _kept(graph: Graph, storage: int, saves: Sequence[Save], inside: set[int], again: _Again) -> Kept:
+def _kept(graph: Graph, storage: int, saves: Sequence[Save], inside: set[int], again: _Again) -> KeptStorage:
     mains = [graph.main(call) for call in dict.fromkeys(save.call for save in saves)]
     savers = tuple(event for event in mains if event is not None)
     producer = graph.producer.get(storage)
-    return Kept(
+    return KeptStorage(
         storage=storage,
         size_bytes=graph.trace.storage_bytes[storage],
         dtype=graph.trace.storage_dtypes[storage],

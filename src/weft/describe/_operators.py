@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.describe._events import Event, Value
 from weft.describe._graph import Graph, WrittenAttention, kind_of
-from weft.describe._kept import Kept
+from weft.describe._kept import KeptStorage
 from weft.describe._trace import LOSS
 from weft.profile import Operator, OperatorKind, OperatorSplit
 
@@ -44,7 +44,7 @@ class Draft:
     kept_bytes: float = 0.0
     unfused_elements: float = 0.0
     unfused_bytes: float = 0.0
-    """Beyond or, where negative, below what fused kernels keep."""
+    """Bytes that are kept beyond or, where negative, below what fused kernels keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,13 +201,13 @@ def moved_elements(graph: Graph, draft: Draft) -> float:
     return float(sum(value.numel for value in (*entering.values(), *leaving.values())))
 
 
-def add_kept(draft: Draft, kept: Kept, dtype: torch.dtype) -> None:
+def add_kept(draft: Draft, kept: KeptStorage, dtype: torch.dtype) -> None:
     """Let a storage count with the operator that keeps it."""
     if not kept.is_scores:
         _count(draft, kept, dtype, sign=1, again=kept.again)
 
 
-def _count(draft: Draft, kept: Kept, dtype: torch.dtype, *, sign: int, again: bool) -> None:
+def _count(draft: Draft, kept: KeptStorage, dtype: torch.dtype, *, sign: int, again: bool) -> None:
     elements = sign * kept.size_bytes / kept.dtype.itemsize if kept.dtype == dtype else 0.0
     size_bytes = 0.0 if elements else float(sign * kept.size_bytes)
     if again:
@@ -218,7 +218,9 @@ def _count(draft: Draft, kept: Kept, dtype: torch.dtype, *, sign: int, again: bo
         draft.kept_bytes += size_bytes
 
 
-def settle_norm(draft: Draft, graph: Graph, keeps: Sequence[Kept], elsewhere: set[int], dtype: torch.dtype) -> None:
+def settle_norm(
+    draft: Draft, graph: Graph, keeps: Sequence[KeptStorage], elsewhere: set[int], dtype: torch.dtype
+) -> None:
     """A norm written out in several kernels: fused, it keeps its input and a statistic per row.
 
     `keeps` are the storages that count with it, `elsewhere` those that others keep.

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from weft.describe._events import Event, Trace
-from weft.describe._flow import Flow, Layer, follow
+from weft.describe._flow import ForwardFlow, Layer, follow
 from weft.describe._graph import Graph
-from weft.describe._groups import Choice, Group, Member, choose
+from weft.describe._groups import GroupMember, LayerGroup, SplitChoice, choose
 from weft.describe._proposal import Confidence, Proposal, ProposedRule
 from weft.describe._rehearse import Attribute, Rehearsal
 from weft.describe._segment import find_blocks
@@ -57,7 +57,7 @@ class _Decision:
 class _Proposer:
     blueprint: Blueprint
     trace: Trace
-    flow: Flow
+    flow: ForwardFlow
     graph: Graph = field(init=False)
     blocks: tuple[str, ...] = field(init=False)
     places: dict[int, list[tuple[Event, int]]] = field(init=False)
@@ -92,7 +92,7 @@ class _Proposer:
             notes=(*self.trace.notes, UNPROVEN) if rules else self.trace.notes,
         )
 
-    def _rehearsed(self) -> tuple[Choice, tuple[Attribute, ...], int]:
+    def _rehearsed(self) -> tuple[SplitChoice, tuple[Attribute, ...], int]:
         """Drop groups until what is left runs on a share of its weights."""
         refused: set[int] = set()
         ruled = [name for name in self.flow.layers if not self._own(name)]
@@ -116,13 +116,13 @@ class _Proposer:
             alike = [g for g in linear if any(glob_of(m.layer.name) in places for m in g.columns)]
             self._refuse(alike, refused, reason)
 
-    def _refuse(self, groups: Iterable[Group], refused: set[int], reason: str) -> None:
+    def _refuse(self, groups: Iterable[LayerGroup], refused: set[int], reason: str) -> None:
         for group in groups:
             refused.add(group.atom)
             for member in (*group.columns, *group.rows):
                 self.refusals.setdefault(member.layer.name, reason)
 
-    def _clash(self, group: Group, refused: set[int]) -> bool:
+    def _clash(self, group: LayerGroup, refused: set[int]) -> bool:
         """Refuse a group whose activations meet parameters of a module with more inside: no rule could name those."""
         if group.atom in refused:
             return False
@@ -133,7 +133,7 @@ class _Proposer:
                 return True
         return False
 
-    def _met(self, groups: Sequence[Group]) -> list[str]:
+    def _met(self, groups: Sequence[LayerGroup]) -> list[str]:
         """Parameters that every rank has whole and uses on its part."""
         chosen, atoms = {group.atom for group in groups}, self.flow.atoms
         found: dict[str, None] = {}
@@ -146,13 +146,13 @@ class _Proposer:
         """Whether the blueprint's own rules leave a module to the proposal."""
         return SplitTable(self.blueprint.split).rule(name) is None
 
-    def _layers(self, groups: Sequence[Group]) -> list[_Decision]:
+    def _layers(self, groups: Sequence[LayerGroup]) -> list[_Decision]:
         decisions: list[_Decision] = []
         for group in groups:
             confidence: Confidence = "medium" if self.trace.notes or self._draws(group) else "high"
             columns, rows = _leaves(group.columns), _leaves(group.rows)
             unit = f"{group.size} {self._unit(group)}"
-            sides: tuple[tuple[SplitKind, Sequence[Member], str], ...] = (
+            sides: tuple[tuple[SplitKind, Sequence[GroupMember], str], ...] = (
                 ("column", group.columns, f"{rows} can take its result in parts of {unit}"),
                 ("row", group.rows, f"its input comes in parts of {unit} from {columns}"),
             )
@@ -171,7 +171,7 @@ class _Proposer:
             rules.setdefault(glob, ProposedRule(rule=rule, reason=decision.reason, confidence=decision.confidence))
         return tuple(rules.values())
 
-    def _events_on(self, groups: Sequence[Group]) -> list[tuple[Event, int]]:
+    def _events_on(self, groups: Sequence[LayerGroup]) -> list[tuple[Event, int]]:
         """Events that work on parts, and the dim of their first result that is divided."""
         found = [pair for group in groups for pair in self.places.get(group.atom, ())]
         return sorted(found, key=lambda pair: (pair[0].index, pair[1]))
@@ -185,11 +185,11 @@ class _Proposer:
                     found.setdefault(root, []).append((event, at))
         return found
 
-    def _unit(self, group: Group) -> str:
+    def _unit(self, group: LayerGroup) -> str:
         names = {event.name for event, at in self._events_on([group]) if at != len(event.outputs[0].shape) - 1}
         return "heads" if names & {"attention", "_softmax", "_safe_softmax"} else "features"
 
-    def _draws(self, group: Group) -> bool:
+    def _draws(self, group: LayerGroup) -> bool:
         """Whether a function draws at random on parts: no plan can key it by sample."""
         for event, _ in self._events_on([group]):
             if event.name == "attention" and event.keywords.get("dropout"):
@@ -198,7 +198,7 @@ class _Proposer:
                 return True
         return False
 
-    def _marked(self, groups: Sequence[Group]) -> list[_Decision]:
+    def _marked(self, groups: Sequence[LayerGroup]) -> list[_Decision]:
         """Dropouts and norms that work on parts."""
         kinds: dict[str, SplitKind] = {}
         for event, at in self._events_on(groups):
@@ -210,7 +210,7 @@ class _Proposer:
     def _is_dropout(self, module: str) -> bool:
         return isinstance(self.blueprint.module.get_submodule(module), _DROPOUTS)
 
-    def _positionwise(self, groups: Sequence[Group], left: Sequence[tuple[str, str]]) -> list[_Decision]:
+    def _positionwise(self, groups: Sequence[LayerGroup], left: Sequence[tuple[str, str]]) -> list[_Decision]:
         """Norms and dropouts between the splits of blocks all of whose layers are split."""
         on_parts = {event.module for event, _ in self._events_on(groups)}
         whole = [name for name, _ in left]
@@ -282,7 +282,7 @@ class _Proposer:
     def _storage_of(self, event: Event) -> int:
         return next(value.storage for value in event.inputs if value.storage in self.trace.parameters)
 
-    def _divisible(self, groups: Sequence[Group], tables: Sequence[str], head: Layer | None) -> dict[str, int]:
+    def _divisible(self, groups: Sequence[LayerGroup], tables: Sequence[str], head: Layer | None) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for group in groups:
             unit = self._unit(group)
@@ -298,7 +298,7 @@ class _Proposer:
             sizes["vocabulary_size"] = self.blueprint.vocabulary_size
         return sizes
 
-    def _left(self, choice: Choice, head: Layer | None) -> list[tuple[str, str]]:
+    def _left(self, choice: SplitChoice, head: Layer | None) -> list[tuple[str, str]]:
         refused = [(name, reason) for name, reason in self.refusals.items() if name not in _names(choice.groups)]
         known = {name for name, _ in refused}
         rest = [(n, why) for n, why in choice.left if n not in known and (head is None or n != head.name)]
@@ -311,7 +311,7 @@ class _Proposer:
             found[glob_of(name), _without_numbers(reason)] = None
         return list(found)
 
-    def _convolutions(self, choice: Choice) -> list[tuple[str, str]]:
+    def _convolutions(self, choice: SplitChoice) -> list[tuple[str, str]]:
         found: dict[tuple[str, str], None] = {}
         for group in choice.groups:
             if _kind(group) == "convolution":
@@ -333,15 +333,15 @@ def _covers(glob: str, decision: _Decision, made: Mapping[str, _Decision], every
     return all(d is not None and (d.kind, d.blocks) == (decision.kind, decision.blocks) for d in found)
 
 
-def _leaves(members: Sequence[Member]) -> str:
+def _leaves(members: Sequence[GroupMember]) -> str:
     return " and ".join(dict.fromkeys(glob_of(member.layer.name) for member in members))
 
 
-def _kind(group: Group) -> str:
+def _kind(group: LayerGroup) -> str:
     return group.columns[0].layer.kind
 
 
-def _names(groups: Iterable[Group]) -> set[str]:
+def _names(groups: Iterable[LayerGroup]) -> set[str]:
     return {member.layer.name for group in groups for member in (*group.columns, *group.rows)}
 
 
@@ -354,7 +354,7 @@ def _without_numbers(text: str) -> str:
     return " ".join(glob_of(word) if "." in word else word for word in text.split(" "))
 
 
-def _common_prime(groups: Sequence[Group]) -> int:
+def _common_prime(groups: Sequence[LayerGroup]) -> int:
     """The prime that divides the sizes of the groups with most parameters."""
 
     def weight(prime: int) -> int:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.describe._events import Event, Trace, Value
-from weft.describe._flow import Flow
+from weft.describe._flow import ForwardFlow
 from weft.describe._fused import FUSED_NAMES
-from weft.describe._groups import Group
+from weft.describe._groups import LayerGroup
 from weft.describe._trace import Unfinished, trace
 from weft.models import Blueprint
 from weft.stand_ins import glob_of
@@ -34,7 +34,7 @@ class Attribute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SplitOutcome:
     """Attributes to divide, or where and why it does not work."""
 
     attributes: tuple[Attribute, ...] = ()
@@ -48,24 +48,24 @@ class Outcome:
 class Rehearsal:
     blueprint: Blueprint
     reference: Trace
-    flow: Flow
-    groups: Sequence[Group]
+    flow: ForwardFlow
+    groups: Sequence[LayerGroup]
     parts: int
 
-    def run(self) -> Outcome:
+    def run(self) -> SplitOutcome:
         """Divide attributes one after another, as long as each lets the forward come further."""
         attributes: list[Attribute] = []
         done, problem = self._attempt(attributes)
         for _ in range(_ATTEMPTS):
             if problem is None:
-                return Outcome(attributes=tuple(attributes))
+                return SplitOutcome(attributes=tuple(attributes))
             better = self._better(attributes, done)
             if better is None:
                 break
             attribute, done, problem = better
             attributes.append(attribute)
         event = self.reference.events[min(done, len(self.reference.events) - 1)]
-        return Outcome(module=event.module, problem=problem, atoms=self._at_hand(event))
+        return SplitOutcome(module=event.module, problem=problem, atoms=self._at_hand(event))
 
     def _better(self, attributes: Sequence[Attribute], done: int) -> tuple[Attribute, int, str | None] | None:
         best: tuple[Attribute, int, str | None] | None = None

@@ -22,7 +22,7 @@ from weft.models import Blueprint, token_example
 from weft.stand_ins import StandIns
 
 SAMPLES = 2
-"""Of a traced batch: batch statistics want more than one."""
+"""Samples of a traced batch: batch statistics want more than one."""
 LOSS = "loss"
 """Stands for the loss where a module's name is asked."""
 

@@ -10,7 +10,7 @@ from weft.plan import ModelFacts
 from weft.profile import ModelSizes, Profile
 
 _LOOKUP_COST = 0.05
-"""Of a stem that multiplies nothing, in blocks: looking up an embedding is nearly free."""
+"""Cost in blocks of a stem that multiplies nothing: looking up an embedding is nearly free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from weft.document._conform import Mismatch, conform_value, is_union
+from weft.document._conform import TypeMismatch, conform_value, is_union
 from weft.document._read import Document
 from weft.document._text import Path, dotted, spell, spell_short
 from weft.errors import WeftError, did_you_mean
@@ -84,7 +84,7 @@ def _bind_table(cls: type[Any], table: Any, path: Path, document: Document) -> A
     if not isinstance(table, Mapping):
         problem = f"is not a table. Write [{dotted(path)}] and its settings below it."
         raise document.fail(path, spell_short(table), problem)
-    given = typing.cast("Mapping[str, Any]", table)
+    settings = typing.cast("Mapping[str, Any]", table)
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if is_setting(field)}
     flat = flattened_field(cls)
@@ -92,11 +92,11 @@ def _bind_table(cls: type[Any], table: Any, path: Path, document: Document) -> A
     inner_class: type[Any] | None = None
     if flat is not None:
         del fields[flat.name]
-        inner_class = _choose(flat.metadata["flattened"], given, hints, path, document)
+        inner_class = _choose(flat.metadata["flattened"], settings, hints, path, document)
         names = {field.name for field in dataclasses.fields(inner_class)} if inner_class else set[str]()
-        inner = {key: value for key, value in given.items() if key in names}
+        inner = {key: value for key, value in settings.items() if key in names}
     values: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in settings.items():
         if key in inner:
             continue
         if key not in fields:
@@ -111,13 +111,13 @@ def _bind_table(cls: type[Any], table: Any, path: Path, document: Document) -> A
 
 
 def _choose(
-    rule: Flattened, given: Mapping[str, Any], hints: Mapping[str, Any], path: Path, document: Document
+    rule: Flattened, settings: Mapping[str, Any], hints: Mapping[str, Any], path: Path, document: Document
 ) -> type[Any] | None:
     """Return the class whose settings stand in this table too.  A wrong choice is said here: it explains the rest."""
     here = (*path, rule.chosen_by)
     try:
-        choice = conform_value(hints[rule.chosen_by], given.get(rule.chosen_by), here)
-    except Mismatch as mismatch:
+        choice = conform_value(hints[rule.chosen_by], settings.get(rule.chosen_by), here)
+    except TypeMismatch as mismatch:
         raise document.fail(mismatch.path, spell_short(mismatch.value), mismatch.problem) from None
     return rule.classes.get(choice)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from weft.document._text import Path, dotted, spell, spell_short
-from weft.errors import Setting, WeftError, did_you_mean
+from weft.errors import BadSetting, WeftError, did_you_mean
 
 HIDDEN: Mapping[str, bool] = {"in_document": False}
 """`field(metadata=HIDDEN)`: a field that is no setting: neither read nor written."""
@@ -20,7 +20,7 @@ _LARGEST_WHOLE = 2**63
 """Nothing that is counted is as many, and sums and products of what is below stay numbers."""
 
 
-class Mismatch(Exception):
+class TypeMismatch(Exception):
     """A value that is not of the annotated type."""
 
     def __init__(self, path: Path, value: Any, problem: str) -> None:
@@ -31,7 +31,7 @@ class Mismatch(Exception):
 def problem_error(error: type[WeftError], path: Path, value: Any, problem: str) -> WeftError:
     """Return the error for a setting whose value is wrong: `batch.size = 0 must be at least 1.`"""
     shown = spell_short(value)
-    return error(f"{dotted(path)} = {shown} {problem}", setting=Setting(path, shown, problem))
+    return error(f"{dotted(path)} = {shown} {problem}", setting=BadSetting(path, shown, problem))
 
 
 def conform(owner: Any, error: type[WeftError]) -> None:
@@ -47,7 +47,7 @@ def conform(owner: Any, error: type[WeftError]) -> None:
         value = getattr(owner, field.name)
         try:
             conformed = conform_value(hints[field.name], value, (field.name,))
-        except Mismatch as mismatch:
+        except TypeMismatch as mismatch:
             raise problem_error(error, mismatch.path, mismatch.value, mismatch.problem) from None
         if conformed is not value:
             object.__setattr__(owner, field.name, conformed)
@@ -64,7 +64,7 @@ def is_union(hint: Any) -> bool:
 
 
 def conform_value(hint: Any, value: Any, path: Path) -> Any:
-    """Return `value` as `hint` wants it, or raise `Mismatch`."""
+    """Return `value` as `hint` wants it, or raise `TypeMismatch`."""
     origin = get_origin(hint)
     if is_union(hint):
         return _conform_union(get_args(hint), value, path)
@@ -79,12 +79,12 @@ def conform_value(hint: Any, value: Any, path: Path) -> Any:
 
 def _conform_plain(hint: Any, value: Any, path: Path) -> Any:
     if isinstance(value, int) and abs(value) >= _LARGEST_WHOLE:
-        raise Mismatch(path, value, f"is not {describe(hint)} of 64 bits, as TOML has. Write a smaller one.")
+        raise TypeMismatch(path, value, f"is not {describe(hint)} of 64 bits, as TOML has. Write a smaller one.")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     is_right = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
     if not is_right or (isinstance(value, float) and math.isnan(value)):
-        raise Mismatch(path, value, f"is not {describe(hint)}.{_hint_at(hint, value)}")
+        raise TypeMismatch(path, value, f"is not {describe(hint)}.{_hint_at(hint, value)}")
     return value
 
 
@@ -113,7 +113,7 @@ def _conform_choice(choices: tuple[Any, ...], value: Any, path: Path) -> Any:
     names = [choice for choice in choices if isinstance(choice, str)]
     if isinstance(value, str):
         reason += did_you_mean(value, names) or _unquoted(value, choices)
-    raise Mismatch(path, value, reason)
+    raise TypeMismatch(path, value, reason)
 
 
 def _unquoted(value: str, choices: tuple[Any, ...]) -> str:
@@ -123,12 +123,12 @@ def _unquoted(value: str, choices: tuple[Any, ...]) -> str:
 def _conform_tuple(parts: tuple[Any, ...], value: Any, path: Path) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         single = spell_short(value)
-        raise Mismatch(path, value, f"is not {_describe_tuple(parts)}. Write [{single}].")
+        raise TypeMismatch(path, value, f"is not {_describe_tuple(parts)}. Write [{single}].")
     items: list[Any] = list(typing.cast("list[Any]", value))
     if len(parts) == 2 and parts[1] is Ellipsis:
         hints = [parts[0]] * len(items)
     elif len(parts) != len(items):
-        raise Mismatch(path, items, f"has {len(items)} values where {len(parts)} are needed.")
+        raise TypeMismatch(path, items, f"has {len(items)} values where {len(parts)} are needed.")
     else:
         hints = list(parts)
     pairs = enumerate(zip(hints, items, strict=True))
@@ -139,7 +139,7 @@ def _conform_tuple(parts: tuple[Any, ...], value: Any, path: Path) -> tuple[Any,
 
 def _conform_mapping(hint: Any, value: Any, path: Path) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise Mismatch(path, value, "is not a table of settings.")
+        raise TypeMismatch(path, value, "is not a table of settings.")
     items = typing.cast("Mapping[Any, Any]", value)
     return {str(key): conform_value(hint, item, (*path, str(key))) for key, item in items.items()}
 
@@ -148,18 +148,18 @@ def _conform_union(hints: tuple[Any, ...], value: Any, path: Path) -> Any:
     if value is None and type(None) in hints:
         return None
     real = [hint for hint in hints if hint is not type(None)]
-    failures: list[Mismatch] = []
+    failures: list[TypeMismatch] = []
     for hint in real:
         try:
             return conform_value(hint, value, path)
-        except Mismatch as mismatch:
+        except TypeMismatch as mismatch:
             failures.append(mismatch)
     if value == "none" and len(real) < len(hints):
         return None
     for hint, failure in zip(real, failures, strict=True):
         if len(real) == 1 or _is_meant(hint, value):
             raise failure
-    raise Mismatch(path, value, f"is neither {' nor '.join(describe(hint) for hint in real)}.")
+    raise TypeMismatch(path, value, f"is neither {' nor '.join(describe(hint) for hint in real)}.")
 
 
 def _is_meant(hint: Any, value: Any) -> bool:

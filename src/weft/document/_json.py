@@ -51,13 +51,13 @@ class JsonObject:
     """A JSON object whose members are taken by name and kind."""
 
     path: Path
-    """Of the file, for messages."""
+    """Path of the file, for messages."""
     error: type[WeftError]
     advice: str
     """What to do about a file that is not as it should be: the last sentence of every message."""
     values: dict[str, Any]
     place: str = ""
-    """Of this object in the file: `indexes[2].`"""
+    """Place of this object in the file: `indexes[2].`"""
 
     @classmethod
     def parse(cls, path: Path, content: bytes, error: type[WeftError], advice: str) -> JsonObject:
@@ -77,11 +77,11 @@ class JsonObject:
             raise error(f"{path} should hold an object, but holds a {type(values).__name__}. {advice}")
         return cls(path, error, advice, cast("dict[str, Any]", values))
 
-    def fail(self, name: str, wanted: str) -> WeftError:
+    def fail(self, name: str, expected: str) -> WeftError:
         """Return the error about one member."""
         value = self.values.get(name)
         shown = f"is {_shown(value)}" if name in self.values else "is missing"
-        return self.error(f"{self.path}: {self.place}{name} {shown}, but should be {wanted}. {self.advice}")
+        return self.error(f"{self.path}: {self.place}{name} {shown}, but should be {expected}. {self.advice}")
 
     def only(self, names: Collection[str], optional: Collection[str] = ()) -> None:
         """Refuse members that are none of these names, and the lack of any that is not optional."""
@@ -93,11 +93,11 @@ class JsonObject:
             if name not in self.values:
                 raise self.fail(name, "there")
 
-    def text(self, name: str, pattern: str = r"(?s).{0,4096}", wanted: str = "a text") -> str:
+    def text(self, name: str, pattern: str = r"(?s).{0,4096}", expected: str = "a text") -> str:
         """Return a text that `pattern` fits as a whole."""
         value = self.values.get(name)
         if type(value) is not str or not re.fullmatch(pattern, value, re.ASCII) or not _is_encodable(value):
-            raise self.fail(name, wanted)
+            raise self.fail(name, expected)
         return value
 
     def count(self, name: str, *, least: int = 0, most: int = LARGEST_COUNT) -> int:
@@ -155,10 +155,10 @@ class JsonObject:
             values = cast("dict[str, Any]", item)
             yield JsonObject(self.path, self.error, self.advice, values, f"{self.place}{name}[{at}].")
 
-    def _take(self, name: str, kind: type[T], wanted: str) -> T:
+    def _take(self, name: str, kind: type[T], expected: str) -> T:
         value = self.values.get(name)
         if type(value) is not kind:
-            raise self.fail(name, wanted)
+            raise self.fail(name, expected)
         return value
 
 

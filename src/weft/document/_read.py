@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.document._locate import locate
 from weft.document._text import Path, dotted
-from weft.errors import Setting, WeftError, did_you_mean
+from weft.errors import BadSetting, WeftError, did_you_mean
 
 SET = "--set"
 """Origin of a setting given on the command line."""
@@ -40,8 +40,8 @@ class Document:
     def fail(self, path: Path, value: str | None, problem: str) -> WeftError:
         """Return the error about one setting, with its file and line, or with `(from --set)`."""
         return self.error(
-            sentence(self.noun, Setting(path, value, problem), self.origin(path) or self.name),
-            setting=Setting(path, value, problem),
+            sentence(self.noun, BadSetting(path, value, problem), self.origin(path) or self.name),
+            setting=BadSetting(path, value, problem),
         )
 
     def origin(self, path: Path) -> str | None:
@@ -51,15 +51,15 @@ class Document:
         return self.origins.get(dotted(path))
 
 
-def sentence(noun: str, setting: Setting, origin: str | None) -> str:
+def sentence(noun: str, setting: BadSetting, origin: str | None) -> str:
     """Return one sentence about a setting: place, dotted key, value, problem.
 
     From a file: `recipe.toml, line 9: batch.size = 0 is …`; otherwise `recipe.batch.size = 0 (from --set) is …`.
     """
     value = "" if setting.value is None else f" = {setting.value}"
     if origin is None or origin == SET:
-        given = f" (from {SET})" if origin == SET else ""
-        return f"{dotted((noun, *setting.path))}{value}{given} {setting.problem}"
+        source = f" (from {SET})" if origin == SET else ""
+        return f"{dotted((noun, *setting.path))}{value}{source} {setting.problem}"
     return f"{origin}: {dotted(setting.path)}{value} {setting.problem}"
 
 

@@ -14,7 +14,7 @@ from weft.document._text import Path, dotted, spell, spell_key
 
 _WIDTH = 110
 _WIDEST = 200
-"""Of an inline table in a list, which must stand on one line."""
+"""Width of an inline table in a list, at most: it must stand on one line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from weft.recipe import DecoderShape, Recipe, read_hf_config
 from weft.techniques.registry import unwritten
 
 _SPLIT_FAMILIES = ("llama", "mistral", "qwen2")
-"""Of transformers: their layers bear the names that the fragments use."""
+"""Families of transformers whose layers bear the names that the fragments use."""
 
 
 def check_ejectable(recipe: Recipe, plan: Plan) -> None:

@@ -10,6 +10,6 @@ from weft.engine._signals import StopRequest as StopRequest
 from weft.engine._step import Stepper as Stepper
 from weft.engine._step import StepResult as StepResult
 from weft.engine._throughput import ThroughputMeter as ThroughputMeter
-from weft.engine._trainer import Outcome as Outcome
 from weft.engine._trainer import Trainer as Trainer
 from weft.engine._trainer import TrainingData as TrainingData
+from weft.engine._trainer import TrainingOutcome as TrainingOutcome

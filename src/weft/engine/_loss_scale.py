@@ -27,7 +27,7 @@ class LossScale:
     minimum: float = 1.0
     maximum: float = 2.0**40
     finite_steps: int = 0
-    """In a row, up to now."""
+    """Finite steps in a row, up to now."""
     tolerance_left: int | None = None
     """Non-finite steps that are still left until the scale falls; None: `hysteresis`."""
 

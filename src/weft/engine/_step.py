@@ -35,8 +35,8 @@ class StepResult:
     count: float
     """Global count: tokens with a label, or samples."""
     gradient_norm: float
-    """Of the whole gradient, before clipping; where replicas step by themselves, of the replica that has the largest.
-    """
+    """Norm of the whole gradient, before clipping; where replicas step by themselves, of the replica that has the
+    largest."""
     learning_rate: float
     skipped: bool
     """Whether the update was left out, on all ranks, because a gradient was not finite."""
@@ -58,13 +58,13 @@ class _Agreed:
     loss_sums: Sequence[float]
     counts: Sequence[float]
     squares: Sequence[float]
-    """Of all gradient elements, before the correction of the scale."""
+    """Sum of squares of all gradient elements, before the correction of the scale."""
     unused: float
     """Parameters that took no part, counted on every rank that holds them."""
     stop: float
     memory_bytes: int
     fingerprints: Sequence[float]
-    """By rank; none where none was given."""
+    """Fingerprint of each rank; none where none was given."""
 
 
 class Stepper:

@@ -53,7 +53,7 @@ class Throughput:
     flops_per_second: float | None
     """None when the model's cost is unknown."""
     peak_share: float | None
-    """Of the measured peak, 0 to 1; None when one of the two is unknown."""
+    """Share of the measured peak, 0 to 1; None when one of the two is unknown."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,8 +63,8 @@ class ThroughputMeter:
     flops_per_sample: float
     """Forward and backward of one sample without recomputation; 0 when unknown."""
     peak_flops: float | None
-    """Of all ranks together; None when not measured.  Raised to what was seen where training is faster than the probe:
-    something else ran on the machine while it was measured."""
+    """Peak of all ranks together; None when not measured.  Raised to what was seen where training is faster than the
+    probe: something else ran on the machine while it was measured."""
     _samples: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)
     _seconds: float = field(default=0.0, init=False)

@@ -50,7 +50,7 @@ class TrainingData(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TrainingOutcome:
     """How a run ended."""
 
     steps: int
@@ -64,7 +64,7 @@ class Outcome:
     stop_signal: int
     """Number of the signal that did; 0 when the run was not stopped, or by the program itself."""
     losses: tuple[float, ...]
-    """Of the steps of this call."""
+    """Loss of each step of this call."""
     checkpoint: Path | None
 
 
@@ -142,7 +142,7 @@ class Trainer:
         ):
             raise data.fail("cursor", f"the samples of {step} steps, equally many in each")
 
-    def run(self, until: int | None = None) -> Outcome:
+    def run(self, until: int | None = None) -> TrainingOutcome:
         """Train to the recipe's last step, or until a signal.  Call on every rank.
 
         Args:
@@ -184,7 +184,7 @@ class Trainer:
             reporter.report(recipe.run.steps - step)
             self._advise()
         self._run.emit(EndEvent(step=step, stopped=stopped))
-        return Outcome(
+        return TrainingOutcome(
             steps=step,
             first_loss=losses[0] if losses else None,
             last_loss=losses[-1] if losses else None,

@@ -2,6 +2,7 @@
 
 from weft.entry._auto import describe_recipe as describe_recipe
 from weft.entry._check import check as check
+from weft.entry._check import check_by as check_by
 from weft.entry._check_report import CheckFailure as CheckFailure
 from weft.entry._check_report import CheckReport as CheckReport
 from weft.entry._fit import is_tight as is_tight

@@ -42,10 +42,10 @@ def check_same_facts(facts: Mapping[str, str], device: torch.device, group: dist
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    told = [json.loads(text) for text in gather_texts(json.dumps(dict(facts)), device, group)]
-    for name in dict.fromkeys(name for one in told for name in one):
+    facts_of_ranks = [json.loads(text) for text in gather_texts(json.dumps(dict(facts)), device, group)]
+    for name in dict.fromkeys(name for one in facts_of_ranks for name in one):
         values: dict[str, list[int]] = {}
-        for rank, one in enumerate(told):
+        for rank, one in enumerate(facts_of_ranks):
             values.setdefault(one.get(name, "nothing"), []).append(rank)
         if len(values) > 1:
             raise _different(name, values)
@@ -72,6 +72,6 @@ def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | Non
     longest = max(int(size) for size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
-    found = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(found, padded, group=group)
-    return [bytes(one[: int(size)].tolist()).decode() for one, size in zip(found, sizes, strict=True)]
+    gathered = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return [bytes(one[: int(size)].tolist()).decode() for one, size in zip(gathered, sizes, strict=True)]

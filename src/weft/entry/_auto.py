@@ -41,7 +41,7 @@ def describe_user_model(blueprint: Blueprint, recipe: Recipe) -> Description:
     generators, stay as they are.
     """
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")  # the loss says what it has to say when it is run for what it is for
+        warnings.simplefilter("ignore")  # warnings of the user's loss are shown when training calls it
         module = _on_meta(blueprint.module)
         if module is None:
             return _described(replace(blueprint, example=None), recipe)

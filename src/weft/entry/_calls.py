@@ -27,8 +27,8 @@ from weft.errors import CheckpointError, CollectiveError, WeftError
 
 _LOOK_SECONDS = 0.25
 _STUCK_SECONDS = 1.0
-_HEAR_SECONDS = 3.0
-"""How long a rank that has failed waits for what the others say."""
+_EXPLAIN_SECONDS = 3.0
+"""Time that a rank which has failed waits for what the others publish."""
 _LAST_CALLS = 16
 _NOBODY = -1
 
@@ -37,7 +37,7 @@ _NOBODY = -1
 class _Call:
     number: int
     name: str
-    """Of the method: what must be equal on all ranks."""
+    """Name of the method: what must be equal on all ranks."""
     place: str
     """File and line of the user."""
 
@@ -46,15 +46,15 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What a rank has said last."""
+class _Statement:
+    """The calls that a rank has last published in the store."""
 
     calls: tuple[_Call, ...]
     end: str
     """Why it has left the session; empty while it has not."""
 
     @classmethod
-    def read(cls, text: str) -> _Said:
+    def read(cls, text: str) -> _Statement:
         calls, end = json.loads(text)
         return cls(tuple(_Call(int(number), str(name), str(place)) for number, name, place in calls), str(end))
 
@@ -96,10 +96,10 @@ class Calls:
                 self._meet()
             yield
         except (WeftError, RuntimeError) as error:
-            found = self._explain(error)
-            if found is None:
+            explanation = self._explain(error)
+            if explanation is None:
                 raise
-            raise found from error
+            raise explanation from error
         finally:
             self._depth, self._since = 0, 0.0
 
@@ -111,28 +111,28 @@ class Calls:
         self._thread.join(_STUCK_SECONDS)
         if error is not None:
             end = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-            _within(_STUCK_SECONDS, lambda: self._say(end))
+            _within(_STUCK_SECONDS, lambda: self._publish(end))
 
     # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _watch(self) -> None:
-        said = 0
+        published = 0
         while not self._is_over.wait(_LOOK_SECONDS):
             since, number = self._since, self._calls[-1].number if self._calls else 0
             if not since or time.monotonic() - since < _STUCK_SECONDS:
                 continue
             with suppress(RuntimeError):  # the store is gone with the rank that had it: its groups say so
-                if said != number:
-                    self._say()
-                    said = number
-                verdict = self._difference(self._heard())
+                if published != number:
+                    self._publish()
+                    published = number
+                verdict = self._difference(self._statements())
                 if verdict and self._since == since:
                     self._verdict = verdict
                     release_groups(_NOBODY, set())
 
     def _meet(self) -> None:
         texts = gather_texts(self._spell(), self._device)
-        verdict = self._difference({rank: _Said.read(text) for rank, text in enumerate(texts)})
+        verdict = self._difference({rank: _Statement.read(text) for rank, text in enumerate(texts)})
         if verdict:
             self._verdict = verdict
             raise CollectiveError(verdict, status=1)
@@ -140,23 +140,25 @@ class Calls:
     def _spell(self, end: str = "") -> str:
         return json.dumps([[[call.number, call.name, call.place] for call in list(self._calls)], end])
 
-    def _say(self, end: str = "") -> None:
+    def _publish(self, end: str = "") -> None:
         assert self._store is not None
         self._store.set(f"calls/{self._rank}", self._spell(end))
 
-    def _heard(self) -> dict[int, _Said]:
-        """What each rank has said so far."""
+    def _statements(self) -> dict[int, _Statement]:
+        """What each rank has published so far."""
         assert self._store is not None
         keys = {rank: f"calls/{rank}" for rank in range(self._num_ranks)}
         return {
-            rank: _Said.read(self._store.get(key).decode()) for rank, key in keys.items() if self._store.check([key])
+            rank: _Statement.read(self._store.get(key).decode())
+            for rank, key in keys.items()
+            if self._store.check([key])
         }
 
-    def _difference(self, heard: dict[int, _Said]) -> str:
+    def _difference(self, statements: dict[int, _Statement]) -> str:
         """The first calls that differ; empty where none do, as far as is known."""
         made: dict[int, dict[int, _Call]] = {}
-        for rank, said in heard.items():
-            for call in said.calls:
+        for rank, statement in statements.items():
+            for call in statement.calls:
                 made.setdefault(call.number, {})[rank] = call
         for _, by_rank in sorted(made.items()):
             if len({call.name for call in by_rank.values()}) > 1:
@@ -174,22 +176,26 @@ class Calls:
             return CollectiveError(self._verdict, status=1)
         if not _may_be_of_others(error):
             return None
-        text = _within(_HEAR_SECONDS + _STUCK_SECONDS, self._hear_why)
+        text = _within(_EXPLAIN_SECONDS + _STUCK_SECONDS, self._await_explanation)
         return CollectiveError(text, status=1) if text else None
 
-    def _hear_why(self) -> str:
-        """Say what this rank did, and listen until the others' words explain its error, or all have spoken."""
-        limit = time.monotonic() + _HEAR_SECONDS
-        self._say()
+    def _await_explanation(self) -> str:
+        """Publish what this rank did, and wait until the others' calls explain its error, or all have come to this
+        call."""
+        deadline = time.monotonic() + _EXPLAIN_SECONDS
+        self._publish()
         while True:
-            heard = self._heard()
-            if verdict := self._difference(heard):
+            statements = self._statements()
+            if verdict := self._difference(statements):
                 return verdict
-            left = next((rank for rank, said in heard.items() if said.end and rank != self._rank), None)
+            left = next((rank for rank, statement in statements.items() if statement.end and rank != self._rank), None)
             if left is not None:
-                return f"rank {left} has left the group ({heard[left].end}), while this one was in {self._calls[-1]}."
-            told = [said for said in heard.values() if said.calls and said.calls[-1].number >= self._calls[-1].number]
-            if len(told) == self._num_ranks or time.monotonic() >= limit:
+                return (
+                    f"rank {left} has left the group ({statements[left].end}), while this one was in {self._calls[-1]}."
+                )
+            own = self._calls[-1].number
+            has_come = [bool(each.calls) and each.calls[-1].number >= own for each in statements.values()]
+            if sum(has_come) == self._num_ranks or time.monotonic() >= deadline:
                 return ""
             time.sleep(_LOOK_SECONDS / 5)
 

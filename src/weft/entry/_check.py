@@ -18,14 +18,18 @@ import torch.distributed as dist
 from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, known_machine
 from weft.description import facts_of
+from weft.engine import TrainingState
 from weft.entry._auto import describe_recipe
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer, RankError, launch_function, open_fork_server
+from weft.models import Blueprint
 from weft.numerics import (
+    EXACT,
     REMOVABLE,
     STEPS,
+    CheckCase,
     Comparison,
     Contributions,
     Evidence,
@@ -41,6 +45,8 @@ from weft.numerics import (
     join_trials,
     likely_cause,
     one_process,
+    outputs_file,
+    perturb_constants,
     read_trial,
     run_trial,
     shrink_case,
@@ -52,12 +58,11 @@ from weft.recipe import Precision, Recipe, dump_recipe, load_recipe
 from weft.search import choose_plan
 from weft.techniques.registry import exact
 from weft.worker import facts_of_blueprint
-from weft.worker._check import case_name, outputs_path, perturbed_model, trial_path, with_precision
 
 _MEMORY_SHARE = 0.5
-"""Of this machine's memory, that a model which cannot be shrunk may take."""
+"""Share of this machine's memory that a model which cannot be shrunk may take."""
 _SEARCH_SECONDS = 180.0
-"""After so long, no further technique is taken out to find the cause."""
+"""Time after which no further technique is taken out to find the cause."""
 
 
 def check(
@@ -166,11 +171,10 @@ def _fitting(small: SmallCase) -> ModelFacts:
     return facts
 
 
-def _cases(plan: Plan) -> list[tuple[Precision, bool]]:
+def _cases(plan: Plan) -> list[CheckCase]:
     """fp64 and fp32 for the mathematics, then what the plan says."""
-    cases: list[tuple[Precision, bool]] = [("fp64", False), ("fp32", False)]
-    own = (plan.compute.precision, plan.compute.compile)
-    return cases if own in cases else [*cases, own]
+    own = CheckCase(plan.compute.precision, plan.compute.compile)
+    return list(dict.fromkeys((EXACT, CheckCase("fp32"), own)))
 
 
 @contextmanager
@@ -190,19 +194,19 @@ def _state_kept() -> Generator[None]:
 
 @dataclass(slots=True)
 class _Runs:
-    """Runs trials of a small case."""
+    """Runs trials of a small model."""
 
     small: SmallCase
     folder: Path
     launch: Launch
 
-    def ranks(self, cases: Sequence[tuple[Precision, bool]], *, watch: bool = False) -> None:
+    def ranks(self, cases: Sequence[CheckCase], *, watch: bool = False) -> None:
         """Run the cases on the plan's world, in fresh processes that are started once."""
         self.launch(
             {
                 "recipe": dump_recipe(self.small.recipe, everything=True),
                 "plan": dump_plan(self.small.plan, everything=True),
-                "cases": [list(case) for case in cases],
+                "cases": [[case.precision, case.compiled] for case in cases],
                 "label_range": self.small.label_range,
                 "folder": str(self.folder),
                 "watch": watch,
@@ -210,30 +214,39 @@ class _Runs:
             self.small.plan.mesh.world_size,
         )
 
-    def trials(self, precision: Precision, compiled: bool) -> list[Trial]:
+    def trials(self, case: CheckCase) -> list[Trial]:
         """What the ranks left of a case."""
-        case, world = case_name(precision, compiled), range(self.small.plan.mesh.world_size)
-        return [read_trial(trial_path(self.folder, rank, case)) for rank in world]
+        world_size = self.small.plan.mesh.world_size
+        return [read_trial(case.trial_file(self.folder, rank)) for rank in range(world_size)]
 
-    def alone(self, precision: Precision) -> TrialResult:
-        """One process: no axis, no technique, the whole batch in one microbatch."""
-        recipe = self.small.recipe
-        plan = one_process(with_precision(self.small.plan, precision, compiled=False))
+    def build(self) -> Blueprint:
+        """The small model, with no parameter that starts constant."""
+        return perturb_constants(build_blueprint(self.small.recipe))
+
+    def one_process(
+        self,
+        precision: Precision,
+        build: Callable[[], Blueprint] | None = None,
+        *,
+        steps: int = STEPS,
+        inspect: Callable[[TrainingState], None] | None = None,
+    ) -> TrialResult:
+        """Train without axes and techniques in this process, the whole batch in one microbatch."""
+        plan = one_process(CheckCase(precision).plan(self.small.plan))
+        label_range = self.small.label_range
         trial = run_trial(
-            recipe, plan, lambda: perturbed_model(recipe), steps=STEPS, label_range=self.small.label_range
+            self.small.recipe, plan, build or self.build, steps=steps, label_range=label_range, inspect=inspect
         )
         return join_trials([trial], plan)
 
     def against_plain_torch(self) -> Comparison | None:
         """One process beside a loop without Weft's engine, dropout left out; None where torch has no such loop."""
-        recipe, label_range = self.small.recipe, self.small.label_range
-        plan = one_process(with_precision(self.small.plan, "fp64", compiled=False))
-        build = without_dropout(lambda: perturbed_model(recipe))
+        build = without_dropout(self.build)
         blueprint = build()
         if any(isinstance(module, torch.nn.Embedding) and module.sparse for module in blueprint.module.modules()):
             return None  # torch clips and steps no sparse gradients
-        candidate = join_trials([run_trial(recipe, plan, build, steps=STEPS, label_range=label_range)], plan)
-        loop = PlainLoop(recipe=recipe, plan=plan, label_range=label_range)
+        candidate = self.one_process("fp64", build)
+        loop = PlainLoop(recipe=self.small.recipe, plan=self.small.plan, label_range=self.small.label_range)
         reference = loop.run(blueprint, candidate.initial)
         return compare_results(reference, comparable(candidate, loop.steps), precision="fp64")
 
@@ -242,41 +255,34 @@ class _Runs:
         if self.small.plan.mesh.pipeline > 1:
             return ""
         try:
-            self.ranks([_EXACT], watch=True)
+            self.ranks([EXACT], watch=True)
         except WeftError:
             return ""
-        recipe, alone = self.small.recipe, Outputs()
-        plan = one_process(with_precision(self.small.plan, "fp64", compiled=False))
-        label_range = self.small.label_range
-        run_trial(recipe, plan, lambda: perturbed_model(recipe), steps=0, label_range=label_range, inspect=alone.watch)
-        difference = first_different(alone.by_module, Outputs.read(outputs_path(self.folder)).by_module)
-        return (
-            f"the first module that returns something else is {difference[0]} (by {difference[1]:.1e})"
-            if difference
-            else ""
-        )
+        outputs = Outputs()
+        self.one_process("fp64", steps=0, inspect=outputs.watch)
+        difference = first_different(outputs.by_module, Outputs.read(outputs_file(self.folder)).by_module)
+        if difference is None:
+            return ""
+        module, relative = difference
+        return f"the first module that returns something else is {module} (by {relative:.1e})"
 
     def taken_apart(self) -> Contributions:
-        recipe = self.small.recipe
-        plan = with_precision(self.small.plan, "fp64", compiled=False)
-        return contributions(recipe, plan, lambda: perturbed_model(recipe), label_range=self.small.label_range)
+        """The first step's gradient in one process, by data rank."""
+        plan = EXACT.plan(self.small.plan)
+        return contributions(self.small.recipe, plan, self.build, label_range=self.small.label_range)
 
     def comparison(
-        self, case: tuple[Precision, bool], exact: TrialResult | None, order: Sequence[str] = ()
+        self, case: CheckCase, exact: TrialResult | None, order: Sequence[str] = ()
     ) -> tuple[Comparison, TrialResult]:
-        """Compare what the ranks left of a case with one process."""
-        precision, compiled = case
-        reference = self.alone(precision)
-        candidate = join_trials(self.trials(precision, compiled), self.small.plan)
-        comparison = compare_results(reference, candidate, precision=precision, exact=exact, order=order)
-        return replace(comparison, precision=case_name(precision, compiled)), reference
-
-
-_EXACT: tuple[Precision, bool] = ("fp64", False)
+        """Compare what the ranks left of a case with one process, which is returned, too."""
+        reference = self.one_process(case.precision)
+        candidate = join_trials(self.trials(case), self.small.plan)
+        comparison = compare_results(reference, candidate, precision=case.precision, exact=exact, order=order)
+        return replace(comparison, precision=str(case)), reference
 
 
 def _compare_cases(
-    runs: _Runs, cases: Sequence[tuple[Precision, bool]], explain: bool
+    runs: _Runs, cases: Sequence[CheckCase], explain: bool
 ) -> tuple[list[Comparison], CheckFailure | None]:
     """Run all cases and compare until one is not equal; first of all, one process itself."""
     plain = runs.against_plain_torch()
@@ -299,14 +305,14 @@ def _compare_cases(
     return comparisons, None
 
 
-def _failure(runs: _Runs, comparison: Comparison, case: tuple[Precision, bool], explain: bool) -> CheckFailure:
+def _failure(runs: _Runs, comparison: Comparison, case: CheckCase, explain: bool) -> CheckFailure:
     """What differs first, in the order of the forward, and why."""
     cause, needs = "", ()
-    if case == _EXACT:
+    if case == EXACT:
         apart = runs.taken_apart()
-        comparison, reference = runs.comparison(_EXACT, None, apart.order)
+        comparison, reference = runs.comparison(EXACT, None, apart.order)
         if explain:
-            trials = runs.trials(*_EXACT)
+            trials = runs.trials(EXACT)
             cause = likely_cause(
                 Evidence(
                     plan=runs.small.plan,
@@ -321,8 +327,8 @@ def _failure(runs: _Runs, comparison: Comparison, case: tuple[Precision, bool], 
             simplest, needs = _needed(runs)
             where = simplest.first_wrong_output() if comparison.mismatches[0].kind == "loss" else ""
             cause += f"; {where}" if where else ""
-    elif case[1]:
-        cause = f"fp64 and fp32 are equal without compilation: it is torch.compile, or rounding, in {case[0]}"
+    elif case.compiled:
+        cause = f"fp64 and fp32 are equal without compilation: it is torch.compile, or rounding, in {case.precision}"
     else:
         precision = comparison.precision
         cause = f"fp64 is equal, so the mathematics is right: rounding in {precision} differs more than it should"
@@ -364,9 +370,9 @@ def _needed(runs: _Runs) -> tuple[_Runs, tuple[str, ...]]:
 
 def _still_differs(runs: _Runs) -> bool:
     try:
-        runs.ranks([_EXACT])
+        runs.ranks([EXACT])
     except RankError:
         return True
     except WeftError:
         return False  # a plan that is refused shows nothing
-    return not runs.comparison(_EXACT, None)[0].is_equal
+    return not runs.comparison(EXACT, None)[0].is_equal

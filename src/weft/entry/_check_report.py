@@ -39,7 +39,7 @@ class CheckReport:
     lines: tuple[str, ...]
     """What was run: plan and model, and what they leave out."""
     comparisons: tuple[Comparison, ...]
-    """By precision, in the order in which they were run, up to the first that is not equal."""
+    """One per precision, in the order in which they were run, up to the first that is not equal."""
     failure: CheckFailure | None
     seconds: float
 
@@ -58,8 +58,8 @@ class CheckReport:
             rest = "".join(
                 f", {comparison.largest['gradient']:.1e} in {comparison.precision}" for comparison in rounded
             )
-            told = f"gradients equal one process: largest relative difference {text}{rest}  ({self.seconds:.1f} s)"
-            return [_labelled("check", told)]
+            line = f"gradients equal one process: largest relative difference {text}{rest}  ({self.seconds:.1f} s)"
+            return [_labelled("check", line)]
         first, *others = self._why()
         return [_labelled("check", first), *(_labelled("", line) for line in others)]
 

@@ -15,7 +15,7 @@ from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer, RankError, launch_function
 from weft.plan import ModelFacts, Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
-from weft.search import Choice
+from weft.search import PlanChoice
 
 _UNCERTAIN = 0.8
 """Share of the usable memory above which a prediction is tried: of 117 published peaks 6 % were predicted more than a
@@ -24,7 +24,7 @@ _KILLED = "SIGKILL"
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class PeakMemory:
     """What came of a plan on all ranks."""
 
     fits: bool
@@ -32,13 +32,13 @@ class Trial:
     """The largest of a rank; 0 where the system ended one before it could tell."""
 
 
-class Weigher(Protocol):
+class MeasurePeak(Protocol):
     """Tries a plan, on every rank."""
 
-    def __call__(self, recipe: Recipe, plan: Plan) -> Trial: ...
+    def __call__(self, recipe: Recipe, plan: Plan) -> PeakMemory: ...
 
 
-def is_tight(choice: Choice) -> bool:
+def is_tight(choice: PlanChoice) -> bool:
     """Whether a plan that is predicted to fit may not, and its microbatch is not one that the user has given."""
     if not choice.rivals or "microbatch.size" in choice.plan.origins:
         return False
@@ -47,30 +47,30 @@ def is_tight(choice: Choice) -> bool:
 
 
 def fit_microbatch(
-    recipe: Recipe, plan: Plan, tell: Callable[[str], None], weigh_all: Weigher, *, facts: ModelFacts
+    recipe: Recipe, plan: Plan, log: Callable[[str], None], measure_peak: MeasurePeak, *, facts: ModelFacts
 ) -> tuple[Plan, str]:
     """Return the plan with the largest microbatch whose step finds memory, and the reason of its size.
 
-    The global batch stays: half the microbatch, twice as many.  With `weigh_in_job` call it on every rank.
+    The global batch stays: half the microbatch, twice as many.  With `measure_peak_in_job` call it on every rank.
 
     Raises:
         PlanError: not even a microbatch of one sample fits, or batch statistics forbid a smaller one.
     """
     refused: list[int] = []
     while True:
-        tell(f"memory    trying a microbatch of {plan.microbatch.size}")
-        trial = weigh_all(recipe, plan)
+        log(f"memory    trying a microbatch of {plan.microbatch.size}")
+        trial = measure_peak(recipe, plan)
         if trial.fits:
             reason = f"tried: a step peaks at {spell_memory(trial.peak_bytes)} per process"
             return plan, reason + (f"; {refused[-1]} finds no memory" if refused else "")
         refused.append(plan.microbatch.size)
         smaller = None if facts.has_batch_norm else _smaller(plan)
         if smaller is None:
-            held = (
+            memory = (
                 f"{spell_memory(trial.peak_bytes)} were held then" if trial.peak_bytes else "the system ended a process"
             )
             raise PlanError(
-                f"A step with a microbatch of {plan.microbatch.size} finds no memory ({held}), and it cannot be made"
+                f"A step with a microbatch of {plan.microbatch.size} finds no memory ({memory}), and it cannot be made"
                 ' smaller. Free memory on the device, or give a plan that needs less: plan.memory.recompute = "full",'
                 " or a higher plan.data_parallel.zero."
             )
@@ -83,31 +83,31 @@ def _smaller(plan: Plan) -> Plan | None:
     return None if smaller is None else replace(plan, microbatch=smaller)
 
 
-def weigh_in_processes(recipe: Recipe, plan: Plan, *, fork_server: ForkServer | None = None) -> Trial:
+def measure_peak_in_processes(recipe: Recipe, plan: Plan, *, fork_server: ForkServer | None = None) -> PeakMemory:
     """Try a plan in fresh processes of this machine, one per rank, all at once."""
     count = plan.mesh.world_size
     return _launched(recipe, plan, count, {"rank": None, "local_rank": None}, fork_server)
 
 
-def weigh_in_job(rank_info: RankInfo) -> Weigher:
+def measure_peak_in_job(rank_info: RankInfo) -> MeasurePeak:
     """Try a plan from inside a running job: every rank starts one process, and all ranks agree on what came of it.
 
     The returned function is collective over the default group.
     """
 
-    def weigh_all(recipe: Recipe, plan: Plan) -> Trial:
+    def measure_peak(recipe: Recipe, plan: Plan) -> PeakMemory:
         own = _launched(recipe, plan, 1, {"rank": rank_info.rank, "local_rank": rank_info.local_rank})
         worst = torch.tensor([float(not own.fits), float(own.peak_bytes)], dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(worst, dist.ReduceOp.MAX)
-        return Trial(fits=worst[0].item() == 0, peak_bytes=int(worst[1].item()))
+        return PeakMemory(fits=worst[0].item() == 0, peak_bytes=int(worst[1].item()))
 
-    return weigh_all
+    return measure_peak
 
 
 def _launched(
     recipe: Recipe, plan: Plan, count: int, who: Mapping[str, int | None], fork_server: ForkServer | None = None
-) -> Trial:
+) -> PeakMemory:
     arguments = {
         "recipe": dump_recipe(recipe, everything=True),
         "plan": dump_plan(plan, everything=True),
@@ -115,10 +115,12 @@ def _launched(
     }
     threads = plan.compute.num_threads
     try:
-        function = "weft.worker._weigh:run_rank"
-        found = launch_function(function, arguments, count, threads_per_rank=threads, fork_server=fork_server)
+        function = "weft.worker._peak_memory:run_rank"
+        results = launch_function(function, arguments, count, threads_per_rank=threads, fork_server=fork_server)
     except RankError as problem:
         if problem.kind != _KILLED:
             raise
-        return Trial(fits=False, peak_bytes=0)
-    return Trial(fits=all(rank["fits"] for rank in found), peak_bytes=max(rank["peak_bytes"] for rank in found))
+        return PeakMemory(fits=False, peak_bytes=0)
+    return PeakMemory(
+        fits=all(rank["fits"] for rank in results), peak_bytes=max(rank["peak_bytes"] for rank in results)
+    )

@@ -45,7 +45,7 @@ def generate(
     tokenizer = load_tokenizer(tokenizer_path)
     module = load_module(folder.path, blueprint)
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [separator_of(tokenizer)]
-    found = continue_tokens(
+    tokens = continue_tokens(
         module,
         torch.tensor([ids]),
         max_new_tokens=max_new_tokens,
@@ -56,7 +56,7 @@ def generate(
         stop=separator_of(tokenizer),
         window=blueprint.sequence_length,
     )
-    return tokenizer.decode(found[0].tolist(), skip_special_tokens=True)
+    return tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True)
 
 
 def load_module(checkpoint: Path, blueprint: Blueprint) -> nn.Module:

@@ -127,14 +127,14 @@ class SessionRuns:
 
     def _create(self, number: int, plan: Plan) -> RunFolder:
         """Make the folder of a model, with its plan; only on rank 0."""
-        given = self._given
+        folder_name = self._given
         if not self._record:
-            folder = given if given is not None else Path("runs") / "session"
+            folder = folder_name if folder_name is not None else Path("runs") / "session"
             return RunFolder(folder / f"model-{number}" if number > 1 else folder)
         if self._folder is not None:
-            given = self._folder.path / f"model-{number}"
+            folder_name = self._folder.path / f"model-{number}"
         script = Path(sys.argv[0])
-        own = create_folder(run_name(script) if script.suffix == ".py" else "session", given)
+        own = create_folder(run_name(script) if script.suffix == ".py" else "session", folder_name)
         try:
             own.plan.write_text(dump_plan(plan))
         except OSError as error:

@@ -22,7 +22,7 @@ from weft.entry._calls import Calls
 from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
 from weft.entry._recording import SessionRuns
 from weft.entry._state import LossOfUser, TrainState
-from weft.entry._user_batches import Stream, UserBatch, fields_of, infer_inputs
+from weft.entry._user_batches import BatchStream, UserBatch, fields_of, infer_inputs
 from weft.entry._user_optimizer import group_indices, settings_of
 from weft.errors import DataError, RecipeError
 from weft.launch import Distributed, RankFailure, RankInfo, initialise_distributed
@@ -84,19 +84,19 @@ def session(
                 step = state.step(batch)
     """
     with ExitStack() as stack:
-        wanted = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
-        if isinstance(wanted, Plan) and wanted.compute.device != "auto":
-            device = wanted.compute.device
-        backend = wanted.compute.backend if isinstance(wanted, Plan) else "auto"
-        given = _with_timeout(wanted if isinstance(wanted, Plan) else Plan(), collective_timeout_seconds)
-        timeout_seconds = given.compute.timeout_seconds
+        requested = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
+        if isinstance(requested, Plan) and requested.compute.device != "auto":
+            device = requested.compute.device
+        backend = requested.compute.backend if isinstance(requested, Plan) else "auto"
+        own_plan = _with_timeout(requested if isinstance(requested, Plan) else Plan(), collective_timeout_seconds)
+        timeout_seconds = own_plan.compute.timeout_seconds
         joining = initialise_distributed(device, backend=backend, timeout_seconds=timeout_seconds)
         distributed = stack.enter_context(joining)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         session = Session(
             distributed,
             RankInfo.from_environment(),
-            given if isinstance(wanted, Plan) else None,
+            own_plan if isinstance(requested, Plan) else None,
             timeout_seconds=timeout_seconds,
             seed=seed,
             permit=PermitRecipe(precision=tuple(permit), compression=tuple(compression)),
@@ -182,9 +182,9 @@ class Session:
         """Of every optimizer that is about to step: refuse one that holds parameters of a prepared model."""
         if optimizer in self._optimizers:
             return  # refuses by itself, outside a step
-        held = {id(parameter) for state in self._states for parameter in state.model.parameters()}
-        held.update(self._owned.keys())
-        if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):
+        prepared = {id(parameter) for state in self._states for parameter in state.model.parameters()}
+        prepared.update(self._owned.keys())
+        if any(id(parameter) in prepared for group in optimizer.param_groups for parameter in group["params"]):
             raise RecipeError(
                 f"this {type(optimizer).__name__} holds parameters of a model that session.prepare was given with"
                 " another optimizer: its update would be lost with the next step. Give prepare one optimizer with a"
@@ -255,7 +255,7 @@ class Session:
         batch_size: int | None,
     ) -> TrainState:
         refuse_wrapped(model)
-        stream = Stream(loader, self._seed, lambda fields: None, batch_size)
+        stream = BatchStream(loader, self._seed, lambda fields: None, batch_size)
         batch = stream.batch_size
         stream.warn_of_workers()
         self._refuse_taken(model)
@@ -413,7 +413,7 @@ def _store_of_session(rank: int, num_ranks: int) -> dist.Store | None:
 
 
 def _facts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, stream: Stream, batch: int, max_grad_norm: float | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, stream: BatchStream, batch: int, max_grad_norm: float | None
 ) -> dict[str, str]:
     """What must be equal on all ranks when they prepare a model."""
     kind = type(model).__name__

@@ -28,7 +28,7 @@ from weft.entry._loop_draws import Yielded
 from weft.entry._loop_record import LoopRecord
 from weft.entry._recording import ModelRun
 from weft.entry._seen_batches import SeenBatches
-from weft.entry._user_batches import Stream, UserBatch, fields_of, restored, trainable
+from weft.entry._user_batches import BatchStream, UserBatch, fields_of, restored, trainable
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import CheckpointError, DataError, PlanError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent
@@ -49,7 +49,7 @@ class StepInfo:
     loss: float
     """Global mean."""
     gradient_norm: float
-    """Of the whole gradient, before clipping."""
+    """Norm of the whole gradient, before clipping."""
     skipped: bool
     """Whether the update was left out because a gradient was not finite."""
 
@@ -82,7 +82,7 @@ class TrainState:
         self._recipe = recipe
         self._batch_size = recipe.batch.global_batch_size
         self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.data_index)
-        self._stream = Stream(stream, recipe.run.seed, self._check_equal, self._batch_size)
+        self._stream = BatchStream(stream, recipe.run.seed, self._check_equal, self._batch_size)
         self._loss = LossOfUser(loss)
         self._loss.like = like
         self._yielded: Yielded | None = None

@@ -25,11 +25,11 @@ class TimedPlan:
     """What the steps of a plan took, until the last rank had finished each."""
 
     first_seconds: float
-    """Of the first step of all, which compiles and opens connections."""
+    """Time of the first step of all, which compiles and opens connections."""
     early_seconds: float
-    """Of a step, by the median of the few that follow, which every plan takes."""
+    """Time of a step, by the median of the few that follow, which every plan takes."""
     turns: tuple[float, ...]
-    """Of a step, in each round; none where the plan was too slow to go on."""
+    """Time of a step in each round; none where the plan was too slow to go on."""
     peak_bytes: int
     """The largest peak of a rank up to there: allocated on an accelerator, resident on cores.  Only the first plan's
     is its own; ranks keep what they have built."""
@@ -70,10 +70,10 @@ def time_plans(
         function = "weft.worker._timed:run_rank"
         preload = ("weft.entry", "torch.distributed.tensor")
         with _pipes([Path(folder) / f"turn{rank}" for rank in range(num_ranks)]):
-            found = launch_function(
+            timings = launch_function(
                 function, arguments, num_ranks, threads_per_rank=threads, preload=preload, fork_server=fork_server
             )
-    return [_merged([rank[str(at)] for rank in found if str(at) in rank]) for at in range(len(plans))]
+    return [_merged([rank[str(at)] for rank in timings if str(at) in rank]) for at in range(len(plans))]
 
 
 def step_seconds(timed: Sequence[TimedPlan]) -> list[float]:
@@ -82,6 +82,8 @@ def step_seconds(timed: Sequence[TimedPlan]) -> list[float]:
     A plan's turn is held against the mean of its round, and the median of these ratios counts, times the median round.
     Plans that did not go on are judged by their early steps.
     """
+    # Another program slows all plans of a round alike, so the ratio to the round's mean is steady where the seconds are
+    # not.  The mean is geometric: a plan that is twice as slow and one that is twice as fast then cancel out.
     going = [each for each in timed if each.turns]
     means = [geometric_mean(turns) for turns in zip(*(each.turns for each in going), strict=True)]
     return [
@@ -95,14 +97,14 @@ def step_seconds(timed: Sequence[TimedPlan]) -> list[float]:
 @contextmanager
 def _pipes(paths: Sequence[Path]) -> Generator[None]:
     """FIFOs, held open at both ends, so that neither end waits for the other to open it and nothing is lost."""
-    held: list[int] = []
+    pipes: list[int] = []
     try:
         for path in paths:
             os.mkfifo(path, 0o600)
-            held.append(os.open(path, os.O_RDWR))
+            pipes.append(os.open(path, os.O_RDWR))
         yield
     finally:
-        for pipe in held:
+        for pipe in pipes:
             os.close(pipe)
 
 

@@ -23,7 +23,7 @@ from weft.data import PreparedData, data_shape
 from weft.data.preparation import ConsoleProgress, prepare_data, silent
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import describe_blueprint, machine_for
-from weft.entry._fit import Weigher, fit_microbatch, is_tight, weigh_in_job, weigh_in_processes
+from weft.entry._fit import MeasurePeak, fit_microbatch, is_tight, measure_peak_in_job, measure_peak_in_processes
 from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
 from weft.errors import CheckpointError, LaunchError, RecipeError, WeftError
@@ -34,7 +34,7 @@ from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.profile import Profile
 from weft.recipe import Recipe, check_group_globs, dump_recipe, load_recipe
-from weft.search import Choice, choose_plan
+from weft.search import PlanChoice, choose_plan
 from weft.worker import facts_of_blueprint, train_rank
 
 
@@ -110,15 +110,15 @@ def train(
         name = run_name(Path(recipe)) if isinstance(recipe, str | Path) else "run"
     recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
     with open_fork_server(fork_server) as warm:
-        asked = _Asked(recipe, plan, processes, reasons or {}, note, trials, try_memory, quiet, warm)
-        job, rank_info = asked.checked(), RankInfo.from_environment()
+        request = _TrainRequest(recipe, plan, processes, reasons or {}, note, trials, try_memory, quiet, warm)
+        job, rank_info = request.checked(), RankInfo.from_environment()
         if rank_info is not None:
             return job.run_as_rank(name, folder, resume)
         return job.run_as_parent(name, folder, resume)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _TrainRequest:
     """What `train` was asked for, beside where to keep it."""
 
     recipe: Recipe
@@ -161,12 +161,12 @@ class _Asked:
         tight = tight if self.try_memory is None else self.try_memory
         return _Job(recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, self.quiet, self.fork_server)
 
-    def _choice(self, profile: Profile, facts: ModelFacts, cluster: Cluster, world: int | None) -> Choice:
+    def _choice(self, profile: Profile, facts: ModelFacts, cluster: Cluster, world: int | None) -> PlanChoice:
         choice = choose_plan(self.recipe, cluster, facts, world, profile=profile)
         if not self.trials:
             return choice
-        tell = _keep_quiet if self.quiet else print
-        return decide_by_trials(self.recipe, choice, cluster, tell=tell, fork_server=self.fork_server)
+        log = _keep_quiet if self.quiet else print
+        return decide_by_trials(self.recipe, choice, cluster, log=log, fork_server=self.fork_server)
 
 
 def _keep_quiet(line: str) -> None:
@@ -191,7 +191,7 @@ class _Job:
     def run_as_parent(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Prepare, launch the ranks, and export what they trained."""
         earlier = _check_folder(folder, resume)
-        self._fit_memory(partial(weigh_in_processes, fork_server=self.fork_server))
+        self._fit_memory(partial(measure_peak_in_processes, fork_server=self.fork_server))
         prepared = self._prepare()
         run = earlier or create_folder(name, folder)
         with self._kept_with_run(run, prepared):
@@ -209,7 +209,7 @@ class _Job:
                 fork_server=self.fork_server,
                 stopped_timeout_seconds=self.plan.compute.timeout_seconds,
             )
-        return self._finish(run, outcomes[0])
+        return self._finalise(run, outcomes[0])
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""
@@ -219,7 +219,7 @@ class _Job:
             compute.device, backend=self.plan.compute.backend, timeout_seconds=timeout_seconds
         ) as distributed:
             check_same_on_all_ranks(self.recipe, self.plan)
-            self._fit_memory(weigh_in_job(distributed.rank_info))
+            self._fit_memory(measure_peak_in_job(distributed.rank_info))
             first = distributed.rank == 0
             self.quiet = self.quiet or not first
             prepared = self._prepare()
@@ -237,17 +237,17 @@ class _Job:
                     quiet=self.quiet,
                 )
             values = {field: getattr(outcome, field) for field in outcome.__dataclass_fields__}
-            result = self._finish(run, values, export=first)
+            result = self._finalise(run, values, export=first)
             if dist.is_initialized():
                 dist.barrier()
             return result
 
-    def _fit_memory(self, weigh_all: Weigher) -> None:
-        tell = _keep_quiet if self.quiet else print
+    def _fit_memory(self, measure_peak: MeasurePeak) -> None:
+        log = _keep_quiet if self.quiet else print
         if self.try_memory and self.blueprint.example is None:
-            tell("memory    not tried, though it may be short: the model brings no example batch to take a step with")
+            log("memory    not tried, though it may be short: the model brings no example batch to take a step with")
         elif self.try_memory:
-            self.plan, reason = fit_microbatch(self.recipe, self.plan, tell, weigh_all, facts=self.facts)
+            self.plan, reason = fit_microbatch(self.recipe, self.plan, log, measure_peak, facts=self.facts)
             self.reasons = {**self.reasons, "microbatch.size": reason}
 
     def _prepare(self) -> PreparedData:
@@ -293,7 +293,7 @@ class _Job:
             print(f"note      {note}")
         print(f"run       {run.path}/", flush=True)
 
-    def _finish(self, run: RunFolder, outcome: Mapping[str, Any], *, export: bool = True) -> RunResult:
+    def _finalise(self, run: RunFolder, outcome: Mapping[str, Any], *, export: bool = True) -> RunResult:
         """Export, say how it went, and return the result."""
         exported: Path | None = run.export
         checkpoint = None if outcome["checkpoint"] is None else Path(outcome["checkpoint"])
@@ -372,7 +372,7 @@ def _saves(run: RunFolder) -> set[str]:
 
 
 def _newest_run(root: Path) -> Path:
-    found = [path for path in root.glob("*") if (path / "checkpoints").is_dir()] if root.is_dir() else []
-    if not found:
+    runs = [path for path in root.glob("*") if (path / "checkpoints").is_dir()] if root.is_dir() else []
+    if not runs:
         raise LaunchError(f"no run in {root.resolve()}/ has saved anything yet. Name the run's folder.")
-    return max(found, key=lambda path: (path / "checkpoints").stat().st_mtime_ns)
+    return max(runs, key=lambda path: (path / "checkpoints").stat().st_mtime_ns)

@@ -20,38 +20,39 @@ from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer, RankError
 from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
-from weft.search import Candidate, Choice, explain_settings
+from weft.search import Candidate, PlanChoice, explain_settings
 
 MOST_TRIALS = 4
 _EARLY_STEPS = 5
-"""Of every plan: one that compiles, three that are timed, and a margin."""
+"""Steps of every plan before the rounds: one that compiles, three that are timed, and a margin."""
 _START_SECONDS = 8.0
-"""Of trials: fresh processes."""
+"""Time in which the fresh processes of trials start."""
 _BUILD_SECONDS = 1.0
-"""Of a plan in them."""
+"""Time in which they build a plan's model."""
 _TURN_SECONDS = 0.15
 """A turn takes a step, or several while they last no longer than this."""
 _ROUNDS = range(3, 16)
-"""In which plans take their turns: few where the run is short, and never so few that chance decides."""
+"""Rounds in which plans take their turns: few where the run is short, and never so few that chance decides."""
 _COMPILE_SECONDS = 60.0
-"""Until the blocks of a plan are compiled: 20 to 50 s for decoders on 2 cores (2026-11), and a margin."""
+"""Time until the blocks of a plan are compiled: 20 to 50 s for decoders on 2 cores (2026-11), and a margin."""
 _STOPPED = ("SIGINT", "SIGTERM")
 _WORTH = 30
 """Trials may take this part of the predicted run: a thirtieth."""
 _SAFE_SHARE = 0.5
-"""Of memory that plans may take together: a step is not tried for its memory here, and a trial must not end the run."""
+"""Share of memory that plans may take together: a step is not tried for its memory here, and a trial must not end the
+run."""
 
 
 def decide_by_trials(
     recipe: Recipe,
-    choice: Choice,
+    choice: PlanChoice,
     machine: Cluster,
     *,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     folder: Path | None = None,
     steps: int | None = None,
     fork_server: ForkServer | None = None,
-) -> Choice:
+) -> PlanChoice:
     """Return the choice with the fastest of its close rivals as the plan, compiled and in one microbatch where it pays,
     and the times as the reasons.
 
@@ -61,7 +62,7 @@ def decide_by_trials(
     is kept by a hash of recipe, machine, plans and version.
 
     Args:
-        tell: gets a line before each trial.
+        log: gets a line before each trial.
         folder: of kept measurements; by default `~/.cache/weft/auto`.
         steps: of the run, where it is not the recipe's.
         fork_server: of the processes that try plans; by default each trial starts one.
@@ -69,11 +70,11 @@ def decide_by_trials(
     if not choice.rivals or recipe.model.factory is not None or RankInfo.from_environment() is not None:
         return choice
     steps = steps or recipe.run.steps
-    bench = _Bench(recipe, machine, tell, folder or Path.home() / ".cache" / "weft" / "auto", fork_server)
+    bench = _Bench(recipe, machine, log, folder or Path.home() / ".cache" / "weft" / "auto", fork_server)
     return _compiled(bench, _fastest(bench, choice, steps), steps)
 
 
-def _fastest(bench: _Bench, choice: Choice, steps: int) -> Choice:
+def _fastest(bench: _Bench, choice: PlanChoice, steps: int) -> PlanChoice:
     """The choice with the fastest of its close rivals first."""
     close = close_rivals(choice)
     plans = [each.plan for each in close if each.plan is not None]
@@ -86,7 +87,7 @@ def _fastest(bench: _Bench, choice: Choice, steps: int) -> Choice:
     return _decided(bench, choice, close, [None if each is None else each.step_seconds for each in timed])
 
 
-def _compiled(bench: _Bench, choice: Choice, steps: int) -> Choice:
+def _compiled(bench: _Bench, choice: PlanChoice, steps: int) -> PlanChoice:
     """The choice with its blocks compiled, or in fewer and larger microbatches, or both: whichever of these trials ends
     the run first, compiling included.
 
@@ -102,8 +103,8 @@ def _compiled(bench: _Bench, choice: Choice, steps: int) -> Choice:
     if not ends:
         return choice
     best = min(ends, key=lambda at: ends[at])
-    told = [f"{_setting(variants[at])}: {spell_seconds(each.step_seconds)}" for at, each in enumerate(timed) if each]
-    chosen, reason = variants[best], f"measured per step, {', '.join(told)}"
+    times = [f"{_setting(variants[at])}: {spell_seconds(each.step_seconds)}" for at, each in enumerate(timed) if each]
+    chosen, reason = variants[best], f"measured per step, {', '.join(times)}"
     reasons = {**choice.reasons, "compute.compile": reason}
     if chosen.microbatch != plan.microbatch:
         reasons["microbatch.size"] = "measured, see compute.compile"
@@ -130,29 +131,29 @@ def _fit_together(candidates: Sequence[Candidate]) -> bool:
 
 def _variants(candidate: Candidate, plan: Plan) -> list[Plan]:
     """The plan; with one microbatch per data rank where memory surely allows it; and both of these compiled."""
-    found, whole = [plan], plan.microbatch.joined()
+    variants, whole = [plan], plan.microbatch.joined()
     room = candidate.prediction.usable_bytes / candidate.prediction.fullest.device
     grown = whole.size / plan.microbatch.size
     if 1 < grown <= room and plan.mesh.pipeline == 1 and "microbatch.size" not in plan.origins:
-        found.append(replace(plan, microbatch=whole))
+        variants.append(replace(plan, microbatch=whole))
     if "compute.compile" not in plan.origins and not plan.pipeline_parallel.splits_backward:
-        found += [replace(each, compute=replace(each.compute, compile=True)) for each in found]
-    return found
+        variants += [replace(each, compute=replace(each.compute, compile=True)) for each in variants]
+    return variants
 
 
 def _setting(plan: Plan) -> str:
     return f"{'compiled, ' if plan.compute.compile else ''}microbatch {plan.microbatch.size}"
 
 
-def close_rivals(choice: Choice) -> list[Candidate]:
+def close_rivals(choice: PlanChoice) -> list[Candidate]:
     """The chosen one, and others that differ in axes, ZeRO stage or precision and whose predicted step is within the
     spread of its own; the best of each, at most four."""
-    found: dict[object, Candidate] = {}
+    best_by_kind: dict[object, Candidate] = {}
     for rival in choice.rivals:
         limit = choice.rivals[0].prediction.step_seconds * (1 + choice.rivals[0].prediction.spread)
         if rival.plan is not None and rival.prediction.step_seconds <= limit:
-            found.setdefault(_kind(rival.plan), rival)
-    return list(found.values())[:MOST_TRIALS]
+            best_by_kind.setdefault(_kind(rival.plan), rival)
+    return list(best_by_kind.values())[:MOST_TRIALS]
 
 
 def _kind(plan: Plan) -> tuple[object, ...]:
@@ -173,7 +174,7 @@ class _Bench:
 
     recipe: Recipe
     machine: Cluster
-    tell: Callable[[str], None]
+    log: Callable[[str], None]
     folder: Path
     fork_server: ForkServer | None
 
@@ -188,13 +189,13 @@ class _Bench:
         if kept is not None:
             return [*kept]
         for number, plan in enumerate(plans):
-            self.tell(f"trial     {number + 1} of {len(plans)}: {_name(plan)}, {_setting(plan)}")
-        found = self._in_turn(plans, rounds) if together else None
-        if found is None:
-            found = [timing for plan in plans for timing in self._in_turn([plan], rounds) or [None]]
-        if None not in found:
-            _keep(path, {"plans": [_name(plan) for plan in plans], "seconds": found})
-        return found
+            self.log(f"trial     {number + 1} of {len(plans)}: {_name(plan)}, {_setting(plan)}")
+        timings = self._in_turn(plans, rounds) if together else None
+        if timings is None:
+            timings = [timing for plan in plans for timing in self._in_turn([plan], rounds) or [None]]
+        if None not in timings:
+            _keep(path, {"plans": [_name(plan) for plan in plans], "seconds": timings})
+        return timings
 
     def _in_turn(self, plans: Sequence[Plan], rounds: int) -> list[_Timing | None] | None:
         """Time plans together; None where a rank died, and with it all of them."""
@@ -203,17 +204,19 @@ class _Bench:
         except WeftError as problem:
             if isinstance(problem, RankError) and problem.kind in _STOPPED:
                 raise  # somebody wants the whole command to end
-            self.tell(f"          failed: {str(problem).splitlines()[0]}")
+            self.log(f"          failed: {str(problem).splitlines()[0]}")
             return None
         for plan, each in zip(plans, timed, strict=True):
             if isinstance(each, str):
-                self.tell(f"          {_name(plan)} failed: {each}")
+                self.log(f"          {_name(plan)} failed: {each}")
         ran = [each for each in timed if isinstance(each, TimedPlan)]
         steps = iter(step_seconds(ran))
         return [_Timing(next(steps), each.first_seconds) if isinstance(each, TimedPlan) else None for each in timed]
 
 
-def _decided(bench: _Bench, choice: Choice, close: Sequence[Candidate], seconds: Sequence[float | None]) -> Choice:
+def _decided(
+    bench: _Bench, choice: PlanChoice, close: Sequence[Candidate], seconds: Sequence[float | None]
+) -> PlanChoice:
     """The choice with the fastest plan first; its axes' reason is what was measured."""
     timed = sorted((value, at) for at, value in enumerate(seconds) if value is not None)
     best = close[timed[0][1]]
@@ -223,8 +226,8 @@ def _decided(bench: _Bench, choice: Choice, close: Sequence[Candidate], seconds:
     key = next(key for key in reasons if key.startswith("mesh."))
     others = [f"{_name(close[at].plan)}: {spell_seconds(value)}" for value, at in timed[1:]]
     reasons[key] = ", ".join([f"measured {spell_seconds(timed[0][0])} per step", *others])
-    given = {name: why for name, why in reasons.items() if name not in best.plan.origins}
-    return replace(choice, plan=best.plan, reasons=given, rivals=rivals)
+    own_reasons = {name: why for name, why in reasons.items() if name not in best.plan.origins}
+    return replace(choice, plan=best.plan, reasons=own_reasons, rivals=rivals)
 
 
 def _name(plan: Plan | None) -> str:
@@ -249,9 +252,9 @@ def _kept(path: Path, count: int) -> list[_Timing] | None:
     """What an earlier measurement found; None where there is none that can be read."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         content: dict[str, Any] = json.loads(path.read_text())
-        found = [_Timing(float(step), float(first)) for step, first in content["seconds"]]
-        if len(found) == count:
-            return found
+        timings = [_Timing(float(step), float(first)) for step, first in content["seconds"]]
+        if len(timings) == count:
+            return timings
     return None
 
 

@@ -105,7 +105,7 @@ def infer_inputs(model: nn.Module, example: Mapping[str, Tensor]) -> dict[str, s
     return matching
 
 
-class Stream:
+class BatchStream:
     """The loader's samples as one endless stream of global batches, the same on every rank; each rank reads its share.
 
     A map-style dataset is read sample by sample: shuffled loaders by a permutation of (seed, epoch), others in order.
@@ -130,7 +130,7 @@ class Stream:
         self._collates_whole: bool | None = None
         """Whether the collate function looks at the whole batch, so that shares are cut out of what it returns."""
         self.digest = ""
-        """Of the last batch that `iterate` took, before it was cut."""
+        """Digest of the last batch that `iterate` took, before it was cut."""
         self._refuse_what_is_not_read()
 
     @property
@@ -163,6 +163,7 @@ class Stream:
             self._collates_whole = self._looks_at_the_whole(first, start, stop)
         if is_all or not self._collates_whole:
             return self._collated(range(first + start, first + stop), first)
+        # What the function makes of one sample depends on the others, so every rank collates all and takes its rows.
         whole = self._collated(range(first, first + self.batch_size), first)
         return restored({name: value[start:stop] for name, value in fields_of(whole).items()}, type(whole))
 
@@ -179,6 +180,8 @@ class Stream:
     def _looks_at_the_whole(self, first: int, start: int, stop: int) -> bool:
         """Try the collate function on a batch and on this rank's share of it; lengths that it pads to may differ.  Its
         draws are seeded by something else in the two: what is random is drawn for the whole batch, too."""
+        # Padding to the longest sample differs between the two and is harmless: a model masks it.  Only the part that
+        # both have is compared.
         whole = fields_of(self._collated(range(first, first + self.batch_size), first))
         share = fields_of(self._collated(range(first + start, first + stop), first + self.batch_size))
         if whole.keys() != share.keys():
@@ -195,6 +198,7 @@ class Stream:
         epoch, index = divmod(position, self.num_samples)
         if not shuffled:
             return index
+        # Permuted over the whole data set, also where drop_last leaves samples out: each epoch leaves out others.
         size = len(_sampler(cast(DataLoader[Any], self._loader)).data_source)
         order = Permutation(size, self._seed, epoch)
         return int(order(np.array([index], dtype=np.int64))[0])
@@ -246,7 +250,7 @@ class Stream:
         """This rank's share of every batch of a loader that only iterates."""
         for number, batch in enumerate(self._loader):
             fields = fields_of(batch)
-            if number < 3:
+            if number < 3:  # comparing costs a collective; loaders that differ between ranks do so from the start
                 self._check(fields)
             size = next(iter(fields.values())).shape[0]
             if size != self.batch_size:

@@ -40,7 +40,7 @@ def group_indices(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[s
             f" Use one of {', '.join(_ELEMENTWISE)}."
         )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: dict[str, int] = {}
+    groups: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -49,8 +49,8 @@ def group_indices(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[s
                     f" {tuple(parameter.shape)} that is no parameter of the model. Create the optimizer over"
                     " model.parameters() of the same model, after moving or changing it."
                 )
-            found[names[id(parameter)]] = index
-    left = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in found]
+            groups[names[id(parameter)]] = index
+    left = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in groups]
     if left:
         raise RecipeError(
             f"{len(left)} trainable parameters ({', '.join(left[:3])}) are in none of the optimizer's groups, so"
@@ -61,7 +61,7 @@ def group_indices(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[s
             "the optimizer has taken steps already; its states belong to whole parameters and cannot be cut. Prepare it"
             " fresh, and go on with a saved run by state.load()."
         )
-    return found
+    return groups
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:

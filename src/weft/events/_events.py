@@ -64,7 +64,7 @@ class PhaseEvent:
     num_steps: int
     """Steps that the sums are over."""
     seconds: Mapping[str, float]
-    """By `<phase>_seconds`; `step_seconds` is the whole, `other_seconds` the rest of it."""
+    """Seconds by `<phase>_seconds`; `step_seconds` is the whole, `other_seconds` the rest of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +78,9 @@ class CollectiveEvent:
     count: int
     num_bytes: int
     total_seconds: float
-    """From launch to end."""
+    """Time from launch to end."""
     exposed_seconds: float
-    """Of these, inside waits and blocking calls."""
+    """Time inside waits and blocking calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class MemoryEvent:
     kind: ClassVar[str] = "memory"
     step: int
     peak_bytes: int
-    """Since the start of the process."""
+    """Peak since the start of the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class RateEvent:
     """None for samples that have no tokens."""
     flops_per_second: float | None
     peak_share: float | None
-    """Of the measured peak, 0 to 1."""
+    """Share of the measured peak, 0 to 1."""
     remaining_seconds: float | None
 
 
@@ -126,7 +126,7 @@ class CheckpointEvent:
     kind: ClassVar[str] = "checkpoint"
     step: int
     path: str
-    """Of the checkpoint; of the folder of all where it failed."""
+    """Path of the checkpoint; that of the folder of all where it failed."""
     seconds: float
     problem: str = ""
     """Why it failed; empty where it did not."""

@@ -22,7 +22,7 @@ class Emitted:
     rank: int | None
     """None for the launcher."""
     number: int
-    """Of the event among those of this run on this rank, from 0."""
+    """Number of the event among those of this run on this rank, from 0."""
     unix_time_seconds: float
 
 

@@ -11,7 +11,7 @@ from weft.errors import PlanError
 from weft.explain._text import memory_parts, waterfall
 from weft.figures import spell_figure, spell_memory, time_unit
 from weft.plan import Axis, MeshPlan, axis_coordinates
-from weft.price import Layout, Prediction, Span
+from weft.price import Layout, Prediction, ScheduleSpan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,7 +111,7 @@ def _memory(axes: Axes, prediction: Prediction) -> None:
     _tidy(axes)
 
 
-def _timeline(axes: Axes, spans: Sequence[Span]) -> None:
+def _timeline(axes: Axes, spans: Sequence[ScheduleSpan]) -> None:
     """One row per pipeline rank; a box per action, with its microbatch where there is room."""
     assert spans, "a timeline needs a prediction with spans"
     unit, scale = time_unit(max(span.stop for span in spans))

@@ -50,7 +50,7 @@ class Setting:
     """One setting of a question."""
 
     name: str
-    """As a plan spells it, without its section."""
+    """Name as a plan spells it, without its section."""
     value: Any
 
     @property

@@ -127,15 +127,16 @@ def _named(error: Exception, listener: FailureListener | None) -> CollectiveErro
     return CollectiveError(f"{failure}, so this one could not go on: {text.splitlines()[0]}", status=1)
 
 
-def _join(rank_info: RankInfo, device: torch.device, timeout: timedelta, wanted: BackendKind) -> None:
+def _join(rank_info: RankInfo, device: torch.device, timeout: timedelta, requested: BackendKind) -> None:
     import torch.distributed as dist
 
     from weft.comm import backend_for, ranks_share_device, register_shared_memory_backend
     from weft.plan import COLLECTIVE_TIMEOUT_SECONDS
 
-    register_shared_memory_backend(speaks_of_hosts=wanted == "weft")
-    wanted = "gloo" if wanted == "auto" and rank_info.world_size == 1 else wanted  # nobody to share memory with
-    backend = backend_for(device, shared=ranks_share_device(device, rank_info.local_world_size), wanted=wanted)
+    register_shared_memory_backend(speaks_of_hosts=requested == "weft")
+    if requested == "auto" and rank_info.world_size == 1:
+        requested = "gloo"  # nobody to share memory with
+    backend = backend_for(device, shared=ranks_share_device(device, rank_info.local_world_size), wanted=requested)
     # Ranks start further apart than they run.
     join_timeout = max(timeout, timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
     store = rendezvous_store(rank_info, join_timeout)
@@ -161,7 +162,7 @@ def _set_timeout(timeout: timedelta) -> None:
         shared.set_timeout(timeout)
 
 
-def _check_backends(device: torch.device, wanted: BackendKind = "auto") -> None:
+def _check_backends(device: torch.device, requested: BackendKind = "auto") -> None:
     """Refuse a default group that does not carry the device's tensors and the CPU's, which checkpoints agree by, or
     that carries the CPU's in another way than the plan wants."""
     import torch.distributed as dist
@@ -175,8 +176,8 @@ def _check_backends(device: torch.device, wanted: BackendKind = "auto") -> None:
             f"the default process group carries tensors of {' and '.join(carried)} only, and Weft also sends tensors"
             f" of {' and '.join(missing)}. Make it by init_process_group({backend_for(device)!r}), or leave it to Weft."
         )
-    if wanted != "auto" and carried["cpu"] != wanted:
+    if requested != "auto" and carried["cpu"] != requested:
         raise LaunchError(
-            f'plan.compute.backend = "{wanted}", but the default process group exists already and carries tensors of'
+            f'plan.compute.backend = "{requested}", but the default process group exists already and carries tensors of'
             f' the CPU by {carried["cpu"]}. Use backend = "auto", or leave the group to Weft.'
         )

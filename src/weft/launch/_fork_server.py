@@ -59,7 +59,7 @@ class ForkServer:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment.setdefault(name, "lo" if sys.platform == "linux" else "lo0")  # one host: no connections outside
         path = [os.path.abspath(entry) for entry in (sys.path if import_path is None else import_path)]
-        told = json.dumps({"import_path": path, "preload": list(preload)}).encode()
+        imports = json.dumps({"import_path": path, "preload": list(preload)}).encode()
         self._jobs = 0
         self._heard = b""
         self._control, theirs = socket.socketpair()
@@ -78,8 +78,8 @@ class ForkServer:
                 f"no process can be started for the ranks: {problem}. Free memory, or raise the limit on processes"
                 " (ulimit -u)."
             ) from problem
-        with suppress(*_GONE):  # which `end` says of the first job
-            self._control.sendall(len(told).to_bytes(4, "little") + told)
+        with suppress(*_GONE):  # `end` reports it for the first job
+            self._control.sendall(len(imports).to_bytes(4, "little") + imports)
 
     def begin(self, folder: Path, commands: int, events: int) -> None:
         """Let the job in `folder` begin.  It obeys one pipe and reports on another; both may be closed here then.
@@ -93,7 +93,7 @@ class ForkServer:
                 " start another one."
             )
         self._jobs += 1
-        with suppress(*_GONE):  # which `end` says
+        with suppress(*_GONE):  # `end` reports it
             socket.send_fds(self._control, [os.fsencode(folder)], [commands, events])
 
     def end(self, while_waiting: Callable[[], object] = lambda: None) -> int:
@@ -116,12 +116,12 @@ class ForkServer:
                 continue
             self._heard = rest
             number, status = map(int, line.split())
-            if number == self._jobs:  # not of one whose end nobody waited for
+            if number == self._jobs:  # earlier numbers are of jobs whose launcher did not wait for their end
                 return status
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Number of the process."""
         return self._process.pid
 
     @property
@@ -145,10 +145,10 @@ class ForkServer:
 
 
 @contextmanager
-def open_fork_server(given: ForkServer | None = None) -> Generator[ForkServer | None]:
+def open_fork_server(existing: ForkServer | None = None) -> Generator[ForkServer | None]:
     """The given fork server, or one that lasts as long as the block; none on a rank, which starts no others."""
-    if given is not None or RankInfo.from_environment() is not None:
-        yield given
+    if existing is not None or RankInfo.from_environment() is not None:
+        yield existing
         return
     with ForkServer(preload=_TRAINING) as fork_server:
         yield fork_server

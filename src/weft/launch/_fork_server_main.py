@@ -27,7 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.launch._job import Job
+    from weft.launch._job import LaunchJob
 
 END = 0
 """An order: SIGTERM to all, then SIGKILL to those left after `END_SECONDS`.  Other orders are signal numbers."""
@@ -36,7 +36,7 @@ END_SECONDS = 5.0
 
 def serve(control: socket.socket, preload: list[str]) -> int:
     """Carry out the launcher's jobs, one after another, until it is gone.  In a rank: run it and return its status."""
-    from weft.launch._job import Job
+    from weft.launch._job import LaunchJob
     from weft.process import die_with
 
     for name in ("torch", "torch.distributed"):
@@ -45,7 +45,7 @@ def serve(control: socket.socket, preload: list[str]) -> int:
     fork_server = os.getpid()
     for number in itertools.count(1):
         folder, descriptors = _next_job(control)
-        job = Job.read(folder)
+        job = LaunchJob.read(folder)
         with contextlib.suppress(OSError):  # a folder that is gone is the ranks' to find out
             os.chdir(job.working_folder)
         _preload(job)
@@ -73,7 +73,7 @@ def _next_job(control: socket.socket) -> tuple[Path, list[int]]:
     return Path(os.fsdecode(word)), descriptors
 
 
-def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
+def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> int:
     """Start the ranks of a job, and end when all have ended.  In a rank: run it and return its status."""
     from weft.launch._failure_notice import open_failure_pipes
     from weft.launch._rank import run_rank
@@ -81,7 +81,8 @@ def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
 
     adopt_orphans()  # what a rank leaves, stopped data workers among it, is ended here
     failure_pipes = open_failure_pipes(folder, job.num_processes)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a rank that cannot handle it yet gets it when it can
+    # Ranks inherit the blocked signal and let it through once their handler is in place, so that none is lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     wake_read, wake_write = os.pipe()
     for descriptor in (wake_read, wake_write):
         os.set_blocking(descriptor, False)
@@ -107,7 +108,7 @@ def parent_ranks(job: Job, folder: Path, commands: int, events: int) -> int:
     os._exit(0)  # everything is closed; taking torch apart would keep the launcher waiting
 
 
-def _preload(job: Job) -> None:
+def _preload(job: LaunchJob) -> None:
     """Import what every rank of this job needs, so that ranks get it by fork."""
     sys.path[:] = job.import_path
     if job.kind == "function":
@@ -152,6 +153,7 @@ def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure
     """Report every rank that ends, to the launcher and where it failed to the others; obey until none is left."""
     living = dict(ranks)
     kill_at: float | None = None
+    # A rank may have ended before the handler of SIGCHLD was set; nothing wakes this loop for it.
     _reap(living, events, failure_pipes)
     while living:
         timeout = None if kill_at is None else max(0.0, kill_at - time.monotonic())
@@ -159,7 +161,7 @@ def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure
         if wake in ready:
             os.read(wake, 4096)
         if kill_at is not None and time.monotonic() >= kill_at:
-            _signal_all(living, signal.SIGKILL)
+            _signal_all(living, signal.SIGKILL)  # these had their time to end by themselves
             kill_at = None
         if commands in ready:
             for order in os.read(commands, 4096) or [signal.SIGKILL]:  # nothing to read: the launcher is gone

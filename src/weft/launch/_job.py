@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class LaunchJob:
     """One launch."""
 
     kind: Literal["function", "script", "module"]
@@ -34,12 +34,12 @@ class Job:
         (folder / "job.json").write_text(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path) -> Job:
+    def read(cls, folder: Path) -> LaunchJob:
         return cls(**json.loads((folder / "job.json").read_text()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RankOutcome:
     """How a rank ended, as it says itself."""
 
     rank: int
@@ -55,7 +55,7 @@ class Outcome:
     family: bool = False
     """Whether the error is one of `weft.errors`, whose message says everything."""
     family_status: int = 2
-    """That error's own `status`."""
+    """The error's own `status`."""
     status: int = 0
     """Exit status."""
 
@@ -66,7 +66,7 @@ class Outcome:
         os.replace(aside, outcome_path(folder, self.rank))
 
     @classmethod
-    def read(cls, folder: Path, rank: int) -> Outcome | None:
+    def read(cls, folder: Path, rank: int) -> RankOutcome | None:
         """Return what a rank left, or None when it ended without a word."""
         try:
             return cls(**json.loads(outcome_path(folder, rank).read_text()))

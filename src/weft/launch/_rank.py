@@ -16,7 +16,7 @@ from typing import Any
 
 from weft.errors import WeftError
 from weft.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
-from weft.launch._job import Job, Outcome
+from weft.launch._job import LaunchJob, RankOutcome
 from weft.launch._rank_info import FAILURE_PIPE_VARIABLE, RankInfo
 from weft.launch._report import is_echo
 
@@ -26,7 +26,7 @@ _CALL_FRAMES = ("_wrapped_call_impl", "_call_impl")
 """Frames that torch puts between any two modules; they would push the user's line out."""
 
 
-def run_rank(job: Job, rank: int, folder: Path, port: int | None) -> int:
+def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
     """Run one rank of `job` to its end and return its exit status.  `port` is where scripts meet."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -64,7 +64,7 @@ def run_rank(job: Job, rank: int, folder: Path, port: int | None) -> int:
     return status
 
 
-def _redirect(job: Job, rank: int) -> None:
+def _redirect(job: LaunchJob, rank: int) -> None:
     """Send what this rank prints to its own file; rank 0 of a function speaks to the person at the terminal."""
     if job.logs is None or (job.kind == "function" and rank == 0):
         return
@@ -75,7 +75,7 @@ def _redirect(job: Job, rank: int) -> None:
     os.close(descriptor)
 
 
-def _limit_threads(job: Job) -> None:
+def _limit_threads(job: LaunchJob) -> None:
     """torch was imported before it was known how many there would be, unless the user's environment says so."""
     if not job.threads_given:
         from torch import set_num_threads
@@ -84,7 +84,7 @@ def _limit_threads(job: Job) -> None:
         set_num_threads(job.threads_per_rank)
 
 
-def _call(job: Job, rank: int, folder: Path) -> Any:
+def _call(job: LaunchJob, rank: int, folder: Path) -> Any:
     pipe = str(failure_pipe_path(folder, rank))
     rank_info = RankInfo(rank, job.num_processes, rank, job.num_processes, str(folder / "store"), pipe)
     module, _, name = job.target.partition(":")
@@ -93,7 +93,7 @@ def _call(job: Job, rank: int, folder: Path) -> Any:
     return function(rank_info, **job.arguments)
 
 
-def _run_script(job: Job, rank: int, folder: Path, port: int | None) -> None:
+def _run_script(job: LaunchJob, rank: int, folder: Path, port: int | None) -> None:
     """Run a script that reads its place from the standard variables, as under torchrun."""
     size = str(job.num_processes)
     os.environ.update(
@@ -112,12 +112,12 @@ def _run_script(job: Job, rank: int, folder: Path, port: int | None) -> None:
         runpy.run_path(job.target, run_name="__main__")
 
 
-def _outcome(rank: int, value: Any, error: BaseException | None, status: int) -> Outcome:
+def _outcome(rank: int, value: Any, error: BaseException | None, status: int) -> RankOutcome:
     if error is None:
-        return Outcome(rank=rank, host=socket.gethostname(), when=time.monotonic(), value=value, status=status)
+        return RankOutcome(rank=rank, host=socket.gethostname(), when=time.monotonic(), value=value, status=status)
     message = f"exit status {status}" if isinstance(error, SystemExit) else str(error)
     family = isinstance(error, WeftError)
-    return Outcome(
+    return RankOutcome(
         rank=rank,
         host=socket.gethostname(),
         when=time.monotonic(),

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from weft.launch._job import Outcome
+from weft.launch._job import RankOutcome
 
 MAX_LINES = 15
 _MAX_WIDTH = 300
@@ -33,8 +33,8 @@ _LATE = ("timed out", "Timed out", "timeout", "Timeout")
 
 
 def first_cause(
-    codes: Mapping[int, int], ended_at: Mapping[int, float], outcomes: Mapping[int, Outcome | None]
-) -> Outcome | None:
+    codes: Mapping[int, int], ended_at: Mapping[int, float], outcomes: Mapping[int, RankOutcome | None]
+) -> RankOutcome | None:
     """Return how the rank ended that failed first, or None when all ended well.
 
     A rank that only lost a peer is passed over when there is another; so is one that the launcher ended by SIGTERM.
@@ -43,7 +43,7 @@ def first_cause(
     return min(failed, key=lambda outcome: (_is_echo(outcome), outcome.when), default=None)
 
 
-def report(cause: Outcome, world_size: int, logs: Path | None) -> str:
+def report(cause: RankOutcome, world_size: int, logs: Path | None) -> str:
     """Tell the cause in at most 15 lines: the rank, its host, the error, and where it was raised."""
     raised = cause.error is not None and not cause.message.startswith(("killed by", "exit status"))
     kind = f"{cause.error}: " if raised else ""
@@ -57,26 +57,26 @@ def report(cause: Outcome, world_size: int, logs: Path | None) -> str:
     return "\n".join(lines)
 
 
-def _ended(rank: int, code: int, when: float, outcome: Outcome | None) -> Outcome:
+def _ended(rank: int, code: int, when: float, outcome: RankOutcome | None) -> RankOutcome:
     """What a failed rank said itself, or what its exit code says of it."""
     if outcome is not None and outcome.error is not None:
         return outcome
     if code > 0:
         how = "without an error" if outcome is None else "while it was closing down"
         text = f"exit code {code} {how}"
-        return Outcome(rank=rank, host=socket.gethostname(), when=when, message=text, status=code)
+        return RankOutcome(rank=rank, host=socket.gethostname(), when=when, message=text, status=code)
     name = signal.Signals(-code).name
     text = f"killed by {name}"
     if -code == signal.SIGKILL:
         text += ". When nobody did that, the machine ran out of memory: see `dmesg`."
-    return Outcome(rank=rank, host=socket.gethostname(), when=when, error=name, message=text, status=128 - code)
+    return RankOutcome(rank=rank, host=socket.gethostname(), when=when, error=name, message=text, status=128 - code)
 
 
-def _is_echo(outcome: Outcome) -> bool:
+def _is_echo(outcome: RankOutcome) -> bool:
     return outcome.error == "SIGTERM" or is_echo(outcome.message)
 
 
-def is_late(outcome: Outcome) -> bool:
+def is_late(outcome: RankOutcome) -> bool:
     """Whether an error says no more than that another rank did not come in time, or is gone."""
     return _is_echo(outcome) or outcome.error == "CollectiveError" or any(word in outcome.message for word in _LATE)
 

@@ -62,11 +62,11 @@ class StoppedProcesses:
     def look(self) -> None:
         """Ask the system, and say what is new."""
         self.continue_helpers(say=True)
-        found = {one.pid: one for one in self._look()}
+        stopped_now = {one.pid: one for one in self._look()}
         for pid, before in self._stopped.items():
-            if pid not in found and before.told and os.path.exists(f"/proc/{pid}"):
+            if pid not in stopped_now and before.told and os.path.exists(f"/proc/{pid}"):
                 self.warn(f"{before} goes on after {before.seconds:.1f} s.")
-        self._stopped = {pid: self._stopped.get(pid, one) for pid, one in found.items()}
+        self._stopped = {pid: self._stopped.get(pid, one) for pid, one in stopped_now.items()}
         for one in self._stopped.values():
             if not one.told and one.seconds >= (_TELL_OF_CHILDREN_SECONDS if one.is_child else _TELL_SECONDS):
                 one.told = True

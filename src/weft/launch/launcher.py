@@ -23,7 +23,7 @@ from weft.events import FailureEvent, LogSink, MetricsSink, Run, RunFolder, Sink
 from weft.launch._fork_server import ForkServer as ForkServer
 from weft.launch._fork_server import open_fork_server as open_fork_server
 from weft.launch._fork_server_main import END
-from weft.launch._job import Job, Outcome
+from weft.launch._job import LaunchJob, RankOutcome
 from weft.launch._rank_info import run_folder_note
 from weft.launch._report import first_cause, is_late, report
 from weft.launch._stopped import LOOK_SECONDS, StoppedProcesses
@@ -56,7 +56,7 @@ class _Watch:
     ended_at: dict[int, float] = field(default_factory=dict[int, float])
     signals: list[signal.Signals] = field(default_factory=list[signal.Signals])
     stopped_cause: str | None = None
-    """Of what was stopped when the first rank failed, or for too long."""
+    """Report of what was stopped when the first rank failed, or for too long."""
     stopped_rank: int = 0
 
     def hear(self, line: bytes) -> None:
@@ -122,7 +122,7 @@ def launch_function(
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, logs, import_path, preload)
     with _private_folder() as folder, _LauncherRun(folder, WarningSink()) as run:
         watch = _run(job, folder, fork_server, stopped_timeout_seconds, run)
-        outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
+        outcomes = {rank: RankOutcome.read(folder, rank) for rank in range(num_processes)}
         cause = _cause(watch, outcomes)
         if cause is not None and not watch.signals:
             run.fail_with(cause, num_processes, None)
@@ -156,7 +156,7 @@ def launch_script(
         watch = _run(job, folder, None, COLLECTIVE_TIMEOUT_SECONDS, run)
         if watch.signals and any(watch.codes.values()):
             return 128 + watch.signals[0]
-        outcomes = {rank: Outcome.read(folder, rank) for rank in range(num_processes)}
+        outcomes = {rank: RankOutcome.read(folder, rank) for rank in range(num_processes)}
         cause = _cause(watch, outcomes)
         if cause is None:
             return 0
@@ -177,7 +177,7 @@ class _LauncherRun(Run):
         self._find_folder()
         self.emit(WarningEvent(text=text, source="weft.launch"))
 
-    def fail_with(self, cause: Outcome, num_processes: int, logs: Path | None) -> None:
+    def fail_with(self, cause: RankOutcome, num_processes: int, logs: Path | None) -> None:
         """Say why the job has ended, after all ranks have: its metrics have no other writer any more."""
         self._find_folder()
         if self._run_folder is not None:
@@ -201,13 +201,13 @@ def _job(
     logs: Path | None,
     import_path: Sequence[str] | None,
     preload: Sequence[str] = (),
-) -> Job:
+) -> LaunchJob:
     if num_processes < 1:
         raise LaunchError(f"num_processes = {num_processes}: a job has at least 1 process.")
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     path = [os.path.abspath(entry) for entry in (sys.path if import_path is None else import_path)]
-    return Job(
+    return LaunchJob(
         kind=kind,
         target=target,
         arguments=arguments,
@@ -232,7 +232,7 @@ def _private_folder() -> Generator[Path]:
 
 
 def _run(
-    job: Job, folder: Path, fork_server: ForkServer | None, stopped_timeout_seconds: float, run: _LauncherRun
+    job: LaunchJob, folder: Path, fork_server: ForkServer | None, stopped_timeout_seconds: float, run: _LauncherRun
 ) -> _Watch:
     """Run the job to the end of its last rank."""
     job.write(folder)
@@ -285,6 +285,7 @@ def _follow(watch: _Watch, events: int) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(events, selectors.EVENT_READ)
         while len(watch.codes) < watch.num_processes:
+            # The pipe wakes this process at once when a rank ends; between times it looks for ranks that are stopped.
             wait = LOOK_SECONDS if deadline is None else max(0.0, min(LOOK_SECONDS, deadline - time.monotonic()))
             if selector.select(wait):
                 data = os.read(events, 65536)
@@ -299,17 +300,19 @@ def _follow(watch: _Watch, events: int) -> None:
             elif not told_to_end:
                 watch.stopped.look()
             has_failed = any(watch.codes.values())
+            # The other ranks get a moment: a rank that fails by itself may still be the first cause, and says more than
+            # one that was ended.
             if deadline is None and not told_to_end and (has_failed or watch.stopped.has_waited_enough):
                 watch.note_cause()
                 deadline = time.monotonic() + (_ECHO_SECONDS if has_failed else 0.0)
 
 
-def _cause(watch: _Watch, outcomes: Mapping[int, Outcome | None]) -> Outcome | None:
+def _cause(watch: _Watch, outcomes: Mapping[int, RankOutcome | None]) -> RankOutcome | None:
     """Why the job has failed: the rank that did first, or what was stopped while the others waited for it."""
     cause = first_cause(watch.codes, watch.ended_at, outcomes)
     if watch.stopped_cause is None or watch.signals or not (cause is None or is_late(cause)):
         return cause
-    return Outcome(
+    return RankOutcome(
         rank=watch.stopped_rank,
         host=socket.gethostname(),
         when=time.monotonic(),
@@ -319,7 +322,7 @@ def _cause(watch: _Watch, outcomes: Mapping[int, Outcome | None]) -> Outcome | N
     )
 
 
-def _raise_cause(watch: _Watch, cause: Outcome | None, outcomes: Mapping[int, Outcome | None]) -> None:
+def _raise_cause(watch: _Watch, cause: RankOutcome | None, outcomes: Mapping[int, RankOutcome | None]) -> None:
     if signal.SIGINT in watch.signals and any(watch.codes.values()):
         raise KeyboardInterrupt
     if cause is None:

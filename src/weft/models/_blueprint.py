@@ -40,7 +40,7 @@ class Blueprint:
 
     module: nn.Module
     name: str = ""
-    """Of the kind of model, for messages: `decoder`, `llama`; empty: the class says it."""
+    """Kind of model, for messages: `decoder`, `llama`; empty: the class says it."""
     inputs: Mapping[str, str]
     """Keyword of the model's forward → field of the batch."""
     loss: Loss

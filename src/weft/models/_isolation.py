@@ -25,7 +25,8 @@ _BLOCKS = 4
 _NOISE = 0.2
 """Added to all weights, so that nothing which begins at zero hides what it does; in units of a normal draw."""
 _TOLERANCE = 1e-4
-"""Of the largest output: fp32 rounds to 1e-6, and a neighbour that is seen changes outputs by a tenth and more."""
+"""Share of the largest output: fp32 rounds to 1e-6, and a neighbour that is seen changes outputs by a tenth and more.
+"""
 
 
 def check_isolation(transformers: Any, path: str, config: Any) -> None:

@@ -1,5 +1,8 @@
 """The numerics check: that a plan computes what one process computes: the same gradients, the same losses."""
 
+from weft.numerics._case import EXACT as EXACT
+from weft.numerics._case import CheckCase as CheckCase
+from weft.numerics._case import outputs_file as outputs_file
 from weft.numerics._cause import Evidence as Evidence
 from weft.numerics._cause import likely_cause as likely_cause
 from weft.numerics._comparison import Comparison as Comparison

@@ -37,7 +37,7 @@ class Evidence:
     reference: TrialResult
     candidate: TrialResult
     trials: Sequence[Trial]
-    """By rank."""
+    """One per rank."""
     contributions: Contributions
     comparison: Comparison
 
@@ -96,6 +96,7 @@ def _factor(reference: Tensor, candidate: Tensor) -> float | None:
     square = float(one @ one)
     if not square or not bool(other.isfinite().all()):
         return None
+    # The factor of least squares; what it leaves over says whether a factor explains the difference at all.
     factor = float(one @ other) / square
     rest = float((other - factor * one).norm())
     fits = rest <= _CLOSE * math.sqrt(square) * max(abs(factor), 1.0)
@@ -218,6 +219,7 @@ def _own_samples_only(evidence: Evidence) -> str | None:
 def _subset(parts: Sequence[Tensor], piece: Tensor) -> tuple[int, ...] | None:
     """Which of the parts add up to the piece; all of them before some."""
     scale = max(float(part.norm()) for part in parts)
+    # All parts before some: a parameter that no sample touches (zero gradient) belongs to every subset.
     for size in range(len(parts), 0, -1):
         for chosen in itertools.combinations(range(len(parts)), size):
             total = torch.stack([parts[index] for index in chosen]).sum(0)
@@ -278,6 +280,7 @@ def _zeros(evidence: Evidence) -> str | None:
     reference, candidate = evidence.reference.gradients.get(key), evidence.candidate.gradients.get(key)
     if reference is None or candidate is None or reference.shape != candidate.shape:
         return None
+    # Only where everything else is right do zeros explain the difference.
     lost = (candidate == 0) & (reference != 0)
     rest = torch.where(lost, reference, candidate.nan_to_num(math.inf)) - reference
     if not bool(lost.any()) or float(rest.norm()) > _CLOSE * float(reference.norm()):
@@ -364,6 +367,7 @@ def _norm(evidence: Evidence) -> str:
     if not math.isfinite(candidate):
         return "ranks do not agree on the norm, or it is not finite, while all gradients are equal"
     scale = _gradient_scale(evidence)
+    # The square of the norm is a sum over parameters, so what is counted n times adds n - 1 of its own squares.
     excess = (candidate * candidate - reference * reference) / scale
     for who, squares in _countable(evidence).items():
         for count in sorted({*_counts(evidence.plan).values()}):

@@ -43,7 +43,7 @@ class Mismatch:
 
     kind: Quantity
     name: str
-    """Of the tensor; `step 2` for a loss or a norm."""
+    """Name of the tensor; `step 2` for a loss or a norm."""
     relative: float
     limit: float
     step: int = 1
@@ -60,7 +60,7 @@ class Comparison:
     """Name of the parameter whose gradient differs most."""
     num_gradients: int
     mismatches: tuple[Mismatch, ...]
-    """In the order of `Quantity`, then in the order of the forward; empty: equal to one process."""
+    """Ordered by `Quantity`, then as the forward meets them; empty: equal to one process."""
 
     @property
     def is_equal(self) -> bool:

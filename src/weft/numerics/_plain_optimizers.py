@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.recipe import OptimizerRecipe
 
 Groups = Sequence[dict[str, Any]]
-"""Of torch's optimizers, with `weight_decay`; the caller sets `lr` before each step."""
+"""Parameter groups of torch's optimizers, with `weight_decay`; the caller sets `lr` before each step."""
 
 
 def plain_optimizer(settings: OptimizerRecipe, groups: Groups) -> torch.optim.Optimizer:

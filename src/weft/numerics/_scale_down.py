@@ -19,7 +19,7 @@ DEFAULT_PROCESSES = 8
 _GROWING: tuple[Axis, ...] = ("pipeline", "tensor", "context", "shard", "replicate")
 """Axes that get the processes left over, first to last: a pipeline of two stages has no middle."""
 _SMALL_BUCKET_BYTES = 4096
-"""So small that the shrunk model has several buckets."""
+"""Buckets so small that the shrunk model has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,8 @@ def _scale_mesh(mesh: MeshPlan, processes: int | None) -> MeshPlan:
             f"processes = {limit} is too few to show {axes}, each with 2 ranks at least. Use {least} or more."
         )
     sizes = {axis: _least(axis, int(getattr(mesh, axis))) for axis in _GROWING}
+    # Every axis begins at its least size.  What is left of the limit goes to one axis after another, as far as each of
+    # them can take it, because more ranks of one axis show more than a few more of each.
     for axis in _GROWING:
         while (grown := _next_size(axis, sizes[axis], int(getattr(mesh, axis)))) is not None:
             if math.prod(sizes.values()) // sizes[axis] * grown > limit:
@@ -108,11 +110,13 @@ def _scale_microbatches(plan: Plan, mesh: MeshPlan) -> MicrobatchPlan:
     """Fewer and smaller ones; whether there are fewer than stages, and which data ranks have more, stays."""
     shares = plan.microbatch.shares(plan.mesh.data)
     fewest = min(shares)
+    # A pipeline needs a warm-up, a steady phase and a cool-down; an odd number is divided by no axis.
     enough = 2 * mesh.pipeline + 1 if mesh.pipeline > 1 else 3
-    if fewest < plan.mesh.pipeline:
+    if fewest < plan.mesh.pipeline:  # a pipeline that never fills must not fill here either
         enough = max(1, mesh.pipeline - 1)
     base = min(fewest, enough)
     chosen = [shares[index] for index in _spread(len(shares), mesh.data)]
+    # Evenly spread positions may miss the data ranks whose shares differ.  That some differ must stay.
     if len(set(chosen)) == 1 and len(set(shares)) > 1:
         chosen[-1] = next(share for share in shares if share != chosen[0])
     lowest = min(chosen)
@@ -156,6 +160,7 @@ class _Blocks:
         total, count, cuts = sum(sizes), self.count(), list[int]()
         for stage in range(1, self.stages):
             even = round(count * sum(sizes[:stage]) / total)
+            # One block at least for this stage, and for each that follows.
             cuts.append(min(max(even, (cuts[-1] if cuts else 0) + 1), count - (self.stages - stage)))
         return tuple(cuts)
 
@@ -168,6 +173,7 @@ class _Blocks:
             return words
         chosen: list[Recompute] = [words[index] for index in _spread(len(words), self.count())]
         for word in dict.fromkeys(words):
+            # A word that the spread has missed takes the place of the last block with the commonest word.
             if word not in chosen:
                 common = max(chosen, key=chosen.count)
                 chosen[len(chosen) - 1 - chosen[::-1].index(common)] = word

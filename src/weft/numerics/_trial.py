@@ -26,7 +26,7 @@ class Trial:
     initial: list[Piece]
     """Masters, frozen parameters and buffers before the first step."""
     gradients: list[Piece]
-    """Of the first step: of loss sum × scale, before clipping."""
+    """Gradients of the first step: of loss sum × scale, before clipping."""
     losses: list[float]
     """Global mean loss of every step."""
     gradient_norms: list[float]

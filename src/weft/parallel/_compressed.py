@@ -9,18 +9,18 @@ import torch
 from weft.comm import GroupView, Mesh
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Piece
-from weft.parallel.buckets import Bucket, Member
-from weft.techniques.compression.codecs import CompressedReduction, Compression, Frame, Kept, Span
+from weft.parallel.buckets import Bucket, BucketMember
+from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, KeptTensor, ParameterSpan
 
 
-def compressible(compression: Compression, mesh: Mesh) -> Callable[[Member], bool]:
+def compressible(compression: CodecSpec, mesh: Mesh) -> Callable[[BucketMember], bool]:
     """Return which parameters may be compressed.
 
     Not those of which ranks outside the reduction hold copies: a stage that shares a tied weight, and the tensor ranks
     of what is not cut between them.  Each copy would be rounded by itself, and copies that differ drift apart.
     """
 
-    def is_taken(member: Member) -> bool:
+    def is_taken(member: BucketMember) -> bool:
         travels = member.reducing.group is not None and not member.layout.is_copied(mesh)
         return travels and compression.takes(member.parameter.shape)
 
@@ -30,7 +30,7 @@ def compressible(compression: Compression, mesh: Mesh) -> Callable[[Member], boo
 def frame_of(bucket: Bucket, *, sharded: bool) -> Frame:
     """Describe a bucket's storage to a codec; `sharded` when each data rank needs its region only."""
     spans = [
-        Span(name=member.layout.name, offset=offset, shape=member.parameter.shape)
+        ParameterSpan(name=member.layout.name, offset=offset, shape=member.parameter.shape)
         for member, offset in zip(bucket.members, bucket.offsets, strict=True)
     ]
     return Frame(
@@ -63,7 +63,7 @@ def pieces_of(
     return pieces
 
 
-def _residual(kept: Kept, layout: ParameterLayout, view: GroupView, start: int) -> Piece:
+def _residual(kept: KeptTensor, layout: ParameterLayout, view: GroupView, start: int) -> Piece:
     return Piece(
         name=f"compression/{kept.kind}/{layout.name}",
         shape=layout.shape,
@@ -74,7 +74,7 @@ def _residual(kept: Kept, layout: ParameterLayout, view: GroupView, start: int) 
     )
 
 
-def _shared(kept: Kept, layout: ParameterLayout, view: GroupView, shard: tuple[int, int]) -> Piece:
+def _shared(kept: KeptTensor, layout: ParameterLayout, view: GroupView, shard: tuple[int, int]) -> Piece:
     """What all members hold alike belongs to the matrix that this rank sees; of one cut otherwise it says nothing, and
     none is loaded."""
     cut = f"/tensor-{layout.split.index}-of-{layout.split.parts}" if layout.split else ""

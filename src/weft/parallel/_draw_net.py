@@ -106,7 +106,7 @@ class OwnPython:
 
     def __init__(self) -> None:
         self.drew = False
-        """Since somebody last set it back."""
+        """Whether anything drew since somebody last set it back."""
         self._global: Any = getattr(random, "_inst")  # noqa: B009  # what the module's functions are bound to
         self.is_busy = sys.getprofile() is not None
 
@@ -126,16 +126,16 @@ class OwnPython:
 
 
 @dataclass(slots=True)
-class Watch:
+class DrawWatch:
     """Whose generator the code within `watched` has moved; empty: none.  Known at its end."""
 
     whose: str = ""
 
 
 @contextmanager
-def watched(device: torch.device) -> Generator[Watch]:
+def watched(device: torch.device) -> Generator[DrawWatch]:
     """Tell the draws of this thread from those of others."""
-    watch = Watch()
+    watch = DrawWatch()
     if not others_draw():
         before = Generators.now(device)
         yield watch

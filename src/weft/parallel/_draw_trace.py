@@ -30,14 +30,14 @@ from weft.stand_ins import StandIns
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""
 _SIZES = (13, 17)
-"""Of the two batches: primes that are rarely a size of anything else."""
+"""Samples of the two batches: primes that are rarely a size of anything else."""
 _VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 
 Place = Literal["sample", "flat", "shared", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class DrawLayout:
     """Where the samples lie in a draw."""
 
     place: Place
@@ -52,7 +52,9 @@ class Layout:
 class Draws:
     """What was found.  `unseen`: why not all of it; empty: the forward and the loss were gone through."""
 
-    layouts: dict[tuple[str, str, int], list[Layout]] = field(default_factory=dict[tuple[str, str, int], list[Layout]])
+    layouts: dict[tuple[str, str, int], list[DrawLayout]] = field(
+        default_factory=dict[tuple[str, str, int], list[DrawLayout]]
+    )
     """(module, operator, number of its draw within a call of the module) → layouts, more than one where calls differ.
     """
     foreign: dict[str, str] = field(default_factory=dict[str, str])
@@ -286,23 +288,23 @@ def _compare(first: _Shapes, second: _Shapes, found: Draws) -> None:
             if layout not in layouts:
                 layouts.append(layout)
         if len(drawn) != len(others):
-            layouts.append(Layout(place="unknown", dim=0, whole=tuple(drawn[0][0])))
+            layouts.append(DrawLayout(place="unknown", dim=0, whole=tuple(drawn[0][0])))
     for key in second.keys() - first.keys():
-        found.layouts.setdefault(key, []).append(Layout(place="unknown", dim=0, whole=()))
+        found.layouts.setdefault(key, []).append(DrawLayout(place="unknown", dim=0, whole=()))
 
 
-def _layout(shape: torch.Size, other: torch.Size, op: str, turned: bool) -> Layout:
+def _layout(shape: torch.Size, other: torch.Size, op: str, turned: bool) -> DrawLayout:
     growing = [dim for dim, sizes in enumerate(zip(shape, other, strict=False)) if sizes[0] != sizes[1]]
-    unknown = Layout(place="unknown", dim=0, whole=tuple(shape))
+    unknown = DrawLayout(place="unknown", dim=0, whole=tuple(shape))
     if len(shape) != len(other) or len(growing) > 1:
         return unknown
     if not growing:
-        return Layout(place="shared", dim=0, whole=tuple(shape))
+        return DrawLayout(place="shared", dim=0, whole=tuple(shape))
     (dim,) = growing
     if shape[dim] * _SIZES[1] != other[dim] * _SIZES[0] or op == "randperm":
         return unknown
     share = shape[dim] // _SIZES[0]
     whole = (*shape[:dim], share, *shape[dim + 1 :])
     if share == 1:
-        return Layout(place="sample", dim=dim, whole=whole)
-    return unknown if turned else Layout(place="flat", dim=dim, whole=whole)
+        return DrawLayout(place="sample", dim=dim, whole=whole)
+    return unknown if turned else DrawLayout(place="flat", dim=dim, whole=whole)

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.parallel._noise import Elements
 
 Arrange = Callable[[Tensor], Tensor]
-"""From (samples, …) to the shape of the draw."""
+"""Brings numbers of shape (samples, …) into the shape of the draw."""
 
 
 def keyed_value(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Any:

@@ -69,7 +69,7 @@ class Shard:
     weights: Tensor | None = None
     """What the master is cast to for computing, 1-D; None: the model computes with the master itself."""
     keeper: Keeper | None = None
-    """Who keeps master and states elsewhere between two steps; None: they are always there."""
+    """Keeper of master and states between two steps; None: they are always there."""
     gradient: Tensor | None = None
     """1-D, as long as `master`, set by the gradient store once a step's gradients are reduced."""
     segments: list[Segment] = field(default_factory=list[Segment])
@@ -84,7 +84,7 @@ class Shard:
     sparse: bool = False
     """Whether this is one whole table whose gradient comes as `rows`, and `gradient` stays None."""
     rows: SparseRows | None = None
-    """Of a sparse shard: what the step's rows sum to, set by the gradient store."""
+    """Rows of a sparse shard: what the step's rows sum to, set by the gradient store."""
     size: int = field(init=False)
     """Elements of the master, also while it is away."""
 

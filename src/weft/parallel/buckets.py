@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Member:
+class BucketMember:
     """One trainable parameter on its way into a bucket, with the groups that follow from its layout on a mesh.
 
     Create them in the same order on all ranks of a stage.
@@ -71,7 +71,7 @@ class Bucket(FlatLayout):
     """Members at fixed offsets in one flat storage; `regions[r]` is what rank r of the reducing group keeps."""
 
     key: BucketKey
-    members: list[Member]
+    members: list[BucketMember]
 
     def view(self, flat: Tensor, position: int) -> Tensor:
         """One member's view of a flat storage of this bucket."""
@@ -79,7 +79,7 @@ class Bucket(FlatLayout):
         offset = self.offsets[position]
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
-    def views(self, flat: Tensor) -> Iterable[tuple[Member, Tensor]]:
+    def views(self, flat: Tensor) -> Iterable[tuple[BucketMember, Tensor]]:
         """Each member with its view of a flat storage of this bucket."""
         for position, member in enumerate(self.members):
             yield member, self.view(flat, position)
@@ -103,12 +103,12 @@ class Bucket(FlatLayout):
 
 
 def compose_buckets(
-    members: Sequence[Member],
+    members: Sequence[BucketMember],
     *,
     sharded: bool,
     cuts: Cuts,
     limits: tuple[int, int],
-    compressed: Callable[[Member], bool] | None = None,
+    compressed: Callable[[BucketMember], bool] | None = None,
 ) -> list[Bucket]:
     """Lay `members` into buckets in the order in which backward is expected to complete them (last registered first).
 
@@ -138,7 +138,7 @@ def compose_buckets(
     ]
 
 
-def _key(member: Member, compressed: bool) -> BucketKey:
+def _key(member: BucketMember, compressed: bool) -> BucketKey:
     return BucketKey(
         part=member.part,
         group=member.group,

@@ -24,7 +24,7 @@ from weft.parallel._precision import Dtypes
 from weft.parallel._runner import Runner, SequentialRunner
 from weft.parallel._store import GradientStore, StoreSet
 from weft.parallel.batch_norm import apply_batch_norm
-from weft.parallel.buckets import Member
+from weft.parallel.buckets import BucketMember
 from weft.parallel.data import BucketStore
 from weft.parallel.draws import apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.parallel.materialise import materialise
@@ -34,7 +34,7 @@ from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
 from weft.plan import Plan, reduction_rounds
 
 if TYPE_CHECKING:
-    from weft.techniques.compression.codecs import Compression
+    from weft.techniques.compression.codecs import CodecSpec
 
 GroupParameters = Callable[[Mapping[str, torch.Size]], Mapping[str, int]]
 """Trainable parameters of this rank (name → whole shape) → index of each one's optimizer group."""
@@ -53,7 +53,7 @@ class ParallelModel:
     runner: Runner
     stores: StoreSet
     summing: Mesh
-    """Over whose data ranks the gradients of a step are summed."""
+    """The mesh over whose data ranks the gradients of a step are summed."""
     techniques: Sequence[TechniqueRuntime]
     """What the plan's techniques do on this rank."""
 
@@ -166,7 +166,7 @@ def _create_stores(
     parts: Sequence[ModelPart],
     group_parameters: GroupParameters,
     cuts: Literal["anywhere", "parameter"],
-    compression: Compression | None,
+    compression: CodecSpec | None,
 ) -> StoreSet:
     every = _members(parts, mesh, group_parameters)
     sparse = sparse_tables(blueprint.module)
@@ -238,12 +238,12 @@ def _holds_weights(plan: Plan) -> bool:
 
 
 def _bucket_store(
-    members: list[Member],
+    members: list[BucketMember],
     plan: Plan,
     mesh: Mesh,
     dtypes: Dtypes,
     cuts: Literal["anywhere", "parameter"],
-    compression: Compression | None,
+    compression: CodecSpec | None,
 ) -> BucketStore:
     """Buckets for everything, or for what ZeRO-3 leaves out; ZeRO-3 over one shard is ZeRO-1 over the replicas."""
     data = plan.data_parallel
@@ -263,7 +263,7 @@ def _bucket_store(
 
 def _members(
     parts: Sequence[ModelPart], mesh: Mesh, group_parameters: GroupParameters
-) -> dict[tuple[int, str], Member]:
+) -> dict[tuple[int, str], BucketMember]:
     """Every trainable parameter of this rank once, by the first part and name under which it is found."""
     found: dict[tuple[int, str], nn.Parameter] = {}
     seen: set[int] = set()
@@ -274,10 +274,10 @@ def _members(
                 found[index, name] = parameter
     layouts = {key: parts[key[0]].layout[key[1]] for key in found}
     groups = group_parameters({layout.name: layout.shape for layout in layouts.values()})
-    members: dict[tuple[int, str], Member] = {}
+    members: dict[tuple[int, str], BucketMember] = {}
     for (index, name), parameter in found.items():
         tie = parts[index].ties.get(name)
-        members[index, name] = Member(
+        members[index, name] = BucketMember(
             mesh=mesh,
             parameter=parameter,
             layout=layouts[index, name],

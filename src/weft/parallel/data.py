@@ -41,12 +41,12 @@ from weft.comm import (
 )
 from weft.parallel._ahead import await_needs, needs_of
 from weft.parallel._shard import Piece, Shard
-from weft.parallel.buckets import Bucket, LiveBucket, Member, compose_buckets
+from weft.parallel.buckets import Bucket, BucketMember, LiveBucket, compose_buckets
 from weft.plan import BATCH_AXES
 from weft.techniques.buckets.contract import BucketSettings
 
 if TYPE_CHECKING:
-    from weft.techniques.compression.codecs import CompressedReduction, Compression
+    from weft.techniques.compression.codecs import CodecSpec, CompressedReduction
 
 _IN_FLIGHT = 2
 """ZeRO-2: reductions that may run while backward fills the next bucket; older ones are waited for and their storage
@@ -80,7 +80,7 @@ class BucketStore:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[BucketMember],
         mesh: Mesh,
         *,
         stage: Literal[0, 1, 2],
@@ -89,7 +89,7 @@ class BucketStore:
         cuts: Literal["anywhere", "parameter"] = "anywhere",
         bucket_limits: tuple[int, int] = BucketSettings().bucket_limits,
         reduce_rounds: int = 1,
-        compression: Compression | None = None,
+        compression: CodecSpec | None = None,
         algorithm: str = "auto",
     ) -> None:
         self._everyone = mesh.group_over(BATCH_AXES)
@@ -186,7 +186,7 @@ class BucketStore:
         """What this rank keeps of a bucket's storage."""
         return bucket.regions[bucket.key.reducing.index if self._stage else 0]
 
-    def _compressible(self, mesh: Mesh) -> Callable[[Member], bool] | None:
+    def _compressible(self, mesh: Mesh) -> Callable[[BucketMember], bool] | None:
         if self._compression is None:
             return None
         from weft.parallel._compressed import compressible  # codecs are loaded where one is used

@@ -32,7 +32,7 @@ from weft.errors import PlanError
 from weft.models import Batch, Blueprint, Loss
 from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel._draw_net import is_draw
-from weft.parallel._draw_trace import LOSS, Draws, Layout, find_draws, noise_shape
+from weft.parallel._draw_trace import LOSS, DrawLayout, Draws, find_draws, noise_shape
 from weft.parallel._draw_values import keyed_value
 from weft.parallel._noise import Elements
 from weft.parallel.randomness import KeyedDropout, sample_words
@@ -141,7 +141,7 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 _RUN = _called.__code__
-"""Of the frame below which a call under keys lies."""
+"""Code of the frame below which a call under keys lies."""
 
 
 class _Keyed(TorchDispatchMode):
@@ -175,27 +175,27 @@ class _Keyed(TorchDispatchMode):
             raise PlanError(_unknown(self._name or "the model's forward", op, shape))
         return value
 
-    def _layout(self, op: str, number: int, shape: torch.Size) -> Layout | None:
+    def _layout(self, op: str, number: int, shape: torch.Size) -> DrawLayout | None:
         """The layout that fits; several calls of one module may differ in shape."""
         known = self._draws.layouts.get((self._name, op, number), [])
         fitting = [layout for layout in known if len(layout.whole) == len(shape) and self._fits(layout, shape)]
         exact = [layout for layout in fitting if self._part(layout, shape) == layout.whole]
         return next(iter(exact or fitting), None)
 
-    def _fits(self, layout: Layout, shape: torch.Size) -> bool:
+    def _fits(self, layout: DrawLayout, shape: torch.Size) -> bool:
         samples = self._state.sample_ids.numel()
         if layout.place == "unknown":
             return False
         return layout.place == "shared" or shape[layout.dim] % max(samples, 1) == 0
 
-    def _part(self, layout: Layout, shape: torch.Size) -> tuple[int, ...]:
+    def _part(self, layout: DrawLayout, shape: torch.Size) -> tuple[int, ...]:
         """What this rank holds of one sample."""
         if layout.place == "shared":
             return tuple(shape)
         share = shape[layout.dim] // max(self._state.sample_ids.numel(), 1)
         return (*shape[: layout.dim], share, *shape[layout.dim + 1 :])
 
-    def _elements(self, layout: Layout, shape: torch.Size, key: str, device: torch.device) -> Elements:
+    def _elements(self, layout: DrawLayout, shape: torch.Size, key: str, device: torch.device) -> Elements:
         held = self._part(layout, shape)
         starts, whole = self._placed(held, layout)
         state = self._state
@@ -209,7 +209,7 @@ class _Keyed(TorchDispatchMode):
             whole=[whole[dim] for dim in order],
         )
 
-    def _placed(self, held: tuple[int, ...], layout: Layout) -> tuple[list[int], list[int]]:
+    def _placed(self, held: tuple[int, ...], layout: DrawLayout) -> tuple[list[int], list[int]]:
         """First index and whole size of each dim; under a tensor axis a dim may hold this rank's share."""
         starts, whole = [0] * len(held), list(held)
         if self._view.group is None or held == layout.whole:
@@ -255,7 +255,7 @@ def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **(moved | {"device": torch.device("meta")}))
 
 
-def _arranged(made: Tensor, layout: Layout) -> Tensor:
+def _arranged(made: Tensor, layout: DrawLayout) -> Tensor:
     """From (samples, part of `dim`, the other dims) to the draw's own order."""
     if not layout.whole:
         return made.reshape(())

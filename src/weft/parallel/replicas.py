@@ -21,7 +21,7 @@ from weft.comm import GroupView, Mesh, Wait, start_all_reduce
 from weft.parallel._compressed import pieces_of
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Piece, Shard
-from weft.techniques.compression.codecs import CompressedReduction, Compression, Frame, ReductionUnderWay, Span
+from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, ParameterSpan, ReductionUnderWay
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class _Entry:
     shard: Shard
     layout: ParameterLayout
     shape: torch.Size
-    """Of the rows on this rank."""
+    """Shape of the rows on this rank."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class ReplicaSums:
         shards: Sequence[Shard],
         layouts: Sequence[ParameterLayout],
         mesh: Mesh,
-        compression: Compression,
+        compression: CodecSpec,
         storage_bytes: int,
         gradient_dtype: torch.dtype,
     ) -> None:
@@ -81,10 +81,10 @@ class ReplicaSums:
         return self._compression.takes((longest, *whole[1:]))
 
     def _create(self, entries: list[_Entry], dtype: torch.dtype, *, is_compressed: bool) -> _Storage:
-        spans: list[Span] = []
+        spans: list[ParameterSpan] = []
         stop = 0
         for entry in entries:
-            spans.append(Span(name=entry.layout.name, offset=stop, shape=entry.shape))
+            spans.append(ParameterSpan(name=entry.layout.name, offset=stop, shape=entry.shape))
             stop += entry.shape.numel()
         frame = Frame(spans=tuple(spans), num_elements=stop)
         flat = torch.zeros(stop, dtype=dtype, device=entries[0].shard.master.device)

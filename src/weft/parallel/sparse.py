@@ -18,7 +18,7 @@ from weft.comm import GroupView, all_gather
 from weft.errors import RecipeError
 from weft.parallel._rows import SparseRows
 from weft.parallel._shard import Piece, Segment, Shard
-from weft.parallel.buckets import Member
+from weft.parallel.buckets import BucketMember
 
 
 def sparse_tables(module: nn.Module) -> dict[str, torch.Size]:
@@ -55,7 +55,7 @@ def _is_sparse(module: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class _Table:
-    member: Member
+    member: BucketMember
     shard: Shard
     parts: list[SparseRows] = field(default_factory=list[SparseRows])
     """This rank's rows of the step so far, one entry per backward."""
@@ -87,7 +87,9 @@ class SparseStore:
     and exchanged in `gradient_dtype`.
     """
 
-    def __init__(self, members: Sequence[Member], *, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
+    def __init__(
+        self, members: Sequence[BucketMember], *, compute_dtype: torch.dtype, gradient_dtype: torch.dtype
+    ) -> None:
         self._compute_dtype = compute_dtype
         self._gradient_dtype = gradient_dtype
         self._used: set[str] = set()
@@ -97,7 +99,7 @@ class SparseStore:
             for index, table in enumerate(self._tables)
         ]
 
-    def _take_over(self, member: Member) -> _Table:
+    def _take_over(self, member: BucketMember) -> _Table:
         parameter, layout = member.parameter, member.layout
         whole = parameter.detach().contiguous()
         parameter.data = whole.to(self._compute_dtype)  # the same storage where the dtype is the same

@@ -28,7 +28,7 @@ from weft.plan import Plan
 from weft.techniques.registry import running
 
 if TYPE_CHECKING:
-    from weft.techniques.compression.codecs import Compression
+    from weft.techniques.compression.codecs import CodecSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class TechniqueRuntime:
     def wrap(self, part: ModelPart) -> None:
         """Put something around or in place of forwards of a part's modules."""
 
-    def codec(self) -> Compression | None:
+    def codec(self) -> CodecSpec | None:
         """Return what gradients are compressed by on their way; None: they travel as they are."""
         return None
 

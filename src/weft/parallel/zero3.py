@@ -34,13 +34,13 @@ from weft.comm import GroupView, Mesh, start_all_reduce
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard, first_element
-from weft.parallel.buckets import Member
+from weft.parallel.buckets import BucketMember
 from weft.parallel.shared_buffers import share_buffers
 from weft.techniques.buckets.contract import BucketSettings
 
 if TYPE_CHECKING:
     from weft.parallel.replicas import ReplicaSums
-    from weft.techniques.compression.codecs import Compression
+    from weft.techniques.compression.codecs import CodecSpec
 
 
 def apply_zero3(
@@ -106,12 +106,12 @@ class FullyShardedStore:
     def __init__(
         self,
         parts: Sequence[ModelPart],
-        members: Mapping[tuple[int, str], Member],
+        members: Mapping[tuple[int, str], BucketMember],
         mesh: Mesh,
         *,
         hold: bool,
         reduce_rounds: int = 1,
-        compression: Compression | None = None,
+        compression: CodecSpec | None = None,
         storage_bytes: int = BucketSettings().bucket_limits[1],
         gradient_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -160,7 +160,7 @@ class FullyShardedStore:
                 unit.reshard()
         self._watching = True
 
-    def _create_shard(self, parameter: DTensor, member: Member) -> Shard:
+    def _create_shard(self, parameter: DTensor, member: BucketMember) -> Shard:
         local, sharding = _local(parameter), member.layout.sharding(self._mesh)
         segment = Segment(
             layout=member.layout,

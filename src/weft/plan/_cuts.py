@@ -55,7 +55,7 @@ class _Costs:
         self.num_blocks = len(block_costs) - 2
         self.num_stages = num_stages
         self.before = [0.0, *accumulate(block_costs[1:-1])]
-        """Of all blocks before each, and of all."""
+        """Sums over all blocks before each, and over all."""
         self.ends = [0.0] * num_stages
         """What each stage has besides blocks."""
         self.ends[0] += block_costs[0]

@@ -13,7 +13,7 @@ class ModelFacts:
     """Sizes of a model.  None means that only building the model would tell; checks that need it are then left out."""
 
     name: str = "model"
-    """For messages and the first lines of a run: `decoder`, `llama`, a factory's name."""
+    """Name for messages and the first lines of a run: `decoder`, `llama`, a factory's name."""
     num_blocks: int | None = None
     """Repeated blocks of the model."""
     no_stages: str = ""

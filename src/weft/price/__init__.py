@@ -16,7 +16,7 @@ from weft.price._factors import read_fitted as read_fitted
 from weft.price._factors import with_factors as with_factors
 from weft.price._habits import HABITS as HABITS
 from weft.price._habits import MemoryHabits as MemoryHabits
-from weft.price._kept import Kept as Kept
+from weft.price._kept import BoundedCache as BoundedCache
 from weft.price._layout import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision
@@ -24,7 +24,7 @@ from weft.price._layout import layout_settings as layout_settings
 from weft.price._memory import Memories as Memories
 from weft.price._memory import memory_of as memory_of
 from weft.price._network import slot_numbers as slot_numbers
-from weft.price._placement import Group as Group
+from weft.price._placement import AxisGroup as AxisGroup
 from weft.price._placement import Groups as Groups
 from weft.price._placement import Leg as Leg
 from weft.price._placement import Network as Network
@@ -33,7 +33,7 @@ from weft.price._predict import model_flops as model_flops
 from weft.price._predict import predict as predict
 from weft.price._prediction import MemoryKinds as MemoryKinds
 from weft.price._prediction import Prediction as Prediction
-from weft.price._prediction import Span as Span
+from weft.price._prediction import ScheduleSpan as ScheduleSpan
 from weft.price._prediction import StageMemory as StageMemory
 from weft.price._prediction import TimeTerms as TimeTerms
 from weft.price._rank_memory import RankMemory as RankMemory

@@ -21,7 +21,7 @@ class BlockMemory(NamedTuple):
     """Elements of this rank's weights, experts left out."""
     expert_parameters: float
     kept_bytes: float
-    """From its forward to its backward."""
+    """Bytes that are kept from its forward to its backward."""
     live_bytes: float
     """Besides, during its backward: what is computed again, and gradients on their way."""
 

@@ -70,49 +70,50 @@ class Calibration:
     attention_shares: Mapping[str, tuple[float, float]] = field(default_factory=lambda: ATTENTION_SHARES)
     other_attention_shares: tuple[float, float] = (0.5, 0.4)
     matmul_factor: float = 0.92
-    """On all shares of matrix products.  The best of thousands of shapes is a tenth above the usual one (same book),
-    and for hours on end power and temperature allow less than in a benchmark."""
+    """Factor on all shares of matrix products.  The best of thousands of shapes is a tenth above the usual one (same
+    book), and for hours on end power and temperature allow less than in a benchmark."""
     inner_size_half: float = 160.0
     """K₀: a product with inner size K reaches K / (K + K₀), for it fills and empties its pipeline."""
     cpu_inner_size_half: float = 32.0
     grouped_share: float = 0.95
-    """Of what one product reaches, that several side by side reach, as those of a rank's experts: DeepGEMM's tables
+    """Share of the rate of one product that several side by side reach, as those of a rank's experts: DeepGEMM's tables
     have 1,297 TFLOP/s for four groups where one product has 1,358 (H800, FP8)."""
     launch_seconds: float = 2.5e-6
-    """Between two kernels of an accelerator."""
+    """Time between two kernels of an accelerator."""
     host_seconds: float = 9e-6
-    """In which the host issues one kernel: a block is never faster than its kernels are issued."""
+    """Time in which the host issues one kernel: a block is never faster than its kernels are issued."""
     eager_host_seconds: float = 6e-5
     """The same where plain Python does it: one operator of a profile is about five kernels then, of 10 µs or more."""
     cpu_operator_seconds: float = 1.2e-5
     """Overhead of an operator on cores."""
     memory_share: float = 0.85
-    """Of the data sheet's memory bandwidth, that kernels over plain memory reach."""
+    """Share of the data sheet's memory bandwidth that kernels over plain memory reach."""
     unfused_factor: float = 1.0
-    """On what norms, activations and rotations move more as chains of plain kernels than as one."""
+    """Factor on what norms, activations and rotations move: more as chains of plain kernels than as one."""
     cpu_memory_bytes_per_second: float = 1.2e10
-    """Of one core, where the cluster does not say."""
+    """Memory bandwidth of one core, where the cluster does not say."""
     overlap_slowdown: float = 1.06
     """σ: what computation loses while communication runs beside it."""
     overlap_share: float = 0.9
     """ρ: of the computation beside which communication can be hidden."""
     tensor_overlap_share: float = 0.6
-    """Of the tensor axis's collectives, that a stack hides that cuts them up and runs them beside the products."""
+    """Share of the tensor axis's collectives that a stack hides which cuts them up and runs them beside the products.
+    """
     link_slowdowns: tuple[float, ...] = (1.05, 1.2)
-    """By tier, innermost first (the last for all further ones): communication within training over the same alone."""
+    """Communication within training over the same alone, by tier, innermost first (the last for all further ones)."""
     expert_imbalance: float = 1.05
     """Load of the busiest rank of an expert group over the mean."""
     straggler: float = 0.004
     """The slowest of 2ⁿ nodes is n times this slower than the mean."""
     step_seconds: float = 5e-3
-    """Of a step outside all kernels: reading numbers back, data loading that is not hidden, logging."""
+    """Time of a step outside all kernels: reading numbers back, data loading that is not hidden, logging."""
     cpu_overlap_share: float = 0.15
     """The same as `overlap_share` where communication takes the cores that compute.  Two processes on two cores that
     reduced 50 MB of gradients (35 ms alone) beside 54 ms of backward took 85 ms over Gloo."""
     cpu_step_seconds: float = 2e-3
     """The same as `step_seconds`: a step of Weft with next to no work in it, less its blocks, on one core."""
     host_link_bytes_per_second: float = 2.5e10
-    """Between an accelerator and its host's memory, one way."""
+    """Bandwidth between an accelerator and its host's memory, one way."""
     host_optimizer_bytes_per_second: float = 4e9
     """Optimizer state that a core's share of the host works through."""
 

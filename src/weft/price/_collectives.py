@@ -30,15 +30,15 @@ from weft.collective import (
 )
 from weft.collective import flat as flat_arrangement
 from weft.price import _algorithms as cost
-from weft.price._placement import CostLine, Group, Leg
+from weft.price._placement import AxisGroup, CostLine, Leg
 
 _COPIES = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_gather": 0.5, "all_to_all": 0.5, "broadcast": 0.5}
-"""Of γ: an all-reduce passes over its tensor twice, the others once."""
+"""Multiples of γ: an all-reduce passes over its tensor twice, the others once."""
 
 HalfCost = Callable[[int, float, float, float], float]
 
 
-class Choice(NamedTuple):
+class CollectiveChoice(NamedTuple):
     """One way to do a collective."""
 
     algorithm: str
@@ -58,11 +58,11 @@ class _Flat:
     slowest: float
     """Latency of the farthest pair."""
     per_byte: float
-    """Of what one member sends around a ring, at the leg where it takes longest."""
+    """Time per byte that one member sends around a ring, at the leg where it takes longest."""
     rings: int
 
 
-def collective_seconds(kind: Collective, size_bytes: float, group: Group, algorithm: str = "auto") -> float:
+def collective_seconds(kind: Collective, size_bytes: float, group: AxisGroup, algorithm: str = "auto") -> float:
     """Return the seconds of one collective by what will run it, all sibling groups working at the same time.
 
     `size_bytes` counts the whole tensor on one rank: what all_reduce, reduce_scatter, all_to_all, broadcast and send
@@ -72,7 +72,9 @@ def collective_seconds(kind: Collective, size_bytes: float, group: Group, algori
     return choose_algorithm(kind, size_bytes, group, algorithm).seconds
 
 
-def choose_algorithm(kind: Collective, size_bytes: float, group: Group, algorithm: str = "auto") -> Choice:
+def choose_algorithm(
+    kind: Collective, size_bytes: float, group: AxisGroup, algorithm: str = "auto"
+) -> CollectiveChoice:
     """Return the algorithm that will run, and its seconds.
 
     `algorithm` is a plan's, of the collectives that it speaks of: between cores that one runs, also where it is not the
@@ -80,24 +82,24 @@ def choose_algorithm(kind: Collective, size_bytes: float, group: Group, algorith
     has been kept on some machine.
     """
     if group.size < 2 or size_bytes <= 0 or not group.legs:
-        return Choice("none", 0.0)
+        return CollectiveChoice("none", 0.0)
     named = _named(kind, size_bytes, algorithm) if group.algorithms is None else None
     known = _looked_up(kind, size_bytes, group) if named is None else None
     if known is not None:
-        return Choice("measured", known)
+        return CollectiveChoice("measured", known)
     if group.is_affine:
         lines = group.lines.get(kind) or _lines(kind, group)
-        return min((Choice(name, fixed + slope * size_bytes) for name, fixed, slope in lines), key=_seconds)
+        return min((CollectiveChoice(name, fixed + slope * size_bytes) for name, fixed, slope in lines), key=_seconds)
     if named is not None:
         best = _by_name(*named, size_bytes, group)
     elif group.algorithms is None:
         best = _built_in(kind, size_bytes, group)
     else:
         best = min(algorithm_choices(kind, size_bytes, group), key=_seconds)
-    return Choice(best.algorithm, best.seconds + _fixed(kind, size_bytes, group))
+    return CollectiveChoice(best.algorithm, best.seconds + _fixed(kind, size_bytes, group))
 
 
-def _lines(kind: Collective, group: Group) -> tuple[CostLine, ...]:
+def _lines(kind: Collective, group: AxisGroup) -> tuple[CostLine, ...]:
     """Work out every algorithm at two sizes, and keep the lines through them in the group."""
     far = 1e12
     low, high = (algorithm_choices(kind, size, group) for size in (0.0, far))
@@ -110,16 +112,16 @@ def _lines(kind: Collective, group: Group) -> tuple[CostLine, ...]:
     return found
 
 
-def _seconds(choice: Choice) -> float:
+def _seconds(choice: CollectiveChoice) -> float:
     return choice.seconds
 
 
-def algorithm_choices(kind: Collective, size_bytes: float, group: Group) -> Iterator[Choice]:
+def algorithm_choices(kind: Collective, size_bytes: float, group: AxisGroup) -> Iterator[CollectiveChoice]:
     """Every algorithm that the group's links allow, without starting and copying, which all of them share."""
     if kind == "send":
         # Neighbours of a larger group are apart by its outermost leg at worst; between rails a pair has two legs.
         legs = group.legs if group.size == 2 else group.legs[-1:]
-        yield Choice("send", sum(cost.point_to_point(size_bytes, leg.latency, 1 / leg.pair) for leg in legs))
+        yield CollectiveChoice("send", sum(cost.point_to_point(size_bytes, leg.latency, 1 / leg.pair) for leg in legs))
         return
     flat = _flat(group)
     if kind == "all_reduce":
@@ -135,11 +137,11 @@ def algorithm_choices(kind: Collective, size_bytes: float, group: Group) -> Iter
             yield choice
 
 
-def _is_allowed(choice: Choice, group: Group) -> bool:
+def _is_allowed(choice: CollectiveChoice, group: AxisGroup) -> bool:
     return group.algorithms is None or group.algorithms.issuperset(choice.algorithm.split("+"))
 
 
-def _fixed(kind: Collective, size_bytes: float, group: Group) -> float:
+def _fixed(kind: Collective, size_bytes: float, group: AxisGroup) -> float:
     """Starting, and the passes over memory that run beside no link."""
     start = max(leg.level.start for leg in group.legs)
     if kind == "send":
@@ -147,7 +149,7 @@ def _fixed(kind: Collective, size_bytes: float, group: Group) -> float:
     return start + _COPIES[kind] * size_bytes * group.seconds_per_copied_byte
 
 
-def _flat(group: Group) -> _Flat:
+def _flat(group: AxisGroup) -> _Flat:
     outermost = len(group.legs) - 1
     hops, depth, left = 0.0, 0.0, group.size
     for index, leg in enumerate(group.legs):
@@ -167,43 +169,45 @@ def _flat(group: Group) -> _Flat:
     )
 
 
-def _all_reduce_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choice]:
+def _all_reduce_choices(size: float, group: AxisGroup, flat: _Flat) -> Iterator[CollectiveChoice]:
     n = flat.members
     if len(group.legs) == 1:
         yield from _leg_all_reduces(size, group.legs[0])
     else:
         yield from _hierarchical(size, group)
-        yield Choice("ring", ring.all_reduce_seconds(n, size, flat.hop, flat.per_byte))
+        yield CollectiveChoice("ring", ring.all_reduce_seconds(n, size, flat.hop, flat.per_byte))
         if flat.rings > 1:
-            yield Choice("double_ring", double_ring.all_reduce_seconds(n, size, flat.hop, flat.per_byte))
+            yield CollectiveChoice("double_ring", double_ring.all_reduce_seconds(n, size, flat.hop, flat.per_byte))
         if _is_torus(group):
-            yield Choice("torus", _torus_seconds(size, group))
+            yield CollectiveChoice("torus", _torus_seconds(size, group))
     if all(leg.level.topology == "switch" for leg in group.legs):
-        yield Choice("double_tree", double_tree.all_reduce_seconds(n, size, flat.depth, flat.per_byte))
-    yield Choice("recursive_doubling", sum(_doubling(size, leg) for leg in group.legs))
+        yield CollectiveChoice("double_tree", double_tree.all_reduce_seconds(n, size, flat.depth, flat.per_byte))
+    yield CollectiveChoice("recursive_doubling", sum(_doubling(size, leg) for leg in group.legs))
 
 
 def _doubling(size: float, leg: Leg) -> float:
     return recursive_doubling.all_reduce_seconds(leg.units, size, leg.latency, 1 / min(leg.pair, leg.ring))
 
 
-def _leg_all_reduces(size: float, leg: Leg) -> Iterator[Choice]:
+def _leg_all_reduces(size: float, leg: Leg) -> Iterator[CollectiveChoice]:
     """All-reduce among the units of one leg; every member of a unit holds a tensor of its own."""
     n = leg.units
-    yield Choice("ring", ring.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring))
+    yield CollectiveChoice("ring", ring.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring))
     if leg.rings > 1:
-        yield Choice("double_ring", double_ring.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring))
+        yield CollectiveChoice("double_ring", double_ring.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring))
     far = _far_latency(leg)
-    yield Choice("direct", direct.all_reduce_seconds(n, size, far, 1 / leg.bandwidth))
-    yield Choice("one_shot", one_shot.all_reduce_seconds(n, size, far, 1 / leg.bandwidth))
+    yield CollectiveChoice("direct", direct.all_reduce_seconds(n, size, far, 1 / leg.bandwidth))
+    yield CollectiveChoice("one_shot", one_shot.all_reduce_seconds(n, size, far, 1 / leg.bandwidth))
     if leg.level.topology == "switch":
-        yield Choice("halving_doubling", halving_doubling.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring))
-        yield Choice("tree", tree.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring))
+        yield CollectiveChoice(
+            "halving_doubling", halving_doubling.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring)
+        )
+        yield CollectiveChoice("tree", tree.all_reduce_seconds(n, size, leg.latency, 1 / leg.ring))
     if leg.level.in_network:
-        yield Choice("in_network", cost.in_network_all_reduce(n, size, leg.latency, 1 / leg.ring))
+        yield CollectiveChoice("in_network", cost.in_network_all_reduce(n, size, leg.latency, 1 / leg.ring))
 
 
-def _hierarchical(size: float, group: Group) -> Iterator[Choice]:
+def _hierarchical(size: float, group: AxisGroup) -> Iterator[CollectiveChoice]:
     """Reduce-scatter leg by leg outwards, all-reduce among the outermost units, gather on the way back.
 
     Σ 2·half(uⱼ, S/Πinner) + all_reduce(u, S/Πinner): Jain and Sabharwal's bucket algorithm, one leg at a time; the
@@ -214,43 +218,43 @@ def _hierarchical(size: float, group: Group) -> Iterator[Choice]:
         seconds += 2 * _leg_half(part, leg, group)
         part = size / outer.members
     for choice in _leg_all_reduces(part, group.legs[-1]):
-        yield Choice(f"hierarchical+{choice.algorithm}", seconds + choice.seconds)
+        yield CollectiveChoice(f"hierarchical+{choice.algorithm}", seconds + choice.seconds)
 
 
-def _leg_half(size: float, leg: Leg, group: Group) -> float:
+def _leg_half(size: float, leg: Leg, group: AxisGroup) -> float:
     """Reduce-scatter or all-gather among the units of one leg."""
     return min(choice.seconds for choice in _leg_halves(size, leg) if _is_allowed(choice, group))
 
 
-def _leg_halves(size: float, leg: Leg) -> Iterator[Choice]:
+def _leg_halves(size: float, leg: Leg) -> Iterator[CollectiveChoice]:
     n = leg.units
-    yield Choice("ring", ring.half_seconds(n, size, leg.latency, 1 / leg.ring))
-    yield Choice("direct", direct.half_seconds(n, size, _far_latency(leg), 1 / leg.bandwidth))
+    yield CollectiveChoice("ring", ring.half_seconds(n, size, leg.latency, 1 / leg.ring))
+    yield CollectiveChoice("direct", direct.half_seconds(n, size, _far_latency(leg), 1 / leg.bandwidth))
     if leg.rings > 1:
-        yield Choice("double_ring", double_ring.half_seconds(n, size, leg.latency, 1 / leg.ring))
+        yield CollectiveChoice("double_ring", double_ring.half_seconds(n, size, leg.latency, 1 / leg.ring))
     if leg.level.topology == "switch":
-        yield Choice("halving_doubling", halving_doubling.half_seconds(n, size, leg.latency, 1 / leg.ring))
+        yield CollectiveChoice("halving_doubling", halving_doubling.half_seconds(n, size, leg.latency, 1 / leg.ring))
 
 
-def _half_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choice]:
+def _half_choices(size: float, group: AxisGroup, flat: _Flat) -> Iterator[CollectiveChoice]:
     """Reduce-scatter and all-gather, which cost the same."""
     n = flat.members
     if len(group.legs) == 1:
         yield from _leg_halves(size, group.legs[0])
         return
-    yield Choice("ring", ring.half_seconds(n, size, flat.hop, flat.per_byte))
+    yield CollectiveChoice("ring", ring.half_seconds(n, size, flat.hop, flat.per_byte))
     if flat.rings > 1:
-        yield Choice("double_ring", double_ring.half_seconds(n, size, flat.hop, flat.per_byte))
-    yield Choice("hierarchical", sum(_leg_half(size / leg.members, leg, group) for leg in group.legs))
+        yield CollectiveChoice("double_ring", double_ring.half_seconds(n, size, flat.hop, flat.per_byte))
+    yield CollectiveChoice("hierarchical", sum(_leg_half(size / leg.members, leg, group) for leg in group.legs))
     if _is_torus(group):
-        yield Choice("torus", _torus_seconds(size, group) / 2)
+        yield CollectiveChoice("torus", _torus_seconds(size, group) / 2)
 
 
-def _is_torus(group: Group) -> bool:
+def _is_torus(group: AxisGroup) -> bool:
     return all(leg.level.is_torus for leg in group.legs)
 
 
-def _torus_seconds(size: float, group: Group) -> float:
+def _torus_seconds(size: float, group: AxisGroup) -> float:
     """All-reduce of a torus's axes at once: each a-th of the tensor goes through the axes in an order of its own.
 
     In each of the 2a phases every axis is busy with another part; a phase lasts as long as its slowest axis (Jain and
@@ -268,31 +272,31 @@ def _torus_seconds(size: float, group: Group) -> float:
     return seconds
 
 
-def _broadcast_choices(size: float, group: Group, flat: _Flat) -> Iterator[Choice]:
+def _broadcast_choices(size: float, group: AxisGroup, flat: _Flat) -> Iterator[CollectiveChoice]:
     n = flat.members
-    yield Choice("tree", _tree_broadcast(size, group))
-    yield Choice("ring", ring.broadcast_seconds(n, size, flat.hop, flat.per_byte))
-    yield Choice("scatter", scatter.broadcast_seconds(n, size, flat.hop, flat.per_byte))
+    yield CollectiveChoice("tree", _tree_broadcast(size, group))
+    yield CollectiveChoice("ring", ring.broadcast_seconds(n, size, flat.hop, flat.per_byte))
+    yield CollectiveChoice("scatter", scatter.broadcast_seconds(n, size, flat.hop, flat.per_byte))
     if all(leg.level.topology == "switch" for leg in group.legs):
-        yield Choice("double_tree", double_tree.broadcast_seconds(n, size, flat.depth, flat.per_byte))
+        yield CollectiveChoice("double_tree", double_tree.broadcast_seconds(n, size, flat.depth, flat.per_byte))
     if len(group.legs) == 1 and group.legs[0].level.in_network:
-        yield Choice("in_network", cost.in_network_broadcast(n, size, flat.slowest, flat.per_byte))
+        yield CollectiveChoice("in_network", cost.in_network_broadcast(n, size, flat.slowest, flat.per_byte))
 
 
-def _all_to_all_choices(size: float, group: Group) -> Iterator[Choice]:
-    yield Choice("grouped", _grouped(size, group))
+def _all_to_all_choices(size: float, group: AxisGroup) -> Iterator[CollectiveChoice]:
+    yield CollectiveChoice("grouped", _grouped(size, group))
     phases = [direct.all_to_all_seconds(leg.units, size, _far_latency(leg), 1 / leg.bandwidth) for leg in group.legs]
     if len(phases) > 1:
-        yield Choice("hierarchical", sum(phases))
+        yield CollectiveChoice("hierarchical", sum(phases))
     jumps = [bruck.all_to_all_seconds(leg.units, size, leg.latency, 1 / leg.pair) for leg in group.legs]
-    yield Choice("bruck", sum(jumps))
+    yield CollectiveChoice("bruck", sum(jumps))
 
 
-def _tree_broadcast(size: float, group: Group) -> float:
+def _tree_broadcast(size: float, group: AxisGroup) -> float:
     return sum(tree.broadcast_seconds(leg.units, size, leg.latency, 1 / leg.pair) for leg in group.legs)
 
 
-def _grouped(size: float, group: Group) -> float:
+def _grouped(size: float, group: AxisGroup) -> float:
     """Every member sends an n-th of its tensor to every other, all at once."""
     n = group.size
     latency = max(_far_latency(leg) for leg in group.legs)
@@ -317,7 +321,7 @@ def _far_latency(leg: Leg) -> float:
 # ── what runs between cores ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _built_in(kind: Collective, size: float, group: Group) -> Choice:
+def _built_in(kind: Collective, size: float, group: AxisGroup) -> CollectiveChoice:
     """What is done without a choice (`weft.comm.Collectives`): over the memory that a node's ranks share, each reading
     straight from all others; by Gloo between nodes, whose all-reduce is a ring, and by direct messages."""
     if kind == "send":
@@ -325,22 +329,22 @@ def _built_in(kind: Collective, size: float, group: Group) -> Choice:
     if group.is_on_one_node:
         return _in_memory(kind, size, group)
     if kind == "broadcast":
-        return Choice("tree", _tree_broadcast(size, group))
+        return CollectiveChoice("tree", _tree_broadcast(size, group))
     if kind == "all_reduce":
         flat = _flat(group)
-        return Choice("ring", ring.all_reduce_seconds(flat.members, size, flat.hop, flat.per_byte))
-    return Choice("grouped", _grouped(size, group))
+        return CollectiveChoice("ring", ring.all_reduce_seconds(flat.members, size, flat.hop, flat.per_byte))
+    return CollectiveChoice("grouped", _grouped(size, group))
 
 
-def _in_memory(kind: Collective, size: float, group: Group) -> Choice:
+def _in_memory(kind: Collective, size: float, group: AxisGroup) -> CollectiveChoice:
     n, far = group.size, max(_far_latency(leg) for leg in group.legs)
     per_byte = max(1 / leg.bandwidth for leg in group.legs)
     if kind == "all_reduce":
-        whole = Choice("one_shot", one_shot.all_reduce_seconds(n, size, far, per_byte))
-        return min(whole, Choice("direct", direct.all_reduce_seconds(n, size, far, per_byte)), key=_seconds)
+        whole = CollectiveChoice("one_shot", one_shot.all_reduce_seconds(n, size, far, per_byte))
+        return min(whole, CollectiveChoice("direct", direct.all_reduce_seconds(n, size, far, per_byte)), key=_seconds)
     if kind == "broadcast":
-        return Choice("direct", cost.point_to_point(size, far, per_byte))
-    return Choice("direct", direct.half_seconds(n, size, far, per_byte))
+        return CollectiveChoice("direct", cost.point_to_point(size, far, per_byte))
+    return CollectiveChoice("direct", direct.half_seconds(n, size, far, per_byte))
 
 
 def _named(kind: Collective, size_bytes: float, algorithm: str) -> tuple[str, Collective] | None:
@@ -350,24 +354,24 @@ def _named(kind: Collective, size_bytes: float, algorithm: str) -> tuple[str, Co
     return stand_in(parse_choices(algorithm).algorithm_for(int(size_bytes)), kind)
 
 
-def _by_name(name: str, kind: Collective, size: float, group: Group) -> Choice:
+def _by_name(name: str, kind: Collective, size: float, group: AxisGroup) -> CollectiveChoice:
     """What a way takes: by the links that it crosses where that is known for it, else at the slowest ones."""
     if name == "exchange":
-        return Choice(name, _grouped(size, group))
+        return CollectiveChoice(name, _grouped(size, group))
     if name == "backend":
         if group.is_on_one_node:
-            return Choice(name, _in_memory(kind, size, group).seconds)
+            return CollectiveChoice(name, _in_memory(kind, size, group).seconds)
         flat, seconds = _flat(group), ring.half_seconds if kind == "all_gather" else ring.all_reduce_seconds
-        return Choice(name, seconds(flat.members, size, flat.hop, flat.per_byte))
+        return CollectiveChoice(name, seconds(flat.members, size, flat.hop, flat.per_byte))
     spelled = "hierarchical+ring" if name == "hierarchical" and kind == "all_reduce" else name
     for choice in algorithm_choices(kind, size, group):
         if choice.algorithm == spelled:
-            return Choice(name, choice.seconds)
+            return CollectiveChoice(name, choice.seconds)
     place, links = _as_links(group)
-    return Choice(name, find_algorithm(name).methods[kind].seconds(place, size, links))
+    return CollectiveChoice(name, find_algorithm(name).methods[kind].seconds(place, size, links))
 
 
-def _as_links(group: Group) -> tuple[Arrangement, Links]:
+def _as_links(group: AxisGroup) -> tuple[Arrangement, Links]:
     """A group as the formulas of `weft.collective` see it: ranks of nodes, and two kinds of links."""
 
     def slowest(legs: Sequence[Leg]) -> tuple[float, float]:
@@ -387,7 +391,7 @@ def _as_links(group: Group) -> tuple[Arrangement, Links]:
 # ── what weft probe measured ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _looked_up(kind: Collective, size_bytes: float, group: Group) -> float | None:
+def _looked_up(kind: Collective, size_bytes: float, group: AxisGroup) -> float | None:
     """Seconds after measurements of the same kind on the only leg, or None without any.
 
     Between two sizes, and between two worlds, the logarithm of the time is taken to be straight; beyond the largest

@@ -66,7 +66,7 @@ _CAST_BYTES = 4.0
 _BACKWARD_ELEMENTS = 1.5
 """Elements moved by an element-wise operator's backward over those of its forward: it reads its input again."""
 _DISPATCH_KERNELS = 8.0
-"""Of sorting tokens by expert or bringing them back: scores, choice, counts, offsets, copies."""
+"""Kernels of sorting tokens by expert or bringing them back: scores, choice, counts, offsets, copies."""
 _UNFUSED: Mapping[str, tuple[float, float]] = {"norm": (8.0, 6.0), "activation": (0.7, 2.0), "rotary": (3.0, 6.0)}
 """Operator → bytes moved beyond one fused kernel's, as a multiple of these, and kernels, where PyTorch runs a chain.
 A root-mean-square norm casts to fp32, squares, means, multiplies, casts back and scales: 36 bytes for 4.  LayerNorm,
@@ -122,7 +122,7 @@ class Share:
     expert: int = 1
     sequence_parallel: bool = False
     grid: tuple[int, int, int] | None = None
-    """Of multi-dimensional tensor splits: how often M, N and K of a product are cut."""
+    """How often M, N and K of a product are cut by multi-dimensional tensor splits."""
     precision: PricedPrecision = "bf16"
     wide: bool = False
     """Whether products run in 16 bits although the precision is narrower: embedding and head."""
@@ -174,7 +174,7 @@ class Device:
 
     @property
     def host_seconds(self) -> float:
-        """In which one kernel is issued, where that happens beside the computation."""
+        """Time in which one kernel is issued, where that happens beside the computation."""
         if not self.is_accelerator:
             return 0.0
         calibration = self.calibration

@@ -25,7 +25,7 @@ class MemoryHabits:
     """Where every rank of the tensor axis computes the loss of the whole vocabulary: held besides per element, for the
     shards that come from other ranks.  None: each rank does so for its own part."""
     fused_chunk_bytes: float = 256.0 * _MEBI
-    """Of the logits that exist at once when head and loss are computed together in chunks, in fp32."""
+    """Bytes of the fp32 logits that exist at once when head and loss are computed together in chunks."""
     selective: Literal["operators", "alternate", "attention"] = "operators"
     """What `recompute = "selective"` keeps: the results of matmuls and attention; of every second matmul and of
     attention; or everything but the scores."""
@@ -65,11 +65,11 @@ class MemoryHabits:
     fragmentation: float = 0.04
     """What the allocator reserves above the allocated peak."""
     workspace_bytes: float = 64.0 * _MEBI
-    """Of kernels, inside the allocator."""
+    """Workspace of kernels, inside the allocator."""
     context_bytes: float = 0.6 * _GIBI
-    """Outside the allocator: the device's context and libraries."""
+    """Memory outside the allocator of the device's context and libraries."""
     communicator_bytes: float = 0.25 * _GIBI
-    """Outside the allocator, of each axis longer than 1."""
+    """Memory outside the allocator of each axis longer than 1."""
 
 
 _MEGATRON = MemoryHabits(selective="attention", logit_bytes=8.0, kept_projection="rotated", operands_in_fp8=True)
@@ -139,5 +139,5 @@ HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
         "hagemann-fused": replace(_HAGEMANN, fused_norms=True),
     }
 )
-"""By name of the system.  Sources: their code, as of the years whose runs were published; figures of bytes per logit
-from the runs themselves (docs/concepts/planner.md)."""
+"""Habits by name of the system.  Sources: their code, as of the years whose runs were published; figures of bytes per
+logit from the runs themselves (docs/concepts/planner.md)."""

@@ -12,7 +12,7 @@ MOST_KEPT = 50_000
 without a limit they were half of its 1.3 GB (November 2026)."""
 
 
-class Kept(dict[Key, Value]):
+class BoundedCache(dict[Key, Value]):
     """A dict that forgets everything when it is full."""
 
     def __setitem__(self, key: Key, value: Value) -> None:

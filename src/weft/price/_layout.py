@@ -55,18 +55,18 @@ class Layout(
     microbatch_size: int = 1
     """Samples per microbatch and data rank."""
     microbatches: int = 1
-    """Per step, of the data rank that has most."""
+    """Microbatches per step, of the data rank that has most."""
     fused_loss: bool = False
     adapters_only: bool = False
     """Whether the weights are frozen and small adapters train (LoRA): no gradients of weights, no optimizer state."""
     precision: PricedPrecision = "bf16"
     gradient_bytes: int = 4
-    """Of one element of the gradients that are kept and reduced."""
+    """Bytes of one element of the gradients that are kept and reduced."""
     uneven: bool = field(default=False, compare=False)
     """Whether data ranks have unequal numbers of microbatches: then not every one can end with a reduction, and ZeRO-3
     holds weights from the first forward to the last backward.  Not compared: batch and data ranks say it."""
     master_bytes: int = 12
-    """Of optimizer state per parameter, masters included."""
+    """Bytes of optimizer state per parameter, masters included."""
 
     @property
     def summing(self) -> int:
@@ -87,7 +87,7 @@ class Layout(
 
     @property
     def wide_bytes(self) -> int:
-        """Of one element of a master, whatever is computed in."""
+        """Bytes of one element of a master, whatever is computed in."""
         return 8 if self.precision == "fp64" else 4
 
     @property
@@ -97,7 +97,7 @@ class Layout(
 
     @property
     def torch_schedule(self) -> str | None:
-        """As `PipelineSettings.torch_schedule`."""
+        """The same as `PipelineSettings.torch_schedule`."""
         return TORCH_SCHEDULES.get(self.schedule)
 
     @property

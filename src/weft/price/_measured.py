@@ -11,7 +11,7 @@ from weft.cluster import AttentionSpeed, BlockTime, Devices, MatrixSpeed, Memory
 _NEAR = 0.1
 """Squared distance, in doublings of a size, within which a measurement counts fully."""
 _ADD_BYTES = 12
-"""Per fp32 element of `add`: two reads and a write."""
+"""Bytes per fp32 element of `add`: two reads and a write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Speeds:
     blocks: tuple[BlockTime, ...]
     operator_seconds: float
     scale: float
-    """Of all times: cores that a measured rank had, over those that a rank of the layout has."""
+    """Factor on all times: cores that a measured rank had, over those that a rank of the layout has."""
 
     @classmethod
     def of(cls, devices: Devices, threads: float) -> Speeds | None:

@@ -38,7 +38,7 @@ class Level:
     start: float
     """Seconds, once per collective."""
     slowdown: float
-    """Inside training, over the same alone."""
+    """Communication inside training over the same alone."""
     measured: tuple[CollectiveTime, ...]
 
     @property

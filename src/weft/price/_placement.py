@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from weft.cluster import Cluster, Collective
 from weft.plan import EXPERT_LENDERS, Axis
 from weft.price._algorithms import COPY_PASSES
-from weft.price._kept import Kept
+from weft.price._kept import BoundedCache
 from weft.price._layout import Layout
 from weft.price._network import Level, levels_of, slot_numbers
 
@@ -36,17 +36,17 @@ class Leg:
     units: int
     """Units of this level that the group has members in, in the block that has most."""
     members: int
-    """Of the group, in the unit that has fewest: all of them pass through this level at once."""
+    """Members of the group in the unit that has fewest: all of them pass through this level at once."""
     stride: int
     """Units from one that holds members to the next."""
     bandwidth: float
-    """To all other units together, while every sibling group does the same."""
+    """Bandwidth to all other units together, while every sibling group does the same."""
     ring: float
-    """Around one ring of units."""
+    """Bandwidth around one ring of units."""
     rings: int
     """Rings that have links of their own."""
     pair: float
-    """To one other unit, while one member of each group sends to its next unit."""
+    """Bandwidth to one other unit, while one member of each group sends to its next unit."""
 
     @property
     def place(self) -> tuple[Level, int, int, int]:
@@ -69,7 +69,7 @@ class CostLine(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class AxisGroup:
     """The ranks of an axis that work together, as the worst placed of its groups lies; compared by identity."""
 
     size: int
@@ -103,21 +103,21 @@ class Group:
 class Groups(NamedTuple):
     """All groups of a layout.  A group of one member has no legs, and its collectives cost nothing."""
 
-    tensor: Group
-    context: Group
-    expert: Group
-    pipeline: Group
+    tensor: AxisGroup
+    context: AxisGroup
+    expert: AxisGroup
+    pipeline: AxisGroup
     """A stage's rank and the next one's, at the worst boundary: two members."""
-    data: Group
+    data: AxisGroup
     """Ranks that add up gradients of the same weights: replicate × shard × context."""
-    shard: Group
+    shard: AxisGroup
     """Ranks that share weights out under ZeRO-3: shard × context."""
-    replicate: Group
-    expert_data: Group
+    replicate: AxisGroup
+    expert_data: AxisGroup
     """Ranks that add up gradients of the same experts."""
-    expert_shard: Group
+    expert_shard: AxisGroup
     """Ranks that share out the weights of the same experts under ZeRO-3: those of `expert_data` but for replicas."""
-    world: Group
+    world: AxisGroup
 
 
 class Network:
@@ -139,9 +139,9 @@ class Network:
         known = [bandwidth for bandwidth in bandwidths if bandwidth is not None]
         self._per_copied_byte = COPY_PASSES / min(known) if known and cluster.has_accelerators else 0.0
         self._levels: dict[int, tuple[Level, ...]] = {}
-        self._placed: dict[tuple[Lattice, int, int], Group] = {}
-        self._alike: dict[tuple[object, ...], Group] = {}
-        self._groups = Kept[tuple[object, ...], Groups]()
+        self._placed: dict[tuple[Lattice, int, int], AxisGroup] = {}
+        self._alike: dict[tuple[object, ...], AxisGroup] = {}
+        self._groups = BoundedCache[tuple[object, ...], Groups]()
 
     def groups(self, layout: Layout) -> Groups:
         """Return where the groups of every axis lie."""
@@ -153,11 +153,11 @@ class Network:
             found = self._groups[key] = self._place_all(layout)
         return found
 
-    def group(self, layout: Layout, *axes: Axis) -> Group:
+    def group(self, layout: Layout, *axes: Axis) -> AxisGroup:
         """Return where the groups over the product of `axes` lie; expert stands for what it borrows."""
         return self._place(_merge([(size, stride) for axis, size, stride in _axes(layout) if axis in axes]), layout)
 
-    def boundary(self, layout: Layout, stage: int) -> Group:
+    def boundary(self, layout: Layout, stage: int) -> AxisGroup:
         """Return a rank of pipeline rank `stage` and its partner of the next one, as the worst placed pair lies.
 
         The last one's next is the first: interleaved schedules send there.
@@ -197,7 +197,7 @@ class Network:
             self._levels[density] = levels_of(self.cluster, self._slowdowns, density)
         return self._levels[density]
 
-    def _place(self, lattice: Lattice, layout: Layout) -> Group:
+    def _place(self, lattice: Lattice, layout: Layout) -> AxisGroup:
         world = layout.world_size
         spacing, density = self._scale(world)
         regular = self._slots is None
@@ -215,13 +215,13 @@ class Network:
             self._placed[key] = self._group_of(size, _legs(levels, spans, lattice, spacing), max(1, world // size))
         return self._placed[key]
 
-    def _group_of(self, size: int, legs: tuple[Leg, ...], siblings: int) -> Group:
+    def _group_of(self, size: int, legs: tuple[Leg, ...], siblings: int) -> AxisGroup:
         """One object for all groups that cost the same, so that what is priced for one is known for the others.
         Siblings count where links were measured with several groups at work."""
         counts = any(leg.level.measured for leg in legs)
         key = (size, tuple(leg.place for leg in legs), siblings if counts else 1)
         if key not in self._alike:
-            self._alike[key] = Group(size, legs, siblings, self._per_copied_byte, self._algorithms)
+            self._alike[key] = AxisGroup(size, legs, siblings, self._per_copied_byte, self._algorithms)
         return self._alike[key]
 
     def _slot(self, rank: int, spacing: int) -> int:
@@ -246,14 +246,14 @@ class Network:
 
     # ── pipeline neighbours ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _worst_boundary(self, layout: Layout) -> Group:
+    def _worst_boundary(self, layout: Layout) -> AxisGroup:
         if layout.pipeline == 1:
             return self._place((), layout)
         stages = range(layout.pipeline - 1)
         pairs = [self.boundary(layout, stage) for stage in _sample(stages, 64)]
         return min(pairs, key=lambda pair: pair.legs[-1].pair if pair.legs else math.inf)
 
-    def _pair(self, layout: Layout, stage: int, distance: int, stride: int) -> Group:
+    def _pair(self, layout: Layout, stage: int, distance: int, stride: int) -> AxisGroup:
         """Two ranks `distance` apart, of which `stride` neighbours in a row send at once."""
         world = layout.world_size
         spacing, density = self._scale(world)
@@ -270,7 +270,7 @@ class Network:
             self._placed[key] = self._farthest(starts, distance, min(stride, world), spacing, density)
         return self._placed[key]
 
-    def _farthest(self, starts: Iterable[int], distance: int, row: int, spacing: int, density: int) -> Group:
+    def _farthest(self, starts: Iterable[int], distance: int, row: int, spacing: int, density: int) -> AxisGroup:
         crossed = -1
         levels = self._levels_at(density)
         for start in starts:
@@ -287,7 +287,7 @@ class Network:
         leg = _leg(level, share, units=2, members=1, stride=apart)
         inside = [_leg(inner, inner.bandwidth, units=2, members=1, stride=1) for inner in levels[:crossed][-1:]]
         legs = (*inside, leg) if level.is_rails and abs(distance) * spacing % level.unit else (leg,)
-        return Group(2, legs, row, self._per_copied_byte, self._algorithms)
+        return AxisGroup(2, legs, row, self._per_copied_byte, self._algorithms)
 
 
 def _axes(layout: Layout) -> list[tuple[Axis, int, int]]:

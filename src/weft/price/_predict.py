@@ -12,11 +12,11 @@ from weft.price._calibration import DATASHEET, Calibration
 from weft.price._check_layout import check_layout
 from weft.price._collectives import collective_seconds
 from weft.price._compute import Device, Share, local_shape
-from weft.price._kept import Kept
+from weft.price._kept import BoundedCache
 from weft.price._layout import Layout
 from weft.price._memory import Memories
-from weft.price._placement import Group, Groups, Network
-from weft.price._prediction import Prediction, Span, TimeTerms
+from weft.price._placement import AxisGroup, Groups, Network
+from weft.price._prediction import Prediction, ScheduleSpan, TimeTerms
 from weft.price._stack import WEFT, Stack
 from weft.price._stages import BlockCost, BlockCosts, CostKey, key_of
 from weft.price._update import RankLoad, Update, bucket_of, update_of
@@ -25,8 +25,8 @@ from weft.profile import Block, Profile
 from weft.techniques.buckets.sizes import SMALLEST_BUCKET
 from weft.techniques.offload.cost import unloading
 from weft.techniques.pipeline.cost import (
+    PipelineTimes,
     StageTimes,
-    Step,
     balance_of,
     busy_seconds,
     closed_form,
@@ -66,7 +66,7 @@ class Pricer:
         self.profile, self.cluster, self.stack, self.calibration = profile, cluster, stack, calibration
         self.network = Network(cluster, slowdowns=calibration.link_slowdowns)
         self._timelines = Timelines()
-        self._collectives = Kept[tuple[str, float, Group, str], float]()
+        self._collectives = BoundedCache[tuple[str, float, AxisGroup, str], float]()
         self._devices: dict[float, tuple[Device, BlockCosts]] = {}
         self._wholes: dict[tuple[object, ...], Whole] = {}
         self._sample_flops = model_flops(profile)
@@ -78,7 +78,7 @@ class Pricer:
         """Return the groups of ranks of every axis and the links that they cross."""
         return self.network.groups(layout)
 
-    def seconds(self, kind: Collective, size_bytes: float, group: Group, algorithm: str = "auto") -> float:
+    def seconds(self, kind: Collective, size_bytes: float, group: AxisGroup, algorithm: str = "auto") -> float:
         """Return the seconds of a collective inside training; `algorithm` as a plan names it."""
         if group.size < 2:
             return 0.0
@@ -110,7 +110,7 @@ class Pricer:
         again; and what of it is computing."""
         return self._machine(layout)[1].sums(self._key(layout))
 
-    def transfer(self, layout: Layout, pair: Group) -> float:
+    def transfer(self, layout: Layout, pair: AxisGroup) -> float:
         """Return the seconds of one microbatch's activation from a stage to the next."""
         tokens = layout.microbatch_size * self.profile.sequence_length / layout.context
         size = tokens * self.profile.blocks[0].entry_elements_per_token * layout.element_bytes
@@ -215,7 +215,7 @@ class Pricer:
         times = StageTimes(forward=forward, input=inputs, weight=stages.weight, transfer=hop)
         return _Case(layout, groups, device, whole, stages, times, gathering, scatters, away)
 
-    def _step(self, case: _Case, *, exact: bool) -> Step:
+    def _step(self, case: _Case, *, exact: bool) -> PipelineTimes:
         layout, times = case.layout, case.times
         play = self._timelines.play if exact else closed_form
         if layout.pipeline > 1 and times.transfer and not self.stack.overlap_pipeline:
@@ -227,7 +227,7 @@ class Pricer:
             )
         return play(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches, times)
 
-    def _pipeline(self, case: _Case, *, exact: bool) -> tuple[Step, float]:
+    def _pipeline(self, case: _Case, *, exact: bool) -> tuple[PipelineTimes, float]:
         """Return the pipeline's step, and its seconds if transfers took no time."""
         layout, times, step = case.layout, case.times, self._step(case, exact=exact)
         if layout.pipeline == 1 or times.transfer == 0.0:
@@ -252,7 +252,7 @@ class Pricer:
             total[4] += scatter
         return [RankLoad(*total) for total in totals]
 
-    def _update(self, case: _Case, step: Step) -> Update:
+    def _update(self, case: _Case, step: PipelineTimes) -> Update:
         layout = case.layout
         update = update_of(layout, self._loads(case), step, case.device, case.groups, self.seconds)
         if self.profile.tied and layout.pipeline > 1 and not layout.adapters_only:
@@ -329,11 +329,11 @@ class Pricer:
             exposed += waits.forward + waits.backward
         return forward, inputs, exposed, scatters
 
-    def _spans(self, case: _Case) -> tuple[Span, ...]:
+    def _spans(self, case: _Case) -> tuple[ScheduleSpan, ...]:
         layout = case.layout
         shape = (layout.schedule, layout.pipeline, layout.chunks, layout.microbatches)
         return tuple(
-            Span(
+            ScheduleSpan(
                 rank=rank,
                 kind=_KINDS[action.kind],
                 chunk=action.stage // layout.pipeline,

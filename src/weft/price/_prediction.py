@@ -63,7 +63,7 @@ class StageMemory:
     """One pipeline rank."""
 
     rank: int
-    """On the pipeline axis."""
+    """Rank on the pipeline axis."""
     kinds: MemoryKinds
     reserved: float
     """Allocated and what the allocator holds besides: fragmentation."""
@@ -72,7 +72,7 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class ScheduleSpan:
     """One action of one stage in the simulated schedule, for pictures."""
 
     rank: int
@@ -93,14 +93,14 @@ class Prediction:
     spread: float
     """Standard deviation of the logarithm of the step time: 0.06 is about ±6 %."""
     stages: tuple[StageMemory, ...]
-    """By pipeline rank."""
+    """One per pipeline rank."""
     usable_bytes: float
-    """Of one device, for everything but the margin."""
+    """Memory of one device for everything but the margin."""
     margin_bytes: float = 0.0
-    """Of one device, which plans leave free because predictions of memory err (`Cluster.memory_margin`)."""
+    """Memory of one device which plans leave free because predictions of memory err (`Cluster.memory_margin`)."""
     model_flops: float
-    """Of one step, all ranks: forward and backward, recomputation not counted, causal attention counted half."""
-    spans: tuple[Span, ...] = ()
+    """FLOPs of one step, all ranks: forward and backward, recomputation not counted, causal attention counted half."""
+    spans: tuple[ScheduleSpan, ...] = ()
     """Only when asked for."""
 
     @property
@@ -109,7 +109,7 @@ class Prediction:
 
     @property
     def device_bytes(self) -> float:
-        """Of one device: what may be filled and the margin."""
+        """Memory of one device: what may be filled and the margin."""
         return self.usable_bytes + self.margin_bytes
 
     @property

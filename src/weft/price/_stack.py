@@ -20,13 +20,14 @@ class Stack:
     flash_attention: bool = True
     """Whether attention never writes its scores to memory."""
     attention_speed: float = 1.0
-    """Of its fused attention over the best that was published for the device: FlashAttention's first release ran at
-    about half the speed of the second (arXiv 2307.08691), the second on an H100 at about two thirds of the third."""
+    """Speed of its fused attention over the best that was published for the device: FlashAttention's first release
+    ran at about half the speed of the second (arXiv 2307.08691), the second on an H100 at about two thirds of the
+    third."""
     fused_elementwise: bool = True
     """Whether norms, activations and dropouts run as one kernel each."""
     overlap_gradients: bool = True
     overlap_parameters: bool = True
-    """Of ZeRO-3 gathers, and of the distributed optimizer's."""
+    """Whether gathers of ZeRO-3, and those of the distributed optimizer, overlap."""
     overlap_tensor: bool = False
     """Whether tensor-parallel collectives run beside the matrix products."""
     overlap_tensor_backward: bool = False
@@ -47,7 +48,7 @@ class Stack:
     eager: bool = False
     """Whether Python issues every kernel on its own; otherwise graphs or compilation do."""
     host_seconds: float | None = None
-    """In which its host issues one kernel; None: the calibration's.  Graph capture brings it near 0."""
+    """Time in which its host issues one kernel; None: the calibration's.  Graph capture brings it near 0."""
     memory: MemoryHabits = HABITS["weft"]
     """What it keeps in memory."""
 

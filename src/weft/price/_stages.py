@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 from weft.cluster import Collective
 from weft.price._block_factors import BlockFit, block_fit
 from weft.price._compute import Device, OperatorWork, Share, Work, operator_work
-from weft.price._kept import Kept
+from weft.price._kept import BoundedCache
 from weft.price._layout import Layout
-from weft.price._placement import Group, Groups
+from weft.price._placement import AxisGroup, Groups
 from weft.profile import Block, Operator, Profile
 from weft.techniques.context.cost import context_traffic
 from weft.techniques.data.cost import statistics_traffic
@@ -21,7 +21,7 @@ from weft.techniques.tensor.cost import grid_of, tensor_traffic
 class Seconds(Protocol):
     """Seconds of a collective: see `collective_seconds`."""
 
-    def __call__(self, kind: Collective, size_bytes: float, group: Group, algorithm: str = "auto", /) -> float: ...
+    def __call__(self, kind: Collective, size_bytes: float, group: AxisGroup, algorithm: str = "auto", /) -> float: ...
 
 
 class PassCost(NamedTuple):
@@ -86,10 +86,10 @@ class CostKey(NamedTuple):
     context_scheme: str
     precision: str
     gradient_bytes: int
-    tensor: Group
-    context: Group
-    expert: Group
-    statistics: Group | None
+    tensor: AxisGroup
+    context: AxisGroup
+    expert: AxisGroup
+    statistics: AxisGroup | None
     """Data ranks that exchange the statistics of batch norms; None where the model has none."""
 
 
@@ -108,10 +108,10 @@ class BlockCosts:
 
     def __init__(self, profile: Profile, device: Device, seconds: Seconds) -> None:
         self._profile, self._device, self._seconds = profile, device, seconds
-        self._costs = Kept[tuple[int, CostKey], BlockCost]()
+        self._costs = BoundedCache[tuple[int, CostKey], BlockCost]()
         self._works: dict[tuple[int, Share], _BlockWork] = {}
-        self._parts = Kept[tuple[object, ...], tuple[float, float]]()
-        self._sums = Kept[tuple[object, ...], float]()
+        self._parts = BoundedCache[tuple[object, ...], tuple[float, float]]()
+        self._sums = BoundedCache[tuple[object, ...], float]()
         self._shares: dict[Share, Share] = {}
         self._counted = profile.count_blocks()
         self._fits: dict[str, BlockFit] = {}

@@ -9,19 +9,19 @@ from weft.cluster import Collective
 from weft.columns import Column, chosen, larger, smaller
 from weft.price._compute import Device
 from weft.price._layout import Layout
-from weft.price._placement import Group, Groups
+from weft.price._placement import AxisGroup, Groups
 from weft.price._stack import Stack
 from weft.price._stages import Seconds
 from weft.techniques.buckets.contract import BucketSettings
 from weft.techniques.buckets.sizes import BucketSeconds, Flow, Stream, best_bucket, idle_seconds, together
 from weft.techniques.offload.cost import host_step
-from weft.techniques.pipeline.cost import Step
+from weft.techniques.pipeline.cost import PipelineTimes
 from weft.techniques.registry import update_seconds
 from weft.techniques.zero.cost import gathers_weights, holds_whole_gradients, reduces_once, sharing_ranks
 
 _USUAL_BUCKET_BYTES = BucketSettings().bucket_limits[1]
 _FIRST_READ = 0.05
-"""Of the weights that a forward needs before it can begin, at least: an embedding."""
+"""Share of the weights that a forward needs before it can begin, at least: an embedding."""
 
 
 class RankLoad(NamedTuple):
@@ -48,7 +48,7 @@ class Update(NamedTuple):
 def update_of(
     layout: Layout,
     loads: Sequence[RankLoad],
-    step: Step,
+    step: PipelineTimes,
     device: Device,
     groups: Groups,
     seconds: Seconds,
@@ -93,14 +93,14 @@ class _Rates:
     def _stream(self, seconds: BucketSeconds) -> Stream:
         return Stream(self._bucket, self.first, seconds)
 
-    def _reduced(self, group: Group) -> BucketSeconds:
+    def _reduced(self, group: AxisGroup) -> BucketSeconds:
         """Of the reduction of so many bytes of gradients over a group."""
         layout, kind, priced = self._layout, self._kind, self._seconds
         share, by = layout.wire_share(layout.gradient_bytes, group.size), layout.reduced_by
         squeeze = layout.wire_passes / self._device.memory_bytes_per_second
         return lambda size: priced(kind, size * share, group, by) + squeeze * size
 
-    def _gathered(self, group: Group) -> BucketSeconds:
+    def _gathered(self, group: AxisGroup) -> BucketSeconds:
         """Of gathering the weights of so many bytes of gradients."""
         layout, priced, by = self._layout, self._seconds, self._layout.reduced_by
         share = layout.element_bytes / layout.gradient_bytes

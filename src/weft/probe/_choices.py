@@ -77,8 +77,8 @@ def measure_choices_as_rank(
     with initialise_distributed("cpu", rank, backend=backend) as distributed:
         n = distributed.world_size
         view = GroupView(tuple(range(n)), distributed.rank, dist.group.WORLD if n > 1 else None)
-        tell: Callable[[str], None] | None = _say if distributed.rank == 0 else None
-        table = measure_table(view, place=place, topology=topology, sizes=sizes, tell=tell)
+        log: Callable[[str], None] | None = _say if distributed.rank == 0 else None
+        table = measure_table(view, place=place, topology=topology, sizes=sizes, tell=log)
     return table_to_json(table) if distributed.rank == 0 else None
 
 
@@ -98,7 +98,7 @@ def worlds_of(rank_info: RankInfo) -> list[tuple[int, ...]]:
     return [tuple(range(count)) for count in dict.fromkeys(counts) if count > 1]
 
 
-def measure_tables(rank_info: RankInfo, budget_seconds: float, tell: Callable[[str], None]) -> list[str]:
+def measure_tables(rank_info: RankInfo, budget_seconds: float, log: Callable[[str], None]) -> list[str]:
     """Measure the choices of the job's groups (`worlds_of`), and return the tables of those that this rank is in, as
     JSON.  Call on all ranks of a job on CPUs; groups share the time equally.  They are made as trainings make them:
     over shared memory where all ranks are of one host."""
@@ -113,5 +113,5 @@ def measure_tables(rank_info: RankInfo, budget_seconds: float, tell: Callable[[s
         tables.append(table_to_json(table))
         other = sum(row.choice not in BUILT_IN for row in table.rows)
         largest = spell_size(max(row.size_bytes for row in table.rows))
-        tell(f"choices of {len(ranks)} ranks: up to {largest}, {other} of {len(table.rows)} for an algorithm of Weft's")
+        log(f"choices of {len(ranks)} ranks: up to {largest}, {other} of {len(table.rows)} for an algorithm of Weft's")
     return tables

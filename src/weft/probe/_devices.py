@@ -69,7 +69,7 @@ class _Sizes(NamedTuple):
     blocks: tuple[tuple[int, int, int, int], ...]
 
 
-class Setting(NamedTuple):
+class Concurrency(NamedTuple):
     """How many ranks of each node work at the same time, each with how many threads."""
 
     ranks: int
@@ -81,13 +81,13 @@ class Bench:
     """Where one rank measures: its device, its peers, and how long each figure may take."""
 
     device: torch.device
-    setting: Setting
+    setting: Concurrency
     takes_part: bool
     """Whether this rank is one of those that work; the others wait for it at the end."""
     group: dist.ProcessGroup | None
-    """Of all ranks that work; None: there is only one."""
+    """Group of all ranks that work; None: there is only one."""
     seconds: float
-    """For one figure."""
+    """Time for one figure."""
 
     def run(self, work: Callable[[], object]) -> Timing:
         """Time `work` on all ranks that take part, from the same moment on."""
@@ -286,12 +286,12 @@ def _block_works(
     angles = torch.rand(shape.sequence_length, shape.hidden_size // shape.num_heads, device=device)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     gradient = torch.randn_like(hidden)
-    wanted = [hidden, *block.parameters()]
+    inputs = [hidden, *block.parameters()]
 
     def forward() -> Tensor:
         return block(hidden, cos, sin, None)
 
-    return [forward, lambda: torch.autograd.grad(forward(), wanted, gradient)]
+    return [forward, lambda: torch.autograd.grad(forward(), inputs, gradient)]
 
 
 def _rounded(timing: Timing) -> Timing:

@@ -26,7 +26,7 @@ Reach = Literal["inside", "between"]
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class LinkGroups:
     """Groups of ranks that work at the same time over the same kind of links."""
 
     reach: Reach
@@ -38,27 +38,27 @@ class Peers:
         return len(self.groups[0])
 
 
-def peers_of(rank_info: RankInfo) -> list[Peers]:
+def peers_of(rank_info: RankInfo) -> list[LinkGroups]:
     """Return what to measure in a job: 2, 4, 8, … members inside a node and between nodes, one group and as many as
     there is room for."""
     local = rank_info.local_world_size
     nodes = rank_info.world_size // local
-    found: list[Peers] = []
+    groups: list[LinkGroups] = []
     for members in _doublings(local):
         every = [
             tuple(range(node * local + first, node * local + first + members))
             for node in range(nodes)
             for first in range(0, local - members + 1, members)
         ]
-        found.append(Peers("inside", tuple(every[:: local // members])))
+        groups.append(LinkGroups("inside", tuple(every[:: local // members])))
         if local >= 2 * members:
-            found.append(Peers("inside", tuple(every)))
+            groups.append(LinkGroups("inside", tuple(every)))
     for members in _doublings(nodes):
         columns = [tuple(node * local + column for node in range(members)) for column in range(local)]
-        found.append(Peers("between", tuple(columns[:1])))
+        groups.append(LinkGroups("between", tuple(columns[:1])))
         if local > 1:
-            found.append(Peers("between", tuple(columns)))
-    return found
+            groups.append(LinkGroups("between", tuple(columns)))
+    return groups
 
 
 def _doublings(most: int) -> list[int]:
@@ -73,7 +73,7 @@ def number_of_times(rank_info: RankInfo, device: torch.device) -> int:
 
 
 def measure_links(
-    rank_info: RankInfo, device: torch.device, seconds: float, tell: Callable[[str], None]
+    rank_info: RankInfo, device: torch.device, seconds: float, log: Callable[[str], None]
 ) -> dict[Reach, list[CollectiveTime]]:
     """Time every kind over every group and size, about `seconds` each.  Call on all ranks."""
     rows: dict[Reach, list[CollectiveTime]] = {"inside": [], "between": []}
@@ -84,11 +84,11 @@ def measure_links(
         for kind in KINDS:
             rows[peers.reach] += _times(kind, peers.members, groups, view, device, seconds)
         best = min(row.seconds for row in rows[peers.reach][-len(KINDS) :])
-        tell(f"links {peers.reach} a node: {groups} x {peers.members} ranks, fastest {best * 1e6:,.0f} us")
+        log(f"links {peers.reach} a node: {groups} x {peers.members} ranks, fastest {best * 1e6:,.0f} us")
     return rows
 
 
-def _view(peers: Peers, rank: int) -> GroupView | None:
+def _view(peers: LinkGroups, rank: int) -> GroupView | None:
     """This rank's group, or None.  Creating groups is a collective of all ranks."""
     mine: GroupView | None = None
     for ranks in peers.groups:

@@ -30,9 +30,9 @@ from weft.probe._links import Reach, line_of
 from weft.probe._rank import Findings, probe_rank
 
 BUDGET_SECONDS = 150.0
-"""For the timings.  With the choices of collectives and starting the ranks, a probe stays under five minutes."""
+"""Time for the timings.  With the choices of collectives and starting the ranks, a probe stays under five minutes."""
 _ADD_BYTES = 12
-"""Per element of `add`: two reads and a write."""
+"""Bytes per element of `add`: two reads and a write."""
 _MOST_RANKS = 16
 
 
@@ -71,24 +71,24 @@ def probe(
     }
     rank_info = RankInfo.from_environment()
     if rank_info is not None:
-        found = probe_rank(rank_info, **arguments, tell=_say if rank_info.rank == 0 else _keep_quiet)
-        return _handed_over(found, node, keep) if rank_info.rank == 0 else None
+        findings = probe_rank(rank_info, **arguments, log=_say if rank_info.rank == 0 else _keep_quiet)
+        return _handed_over(findings, node, keep) if rank_info.rank == 0 else None
     ranks = processes or _ranks_for(node)
     results = launch_function("weft.probe:measure_as_rank", arguments, ranks, threads_per_rank=node.cores)
     return _handed_over(findings_from_json(results[0]), node, keep)
 
 
-def _handed_over(found: Findings, node: Node, keep: Callable[[ChoiceTable], object] | None) -> Cluster:
+def _handed_over(findings: Findings, node: Node, keep: Callable[[ChoiceTable], object] | None) -> Cluster:
     if keep is not None:
-        for text in found.tables:
+        for text in findings.tables:
             keep(table_from_json(text))
-    return cluster_of(found, node)
+    return cluster_of(findings, node)
 
 
 def measure_as_rank(rank_info: RankInfo, **arguments: Any) -> dict[str, Any] | None:
     """What a rank that `probe` started does; rank 0 returns its findings as plain tables."""
-    found = probe_rank(rank_info, **arguments, tell=_say if rank_info.rank == 0 else _keep_quiet)
-    return dataclasses.asdict(found) if rank_info.rank == 0 else None
+    findings = probe_rank(rank_info, **arguments, log=_say if rank_info.rank == 0 else _keep_quiet)
+    return dataclasses.asdict(findings) if rank_info.rank == 0 else None
 
 
 def _say(line: str) -> None:
@@ -127,60 +127,62 @@ def findings_from_json(tables: dict[str, Any]) -> Findings:
     )
 
 
-def cluster_of(found: Findings, node: Node) -> Cluster:
+def cluster_of(findings: Findings, node: Node) -> Cluster:
     """Return the cluster that a probe saw; `node` is this one, as detected."""
     devices = node.devices
-    count = found.cores if devices.kind == "cpu" else found.ranks_per_node
-    best = _best_flops(found, count)
+    count = findings.cores if devices.kind == "cpu" else findings.ranks_per_node
+    best = _best_flops(findings, count)
     peaks = {precision: max(speed, devices.peak_flops.get(precision, 0.0)) for precision, speed in best.items()}
-    memory = devices.memory_bytes if devices.kind != "cpu" else found.memory_bytes // found.cores
+    memory = devices.memory_bytes if devices.kind != "cpu" else findings.memory_bytes // findings.cores
     devices = replace(
         devices,
         count=count,
         memory_bytes=memory,
         peak_flops={**devices.peak_flops, **peaks},
         measured_flops=best,
-        memory_bandwidth_bytes_per_second=_bandwidth(found, count),
-        measured=found.measured,
+        memory_bandwidth_bytes_per_second=_bandwidth(findings, count),
+        measured=findings.measured,
     )
-    whole = replace(node, count=found.num_nodes, cores=found.cores, memory_bytes=found.memory_bytes, devices=devices)
-    return Cluster(nodes=(whole,), links=_links(found, devices))
+    whole = replace(
+        node, count=findings.num_nodes, cores=findings.cores, memory_bytes=findings.memory_bytes, devices=devices
+    )
+    return Cluster(nodes=(whole,), links=_links(findings, devices))
 
 
-def _busiest(found: Findings, count: int) -> tuple[int, int]:
+def _busiest(findings: Findings, count: int) -> tuple[int, int]:
     """The setting that uses all devices by most ranks, none of which shares one."""
-    fitting = [setting for setting in found.measured.settings if setting[0] <= count]
+    fitting = [setting for setting in findings.measured.settings if setting[0] <= count]
     return max(fitting, key=lambda setting: (setting[0] * setting[1], setting[0]))
 
 
-def _best_flops(found: Findings, count: int) -> dict[str, float]:
+def _best_flops(findings: Findings, count: int) -> dict[str, float]:
     """Precision → FLOP/s of one device, while all work."""
-    ranks, threads = _busiest(found, count)
-    used = ranks * threads if found.device == "cpu" else ranks
+    ranks, threads = _busiest(findings, count)
+    used = ranks * threads if findings.device == "cpu" else ranks
     best: dict[str, float] = {}
-    for row in found.measured.matrix:
+    for row in findings.measured.matrix:
         if (row.ranks, row.threads) == (ranks, threads):
             speed = float(f"{row.flops_per_second * ranks / used:.4g}")
             best[row.precision] = max(speed, best.get(row.precision, 0.0))
     return best
 
 
-def _bandwidth(found: Findings, count: int) -> float:
-    ranks, threads = _busiest(found, count)
-    used = ranks * threads if found.device == "cpu" else ranks
-    rows = [row for row in found.measured.memory if (row.work, row.ranks, row.threads) == ("add", ranks, threads)]
+def _bandwidth(findings: Findings, count: int) -> float:
+    ranks, threads = _busiest(findings, count)
+    used = ranks * threads if findings.device == "cpu" else ranks
+    rows = [row for row in findings.measured.memory if (row.work, row.ranks, row.threads) == ("add", ranks, threads)]
     largest = max(rows, key=lambda row: row.elements)
     return float(f"{_ADD_BYTES * largest.elements / largest.seconds * ranks / used:.4g}")
 
 
-def _links(found: Findings, devices: Devices) -> tuple[LinkTier, ...]:
-    usual = table_links(devices.kind, found.num_nodes, devices.count)
-    if not usual and found.links.get("inside"):
+def _links(findings: Findings, devices: Devices) -> tuple[LinkTier, ...]:
+    usual = table_links(devices.kind, findings.num_nodes, devices.count)
+    if not usual and findings.links.get("inside"):
         usual = (replace(table_links(devices.kind, 1, 2)[0]),)
     tiers: list[LinkTier] = []
     for tier in usual:
-        reach: Reach = "between" if tier.devices > devices.count and found.num_nodes > 1 else "inside"
-        rows = found.links.get(reach, [])
+        reach: Reach = "between" if tier.devices > devices.count and findings.num_nodes > 1 else "inside"
+        rows = findings.links.get(reach, [])
         if not rows:
             tiers.append(tier)
             continue

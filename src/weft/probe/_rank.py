@@ -14,7 +14,7 @@ from weft.cluster import CollectiveTime, Measured
 from weft.errors import ClusterError
 from weft.launch import RankInfo, initialise_distributed
 from weft.probe._choices import measure_tables
-from weft.probe._devices import DTYPES, Bench, Setting, measure_devices, number_of_figures
+from weft.probe._devices import DTYPES, Bench, Concurrency, measure_devices, number_of_figures
 from weft.probe._links import Reach, measure_links, number_of_times
 
 
@@ -25,7 +25,7 @@ class Findings:
     device: str
     """Type of torch device."""
     cores: int
-    """Of the node that has fewest."""
+    """Cores of the node that has fewest."""
     memory_bytes: int
     """The same."""
     num_nodes: int
@@ -44,7 +44,7 @@ def probe_rank(
     memory_bytes: int,
     budget_seconds: float,
     precisions: Sequence[str],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Findings:
     """Measure this rank's share of the job.  Call on all ranks at once.
 
@@ -53,7 +53,7 @@ def probe_rank(
         memory_bytes: of this node.
         budget_seconds: for everything but the choices of collectives, which may take 0.4 of it in addition.
         precisions: of matrix products; the device's own where empty.
-        tell: receives progress lines.
+        log: receives progress lines.
     """
     start = time.perf_counter()
     before = torch.get_num_threads()
@@ -71,20 +71,20 @@ def probe_rank(
         for index, setting in enumerate(settings):
             if index == _BEFORE_LINKS and rank_info.world_size > 1:
                 torch.set_num_threads(max(1, cores // rank_info.local_world_size))
-                links = measure_links(rank_info, device, each, tell)
+                links = measure_links(rank_info, device, each, log)
             if index >= _BEFORE_LINKS and _elapsed(start) > budget_seconds:
-                tell(f"left out, for {budget_seconds:.0f} s are over: {', '.join(map(_name, settings[index:]))}")
+                log(f"left out, for {budget_seconds:.0f} s are over: {', '.join(map(_name, settings[index:]))}")
                 break
             parts.append(measure_devices(_bench(rank_info, device, setting, each), chosen))
-            tell(f"{_line(parts[-1], setting)} ({time.perf_counter() - start:.0f} s)")
+            log(f"{_line(parts[-1], setting)} ({time.perf_counter() - start:.0f} s)")
         if len(settings) <= _BEFORE_LINKS and rank_info.world_size > 1:
-            links = measure_links(rank_info, device, each, tell)
-        tables = _choices(rank_info, device, cores, _CHOICES_SHARE * budget_seconds, tell)
+            links = measure_links(rank_info, device, each, log)
+        tables = _choices(rank_info, device, cores, _CHOICES_SHARE * budget_seconds, log)
         torch.set_num_threads(before)
         measured = _joined(parts)
         warning = unsteady(measured)
         if warning is not None:
-            tell(warning)
+            log(warning)
         return Findings(
             device=device.type,
             cores=cores,
@@ -99,17 +99,18 @@ def probe_rank(
 
 
 def _choices(
-    rank_info: RankInfo, device: torch.device, cores: int, budget_seconds: float, tell: Callable[[str], None]
+    rank_info: RankInfo, device: torch.device, cores: int, budget_seconds: float, log: Callable[[str], None]
 ) -> tuple[str, ...]:
     """Tables of choices, where Weft chooses: NCCL does so itself."""
     if device.type != "cpu" or rank_info.world_size == 1:
         return ()
     torch.set_num_threads(max(1, cores // rank_info.local_world_size))
-    return tuple(measure_tables(rank_info, budget_seconds, tell))
+    return tuple(measure_tables(rank_info, budget_seconds, log))
 
 
 _CHOICES_SHARE = 0.4
-"""Of the budget, that the choices of collectives take on top of it: with the start of the ranks five minutes in all."""
+"""Share of the budget that the choices of collectives take on top of it: with the start of the ranks five minutes in
+all."""
 _BEFORE_LINKS = 2
 """Settings that are measured before the links; the others, as long as there is time."""
 
@@ -136,19 +137,19 @@ def _elapsed(start: float) -> float:
     return float(elapsed)
 
 
-def settings_of(device: torch.device, local_ranks: int, cores: int) -> list[Setting]:
+def settings_of(device: torch.device, local_ranks: int, cores: int) -> list[Concurrency]:
     """Ranks of a node and threads of each, those first that training uses most: a rank per core, one rank with all.
 
     Then 2, 4, … ranks with all cores shared out, and one rank with fewer threads.  On an accelerator a rank has a
     device of its own: all together, and one alone.
     """
     if device.type != "cpu":
-        return list(dict.fromkeys([Setting(local_ranks, 1), Setting(1, 1)]))
+        return list(dict.fromkeys([Concurrency(local_ranks, 1), Concurrency(1, 1)]))
     counts = [*_doublings(local_ranks), local_ranks]
-    per_core = Setting(max(count for count in [1, *counts] if count <= cores), 1)
-    first = [per_core._replace(threads=cores // per_core.ranks), Setting(1, cores)]
-    together = [Setting(count, max(1, cores // count)) for count in counts]
-    alone = [Setting(1, count) for count in _doublings(cores)]
+    per_core = Concurrency(max(count for count in [1, *counts] if count <= cores), 1)
+    first = [per_core._replace(threads=cores // per_core.ranks), Concurrency(1, cores)]
+    together = [Concurrency(count, max(1, cores // count)) for count in counts]
+    alone = [Concurrency(1, count) for count in _doublings(cores)]
     return list(dict.fromkeys([*first, *together, *alone]))
 
 
@@ -156,7 +157,7 @@ def _doublings(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-def _bench(rank_info: RankInfo, device: torch.device, setting: Setting, seconds: float) -> Bench:
+def _bench(rank_info: RankInfo, device: torch.device, setting: Concurrency, seconds: float) -> Bench:
     """Groups are created by all ranks alike."""
     working = [rank for rank in range(rank_info.world_size) if rank % rank_info.local_world_size < setting.ranks]
     group = dist.new_group(working, backend="gloo") if len(working) > 1 else None
@@ -201,12 +202,12 @@ def _joined(parts: Sequence[Measured]) -> Measured:
     )
 
 
-def _name(setting: Setting) -> str:
+def _name(setting: Concurrency) -> str:
     ranks, threads = setting
     return f"{ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _line(part: Measured, setting: Setting) -> str:
+def _line(part: Measured, setting: Concurrency) -> str:
     """What one setting showed: best products by precision, memory."""
     best: dict[str, float] = {}
     for row in part.matrix:

@@ -86,11 +86,11 @@ class ConvolutionStage:
 
     blocks: int
     channels: int
-    """That leave each block."""
+    """Channels that leave each block."""
     image_size: int
     """Height and width that leave each block."""
     middle_channels: int | None = None
-    """Of a bottleneck: 1×1 in, 3×3, 1×1 out; None: two 3×3 convolutions."""
+    """Channels in the middle of a bottleneck: 1×1 in, 3×3, 1×1 out; None: two 3×3 convolutions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,20 +33,20 @@ class Operator:
     groups: int = 1
     """Matmuls side by side that share the rows out among them: experts; groups of a convolution."""
     heads: int = 0
-    """Of attention: query heads."""
+    """Query heads of attention."""
     kv_heads: int = 0
     head_size: int = 0
-    """Of attention: features of a query and key head."""
+    """Features of a query and key head of attention."""
     value_head_size: int = 0
-    """Of attention: features of a value head (differs from `head_size` in multi-head latent attention)."""
+    """Features of a value head of attention (differs from `head_size` in multi-head latent attention)."""
     causal: bool = False
-    """Of attention: whether half of the scores are masked."""
+    """Whether half of the scores of attention are masked."""
     window: int | None = None
-    """Of attention: keys that a query sees at most; None: all."""
+    """Keys that a query of attention sees at most; None: all."""
     parameters: int = 0
     """Elements of its own weights; those of a tied weight stand at its first use only."""
     elements_moved_per_token: float = 0.0
-    """Of `elementwise` and `gather`: elements read and written in the forward pass.  Matmuls and attention follow from
+    """Elements that `elementwise` and `gather` read and write in the forward pass.  Matmuls and attention follow from
     their sizes."""
     kept_elements_per_token: float = 0.0
     """Activations that wait for backward, beyond those that another operator keeps already, in compute precision.

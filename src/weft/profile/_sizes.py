@@ -46,10 +46,10 @@ class ModelSizes:
     window: int | None = None
     """Keys that a query sees in windowed layers."""
     full_attention_every: int = 0
-    """With `window`: the last of every so many layers sees everything; 0: none does."""
+    """The last of every so many layers sees everything in spite of `window`; 0: none does."""
     rotary: bool = True
     rotary_base: float = 10_000.0
-    """Of the frequencies of rotary positions.  No price knows it; what is emitted for other systems does."""
+    """Base of the frequencies of rotary positions.  No price knows it; what is emitted for other systems does."""
     rotary_fraction: float = 1.0
     """Share of a head's features that rotary positions turn."""
     qk_norm: Literal["none", "head", "full"] = "none"
@@ -74,7 +74,7 @@ class ModelSizes:
     """Whether a learned gate weighs the shared experts."""
     leading_dense_layers: int = 0
     expert_every: int = 1
-    """Of the layers after the leading dense ones, the last of every so many is a mixture."""
+    """The last of every so many layers after the leading dense ones is a mixture."""
     router_bias: bool = False
 
     norm: Literal["rms", "layer"] = "rms"
@@ -82,8 +82,8 @@ class ModelSizes:
     """None: where `norm` is `layer`."""
     norm_epsilon: float = 1e-5
     norm_placement: Literal["before", "after", "both", "parallel", "parallel_two"] = "before"
-    """Before attention and feed-forward; after their residual sums (BERT); on both their sides (Gemma 2); one norm
-    before both side by side (GPT-J, Falcon), or two (GPT-NeoX)."""
+    """Where norms stand: before attention and feed-forward; after their residual sums (BERT); on both their sides
+    (Gemma 2); one norm before both side by side (GPT-J, Falcon), or two (GPT-NeoX)."""
     dropout: float = 0.0
     attention_dropout: float = 0.0
 
@@ -99,7 +99,8 @@ class ModelSizes:
     """Vision transformers: values of one patch, which a matrix turns into a token; 0: tokens come from a table."""
     class_token: bool = False
     head: Literal["vocabulary", "masked", "classes", "none"] = "vocabulary"
-    """Over the vocabulary; the same behind a dense layer and a norm (BERT); over classes, once per sample."""
+    """What the head computes: over the vocabulary; the same behind a dense layer and a norm (BERT); over classes,
+    once per sample."""
     num_classes: int = 0
     head_bias: bool = False
 

@@ -23,17 +23,17 @@ _LARGEST: Mapping[str, int] = {
 _MAY_BE_ZERO = ("num_local_experts", "num_experts", "n_routed_experts", "type_vocab_size")
 
 
-def read_hf_config(given: str) -> Mapping[str, Any]:
+def read_hf_config(location: str) -> Mapping[str, Any]:
     """Return the configuration in a local folder or file, whose sizes are those of a model.
 
     Raises:
         RecipeError: there is none, it is not a JSON object, or a size is none; names the file and the field.
     """
-    path = Path(given).expanduser()
+    path = Path(location).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         problem = "Give a local folder that holds config.json, or the file; Weft downloads nothing."
-        raise RecipeError(f'model.hf = "{given}": there is no file {file}. {problem}')
+        raise RecipeError(f'model.hf = "{location}": there is no file {file}. {problem}')
     advice = "It must be the config.json of a model that transformers itself knows."
     content = read_plain_file(file.resolve(), RecipeError, advice, most_bytes=16 << 20)
     config = JsonObject.parse(file, content, RecipeError, advice)

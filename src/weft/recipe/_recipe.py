@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from weft.document import HIDDEN, Flattened, Rules, dump
-from weft.errors import RecipeError, Setting, did_you_mean
+from weft.errors import BadSetting, RecipeError, did_you_mean
 from weft.recipe._shapes import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ReferenceShape
 
 BUILT_IN_LOSSES = ("tokens", "classes", "regression")
@@ -87,21 +87,23 @@ class ModelRecipe:
         _RULES.at_least(self, 1, "sequence_length")
 
     def _check_source(self) -> None:
-        given = [name for name in ("reference", "hf", "factory") if getattr(self, name) is not None]
-        if not given:
+        sources = [name for name in ("reference", "hf", "factory") if getattr(self, name) is not None]
+        if not sources:
             problem = "is missing: a model has one of reference, hf and factory."
-            raise RecipeError(f"reference {problem}", setting=Setting(("reference",), None, problem))
-        if len(given) > 1:
-            raise _RULES.refuse(self, given[1], f"stands beside {given[0]}: a model has one of them. Remove the other.")
+            raise RecipeError(f"reference {problem}", setting=BadSetting(("reference",), None, problem))
+        if len(sources) > 1:
+            raise _RULES.refuse(
+                self, sources[1], f"stands beside {sources[0]}: a model has one of them. Remove the other."
+            )
 
     def _check_reference(self) -> None:
         assert self.reference is not None
-        wanted = SHAPES[self.reference]
-        if not isinstance(self.shape, wanted):
+        shape_class = SHAPES[self.reference]
+        if not isinstance(self.shape, shape_class):
             got = type(self.shape).__name__ if self.shape is not None else "no shape"
-            raise _RULES.refuse(self, "reference", f"needs shape = {wanted.__name__}(...), and has {got}.")
+            raise _RULES.refuse(self, "reference", f"needs shape = {shape_class.__name__}(...), and has {got}.")
         if self.sequence_length is not None:
-            has_own = any(item.name == "sequence_length" for item in fields(wanted))
+            has_own = any(item.name == "sequence_length" for item in fields(shape_class))
             problem = "belongs in the shape of a reference model" if has_own else f"means nothing to a {self.reference}"
             raise _RULES.refuse(self, "sequence_length", f"{problem}. Remove it.")
 
@@ -190,7 +192,7 @@ class OptimizerRecipe:
     name: Literal["adamw", "sgd", "adafactor", "lamb", "lars"] = "adamw"
     """The update rule."""
     learning_rate: float = 3e-4
-    """At its highest, after the warm-up."""
+    """Learning rate at its highest, after the warm-up."""
     weight_decay: float = 0.0
     """Pull of the weights towards 0, as the optimizer defines it: decoupled from the gradient for AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -306,7 +308,7 @@ class RunRecipe:
     steps: int
     """Optimizer steps."""
     seed: int = 1234
-    """Of initial weights, data order and dropout."""
+    """Seed of initial weights, data order and dropout."""
     evaluate_every: int | None = None
     """Steps between evaluations; by default none."""
     evaluate_batches: int | None = None

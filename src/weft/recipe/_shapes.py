@@ -129,7 +129,7 @@ class ConvNetShape:
     num_layers: int
     """Residual blocks."""
     channels: int
-    """Of every block."""
+    """Channels of every block."""
     num_classes: int = 10
     """Outputs."""
     image_size: int = 8

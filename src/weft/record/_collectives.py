@@ -19,11 +19,11 @@ class Traffic:
 
     count: int = 0
     num_bytes: int = 0
-    """Of the tensors, as `Seen.num_bytes`."""
+    """Bytes of the tensors, as `Seen.num_bytes`."""
     total_ns: int = 0
-    """From launch to end."""
+    """Time from launch to end."""
     exposed_ns: int = 0
-    """Inside waits and blocking calls."""
+    """Time inside waits and blocking calls."""
     inexact_count: int = 0
 
     def add(self, seen: Seen) -> None:

@@ -55,7 +55,7 @@ class RankReport:
     coordinates: Mapping[Axis, int]
     state: StateBytes
     issued: tuple[Issued, ...]
-    """In order, of one step with `rehearsed_microbatches` microbatches."""
+    """Collectives in order, of one step with `rehearsed_microbatches` microbatches."""
     rehearsed_microbatches: int
     step_traffic: Mapping[tuple[str, str], tuple[float, float]]
     """(axis, operation) → (count, bytes) of a whole step of the plan."""

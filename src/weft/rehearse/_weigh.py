@@ -24,7 +24,7 @@ from weft.techniques.pipeline.runner import PipelineRunner
 _CPU_RESERVE_BYTES, _ACCELERATOR_RESERVE_BYTES = 2**28, 2**30
 """Kept free for what a rank alone does not have: communicators with their buffers, and streams or data workers."""
 _CPU_REFUSALS = ("can't allocate memory", "not enough memory")
-"""Of torch's allocator on the CPU, which raises a plain RuntimeError."""
+"""Messages of torch's allocator on the CPU, which raises a plain RuntimeError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

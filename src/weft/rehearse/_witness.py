@@ -39,7 +39,7 @@ class Issued:
     ranks: tuple[int, ...]
     """Global ranks of the group."""
     size_bytes: int
-    """Of the largest of its tensors: what an all-gather ends with and a reduce-scatter starts from."""
+    """Size of the largest of its tensors: what an all-gather ends with and a reduce-scatter starts from."""
     dtype: torch.dtype
     peer: int | None = None
     """Global rank of a message's other end, or a broadcast's source."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weft.models import Blueprint
-from weft.plan import Plan, axis_coordinates
+from weft.plan import Axis, Plan, axis_coordinates
 from weft.recipe import Recipe
 from weft.rehearse._agree import disagreements, peers_to_ask, rank_at
 from weft.rehearse._rehearse import ActivationShape, RankReport, rehearse
@@ -17,7 +17,7 @@ class WorldReport:
     """Several ranks' rehearsals."""
 
     asked: tuple[RankReport, ...]
-    """By rank, those that were asked for."""
+    """The groups that were asked for, by rank."""
     compared: tuple[int, ...]
     """Neighbours of the first of them whose collectives were compared with its own."""
     problems: tuple[str, ...]
@@ -54,7 +54,7 @@ def rehearse_world(
         place = axis_coordinates(plan.mesh, rank)
         if plan.mesh.pipeline == 1 or place["pipeline"] == 0:
             return None
-        like = {**axis_coordinates(plan.mesh, asked[0]), "tensor": place["tensor"], "pipeline": 0}
+        like: dict[Axis, int] = {**axis_coordinates(plan.mesh, asked[0]), "tensor": place["tensor"], "pipeline": 0}
         return of(rank_at(plan.mesh, like)).activation
 
     def of(rank: int) -> RankReport:

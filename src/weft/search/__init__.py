@@ -1,6 +1,6 @@
 """Search: the layouts of a model on a cluster, priced and ranked.  Importable without torch."""
 
-from weft.search._choose import Choice as Choice
+from weft.search._choose import PlanChoice as PlanChoice
 from weft.search._choose import choose_plan as choose_plan
 from weft.search._choose import explain_settings as explain_settings
 from weft.search._convert import plan_of as plan_of

@@ -22,8 +22,8 @@ from weft.techniques.zero.cost import states_of
 Floats = npt.NDArray[np.float64]
 
 _CRITICAL_SHARE = 2 / 3
-"""Of a microbatch's work that no schedule runs side by side: forward and gradients of inputs, where each of the three
-passes takes a third."""
+"""Share of a microbatch's work that no schedule runs side by side: forward and gradients of inputs, where each of the
+three passes takes a third."""
 _NETWORK_HALVES = 0.5
 """A network that adds up by itself carries half of what a ring does."""
 
@@ -39,15 +39,15 @@ class Figures:
     """Inner size at which a product reaches half of its best: that of the products for the weights' gradients is the
     number of tokens."""
     flops_per_second: float
-    """Of one device at its best, in the fastest precision of the space."""
+    """Rate of one device at its best, in the fastest precision of the space."""
     memory_bytes_per_second: float
     element_bytes: int
     gradient_bytes: int
     dense_parameters: float
-    """That the tensor axis splits, at most; experts left out."""
+    """Parameters that the tensor axis splits, at most; experts left out."""
     expert_parameters: float
     tensor_sums_bytes: float
-    """Per sample: what the tensor axis adds up in a step's forwards and backwards, all blocks."""
+    """Bytes per sample that the tensor axis adds up in a step's forwards and backwards, all blocks."""
     link_bytes_per_second: float
     """The fastest links."""
     usable_bytes: float

@@ -12,9 +12,9 @@ from weft.search._space import Space
 from weft.techniques.buckets.sizes import LARGEST_BUCKET, SMALLEST_BUCKET, next_bucket
 
 USUAL_BUCKET_BYTES = DataParallelPlan().bucket_bytes
-"""With which estimates are made."""
+"""Bucket size with which estimates are made."""
 _STEPS = (4, 1)
-"""Of the ladder of `next_bucket`: twice and half, then the sizes between."""
+"""Steps of the ladder of `next_bucket`: twice and half, then the sizes between."""
 
 
 class Priced(NamedTuple):

@@ -29,7 +29,7 @@ _ZERO_SIMPLICITY = (1, 0, 2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PlanChoice:
     """A plan and what it was chosen from."""
 
     plan: Plan
@@ -40,7 +40,7 @@ class Choice:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Of the rivals."""
+        """Plans of the rivals."""
         return tuple(rival.plan for rival in self.rivals if rival.plan is not None)
 
 
@@ -54,7 +54,7 @@ def choose_plan(
     given: Plan | None = None,
     calibration: Calibration = DATASHEET,
     top: int = 8,
-) -> Choice:
+) -> PlanChoice:
     """Choose a plan that the engine can run: the fastest that search finds and `check_plan` accepts.
 
     Needs no torch.  Where no plan has all the given settings that search could choose, it is the fastest that has the
@@ -85,7 +85,7 @@ def choose_plan(
     best = known[0]
     assert best.plan is not None
     reasons = _unless_given(explain_settings(best.plan, recipe, cluster, known), given)
-    return Choice(plan=best.plan, reasons=reasons, rivals=tuple(rivals))
+    return PlanChoice(plan=best.plan, reasons=reasons, rivals=tuple(rivals))
 
 
 def _enough_processes(given: Plan, cluster: Cluster, processes: int | None) -> int | None:

@@ -11,7 +11,7 @@ from weft.profile import Profile
 _TOKENS_PER_DEVICE = 1024
 _LEAST_TOKENS = 1 << 20
 _STEP_SECONDS = 30.0
-"""Of a step on cores, at most: a run of an hour then has a hundred of them."""
+"""Time of a step on cores, at most: a run of an hour then has a hundred of them."""
 _REACHED = 0.5
 """Share of their peak that cores reach."""
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from weft.cluster import Collective
 from weft.price import (
-    Group,
-    Kept,
+    AxisGroup,
+    BoundedCache,
     Layout,
     Pricer,
     RankMemory,
@@ -23,7 +23,7 @@ from weft.price import (
     optimizer_seconds,
 )
 from weft.search._bounds import Floats
-from weft.search._group import GroupCosts, Held, Passes
+from weft.search._group import GroupCosts, HeldBytes, Passes
 from weft.search._options import Options, Way
 from weft.search._pipelines import StageBlocks, pipeline_seconds, stage_blocks
 from weft.search._space import Offload, Space
@@ -57,7 +57,7 @@ class RateTable:
         self._pricer, self._space = pricer, space
         self._regular = pricer.cluster.has_accelerators and has_even_islands(pricer.cluster)
         self._island = pricer.cluster.links[0].devices if pricer.cluster.links else 1
-        self._found = Kept[tuple[object, ...], tuple[float, float, float, float]]()
+        self._found = BoundedCache[tuple[object, ...], tuple[float, float, float, float]]()
 
     def rates(self, costs: GroupCosts, way: Way, data: Ints, block_bytes: tuple[float, float]) -> Rates:
         """Return the rates of every row.
@@ -119,7 +119,7 @@ class RateTable:
             self._best("all_gather", groups.expert_data, by) * sharded if sharded else 0.0,
         )
 
-    def _best(self, kind: Collective, group: Group, algorithms: tuple[str, ...]) -> float:
+    def _best(self, kind: Collective, group: AxisGroup, algorithms: tuple[str, ...]) -> float:
         """Seconds per byte in the best of sizes."""
         return min(self._pricer.seconds(kind, size, group, by) / size for size in _SIZES for by in algorithms)
 
@@ -257,7 +257,7 @@ class Estimates:
 
     @property
     def _last_share(self) -> Floats:
-        """Of a rank's gradients, what may travel in the last bucket."""
+        """Share of a rank's gradients that may travel in the last bucket."""
         largest = max(self._space.bucket_bytes or (), default=LARGEST_BUCKET)
         sizes = [part * self._layout.gradient_bytes for part in (self._least_dense, self._experts) if np.any(part)]
         return np.minimum(1.0 / self._options.chunks, largest / np.maximum(np.minimum.reduce(sizes), 1.0))
@@ -275,7 +275,7 @@ class Estimates:
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def device_bytes(self, held: Held, passes: Passes, offload: Offload) -> Floats:
+    def device_bytes(self, held: HeldBytes, passes: Passes, offload: Offload) -> Floats:
         """Return the bytes of the fullest rank, at least: of the first, the last, and the first of those between that
         have the most blocks."""
         options, p = self._options, self._options.splits.pipeline
@@ -362,7 +362,7 @@ class Estimates:
             self._memories[offload] = self._pricer.memories.of_ranks(self._tables[offload])
         return self._memories[offload]
 
-    def least_share(self, light: Held, heavy: Held, need: Floats, usable: float) -> Floats:
+    def least_share(self, light: HeldBytes, heavy: HeldBytes, need: Floats, usable: float) -> Floats:
         """Return the share of all blocks that must be computed again like `heavy` so that every rank fits: later ranks
         hold fewer microbatches."""
         options, p = self._options, self._options.splits.pipeline

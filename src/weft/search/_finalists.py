@@ -13,7 +13,7 @@ from weft.price import Layout, Pricer, check_layout
 from weft.search._buckets import USUAL_BUCKET_BYTES, Priced, better, sized, with_best_bucket
 from weft.search._objective import Objective
 from weft.search._orders import distinct_orders
-from weft.search._rows import Level
+from weft.search._rows import RecomputeLevel
 from weft.search._space import Space, divisors
 
 _MIXTURES_DIFFER = 1.02
@@ -124,7 +124,9 @@ class Finalists:
                 return limit
             for heavy in words[place + 1 :] if self._space.per_block_recompute else ():
                 for offload in self._space.offloads:
-                    limit = min(limit, self._with_mixture(replace(plain, offload=offload), Level(light, heavy), limit))
+                    limit = min(
+                        limit, self._with_mixture(replace(plain, offload=offload), RecomputeLevel(light, heavy), limit)
+                    )
         return limit
 
     def _with_bucket(self, layout: Layout, limit: float) -> float:
@@ -136,7 +138,7 @@ class Finalists:
                 limit = self._best_bucket(found, limit)
         return limit
 
-    def _with_mixture(self, layout: Layout, level: Level, limit: float) -> float:
+    def _with_mixture(self, layout: Layout, level: RecomputeLevel, limit: float) -> float:
         """Price a layout with as few blocks computed again as fit."""
         best: Priced | None = None
         for start in self._buckets(layout) if self._buckets_fill else (layout,):
@@ -218,7 +220,9 @@ class Finalists:
             self.tally.out_of_memory += not self._holds[key]
         return self._holds[key]
 
-    def _mixtures(self, layout: Layout, level: Level) -> Iterator[tuple[tuple[Recompute, ...], tuple[int, ...]]]:
+    def _mixtures(
+        self, layout: Layout, level: RecomputeLevel
+    ) -> Iterator[tuple[tuple[Recompute, ...], tuple[int, ...]]]:
         """Words per block and cuts: in every stage as few `heavy` blocks as fit, stages cut for the light word, then
         for these words."""
         blocks = len(self._pricer.profile.blocks)
@@ -231,14 +235,16 @@ class Finalists:
             words = found
             yield words, cuts
 
-    def _fewest(self, layout: Layout, level: Level, cuts: tuple[int, ...]) -> tuple[Recompute, ...] | None:
+    def _fewest(self, layout: Layout, level: RecomputeLevel, cuts: tuple[int, ...]) -> tuple[Recompute, ...] | None:
         """The fewest heavy blocks of every pipeline rank, exactly; None where even all of them do not fit."""
         key = (_HELD(layout), layout.bucket_bytes * self._buckets_fill, level, cuts)
         if key not in self._fewest_words:
             self._fewest_words[key] = self._find_fewest(layout, level, cuts)
         return self._fewest_words[key]
 
-    def _find_fewest(self, layout: Layout, level: Level, cuts: tuple[int, ...]) -> tuple[Recompute, ...] | None:
+    def _find_fewest(
+        self, layout: Layout, level: RecomputeLevel, cuts: tuple[int, ...]
+    ) -> tuple[Recompute, ...] | None:
         starts, blocks = (0, *cuts), len(self._pricer.profile.blocks)
         ends = (*cuts, blocks)
         ranks = self._blocks_of_ranks(layout, starts, ends)
@@ -261,14 +267,14 @@ class Finalists:
             held[owner] += range(start, end)
         return held
 
-    def _words(self, level: Level, ranks: list[list[int]], counts: list[int]) -> tuple[Recompute, ...]:
+    def _words(self, level: RecomputeLevel, ranks: list[list[int]], counts: list[int]) -> tuple[Recompute, ...]:
         words: list[Recompute] = [level.light] * sum(len(held) for held in ranks)
         for held, count in zip(ranks, counts, strict=True):
             for block in held[:count]:
                 words[block] = level.heavy
         return tuple(words)
 
-    def _fitting(self, layout: Layout, level: Level, ranks: list[list[int]], counts: list[int]) -> list[bool]:
+    def _fitting(self, layout: Layout, level: RecomputeLevel, ranks: list[list[int]], counts: list[int]) -> list[bool]:
         words = self._words(level, ranks, counts)
         needs = self._pricer.memories.device_bytes(replace(layout, recompute=words))
         return [need <= self._pricer.cluster.usable_memory_bytes for need in needs]

@@ -15,7 +15,7 @@ from weft.profile import Block
 from weft.search._bounds import Floats
 from weft.search._space import Space
 from weft.search._splits import Bools, Ints, Table
-from weft.search._variants import Arrangement
+from weft.search._variants import StageVariant
 
 
 class Passes(NamedTuple):
@@ -30,7 +30,7 @@ class Passes(NamedTuple):
     block: Floats
     """The same, of blocks in the mean."""
     block_forward: Floats
-    """Of blocks in the mean, as is `block_input`."""
+    """Mean over blocks, as is `block_input`."""
     block_input: Floats
     stem: Floats
     tail: Floats
@@ -49,13 +49,13 @@ class Passes(NamedTuple):
         return self.forward + self.input + self.weight
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes of one microbatch that one rank keeps, by case."""
 
     kept: Floats
-    """Of all blocks."""
+    """Bytes of all blocks."""
     least: Floats
-    """Of the block that keeps least."""
+    """Bytes of the block that keeps least."""
     live: Floats
     """Besides, during a block's backward."""
     stem: Floats
@@ -66,14 +66,14 @@ class Weights(NamedTuple):
     """Elements of one rank's weights."""
 
     dense: float
-    """Of all blocks, experts left out."""
+    """Elements of all blocks, experts left out."""
     experts: float
     stem: float
     tail: float
     widest: float
-    """Of the largest block, experts included."""
+    """Elements of the largest block, experts included."""
     least_dense: float
-    """Of the block that has fewest, as are `least_experts`."""
+    """Elements of the block that has fewest, as are `least_experts`."""
     least_experts: float
 
 
@@ -85,15 +85,15 @@ class GroupCosts(Table):
     bases: tuple[Layout, ...]
     """A layout of each case."""
     inside: Ints
-    """`Arrangement.inside`, by row."""
+    """`StageVariant.inside`, by row."""
     lent: Ints
-    """`Arrangement.lent`, by row."""
+    """`StageVariant.lent`, by row."""
     case: Ints
-    """Of each row, its case; the figures below are by row."""
+    """Case of each row; the figures below are by row."""
     passes: dict[Recompute, Passes]
-    held: dict[Recompute, Held]
+    held: dict[Recompute, HeldBytes]
     weights: Weights
-    """Of all cases."""
+    """Weights of all cases."""
     hop: Floats
     """Seconds from a stage to the next, on the links that are best for it."""
     logits: Floats
@@ -106,7 +106,7 @@ Counted = Sequence[tuple[Block, int]]
 """Each kind of block, and how many there are."""
 
 
-def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[Arrangement]) -> GroupCosts:
+def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[StageVariant]) -> GroupCosts:
     """Return the costs of a group of splits in each of its cases."""
     profile, bases = pricer.profile, [case.layout for case in cases]
     passes: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
@@ -126,7 +126,7 @@ def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[
         lent=np.array([case.lent for case in cases]),
         case=np.arange(len(bases)),
         passes={word: Passes(*map(np.array, zip(*found, strict=True))) for word, found in passes.items()},
-        held={word: Held(*map(np.array, zip(*found, strict=True))) for word, found in held.items()},
+        held={word: HeldBytes(*map(np.array, zip(*found, strict=True))) for word, found in held.items()},
         weights=Weights(
             dense=sum(each.dense_parameters * count for each, count in costs),
             experts=sum(each.expert_parameters * count for each, count in costs),

@@ -27,7 +27,7 @@ class Placement:
     """Which device each rank takes."""
 
     devices: tuple[int, ...]
-    """By rank; devices are numbered node by node."""
+    """Device of each rank; devices are numbered node by node."""
     cost: float
     """Bytes of a step times seconds per byte, over all pairs."""
     in_order: float

@@ -20,9 +20,9 @@ class Objective:
     quantity: Quantity = "throughput"
     """`throughput`: tokens per second; `time`: until a number of tokens is trained on; `cost`: of a token."""
     tokens: float | None = None
-    """To train on in all; `time` needs it."""
+    """Tokens to train on in all; `time` needs it."""
     price_per_device_hour: float | None = None
-    """In any currency.  None: `cost` counts device-hours."""
+    """Price in any currency.  None: `cost` counts device-hours."""
     pessimism: float = 1.2816
     """z: 1.2816 takes the step time that is not exceeded with a probability of 90 %."""
 

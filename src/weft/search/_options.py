@@ -38,7 +38,7 @@ class Options(Table):
         return len(self.schedule)
 
 
-class Choices:
+class OptionMaker:
     """Makes options of splits of one model; keeps the schedules of each pipeline size."""
 
     def __init__(self, space: Space, num_blocks: int) -> None:

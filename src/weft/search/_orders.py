@@ -12,7 +12,7 @@ _RANKED: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "context", "tenso
 """Axes with ranks of their own, outermost first; `expert` borrows and stands before context."""
 
 Signature = tuple[tuple[Axis, tuple[int, ...]], ...]
-"""Of each axis larger than 1: how many ranks of a group lie in one island of each tier."""
+"""How many ranks of a group lie in one island of each tier, for each axis larger than 1."""
 
 
 def distinct_orders(layout: Layout, tiers: tuple[int, ...]) -> Iterator[tuple[Axis, ...]]:

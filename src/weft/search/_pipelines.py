@@ -20,21 +20,21 @@ class StageBlocks(NamedTuple):
     and the stem less than one; else about as many."""
 
     first: Floats
-    """Of the first stage, and of any but the last at least."""
+    """Blocks of the first stage, and of any but the last at least."""
     last: Floats
-    """Of the last stage."""
+    """Blocks of the last stage."""
     extras: Floats
-    """Of the stages before the last, how many have one block more than the first; they are the later ones."""
+    """How many of the stages before the last have one block more than the first; they are the later ones."""
     first_rank: Floats
     last_rank: Floats
     full_rank: Ints
-    """Of the ranks between that have the most blocks, the one that holds them longest."""
+    """The rank that, of the ranks between with the most blocks, holds them longest."""
     more: Floats
     """How many more these have than the first stage's as often as they have stages."""
 
     @property
     def most(self) -> Floats:
-        """Of the fullest stage but the last."""
+        """Blocks of the fullest stage but the last."""
         return np.where(self.extras > 0, self.first + 1, self.first)
 
 

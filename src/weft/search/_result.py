@@ -24,16 +24,16 @@ class Candidate:
     score: float
     """What candidates are ranked by: less is better."""
     pessimistic_seconds: float
-    """Of a step: step · exp(z · spread)."""
+    """Pessimistic time of a step: step · exp(z · spread)."""
     tokens_per_second: float
     """Samples per second where samples are no sequences."""
     model_flops_utilization: float
     """The model's FLOPs (forward and backward, nothing computed again, causal attention counted half) of the whole
     batch over what all used devices could do at their dense peak in the precision of the plan."""
     cost_per_million_tokens: float | None = None
-    """In the currency of the price that was given; None without one."""
+    """Cost in the currency of the price that was given; None without one."""
     training_seconds: float | None = None
-    """Until the objective's tokens are trained on; None where their number was not given."""
+    """Time until the objective's tokens are trained on; None where their number was not given."""
 
     @property
     def not_runnable(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class Counts:
     """Rows (see `weft.search._rows`) whose bound was below the best price so far, and that may fit."""
     priced: int
     out_of_memory: int
-    """Of the priced ones."""
+    """How many of the priced ones do not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class SearchResult:
     calibration: Calibration
     """What the prices were made with."""
     best: tuple[Candidate, ...]
-    """Of each combination of axes and ZeRO stage the best one.  Empty where nothing fits."""
+    """The best of each combination of axes and ZeRO stage.  Empty where nothing fits."""
     counts: Counts
 
     @property

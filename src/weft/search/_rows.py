@@ -16,20 +16,20 @@ REDUCE_EVERY: tuple[ReduceEvery, ...] = get_args(ReduceEvery)
 """Words of `Layout.reduce_every`."""
 
 
-class Level(NamedTuple):
+class RecomputeLevel(NamedTuple):
     """How much is computed again: all blocks like `light`, and as many as needed like `heavy`."""
 
     light: Recompute
     heavy: Recompute
 
 
-def levels_of(space: Space) -> tuple[Level, ...]:
+def levels_of(space: Space) -> tuple[RecomputeLevel, ...]:
     """Return the levels of a space, mixed ones last."""
     words = space.recomputes
-    plain = [Level(word, word) for word in words]
+    plain = [RecomputeLevel(word, word) for word in words]
     if not space.per_block_recompute:
         return tuple(plain)
-    return (*plain, *(Level(words[a], words[b]) for a in range(len(words)) for b in range(a + 1, len(words))))
+    return (*plain, *(RecomputeLevel(words[a], words[b]) for a in range(len(words)) for b in range(a + 1, len(words))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,8 @@ class Rows(Table):
     every: Ints
     """Position in `REDUCE_EVERY`."""
     seconds: Floats
-    """Of a step, at least: with the least recomputation and offloading that may fit, and the best of all buckets."""
+    """Time of a step, at least: with the least recomputation and offloading that may fit, and the best of all
+    buckets."""
 
     def __len__(self) -> int:
         return len(self.seconds)

@@ -11,7 +11,7 @@ from weft.price import Pricer
 from weft.search._bounds import Floats
 from weft.search._estimate import Estimates, RateTable, power_below
 from weft.search._group import GroupCosts, Passes
-from weft.search._options import Choices, Options, Way, ways_of_sharding
+from weft.search._options import OptionMaker, Options, Way, ways_of_sharding
 from weft.search._pipelines import pipeline_seconds
 from weft.search._rows import REDUCE_EVERY, Rows, levels_of
 from weft.search._space import Offload, Space
@@ -30,7 +30,7 @@ class Screen:
         self._levels = levels_of(space)
         self._usable = pricer.cluster.usable_memory_bytes
         self._rates = RateTable(pricer, space)
-        self._choices = Choices(space, len(pricer.profile.blocks))
+        self._choices = OptionMaker(space, len(pricer.profile.blocks))
         self._parts_data = any(abs(order.index("replicate") - order.index("shard")) > 1 for order in space.orders or ())
         self._has_experts = bool(pricer.profile.num_experts)
         even = has_even_islands(pricer.cluster)  # else shards are looked at one by one

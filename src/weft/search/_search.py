@@ -40,7 +40,7 @@ from weft.search._screen import Screen
 from weft.search._space import Space, space_of, without_offload
 from weft.search._splits import Bools, Ints, Splits, enumerate_splits
 from weft.search._unequal import Balancer, kinds_of, speed_of
-from weft.search._variants import Arrangement, arrangements, variants
+from weft.search._variants import StageVariant, arrangements, variants
 from weft.techniques.zero.contract import stage_of
 
 _WINDOWS = (1.25, 2.0, math.inf)
@@ -130,7 +130,7 @@ class _Group(NamedTuple):
     each: Floats
     """Score of each split where one microbatch takes a second in all blocks."""
     seen: Bools
-    """Which splits' rows have been bounded."""
+    """The splits whose rows have been bounded."""
 
     @property
     def least(self) -> float:
@@ -253,7 +253,7 @@ class SearchState:
 
     def _arrange(self, group: _Group, found: list[tuple[float, Layout]], finalists: Finalists) -> None:
         """Bound a group by what its blocks take with what they send, in the best arrangement of its axes."""
-        cases: list[tuple[float, Arrangement]] = []
+        cases: list[tuple[float, StageVariant]] = []
         for alone, variant in found:
             slow: set[tuple[Axis, ...]] = set()
             for placed in arrangements(self.pricer, self.space, variant, most_data=group.most_data):
@@ -272,7 +272,7 @@ class SearchState:
     def _screen(
         self,
         group: _Group,
-        cases: list[tuple[float, Arrangement]],
+        cases: list[tuple[float, StageVariant]],
         bound: float,
         windows: tuple[float, ...],
         finalists: Finalists,
@@ -293,11 +293,12 @@ class SearchState:
         group.seen[:] |= near
         self.estimated += sum(len(table) for table in found)
         for table in found:
-            # A rank's own work bounds a row, too; it has decided which splits and cases were looked at in which window.
+            # The work of a rank alone also bounds a row from below.  Windows were made by that bound, so a row must not
+            # fall below it, or it would belong to an earlier window.
             work = np.array([whole for whole, _ in cases])[table.case] * table.splits.microbatches
             seconds = np.maximum(table.seconds, work / table.splits.pipeline)
             weighed = self._weighed(seconds, table.splits.world)
-            if windows is _WINDOWS:  # the whole group's bound holds for its rows too
+            if windows is _WINDOWS:  # `above` bounds the whole group, and so each of its rows
                 weighed = np.maximum(weighed, above)
             table, weighed = table.take(weighed >= above), weighed[weighed >= above]
             if not len(table):

@@ -74,10 +74,10 @@ class Space:
     the time in which it fills."""
     compressions: tuple[str, ...] = ("none",)
     algorithms: tuple[str, ...] = ("auto",)
-    """Of the reductions and gathers over data ranks.  `auto` is what is done without a choice; between accelerators
-    that is the cheapest, between cores of several nodes a hierarchy may be."""
+    """Algorithms of the reductions and gathers over data ranks.  `auto` is what is done without a choice; between
+    accelerators that is the cheapest, between cores of several nodes a hierarchy may be."""
     orders: tuple[tuple[Axis, ...], ...] | None = None
-    """Of the axes on the hardware.  None: every order that lays some group on other links."""
+    """Orders of the axes on the hardware.  None: every order that lays some group on other links."""
 
     @property
     def usual_offload(self) -> Offload:
@@ -150,7 +150,9 @@ def runnable_space(space: Space, profile: Profile) -> Space:
             space, pipelines=(1,), recomputes=("none",), per_block_recompute=False, sequence_parallels=(False,)
         )
     tensors = (1,) if profile.num_experts else space.tensors
-    return replace(space, tensors=tensors, **_runnable_values(space))
+    # Offloading is for the user to choose: its price is that of an optimizer on the host, which the engine has not got.
+    values = _runnable_values(space) | {"offloads": ("none",)}
+    return replace(space, tensors=tensors, **values)
 
 
 def _runnable_values(space: Space) -> dict[str, Any]:

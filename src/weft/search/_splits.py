@@ -46,7 +46,7 @@ class Splits(Table):
     size: Ints
     """Samples per microbatch."""
     microbatches: Ints
-    """Per step, of the data rank that has most."""
+    """Microbatches per step, of the data rank that has most."""
     uneven: Bools
     """Whether some data ranks have one less."""
 

@@ -23,11 +23,11 @@ class Balanced:
     """A layout whose data ranks have unequal shares."""
 
     layout: Layout
-    """Of the data rank that has most microbatches."""
+    """Layout of the data rank that has most microbatches."""
     shares: tuple[int, ...]
     """Microbatches of each data rank."""
     prediction: Prediction
-    """Of the data rank that is done last."""
+    """Prediction of the data rank that is done last."""
 
 
 class Balancer:

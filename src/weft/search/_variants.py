@@ -33,7 +33,7 @@ def has_even_islands(cluster: Cluster) -> bool:
     return not any(tier.devices & (tier.devices - 1) for tier in cluster.links[:-1])
 
 
-class Arrangement(NamedTuple):
+class StageVariant(NamedTuple):
     """One stage of a layout in one order of its axes."""
 
     layout: Layout
@@ -43,7 +43,7 @@ class Arrangement(NamedTuple):
     """Ranks that the expert axis borrows from those that shard; 0: there are no experts."""
 
 
-def arrangements(pricer: Pricer, space: Space, layout: Layout, *, most_data: int) -> Iterator[Arrangement]:
+def arrangements(pricer: Pricer, space: Space, layout: Layout, *, most_data: int) -> Iterator[StageVariant]:
     """Yield one stage of a layout in every order of its tensor, context and data axes.
 
     Where a stage's ranks lie among those of others changes no figure for the better, so what these layouts cost is the
@@ -59,7 +59,7 @@ def arrangements(pricer: Pricer, space: Space, layout: Layout, *, most_data: int
         for lent in lents if layout.expert > 1 else (0,):
             sizes = _sizes(pricer, space, most_data) if is_inside and lent in (0, layout.expert) else (0,)
             for inside in sizes:
-                yield Arrangement(_one_stage(pricer, layout, order, inside, lent, most_data), inside, lent)
+                yield StageVariant(_one_stage(pricer, layout, order, inside, lent, most_data), inside, lent)
 
 
 def _orders(space: Space, layout: Layout, most_data: int) -> Iterator[tuple[Axis, ...]]:

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 Value = Any
-"""Of JSON."""
+"""A value of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

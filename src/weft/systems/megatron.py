@@ -22,7 +22,7 @@ from weft.systems._facts import Facts, broken_checks, facts_of, read_arguments
 _ACTIVATIONS = {"swiglu": ("--swiglu",), "gelu": (), "squared_relu": ("--squared-relu",)}
 _CONTEXT = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""As torch calls them."""
+"""Schedules as torch calls them."""
 _SCRIPT = "pretrain_gpt.py"
 
 

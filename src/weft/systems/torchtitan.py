@@ -53,7 +53,7 @@ _DENSE: Mapping[bool, Mapping[str, str]] = {
         "ROPE": "CosSinRoPE",
     },
 }
-"""By whether heads of queries and keys have norms."""
+"""Dense models by whether heads of queries and keys have norms."""
 
 
 class Torchtitan:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from weft.document import Path, dotted, sentence, spell
-from weft.errors import PlanError, Setting
+from weft.errors import BadSetting, PlanError
 from weft.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class Held(NamedTuple):
     gradient_bytes: float = 0.0
     """Whole on every data rank, unless the weights are shared out."""
     master_copies: float = 0.0
-    """In units of a master; shared out as optimizer states are."""
+    """Memory in units of a master; shared out as optimizer states are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Case:
         value: object = self.plan
         for name in path:
             value = getattr(value, str(name))
-        setting = Setting(path, spell(value) if show else None, problem)
+        setting = BadSetting(path, spell(value) if show else None, problem)
         origin = self.plan.origins.get(dotted(path))
         return PlanError(sentence("plan", setting, origin), setting=setting)
 
@@ -47,7 +47,7 @@ class Removal(NamedTuple):
     """A plan without a technique: the same global batch, on as many ranks or fewer."""
 
     name: str
-    """As a sentence has it: `the pipeline`."""
+    """Name as a sentence has it: `the pipeline`."""
     apply: Callable[[Plan], Plan]
     """Returns the plan itself where it is not in use."""
     frees_ranks: bool = False

@@ -39,7 +39,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Offloading(),
     Compilation(),
 )
-"""In the order in which they are checked, and in which ranks apply them."""
+"""All techniques, in the order in which they are checked, and in which ranks apply them."""
 
 
 def running(plan: Plan) -> Iterator[str]:

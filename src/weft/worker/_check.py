@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,13 +9,12 @@ import torch
 from weft.blueprint import build_blueprint
 from weft.comm import Mesh
 from weft.launch import RankInfo, initialise_distributed
-from weft.models import Blueprint
-from weft.numerics import STEPS, Outputs, perturb_constants, run_trial, write_trial
-from weft.plan import Plan, parse_plan
-from weft.recipe import Precision, Recipe, parse_recipe
+from weft.numerics import STEPS, CheckCase, Outputs, outputs_file, perturb_constants, run_trial, write_trial
+from weft.plan import parse_plan
+from weft.recipe import Precision, parse_recipe
 
 TIMEOUT_SECONDS = 60.0
-"""Of a collective: one that not all ranks enter must not keep anybody waiting for long."""
+"""Timeout of a collective: one that not all ranks enter must not keep anybody waiting for long."""
 COMPILING_SECONDS = 600.0
 """The same, where ranks may be minutes apart because they compile."""
 
@@ -26,7 +24,7 @@ def run_rank(
     *,
     recipe: str,
     plan: str,
-    cases: list[list[str | bool]],
+    cases: list[tuple[Precision, bool]],
     label_range: int | None,
     folder: str,
     watch: bool,
@@ -43,41 +41,16 @@ def run_rank(
     ) as distributed:
         mesh = Mesh(how.mesh, distributed.device, timeout_seconds=timeout_seconds)
         outputs = Outputs()
-        for precision, compiled in cases:
+        for case in (CheckCase(precision, compiled) for precision, compiled in cases):
             trial = run_trial(
                 what,
-                with_precision(how, precision, compiled=bool(compiled)),  # pyright: ignore[reportArgumentType]
-                lambda: perturbed_model(what),
+                case.plan(how),
+                lambda: perturb_constants(build_blueprint(what)),
                 steps=STEPS,
                 label_range=label_range,
                 mesh=mesh,
                 inspect=outputs.watch if watch else None,
             )
-            write_trial(trial_path(Path(folder), rank_info.rank, case_name(str(precision), bool(compiled))), trial)
+            write_trial(case.trial_file(Path(folder), rank_info.rank), trial)
         if watch and rank_info.rank == 0:
-            outputs.write(outputs_path(Path(folder)))
-
-
-def with_precision(plan: Plan, precision: Precision, *, compiled: bool) -> Plan:
-    """The plan in another precision."""
-    return replace(plan, compute=replace(plan.compute, precision=precision, compile=compiled))
-
-
-def perturbed_model(recipe: Recipe) -> Blueprint:
-    """The recipe's model, with no parameter that starts constant."""
-    return perturb_constants(build_blueprint(recipe))
-
-
-def case_name(precision: str, compiled: bool) -> str:
-    """How a case is called in files and in reports."""
-    return f"{precision} compiled" if compiled else precision
-
-
-def trial_path(folder: Path, rank: int, case: str) -> Path:
-    """Where a rank leaves a trial."""
-    return folder / f"{case.replace(' ', '-')}-rank{rank}.safetensors"
-
-
-def outputs_path(folder: Path) -> Path:
-    """Where rank 0 leaves what its modules return."""
-    return folder / "outputs.safetensors"
+            outputs.write(outputs_file(Path(folder)))

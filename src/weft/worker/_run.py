@@ -15,7 +15,7 @@ from weft.blueprint import build_blueprint
 from weft.checkpoint import Checkpointer, Peers
 from weft.comm import Mesh
 from weft.data import PreparedData, data_shape, open_data
-from weft.engine import Outcome, Trainer, create_training
+from weft.engine import Trainer, TrainingOutcome, create_training
 from weft.errors import CollectiveError
 from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, TerminalSink, WarningSink, loggers_to
 from weft.launch import Distributed, RankInfo, initialise_distributed
@@ -75,7 +75,7 @@ def train_rank(
     *,
     resume: str | None,
     quiet: bool,
-) -> Outcome:
+) -> TrainingOutcome:
     """Train on this rank.  Call on every rank of the plan's world."""
     torch.set_num_threads(plan.compute.num_threads)
     with ExitStack() as stack:

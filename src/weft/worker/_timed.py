@@ -31,7 +31,7 @@ from weft.worker._teams import team_of, teams_of
 
 _EARLY_STEPS = 3
 _EARLY_SECONDS = 1.0
-"""After which a plan takes no more of them: how slow it is has been seen."""
+"""Time after which a plan takes no more of them: how slow it is has been seen."""
 _TURN_SECONDS = 0.05
 """A turn lasts so long where steps are shorter: a clock and a scheduler say little of a single one."""
 _MOST_STEPS = 20
@@ -60,6 +60,7 @@ class _Running:
         """Take steps that all ranks begin together; seconds of one, by the slowest rank, the same on all."""
         torch.set_num_threads(self._plan.compute.num_threads)
         steps = range(self._step, self._step + count)
+        # Batches are made before the clock starts: a training prefetches them, so they are no part of its step.
         batches = [self._data.microbatches(step) for step in steps]
         _agreed(0.0, self._device)
         began = time.perf_counter()
@@ -182,6 +183,7 @@ class _Bench:
         """Step the plans that go on in turn; the order is turned round from round to round."""
         for at in [at for at in self.running if at not in going]:
             self.running.pop(at).close()
+        # A machine that grows slower during a round would otherwise always favour the plan that comes first.
         there, back = [(teams[at], at) for at in going], [(teams[at], at) for at in reversed(going)]
         self.turns.walk([turn for number in range(rounds) for turn in (back if number % 2 else there)], self._turn)
 
@@ -203,9 +205,9 @@ class _Bench:
             self._path(at).write_text(json.dumps(seconds))
 
     def _turn(self, at: int) -> None:
-        """Steps for a while; short ones after one that brings the caches back."""
+        """Take one step, or several where they are short."""
         steps = min(round(_TURN_SECONDS / self.found[at]["early_seconds"]), _MOST_STEPS)
-        if steps > 0:
+        if steps > 0:  # several short steps: the first one loads the caches, which the plan before has filled
             self.running[at].steps(1)
         self.found[at]["turns"].append(self.running[at].steps(max(1, steps)))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_RANKS = 64
-"""That a picture can show."""
+"""Ranks that a picture can show, at most."""
 _MOST_PANELS = 12
 _COLUMNS = 4
 _INK, _LIGHT = "#1f3a4d", "#e4ebf0"

@@ -10,10 +10,10 @@ from weft.collective._arrange import Arrangement
 from weft.collective._build import build_schedule
 from weft.collective._registry import find_algorithm
 from weft.collective._schedule import Runs, Schedule
-from weft.collective.drawing._simulate import Flight, Outcome, simulate
+from weft.collective.drawing._simulate import Flight, Playback, simulate
 
 _MOST_MESSAGES = 16
-"""In a line of text."""
+"""Messages in a line of text, at most."""
 _PART_BYTES = 1 << 10
 
 
@@ -25,10 +25,10 @@ class Drawing:
     collective: Collective
     arrangement: Arrangement
     schedules: tuple[Schedule, ...]
-    """By rank."""
-    outcome: Outcome
+    """Schedule of each rank."""
+    outcome: Playback
     num_bytes: int
-    """Of the buffer that was played: equal parts."""
+    """Bytes of the buffer that was played: equal parts."""
 
     @property
     def rounds(self) -> list[list[Flight]]:

@@ -38,7 +38,7 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Playback:
     """What ranks sent to others, and how long it took."""
 
     flights: tuple[Flight, ...]
@@ -47,11 +47,11 @@ class Outcome:
     messages: tuple[int, ...]
     """Sent, by rank."""
     bytes_sent: tuple[float, ...]
-    """By rank."""
+    """Bytes that each rank sends."""
     steps: int
-    """Of the rank that has most."""
+    """Steps of the rank that has most."""
     seconds: float
-    """Until the last rank is done."""
+    """Time until the last rank is done."""
 
 
 @dataclass(slots=True)
@@ -78,9 +78,9 @@ class _Rank:
 class _Message:
     values: list[int]
     port_seconds: float
-    """That its bytes keep a port busy."""
+    """Time that its bytes keep a port busy."""
     arrival: float
-    """Of its last byte, if the receiver's port is free."""
+    """Arrival of its last byte, if the receiver's port is free."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ def simulate(
     link: LinkSeconds | None = None,
     has_one_port: bool = True,
     step_seconds: float = 0.0,
-) -> Outcome:
+) -> Playback:
     """Play the schedules of all ranks, by rank, of a buffer of so many bytes, and check what comes out.
 
     A message arrives its latency after it was sent, and its bytes pass the ports of both ends one after another;
@@ -133,7 +133,7 @@ def simulate(
         raise ScheduleError(f"messages that nobody takes, from and to ranks {lost[:4]}")
     for rank in ranks:
         _check(rank)
-    return Outcome(
+    return Playback(
         flights=tuple(sorted(world.flights, key=_arrival)),
         messages=tuple(rank.messages for rank in ranks),
         bytes_sent=tuple(rank.bytes_sent for rank in ranks),

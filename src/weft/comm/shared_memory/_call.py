@@ -53,7 +53,7 @@ DTYPES: Mapping[torch.dtype, int] = {
 }
 """Those that can be reduced, as the engine numbers them; the others can only be moved."""
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-"""In torch's order."""
+"""Operations in torch's order."""
 
 Region = tuple[int, int]
 """Address and bytes."""
@@ -71,7 +71,7 @@ class Call:
     output: int = 0
     """Address of an all-reduce's result (may be `input`), or of this rank's part of a reduce-scatter's."""
     num_bytes: int = 0
-    """Of an all-reduce's tensor."""
+    """Bytes of an all-reduce's tensor."""
     send: Sequence[Region] = ()
     """Reduce-scatter: what each rank owns; all-to-all: what each rank gets."""
     receive: Sequence[Region] = ()
@@ -119,7 +119,7 @@ class Delivery:
     source: int
     """Position in the group of the rank that sent it."""
     done_ns: int
-    """By the clock of `perf_counter_ns`; 0 where another thread had waited for it before."""
+    """End by the clock of `perf_counter_ns`; 0 where another thread had waited for it before."""
 
 
 class Mail(Protocol):

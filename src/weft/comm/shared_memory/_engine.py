@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.comm.shared_memory._arena import Arena, whole_pages
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, Delivery, Failure, GroupFailed, Kind, Region, Trouble
-from weft.comm.shared_memory._segment import Segment
+from weft.comm.shared_memory._segment import SharedSegment
 from weft.comm.shared_memory._sources import FOLDER, LIBRARY, digest
 from weft.errors import CollectiveError
 
@@ -22,7 +22,7 @@ REBUILD = "python setup.py build_ext --inplace"
 _MANY_TYPES = 64
 _NOT_KNOWN = (1 << 64) - 1
 _POPULATE_WRITE = 23
-"""Of madvise, since Linux 5.14; Python has no name for it."""
+"""Advice to madvise, since Linux 5.14; Python has no name for it."""
 
 
 class _CallStruct(ctypes.Structure):
@@ -60,7 +60,7 @@ class Manner:
     """How an engine copies: measured once per group, at its first large call."""
 
     slot_bytes: int
-    """Of a piece that is staged at a time; up to 4 MiB."""
+    """Bytes of a piece that is staged at a time; up to 4 MiB."""
     streams_in: bool
     """Copy into the staging memory by stores that pass the cache by."""
 
@@ -125,12 +125,12 @@ def _declare(library: ctypes.CDLL) -> None:
         function.argtypes = list(arguments)
 
 
-def prepare(library: ctypes.CDLL, segment: Segment, num_ranks: int, arena_bytes: int) -> None:
+def prepare(library: ctypes.CDLL, segment: SharedSegment, num_ranks: int, arena_bytes: int) -> None:
     """Lay the segment out.  By the rank that made it, before any rank opens an engine on it."""
     library.weft_prepare(_address(segment), num_ranks, arena_bytes)
 
 
-def _address(segment: Segment) -> int:
+def _address(segment: SharedSegment) -> int:
     return ctypes.addressof(c_char.from_buffer(segment.memory))
 
 
@@ -143,7 +143,7 @@ class Engine:
     def __init__(
         self,
         library: ctypes.CDLL,
-        segment: Segment,
+        segment: SharedSegment,
         *,
         rank: int,
         num_ranks: int,
@@ -151,7 +151,7 @@ class Engine:
         arena_bytes: int,
     ) -> None:
         self._library = library
-        self._segment: Segment | None = segment
+        self._segment: SharedSegment | None = segment
         self._num_ranks = num_ranks
         self._array = c_uint64 * num_ranks
         self._base = _address(segment)
@@ -235,7 +235,7 @@ class Engine:
             found = self._piece_types[num_bytes] = type("Piece", (c_char * num_bytes,), {})
         return found
 
-    def _has_memory(self, segment: Segment, stop: int) -> bool:
+    def _has_memory(self, segment: SharedSegment, stop: int) -> bool:
         """Whether the arena has memory up to `stop`, which is asked for here: a later write that found none would end
         the process (SIGBUS).  It stays when pieces are given back, so whatever lies before it has been asked for."""
         start = self._backed_bytes
@@ -363,7 +363,7 @@ class EngineMail:
         self._library.weft_forget_message(self._handle(), number)
 
 
-def _leave(library: ctypes.CDLL, handle: int, process: int, segment: Segment) -> None:
+def _leave(library: ctypes.CDLL, handle: int, process: int, segment: SharedSegment) -> None:
     """End an engine's thread.  `segment` is held until then."""
     del segment
     if process == os.getpid():

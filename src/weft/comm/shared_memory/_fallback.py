@@ -26,7 +26,7 @@ from torch import Tensor
 
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, Failure, GroupFailed, Kind, Region, Trouble
 from weft.comm.shared_memory._process import started_at
-from weft.comm.shared_memory._segment import Segment
+from weft.comm.shared_memory._segment import SharedSegment
 
 _PAGE = 4096
 _BANK = 1 << 20
@@ -63,7 +63,7 @@ class PythonTransport:
     has_arena = False
     mail = None
 
-    def __init__(self, segment: Segment, *, rank: int, num_ranks: int) -> None:
+    def __init__(self, segment: SharedSegment, *, rank: int, num_ranks: int) -> None:
         assert num_ranks <= _MAX_RANKS
         self._memory: mmap.mmap | None = segment.memory
         self._words = memoryview(segment.memory).cast("Q")
@@ -75,7 +75,7 @@ class PythonTransport:
         self._pending: dict[int, Future[None]] = {}
         self._submitted = self._done = 0
         self._done_ns: dict[int, int] = {}
-        """Of the last calls, by ticket."""
+        """Ends of the last calls, by ticket."""
         self._failure: Failure | None = None
         self._first_failed = 0
         self._is_closed = False

@@ -16,7 +16,7 @@ from weft.comm.shared_memory._call import Failure, Transport, Trouble
 from weft.comm.shared_memory._engine import REBUILD, Engine, load_library, prepare
 from weft.comm.shared_memory._fallback import PythonTransport, may_work_here, segment_bytes
 from weft.comm.shared_memory._roll import RollCall
-from weft.comm.shared_memory._segment import OnAnotherHost, Segment, Unreachable, create_segment, open_segment
+from weft.comm.shared_memory._segment import OnAnotherHost, SharedSegment, Unreachable, create_segment, open_segment
 from weft.comm.shared_memory._sources import digest
 from weft.errors import CollectiveError
 
@@ -50,7 +50,7 @@ class Meeting:
             CollectiveError: a rank died, or did not come in time, on the way.
         """
         library, unbuilt = self._library()
-        segment: Segment | None = None
+        segment: SharedSegment | None = None
         transport: Transport | None = None
         try:
             segment, lacking, reason = self._segment(library)
@@ -74,7 +74,9 @@ class Meeting:
             self._say(settled, levels)
         return transport
 
-    def _levels(self, segment: Segment | None, lacking: int, library: ctypes.CDLL | None, reason: str) -> list[int]:
+    def _levels(
+        self, segment: SharedSegment | None, lacking: int, library: ctypes.CDLL | None, reason: str
+    ) -> list[int]:
         """What every rank could take part in; `lacking` is what it comes to without a segment."""
         level = lacking if segment is None else _ENGINE if library is not None else _PYTHON
         if level == _PYTHON and not may_work_here():
@@ -97,7 +99,7 @@ class Meeting:
             return None, "rank 0 has another version of it: install the same Weft for all ranks"
         return library, reason
 
-    def _segment(self, library: ctypes.CDLL | None) -> tuple[Segment | None, int, str]:
+    def _segment(self, library: ctypes.CDLL | None) -> tuple[SharedSegment | None, int, str]:
         """Map the segment, or say what this rank can do instead and why."""
         try:
             if self.rank > 0:
@@ -116,7 +118,7 @@ class Meeting:
         engine = 0 if library is None else int(library.weft_segment_bytes(self.num_ranks, ARENA_BYTES))
         return max(engine, segment_bytes(self.num_ranks))
 
-    def _open(self, settled: int, library: ctypes.CDLL | None, segment: Segment | None) -> Transport | None:
+    def _open(self, settled: int, library: ctypes.CDLL | None, segment: SharedSegment | None) -> Transport | None:
         if settled <= _NONE or segment is None:
             return None
         if settled == _PYTHON or library is None:

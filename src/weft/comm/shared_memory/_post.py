@@ -34,7 +34,7 @@ class Post:
         self._ranks = ranks
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[weakref.ref[MessageWork], Tensor]] = {}
-        """By number, what a message is read from or written to: somebody must keep it, also where nobody waits."""
+        """What a message is read from or written to, by number: somebody must keep it, also where nobody waits."""
         self._completer: Completer | None = None
 
     def send(self, tensors: list[Tensor], target: int, tag: int, seen: Seen | None) -> MessageWork:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 NONCE_AT = 8
-"""Behind the magic number; the first page is a header for every transport."""
+"""Offset behind the magic number; the first page is a header for every transport."""
 NONCE_BYTES = 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -31,7 +31,7 @@ class OnAnotherHost(Unreachable):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SharedSegment:
     """A mapping, and, with the rank that made it, the descriptor by which the others find it."""
 
     memory: mmap.mmap
@@ -64,7 +64,7 @@ def boot_id() -> str:
         return ""
 
 
-def create_segment(num_bytes: int) -> Segment:
+def create_segment(num_bytes: int) -> SharedSegment:
     """Make a segment of zeros; it takes memory only where it is written.
 
     Raises:
@@ -81,10 +81,10 @@ def create_segment(num_bytes: int) -> Segment:
         raise Unreachable(f"{num_bytes:,} bytes of shared memory cannot be made: {error}") from error
     nonce = secrets.token_bytes(NONCE_BYTES)
     memory[NONCE_AT : NONCE_AT + NONCE_BYTES] = nonce
-    return Segment(memory, nonce, descriptor)
+    return SharedSegment(memory, nonce, descriptor)
 
 
-def open_segment(description: str) -> Segment:
+def open_segment(description: str) -> SharedSegment:
     """Map the segment that another rank of this host has made, and prove that it is that one by its nonce.
 
     Raises:
@@ -112,7 +112,7 @@ def open_segment(description: str) -> Segment:
     nonce = bytes.fromhex(told["nonce"])
     if memory[NONCE_AT : NONCE_AT + NONCE_BYTES] != nonce:
         raise Unreachable("rank 0's process is in another container: its descriptor leads to other memory here")
-    return Segment(memory, nonce)
+    return SharedSegment(memory, nonce)
 
 
 def _map(descriptor: int, num_bytes: int) -> mmap.mmap:

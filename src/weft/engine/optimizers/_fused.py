@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.engine.optimizers._runs import Run
+from weft.engine.optimizers._runs import ShardRun
 from weft.parallel import Shard
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FusedKind:
     """What the runs of one call have in common."""
 
     group: int
@@ -21,18 +21,20 @@ class Kind:
     dtype: torch.dtype
 
 
-def gather_runs(runs: Iterable[Run], shards: tuple[Shard, ...], here: Collection[int]) -> dict[Kind, list[Run]]:
+def gather_runs(
+    runs: Iterable[ShardRun], shards: tuple[Shard, ...], here: Collection[int]
+) -> dict[FusedKind, list[ShardRun]]:
     """Sort the runs of the shards that are `here` into as few kernel calls as can be."""
-    calls: dict[Kind, list[Run]] = {}
+    calls: dict[FusedKind, list[ShardRun]] = {}
     for run in runs:
         if run.shard not in here:
             continue
         shard = shards[run.shard]
-        calls.setdefault(Kind(shard.group, shard.master.device, shard.master.dtype), []).append(run)
+        calls.setdefault(FusedKind(shard.group, shard.master.device, shard.master.dtype), []).append(run)
     return calls
 
 
-def fold_scale(gradients: list[Tensor], gradient_scale: float, kind: Kind) -> Tensor | None:
+def fold_scale(gradients: list[Tensor], gradient_scale: float, kind: FusedKind) -> Tensor | None:
     """Return the divisor by which a fused kernel applies `gradient_scale`, so that it costs no pass of its own.
 
     The kernels read the divisor in fp32 only, so other gradients, and scales without a finite inverse, are scaled here.

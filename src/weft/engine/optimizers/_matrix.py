@@ -22,11 +22,11 @@ class MatrixRun:
     one."""
 
     position: int
-    """Of the segment among all of the rank."""
+    """Position of the segment among all of the rank."""
     shard: int
     segment: Segment
     shape: torch.Size
-    """Of what this rank holds."""
+    """Shape of what this rank holds."""
 
     @property
     def ndim(self) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import torch
 
 from weft.engine.optimizers._base import ShardOptimizer
-from weft.engine.optimizers._runs import Run
+from weft.engine.optimizers._runs import ShardRun
 from weft.engine.optimizers._sparse import SparseRule, SparseState, sparse_step
 from weft.errors import PlanError
 from weft.parallel import Piece, Shard
@@ -56,7 +56,7 @@ class TableOptimizer(ShardOptimizer):
         for run in self._counts.advance(skipped):
             self._update(run, learning_rate, gradient_scale)
 
-    def _update(self, run: Run, learning_rate: float, gradient_scale: float) -> None:
+    def _update(self, run: ShardRun, learning_rate: float, gradient_scale: float) -> None:
         shard = self._shards[run.shard]
         assert shard.rows is not None, "the gradient store has not finished this step"
         shape = shard.segments[0].local_shape

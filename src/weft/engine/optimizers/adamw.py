@@ -9,8 +9,8 @@ from typing import final
 import torch
 
 from weft.engine.optimizers._base import ShardOptimizer
-from weft.engine.optimizers._fused import Kind, fold_scale, gather_runs
-from weft.engine.optimizers._runs import Run
+from weft.engine.optimizers._fused import FusedKind, fold_scale, gather_runs
+from weft.engine.optimizers._runs import ShardRun
 from weft.parallel import Shard, present
 from weft.recipe import OptimizerGroup
 
@@ -54,7 +54,7 @@ class AdamW(ShardOptimizer):
                 if len(frozen) < len(runs):
                     self._call(kind, [run for run in runs if run not in frozen], learning_rate, gradient_scale)
 
-    def _move(self, run: Run, learning_rate: float, gradient_scale: float) -> None:
+    def _move(self, run: ShardRun, learning_rate: float, gradient_scale: float) -> None:
         """Update a run whose variance is frozen."""
         assert self._frozen_after is not None
         settings, here = self._settings(run.shard), slice(run.start, run.stop)
@@ -67,7 +67,7 @@ class AdamW(ShardOptimizer):
         step = rate / (1.0 - self._betas[0] ** run.step)
         master.addcdiv_(average * (variance > 0), size, value=-step)
 
-    def _call(self, kind: Kind, runs: list[Run], learning_rate: float, gradient_scale: float) -> None:
+    def _call(self, kind: FusedKind, runs: list[ShardRun], learning_rate: float, gradient_scale: float) -> None:
         settings = self._groups[kind.group].settings
         gradients = [self._gradient(run.shard)[run.start : run.stop] for run in runs]
         steps = {run.step: torch.full((), run.step, dtype=torch.float32, device=kind.device) for run in runs}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.comm import Mesh
 from weft.engine.optimizers._base import ShardOptimizer
-from weft.engine.optimizers._runs import Run
+from weft.engine.optimizers._runs import ShardRun
 from weft.engine.optimizers._trust import LayerNorms
 from weft.parallel import Segment, Shard, present
 from weft.recipe import OptimizerGroup
@@ -67,7 +67,7 @@ class LAMB(ShardOptimizer):
         else:
             master[here].add_(direction[here], alpha=-rate)
 
-    def _turn(self, run: Run, gradient: Tensor, gradient_scale: float) -> None:
+    def _turn(self, run: ShardRun, gradient: Tensor, gradient_scale: float) -> None:
         """Update the moments of a run, and put its direction where its gradient was."""
         here = slice(run.start, run.stop)
         exp_avg, exp_avg_sq = self._exp_avg[run.shard][here], self._exp_avg_sq[run.shard][here]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from weft.engine.optimizers._base import ShardOptimizer
-from weft.engine.optimizers._fused import Kind, fold_scale, gather_runs
-from weft.engine.optimizers._runs import Run
+from weft.engine.optimizers._fused import FusedKind, fold_scale, gather_runs
+from weft.engine.optimizers._runs import ShardRun
 from weft.parallel import Shard, present
 from weft.recipe import OptimizerGroup
 
@@ -45,7 +45,7 @@ class SGD(ShardOptimizer):
             for kind, runs in gather_runs(updated, self._shards, here).items():
                 self._call(kind, runs, learning_rate, gradient_scale)
 
-    def _call(self, kind: Kind, runs: list[Run], learning_rate: float, gradient_scale: float) -> None:
+    def _call(self, kind: FusedKind, runs: list[ShardRun], learning_rate: float, gradient_scale: float) -> None:
         settings = self._groups[kind.group].settings
         gradients = [self._gradient(run.shard)[run.start : run.stop] for run in runs]
         torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]  no public name takes flats

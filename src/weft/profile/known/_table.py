@@ -16,7 +16,7 @@ class KnownModel:
 
     sizes: ModelSizes
     parameters: float
-    """As published: to the unit where it is no round number, else rounded as its authors did."""
+    """Parameters as published: to the unit where it is no round number, else rounded as its authors did."""
     source: str
 
 

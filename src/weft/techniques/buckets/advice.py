@@ -29,11 +29,11 @@ _MOST_STEPS = 100
 _LEAST_BYTES = 4096
 """Smaller collectives are no buckets: counts, flags, norms."""
 _LEAST_SPREAD = 1.5
-"""Between the smallest and the largest collective, for α and β to be told apart."""
+"""Ratio of the largest to the smallest collective from which on α and β can be told apart."""
 _EXPOSED_SHARE = 0.05
-"""Of a step, from which on it is worth a word."""
+"""Share of a step from which on it is worth a word."""
 _SAVED_SHARE = 0.2
-"""Of what is exposed, and a tenth of it of the step: less would not be seen again."""
+"""Share of what is exposed, and a tenth of it of the step: less would not be seen again."""
 _TRUSTED = 3.0
 """The closed form must be right by this factor for the buckets that were used, or it says nothing of others."""
 _FORWARD_SHARE = 0.5
@@ -46,11 +46,11 @@ class BucketAdvice:
 
     axis: str
     total_seconds: float
-    """From launch to end, all collectives of a step."""
+    """Time from launch to end, all collectives of a step."""
     exposed_seconds: float
-    """Of these, inside waits."""
+    """Time inside waits."""
     best_bytes: int
-    """Of a bucket: what would have been better."""
+    """Bytes of a bucket that would have been better."""
     would_expose_seconds: float
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ class BucketSettings:
     """The part of `data_parallel` that is about buckets."""
 
     algorithm: str = setting("auto", space="algorithms")
-    """Of the reductions and gathers, by the bytes of a bucket: one name, or a list such as
+    """Algorithm of the reductions and gathers, by the bytes of a bucket: one name, or a list such as
     `tree:0-32K;direct:32K-8M;ring:8M-max`, in which an entry without sizes takes the rest.  Algorithms that know
     all-reduces only do a reduce-scatter as one, and leave gathers to direct messages.  Messages go over Gloo, and what
     no algorithm is named for over what `compute.backend` says.  `measured`: what `weft comm explain` found here; then

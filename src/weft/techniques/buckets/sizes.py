@@ -38,7 +38,7 @@ _ROUNDS = 3
 """Times that α and β are read off anew where the last bucket lay: no collective is one line at all sizes."""
 
 BucketSeconds = Callable[[float], float]
-"""Of the collective of a bucket, by its bytes of gradients."""
+"""Time of a bucket's collective, by the bytes of its gradients."""
 Choice = tuple[float, float]
 """What a step pays, and the bytes of a bucket."""
 
@@ -48,9 +48,9 @@ class Sent(NamedTuple):
 
     whole: float
     first: float
-    """Of the bucket that is ready first."""
+    """Time of the bucket that is ready first."""
     last: float
-    """Of a full one."""
+    """Time of a full bucket."""
     first_bytes: float
     full_bytes: float
 

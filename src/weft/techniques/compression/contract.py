@@ -23,7 +23,7 @@ _RUNNABLE = ("bf16", "int8", "powersgd", "topk", "onebit", "randomk", "signsgd")
 _OWING = ("powersgd", "topk", "onebit", "randomk", "signsgd")
 """Those that leave out a part of the gradient and owe it to later steps."""
 _OWED_BYTES = 8.0
-"""Per parameter and data rank: what is owed, and what will be if the step is not skipped, whole and in fp32."""
+"""Bytes per parameter and data rank: what is owed, and what will be if the step is not skipped, whole and in fp32."""
 _MOMENTUM_BYTES = 4.0
 """Besides, of 1-bit Adam."""
 _UNPROVEN = ("randomk", "signsgd")
@@ -53,7 +53,7 @@ class CompressionSettings:
     """The part of `data_parallel` that is about compression."""
 
     compression: str = setting("none", space="compressions")
-    """Of gradients on the wire, with the recipe's permission only."""
+    """Compression of gradients on the wire, with the recipe's permission only."""
     powersgd_rank: int = 4
     """Columns of PowerSGD's factors: more are more exact, and more bytes."""
     topk_share: float = 0.01
@@ -77,7 +77,7 @@ class CompressionSettings:
 
     @property
     def compression_setting(self) -> str:
-        """As an error names it."""
+        """The setting as an error names it."""
         return f'data_parallel.compression = "{self.compression}"'
 
     @property

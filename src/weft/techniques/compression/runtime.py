@@ -9,7 +9,7 @@ from weft.comm import Mesh
 from weft.errors import PlanError
 from weft.parallel.technique import Build, TechniqueRuntime
 from weft.plan import Plan
-from weft.techniques.compression.codecs import Compression
+from weft.techniques.compression.codecs import CodecSpec
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class CompressedGradients(TechniqueRuntime):
     def __init__(self, build: Build) -> None:
         self._build = build
 
-    def codec(self) -> Compression:
+    def codec(self) -> CodecSpec:
         build = self._build
         return compression_of(build.plan, build.seed, build.mesh, build.momentum_decay)
 
@@ -31,7 +31,7 @@ def create(build: Build) -> TechniqueRuntime:
     return CompressedGradients(build)
 
 
-def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | None) -> Compression:
+def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | None) -> CodecSpec:
     """Return what the plan says of compression, whose names `runnability` has checked; random draws follow `seed`.
 
     Of one that promises nothing about convergence the first rank warns, once per training.  Call on every rank.
@@ -54,7 +54,7 @@ def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | No
         )
     match data.compression:
         case "bf16" | "int8" | "powersgd" | "topk" | "onebit" | "randomk" | "signsgd" as codec:
-            return Compression(
+            return CodecSpec(
                 codec=codec,
                 powersgd_rank=data.powersgd_rank,
                 topk_share=data.topk_share,

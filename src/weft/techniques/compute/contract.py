@@ -29,11 +29,11 @@ class ComputePlan:
     """In what precision and on what each rank computes."""
 
     precision: Precision = setting("fp32", space="precisions", asked=("precision",), explained=True)
-    """Of forward and backward; masters stay fp32 with bf16 and fp16."""
+    """Precision of forward and backward; masters stay fp32 with bf16 and fp16."""
     compile: bool = False
     """Compile each block with torch.compile."""
     threads_per_rank: int = setting(1, free=True)
-    """Of CPU computation."""
+    """Threads of CPU computation."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto", free=True)
     """`auto`: an accelerator where there is one."""
     backend: Literal["auto", "gloo", "weft"] = setting("auto", free=True)
@@ -54,7 +54,7 @@ class ComputePlan:
 
     @property
     def num_threads(self) -> int:
-        """Of a rank's computation on the CPU."""
+        """Threads of a rank's computation on the CPU."""
         return self.threads_per_rank
 
     def with_threads(self, threads: int) -> ComputePlan:

@@ -27,9 +27,9 @@ class LocalStepsSettings:
     """Steps that each replica takes by itself before replicas average what they learnt (local SGD, DiLoCo), with the
     recipe's permission only; 0: replicas sum their gradients in every step."""
     outer_learning_rate: float = 0.7
-    """With local steps: how far the weights go towards the replicas' average; 1: all the way."""
+    """How far local steps' weights go towards the replicas' average; 1: all the way."""
     outer_momentum: float = 0.9
-    """With local steps: Nesterov momentum of the averages; 0: none, which is local SGD."""
+    """Nesterov momentum of the averages of local steps; 0: none, which is local SGD."""
     # The defaults are those of DiLoCo (Douillard et al., arXiv 2311.08105, §3).
 
     def check_settings(self) -> None:

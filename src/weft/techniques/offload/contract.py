@@ -23,7 +23,7 @@ OffloadTo = Literal["host", "disk"]
 _RULES = Rules(PlanError)
 _KEY = "plan.memory.offload"
 _DISK_BYTES_PER_SECOND = 1.5e9
-"""Of reads and writes together, where nobody has measured: a rank's share of one NVMe drive, rather low than high.
+"""Bandwidth of reads and writes together, unmeasured: a rank's share of one NVMe drive, rather low than high.
 `benchmarks/offload.py` measures one."""
 
 
@@ -37,7 +37,7 @@ class OffloadSettings:
     offload_to: OffloadTo = setting("host", follows="memory.offload")
     """Where it waits: in the memory of the host, for devices that have their own, or on a disk (`optimizer` only)."""
     offload_folder: str = ""
-    """With `offload_to = "disk"`: an existing or new folder on that disk; empty: the run's folder.  Its files have no
+    """Folder on the disk of `offload_to = "disk"`, existing or new; empty: the run's folder.  Its files have no
     name and end with their rank: checkpoints hold what they hold."""
 
     def check_settings(self) -> None:

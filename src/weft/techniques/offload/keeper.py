@@ -97,7 +97,7 @@ class StateKeeper:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._states: dict[int, list[Tensor]] = {}
-        """By the identity of the shard."""
+        """States by the identity of the shard."""
         self._groups: list[_Group] = []
         self._buffers: list[Tensor] = []
         self._writes: list[Future[None]] = []

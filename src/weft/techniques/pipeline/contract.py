@@ -29,7 +29,7 @@ TORCH_SCHEDULES: Mapping[PricedSchedule, str] = {
     "1f1b": "1F1B",
     "interleaved_1f1b": "Interleaved1F1B",
 }
-"""As torch's own runtime calls what it plays alike: classes of `torch.distributed.pipelining`, after `Schedule`."""
+"""Names of what torch's own runtime plays alike: classes of `torch.distributed.pipelining`, after `Schedule`."""
 _PLAIN_SCHEDULE: Mapping[str, Any] = {"schedule": "1f1b", "chunks_per_rank": 1, "cuts": None}
 
 
@@ -59,17 +59,17 @@ class PipelineSettings:
 
     @property
     def torch_schedule(self) -> str | None:
-        """As torch's own runtime calls it; None where it has none that is alike."""
+        """Name that torch's own runtime gives it; None where it has none that is alike."""
         return TORCH_SCHEDULES.get(self.schedule)
 
     @property
     def schedule_setting(self) -> str:
-        """As an error names it."""
+        """The setting as an error names it."""
         return f'schedule = "{self.schedule}"'
 
     @property
     def schedule_name(self) -> str:
-        """As papers write it."""
+        """The schedule as papers write it."""
         return _NAMES[self.schedule]
 
     def shape(self, pipeline: int) -> tuple[Schedule, int, int]:

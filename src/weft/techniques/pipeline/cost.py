@@ -33,7 +33,7 @@ class StageTimes:
     """From a stage to the next one on another rank."""
 
 
-class Step(NamedTuple):
+class PipelineTimes(NamedTuple):
     """When a step's pipeline ends."""
 
     seconds: float
@@ -41,7 +41,9 @@ class Step(NamedTuple):
     """Per rank: how long before the end it has done its last action."""
 
 
-def closed_form(schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+def closed_form(
+    schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
+) -> PipelineTimes:
     """Return the step without playing it; for at least twice as many microbatches as ranks, else a little too long."""
     if pipeline == 1:
         return alone(microbatches, times)
@@ -50,11 +52,11 @@ def closed_form(schedule: PricedSchedule, pipeline: int, chunks: int, microbatch
     hops = 2.0 * (pipeline * chunks - 1) * hop
     if schedule == "gpipe":
         flows = (sum(stage) + (microbatches - 1) * max(stage) for stage in (forward, both))
-        return Step(sum(flows) + hops, _slacks(pipeline, both, hop))
+        return PipelineTimes(sum(flows) + hops, _slacks(pipeline, both, hop))
     if schedule == "1f1b":
         work = [ahead + back for ahead, back in zip(forward, both, strict=True)]
         period = _slowest_window(work, 2.0 * hop)
-        return Step(sum(work) + hops + (microbatches - 1) * period, _slacks(pipeline, both, hop))
+        return PipelineTimes(sum(work) + hops + (microbatches - 1) * period, _slacks(pipeline, both, hop))
     stages = len(forward)
     means = [sum(part) / stages for part in (forward, inputs, weight)]
     wait = max(0.0, bubble_seconds(schedule, pipeline, *means))
@@ -67,10 +69,11 @@ def closed_form(schedule: PricedSchedule, pipeline: int, chunks: int, microbatch
     if schedule in SPLIT_BACKWARD and microbatches < pipeline:
         passing += weight[0]
     last = last_round_seconds(schedule, pipeline, chunks, microbatches, *means)
-    return Step(max(microbatches * busiest(schedule, pipeline, chunks, times) + wait, passing, last) + hops, slack)
+    filled = microbatches * busiest(schedule, pipeline, chunks, times) + wait
+    return PipelineTimes(max(filled, passing, last) + hops, slack)
 
 
-class Shares(NamedTuple):
+class ScheduleShares(NamedTuple):
     """Which shares of its closed form a schedule was not found to fall short of as it is played."""
 
     equal: Column
@@ -83,16 +86,16 @@ class Shares(NamedTuple):
     """With any stages, and at least `LONG` times as many microbatches as ranks."""
 
 
-def shares_of_closed_form(schedule: PricedSchedule, pipeline: int) -> Shares:
+def shares_of_closed_form(schedule: PricedSchedule, pipeline: int) -> ScheduleShares:
     """Return the least of 12,000 drawn schedules and 1,800 drawn models, 2026-11: closed forms know least of two ranks
     that wait for one another."""
     if schedule == "interleaved_zero_bubble":
         if pipeline == 2:
-            return Shares(0.92, 0.76, 0.65, 0.92)
-        return Shares(0.96, 0.8, 0.64, 0.96) if pipeline < 9 else Shares(0.97, 0.9, 0.75, 0.97)
+            return ScheduleShares(0.92, 0.76, 0.65, 0.92)
+        return ScheduleShares(0.96, 0.8, 0.64, 0.96) if pipeline < 9 else ScheduleShares(0.97, 0.9, 0.75, 0.97)
     if pipeline < 5:
-        return Shares(0.96, 0.85, 0.84, 0.94) if pipeline == 2 else Shares(0.965, 0.85, 0.84, 0.965)
-    return Shares(0.97, 0.88, 0.88, 0.96) if pipeline < 9 else Shares(0.975, 0.95, 0.95, 0.975)
+        return ScheduleShares(0.96, 0.85, 0.84, 0.94) if pipeline == 2 else ScheduleShares(0.965, 0.85, 0.84, 0.965)
+    return ScheduleShares(0.97, 0.88, 0.88, 0.96) if pipeline < 9 else ScheduleShares(0.975, 0.95, 0.95, 0.975)
 
 
 def balance_of(times: StageTimes) -> float:
@@ -101,7 +104,7 @@ def balance_of(times: StageTimes) -> float:
     return sum(work) / len(work) / max(work)
 
 
-def least_share(shares: Shares, balance: Column, pipeline: Column, microbatches: Column) -> Column:
+def least_share(shares: ScheduleShares, balance: Column, pipeline: Column, microbatches: Column) -> Column:
     """Return the share of a step's closed form that bounds it as it is played.
 
     Args:
@@ -181,9 +184,9 @@ def _slacks(pipeline: int, both: Sequence[float], hop: float) -> list[float]:
     return slack
 
 
-def alone(microbatches: int, times: StageTimes) -> Step:
+def alone(microbatches: int, times: StageTimes) -> PipelineTimes:
     one = sum(times.forward) + sum(times.input) + sum(times.weight)
-    return Step(microbatches * one, [0.0])
+    return PipelineTimes(microbatches * one, [0.0])
 
 
 def bubble_seconds(

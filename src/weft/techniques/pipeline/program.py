@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from weft.outline import Send, Share
 from weft.plan import schedule_orders
 from weft.techniques.pipeline.contract import Pipeline
-from weft.techniques.pipeline.routes import HEADER_WORDS, Message, sent_by, wanted_by
+from weft.techniques.pipeline.routes import HEADER_WORDS, StageMessage, sent_by, wanted_by
 
 
 def sends(share: Share) -> Iterator[Send]:
@@ -31,7 +31,7 @@ def sends(share: Share) -> Iterator[Send]:
             yield _message(is_sent, 8 * HEADER_WORDS, 1, f"shape of {what}", is_first=True)
 
 
-def _other_end(message: Message, ranks: tuple[int, ...], is_sent: bool) -> int:
+def _other_end(message: StageMessage, ranks: tuple[int, ...], is_sent: bool) -> int:
     if is_sent:
         return ranks[message.stage]
     return ranks[message.stage - 1 if message.kind == "activation" else message.stage + 1]

@@ -17,7 +17,7 @@ HEADER_WORDS = 10
 """int64 words of the header before the first activation of a kind: dtype, number of dims, up to eight sizes."""
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """An activation or its gradient on the way to `stage`."""
 
     kind: Literal["activation", "gradient"]
@@ -30,21 +30,21 @@ class Message(NamedTuple):
         return self.stage if self.kind == "activation" else self.stage + 1
 
 
-def wanted_by(action: Action, num_stages: int) -> Message | None:
+def wanted_by(action: Action, num_stages: int) -> StageMessage | None:
     """The message that an action needs, None when it needs none."""
     if action.kind == "F" and action.stage > 0:
-        return Message("activation", action.stage, action.microbatch)
+        return StageMessage("activation", action.stage, action.microbatch)
     if action.kind in ("B", "I") and action.stage < num_stages - 1:
-        return Message("gradient", action.stage, action.microbatch)
+        return StageMessage("gradient", action.stage, action.microbatch)
     return None
 
 
-def sent_by(action: Action, num_stages: int) -> Message | None:
+def sent_by(action: Action, num_stages: int) -> StageMessage | None:
     """The message that an action produces, None when it produces none."""
     if action.kind == "F" and action.stage < num_stages - 1:
-        return Message("activation", action.stage + 1, action.microbatch)
+        return StageMessage("activation", action.stage + 1, action.microbatch)
     if action.kind in ("B", "I") and action.stage > 0:
-        return Message("gradient", action.stage - 1, action.microbatch)
+        return StageMessage("gradient", action.stage - 1, action.microbatch)
     return None
 
 
@@ -52,9 +52,9 @@ def sent_by(action: Action, num_stages: int) -> Message | None:
 class Routes:
     """One rank's view of a step's messages."""
 
-    incoming: dict[int, list[Message]] = field(default_factory=dict[int, list[Message]])
+    incoming: dict[int, list[StageMessage]] = field(default_factory=dict[int, list[StageMessage]])
     """Source rank → its messages to this rank, in its order."""
-    proves: dict[Message, list[Message]] = field(default_factory=dict[Message, list[Message]])
+    proves: dict[StageMessage, list[StageMessage]] = field(default_factory=dict[StageMessage, list[StageMessage]])
     """Message received → messages sent that must have arrived, because the peer used them before it sent this one.
     A sent tensor can be let go then, without asking the backend and without waiting."""
 
@@ -65,7 +65,7 @@ def plan_routes(orders: Orders, ranks: Sequence[int], rank: int) -> Routes:
     for peer, actions in enumerate(orders):
         if peer == rank:
             continue
-        used: list[Message] = []
+        used: list[StageMessage] = []
         for action in actions:
             wanted, sent = wanted_by(action, num_stages), sent_by(action, num_stages)
             if wanted is not None and _source(wanted, ranks) == rank:
@@ -76,5 +76,5 @@ def plan_routes(orders: Orders, ranks: Sequence[int], rank: int) -> Routes:
     return routes
 
 
-def _source(message: Message, ranks: Sequence[int]) -> int:
+def _source(message: StageMessage, ranks: Sequence[int]) -> int:
     return ranks[message.stage - 1 if message.kind == "activation" else message.stage + 1]

@@ -23,9 +23,9 @@ from weft.parallel import (
     move_batch,
 )
 from weft.plan import Action, Plan, forward_orders, schedule_orders, stage_ranks
-from weft.techniques.pipeline.routes import Message, Routes, plan_routes, sent_by, wanted_by
+from weft.techniques.pipeline.routes import Routes, StageMessage, plan_routes, sent_by, wanted_by
 from weft.techniques.pipeline.stage import Stage
-from weft.techniques.pipeline.transport import Transport, signature_of
+from weft.techniques.pipeline.transport import StageTransport, signature_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class _Step:
     """Input passes that run as whole backwards (the last one of a `fully_shard` part)."""
     split: frozenset[tuple[int, int]]
     """(stage, microbatch) whose weight gradients come in a pass of their own."""
-    handed: dict[Message, Tensor] = field(default_factory=dict[Message, Tensor])
+    handed: dict[StageMessage, Tensor] = field(default_factory=dict[StageMessage, Tensor])
     """Messages between two stages of this rank."""
 
 
@@ -76,11 +76,11 @@ class PipelineRunner:
         self._part_of = {part.stage: index for index, part in enumerate(parts)}
         expected = [stage for stage, rank in enumerate(self._ranks) if rank == self._rank]
         assert list(self._part_of) == expected, f"parts are stages {list(self._part_of)}, the schedule has {expected}"
-        self._transport = Transport(mesh, self._ranks, timeout_seconds=timeout_seconds)
+        self._transport = StageTransport(mesh, self._ranks, timeout_seconds=timeout_seconds)
         self._known: dict[tuple[bool, int], tuple[Sequence[Action], Routes]] = {}
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> StageTransport:
         """The channels to the stages before and after."""
         return self._transport
 
@@ -180,7 +180,7 @@ class PipelineRunner:
             else:
                 self._transport.send(sent, result)
 
-    def _take(self, message: Message, step: _Step) -> Tensor:
+    def _take(self, message: StageMessage, step: _Step) -> Tensor:
         return step.handed.pop(message) if self._transport.is_local(message) else self._transport.receive(message)
 
     def _forward(self, stage: Stage, action: Action, received: Tensor | None, step: _Step) -> Tensor | None:

@@ -23,8 +23,8 @@ from weft.errors import PlanError
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 ActionKind = Literal["F", "B", "I", "W"]
 PricedSchedule = Schedule | Literal["zero_bubble_2p"]
-"""With one of other systems, which can be priced but not run here: `zero_bubble_2p` is ZB-H2, which fills the pipeline
-with twice the microbatches and lets every rank begin the next step as soon as it has ended this one."""
+"""A schedule, or one of other systems which can be priced but not run here: `zero_bubble_2p` is ZB-H2, which fills
+the pipeline with twice the microbatches and lets every rank begin the next step as soon as it has ended this one."""
 
 SPLIT_BACKWARD: frozenset[PricedSchedule] = frozenset({"interleaved_zero_bubble", "zero_bubble_2p", "zbv", "dualpipev"})
 """Schedules whose backward comes in two passes: gradients of the inputs first, of the weights later."""
@@ -348,7 +348,7 @@ class Timeline:
     """When everything of a step happened.  All times in seconds from the step's start."""
 
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
-    """Per rank: (action, start, end)."""
+    """Triples (action, start, end) of each rank."""
 
     @property
     def makespan_seconds(self) -> float:
@@ -356,7 +356,7 @@ class Timeline:
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
-        """Per rank."""
+        """Busy time of each rank."""
         return tuple(sum(end - start for _, start, end in rank) for rank in self.spans)
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from weft.techniques.pipeline.cost import LONG, StageTimes, Step, alone, busiest
+from weft.techniques.pipeline.cost import LONG, PipelineTimes, StageTimes, alone, busiest
 from weft.techniques.pipeline.schedules import Action, PricedSchedule, schedule_streams, stage_ranks
 
 
@@ -38,9 +38,11 @@ class Timelines:
 
     def __init__(self) -> None:
         self._programs: dict[tuple[PricedSchedule, int, int, int], _Program] = {}
-        self._steps: dict[tuple[object, ...], Step] = {}
+        self._steps: dict[tuple[object, ...], PipelineTimes] = {}
 
-    def play(self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+    def play(
+        self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
+    ) -> PipelineTimes:
         """Return the step by playing it; many microbatches by playing few and adding the others' period."""
         if pipeline == 1:
             return alone(microbatches, times)
@@ -50,7 +52,9 @@ class Timelines:
             self._steps[key] = self._long(schedule, pipeline, chunks, microbatches, times)
         return self._steps[key]
 
-    def _long(self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes) -> Step:
+    def _long(
+        self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
+    ) -> PipelineTimes:
         rounds = LONG * pipeline + microbatches % pipeline
         if microbatches <= rounds:
             return self._played(schedule, pipeline, chunks, microbatches, times)
@@ -58,7 +62,7 @@ class Timelines:
         short = self._played(schedule, pipeline, chunks, rounds - pipeline, times)
         # Before the steady state a rank may still catch up; in it, it never takes less than its own work.
         period = max((long.seconds - short.seconds) / pipeline, busiest(schedule, pipeline, chunks, times))
-        return Step(long.seconds + period * (microbatches - rounds), long.slack)
+        return PipelineTimes(long.seconds + period * (microbatches - rounds), long.slack)
 
     def spans(
         self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
@@ -76,14 +80,14 @@ class Timelines:
 
     def _played(
         self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int, times: StageTimes
-    ) -> Step:
+    ) -> PipelineTimes:
         _, free = _run(self._program(schedule, pipeline, chunks, microbatches), pipeline, times)
         if schedule == "zero_bubble_2p":
             # Ranks do not wait for one another at the end of a step: each takes from its own first action to its last.
             starts = [0.0, *accumulate(time + times.transfer for time in times.forward[:-1])]
             free = [stop - start for stop, start in zip(free, starts, strict=True)]
         end = max(free)
-        return Step(end, [end - stop for stop in free])
+        return PipelineTimes(end, [end - stop for stop in free])
 
     def _program(self, schedule: PricedSchedule, pipeline: int, chunks: int, microbatches: int) -> _Program:
         key = (schedule, pipeline, chunks, microbatches)

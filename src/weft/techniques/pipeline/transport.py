@@ -23,7 +23,7 @@ from weft.comm import Mesh, carried_by_gloo
 from weft.errors import CollectiveError
 from weft.models import Batch
 from weft.plan import axis_coordinates
-from weft.techniques.pipeline.routes import HEADER_WORDS, Message, Routes
+from weft.techniques.pipeline.routes import HEADER_WORDS, Routes, StageMessage
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -35,7 +35,7 @@ class _Arriving:
     work: dist.Work
 
 
-class Transport:
+class StageTransport:
     """The channels of one rank.  Create on every rank alike; `ranks` is the pipeline rank of each stage."""
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int], *, timeout_seconds: float | None = None) -> None:
@@ -47,8 +47,8 @@ class Transport:
         self._routes = Routes()
         self._signatures: Sequence[Signature] = ()
         self._posted: dict[int, int] = {}
-        self._arriving: dict[Message, _Arriving] = {}
-        self._leaving: dict[Message, list[tuple[dist.Work, Tensor]]] = {}
+        self._arriving: dict[StageMessage, _Arriving] = {}
+        self._leaving: dict[StageMessage, list[tuple[dist.Work, Tensor]]] = {}
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._assumed: tuple[tuple[int, ...], torch.dtype] | None = None
         self._believes_headers = True
@@ -81,11 +81,11 @@ class Transport:
         self._routes, self._signatures = routes, signatures
         self._posted = dict.fromkeys(routes.incoming, 0)
 
-    def is_local(self, message: Message) -> bool:
+    def is_local(self, message: StageMessage) -> bool:
         """Whether both ends are this rank."""
         return self._source(message) == self._ranks[message.stage]
 
-    def send(self, message: Message, tensor: Tensor) -> None:
+    def send(self, message: StageMessage, tensor: Tensor) -> None:
         """Start to send; the tensor must not change until the peer has proved to have it."""
         target = self._ranks[message.stage]
         tensor = tensor.detach().to(self._wire).contiguous()
@@ -96,12 +96,12 @@ class Transport:
             works.append(self._start(message, "send", _header(tensor).to(self._wire), target))
         works.append(self._start(message, "send", tensor, target))
 
-    def prefetch(self, message: Message | None) -> None:
+    def prefetch(self, message: StageMessage | None) -> None:
         """Post the receive of a message and of those before it in its channel, as far as their shapes are known."""
         if message is not None and not self.is_local(message):
             self._post(message, may_wait=False)
 
-    def receive(self, message: Message) -> Tensor:
+    def receive(self, message: StageMessage) -> Tensor:
         """Wait for a message from another rank.
 
         Raises:
@@ -119,11 +119,11 @@ class Transport:
         for message in list(self._leaving):
             self._let_go(message)
 
-    def _let_go(self, message: Message) -> None:
+    def _let_go(self, message: StageMessage) -> None:
         for work, _ in self._leaving.pop(message, ()):
             self._wait(message, work)
 
-    def _post(self, message: Message, *, may_wait: bool) -> None:
+    def _post(self, message: StageMessage, *, may_wait: bool) -> None:
         source = self._source(message)
         channel = self._routes.incoming[source]
         while message not in self._arriving and self._posted[source] < len(channel):
@@ -138,7 +138,7 @@ class Transport:
             self._arriving[following] = _Arriving(buffer, self._start(following, "receive", buffer, source)[0])
             self._posted[source] += 1
 
-    def _receive_header(self, message: Message, source: int) -> tuple[tuple[int, ...], torch.dtype]:
+    def _receive_header(self, message: StageMessage, source: int) -> tuple[tuple[int, ...], torch.dtype]:
         header = torch.empty(HEADER_WORDS, dtype=torch.int64, device=self._wire)
         self._wait(message, self._start(message, "receive", header, source)[0])
         if not self._believes_headers:
@@ -148,7 +148,7 @@ class Transport:
         dtype, num_dims, *sizes = (int(word) for word in header.tolist())
         return tuple(sizes[:num_dims]), _DTYPES[dtype]
 
-    def _start(self, message: Message, what: str, tensor: Tensor, peer: int) -> tuple[dist.Work, Tensor]:
+    def _start(self, message: StageMessage, what: str, tensor: Tensor, peer: int) -> tuple[dist.Work, Tensor]:
         me = self._view.index
         group = self._groups.get((me, peer) if what == "send" else (peer, me), self._view.group)
         try:
@@ -161,17 +161,17 @@ class Transport:
         assert work is not None
         return work, tensor
 
-    def _wait(self, message: Message, work: dist.Work) -> None:
+    def _wait(self, message: StageMessage, work: dist.Work) -> None:
         try:
             # On an accelerator this only makes the stream wait; the backend's own watchdog limits the time there.
             work.wait() if self._timeout is None or self._groups else work.wait(self._timeout)
         except (RuntimeError, CollectiveError) as problem:
             raise self._broken(message, problem) from problem
 
-    def _source(self, message: Message) -> int:
+    def _source(self, message: StageMessage) -> int:
         return self._ranks[message.stage - 1 if message.kind == "activation" else message.stage + 1]
 
-    def _broken(self, message: Message, problem: Exception) -> CollectiveError:
+    def _broken(self, message: StageMessage, problem: Exception) -> CollectiveError:
         source, target = (self._view.ranks[rank] for rank in (self._source(message), self._ranks[message.stage]))
         first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         return CollectiveError(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_KEY = "memory.recompute"
-"""As a plan file spells the setting."""
+"""The setting as a plan file spells it."""
 _KEPT_SHARES: Mapping[Recompute, float] = {"none": 1.0, "selective": 0.6, "full": 0.0}
 
 
@@ -55,14 +55,15 @@ class RecomputeSettings:
 
     @property
     def recompute_line(self) -> str:
-        """In a line about a plan: `recompute full`, or `recompute full of 12 of 126 blocks` where blocks differ."""
+        """Words for a line about a plan: `recompute full`, or `recompute full of 12 of 126 blocks` where blocks
+        differ."""
         blocks = len(self.block_words)
         mixed = " and ".join(f"{word} of {count} of {blocks} blocks" for word, count in self._mixture())
         return f"recompute {mixed or self.block_words[0]}"
 
     @property
     def recompute_cell(self) -> str:
-        """In a table: `full`, or `full 12/126`."""
+        """Words for a table: `full`, or `full 12/126`."""
         blocks = len(self.block_words)
         return " + ".join(f"{word} {count}/{blocks}" for word, count in self._mixture()) or self.block_words[0]
 

@@ -25,7 +25,7 @@ class TensorSettings:
     sequence: bool = setting(
         False, layout="sequence_parallel", space="sequence_parallels", asked=("sequence", "sequence_parallel")
     )
-    """Between the split layers, keep activations split along the sequence (Megatron's sequence parallelism)."""
+    """Keep activations split along the sequence between the split layers (Megatron's sequence parallelism)."""
 
 
 def _without_sequence(plan: Plan) -> Plan:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Stage = Literal[0, 1, 2, 3]
 ReduceEvery = Literal["auto", "step", "microbatch"]
 ZERO_KEY = "data_parallel.zero"
-"""As a plan file spells the stage."""
+"""The stage as a plan file spells it."""
 
 
 def stage_of(number: int) -> Stage:
@@ -58,7 +58,7 @@ class ZeroSettings:
 
     @property
     def zero_setting(self) -> str:
-        """As an error names it."""
+        """The setting as an error names it."""
         return f"{ZERO_KEY} = {self.zero}"
 
     @property

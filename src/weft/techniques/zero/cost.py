@@ -15,7 +15,7 @@ from weft.techniques.registry import held as held_besides
 from weft.techniques.zero.contract import shares_of
 
 if TYPE_CHECKING:
-    from weft.price import Calibration, Group, Groups, Layout, Seconds, Stack
+    from weft.price import AxisGroup, Calibration, Groups, Layout, Seconds, Stack
 
 # ── when gradients travel, and what is whole until then ───────────────────────────────────────────────────────────────
 
@@ -92,7 +92,7 @@ class Gathers(NamedTuple):
     scatter: float
 
     @classmethod
-    def of(cls, block_bytes: float, group: Group, seconds: Seconds) -> Gathers:
+    def of(cls, block_bytes: float, group: AxisGroup, seconds: Seconds) -> Gathers:
         """Of blocks of so many bytes, one by one."""
         if group.size == 1 or block_bytes <= 0.0:
             return cls(0.0, 0.0)

@@ -1,15 +1,15 @@
 """Lossy compression of gradients on the wire, one codec per file; only a recipe can permit it."""
 
 from weft.techniques.compression.codecs._compressor import Compressor as Compressor
-from weft.techniques.compression.codecs._compressor import Kept as Kept
+from weft.techniques.compression.codecs._compressor import KeptTensor as KeptTensor
 from weft.techniques.compression.codecs._compressor import Stages as Stages
 from weft.techniques.compression.codecs._feedback import ErrorFeedback as ErrorFeedback
 from weft.techniques.compression.codecs._frame import Frame as Frame
-from weft.techniques.compression.codecs._frame import Span as Span
+from weft.techniques.compression.codecs._frame import ParameterSpan as ParameterSpan
 from weft.techniques.compression.codecs._frame import WireBytes as WireBytes
 from weft.techniques.compression.codecs._reduction import Codec as Codec
+from weft.techniques.compression.codecs._reduction import CodecSpec as CodecSpec
 from weft.techniques.compression.codecs._reduction import CompressedReduction as CompressedReduction
-from weft.techniques.compression.codecs._reduction import Compression as Compression
 from weft.techniques.compression.codecs._reduction import ReductionUnderWay as ReductionUnderWay
 from weft.techniques.compression.codecs.advice import Estimate as Estimate
 from weft.techniques.compression.codecs.advice import Exchange as Exchange

@@ -22,13 +22,13 @@ Stages = Generator[Wait, None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptTensor:
     """A tensor that must outlive the step: part of a checkpoint."""
 
     kind: str
     """`residual`, `basis`, `draws`, `momentum` or `steps`."""
     name: str
-    """Of the parameter."""
+    """Name of the parameter."""
     tensor: Tensor
     """Live and contiguous; loading copies into it."""
     is_own: bool
@@ -67,7 +67,7 @@ class Compressor(Protocol):
         """The step's sum has been applied, but for the parameters `skipped`: learn from it."""
         ...
 
-    def kept(self, frame: Frame) -> Iterator[Kept]:
+    def kept(self, frame: Frame) -> Iterator[KeptTensor]:
         """Yield what must be saved."""
         ...
 
@@ -81,6 +81,6 @@ class Stateless:
     def keep(self, skipped: Collection[str]) -> None:
         """Nothing to learn."""
 
-    def kept(self, frame: Frame) -> Iterator[Kept]:
+    def kept(self, frame: Frame) -> Iterator[KeptTensor]:
         """Yield nothing."""
         yield from ()

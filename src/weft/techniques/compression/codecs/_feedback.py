@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from weft.techniques.compression.codecs._compressor import Kept
+from weft.techniques.compression.codecs._compressor import KeptTensor
 from weft.techniques.compression.codecs._frame import Frame
 
 
@@ -48,8 +48,8 @@ class ErrorFeedback:
         self._kept, self._coming = self._coming, self._kept
         self._is_under_way = False
 
-    def kept(self) -> Iterator[Kept]:
+    def kept(self) -> Iterator[KeptTensor]:
         """Yield the residual of every parameter."""
         for span in self._frame.spans:
             tensor = self._kept[span.offset : span.stop]
-            yield Kept(kind="residual", name=span.name, tensor=tensor, is_own=True)
+            yield KeptTensor(kind="residual", name=span.name, tensor=tensor, is_own=True)

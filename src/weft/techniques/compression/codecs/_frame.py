@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class ParameterSpan:
     """One parameter inside a flat storage of gradients."""
 
     name: str
@@ -17,7 +17,7 @@ class Span:
     offset: int
     """First element in the flat storage."""
     shape: torch.Size
-    """On this rank."""
+    """Shape on this rank."""
 
     @property
     def stop(self) -> int:
@@ -29,7 +29,7 @@ class Span:
 
     @property
     def columns(self) -> int:
-        """Of the matrix that codecs see: all dims but the first are one."""
+        """Columns of the matrix that codecs see: all dims but the first are one."""
         return self.shape.numel() // max(self.rows, 1)
 
 
@@ -37,7 +37,7 @@ class Span:
 class Frame:
     """The layout of one flat storage, the same on every rank that takes part.  What no span covers is padding: zero."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[ParameterSpan, ...]
     num_elements: int
     regions: tuple[tuple[int, int], ...] | None = None
     """`regions[r]` is all that member r needs of the sum (ZeRO-1 and 2); None: every member needs all of it."""
@@ -63,9 +63,9 @@ class WireBytes:
     """Bytes that one rank hands to collectives for one reduction: values, scales and indices, padding included."""
 
     sent: int = 0
-    """In messages to other ranks, each counted for every rank it goes to."""
+    """Bytes in messages to other ranks, each counted for every rank it goes to."""
     reduced: int = 0
-    """In all-reduces: the size of the tensors."""
+    """Bytes in all-reduces: the size of the tensors."""
 
     def __add__(self, other: WireBytes) -> WireBytes:
         return WireBytes(self.sent + other.sent, self.reduced + other.reduced)

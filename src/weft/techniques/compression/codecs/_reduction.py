@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView, Wait
-from weft.techniques.compression.codecs._compressor import Compressor, Kept, Stages
+from weft.techniques.compression.codecs._compressor import Compressor, KeptTensor, Stages
 from weft.techniques.compression.codecs._feedback import ErrorFeedback
 from weft.techniques.compression.codecs._frame import Frame, WireBytes
 from weft.techniques.compression.codecs.bf16 import BFloat16
@@ -30,7 +30,7 @@ would be rounded to zero in every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compression:
+class CodecSpec:
     """Which codec, with its settings.  `feedback` is False only to show what happens without it."""
 
     codec: Codec
@@ -38,10 +38,10 @@ class Compression:
     topk_share: float = 0.01
     randomk_share: float = 0.1
     seed: int = 0
-    """Of random draws; the same on every rank."""
+    """Seed of random draws; the same on every rank."""
     onebit_warmup_steps: int = 0
     onebit_decay: float = 0.9
-    """Of the optimizer's momentum."""
+    """Decay of the optimizer's momentum."""
     feedback: bool = True
 
     def takes(self, shape: Sequence[int]) -> bool:
@@ -95,7 +95,7 @@ class CompressedReduction:
     """Sums one flat storage of gradients over a group, compressed, step after step.  Create it on every member
     alike."""
 
-    def __init__(self, compression: Compression, frame: Frame, like: Tensor, view: GroupView) -> None:
+    def __init__(self, compression: CodecSpec, frame: Frame, like: Tensor, view: GroupView) -> None:
         """Sum storages laid out as `frame` says, with the dtype, device and length of `like`."""
         self._frame = frame
         self._view = view
@@ -129,7 +129,7 @@ class CompressedReduction:
         if self._feedback is not None:
             self._feedback.keep(skipped)
 
-    def kept(self) -> Iterator[Kept]:
+    def kept(self) -> Iterator[KeptTensor]:
         """Yield what a checkpoint must hold, of this rank."""
         yield from self._codec.kept(self._frame)
         if self._feedback is not None:

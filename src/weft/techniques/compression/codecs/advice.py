@@ -22,12 +22,12 @@ from torch import Tensor
 
 from weft.comm import GroupView, synchronize
 from weft.techniques.compression.codecs._exchange import part_bounds
-from weft.techniques.compression.codecs._frame import Frame, Span, WireBytes
-from weft.techniques.compression.codecs._reduction import Codec, CompressedReduction, Compression
+from weft.techniques.compression.codecs._frame import Frame, ParameterSpan, WireBytes
+from weft.techniques.compression.codecs._reduction import Codec, CodecSpec, CompressedReduction
 from weft.techniques.compression.contract import CompressionSettings
 
 _BACKWARD_SHARE = 2 / 3
-"""Of a step's computation."""
+"""Share of a step's computation that is backward."""
 _LEAST_SECONDS = 0.2
 
 
@@ -61,7 +61,7 @@ class Estimate:
 
     name: str
     bytes_sent: float
-    """That leave one rank."""
+    """Bytes that leave one rank."""
     wire_seconds: float
     codec_seconds: float
     step_seconds: float | None
@@ -97,7 +97,7 @@ def advise(
     plain = uncompressed(exchange, link, compute_seconds)
     rows: list[tuple[Estimate, str]] = [(plain, "")]
     for codec in get_args(Codec):
-        one = Compression(codec=codec, **own.get(codec, {}))  # pyright: ignore[reportArgumentType]
+        one = CodecSpec(codec=codec, **own.get(codec, {}))  # pyright: ignore[reportArgumentType]
         found = compressed(one, exchange, link, compute_seconds, device)
         rows.append((found, verdict(found, plain)))
     return rows
@@ -112,7 +112,7 @@ def uncompressed(exchange: Exchange, link: Link, compute_seconds: float | None) 
 
 
 def compressed(
-    compression: Compression, exchange: Exchange, link: Link, compute_seconds: float | None, device: torch.device
+    compression: CodecSpec, exchange: Exchange, link: Link, compute_seconds: float | None, device: torch.device
 ) -> Estimate:
     """Estimate a compressed exchange.  It runs the codec on this device for a fraction of a second."""
     taken = _buckets(exchange, compression)
@@ -133,7 +133,7 @@ def compressed(
     return _estimate(name_of(compression), traffic, rounds, seconds, exchange, link, compute_seconds)
 
 
-def name_of(compression: Compression) -> str:
+def name_of(compression: CodecSpec) -> str:
     """`powersgd rank 4`, `topk 1 %`, `randomk 10 %`, `int8`."""
     match compression.codec:
         case "powersgd":
@@ -169,7 +169,7 @@ def shapes_of_model(num_parameters: int) -> tuple[torch.Size, ...]:
     return (torch.Size((width, width)),) * matrices + tail
 
 
-def _buckets(exchange: Exchange, compression: Compression | None, *, compressed: bool = True) -> list[Frame]:
+def _buckets(exchange: Exchange, compression: CodecSpec | None, *, compressed: bool = True) -> list[Frame]:
     """Frames of about `bucket_bytes` over the parameters that are compressed, or over those that are not."""
     shapes = [s for s in exchange.shapes if compression is None or compression.takes(s) == compressed]
     groups: list[list[torch.Size]] = []
@@ -184,10 +184,10 @@ def _buckets(exchange: Exchange, compression: Compression | None, *, compressed:
 
 
 def _frame(shapes: Sequence[torch.Size], exchange: Exchange) -> Frame:
-    spans: list[Span] = []
+    spans: list[ParameterSpan] = []
     stop = 0
     for index, shape in enumerate(shapes):
-        spans.append(Span(name=f"parameter {index}", offset=stop, shape=shape))
+        spans.append(ParameterSpan(name=f"parameter {index}", offset=stop, shape=shape))
         stop += shape.numel()
     regions = tuple(part_bounds(stop, exchange.members, 16)) if exchange.is_sharded else None
     return Frame(spans=tuple(spans), num_elements=stop, regions=regions)
@@ -230,7 +230,7 @@ def _estimate(
     )
 
 
-def _rounds(compression: Compression | None, exchange: Exchange) -> int:
+def _rounds(compression: CodecSpec | None, exchange: Exchange) -> int:
     """Messages of one bucket that wait for one another; an all-reduce is a ring's."""
     ring = 2 * (exchange.members - 1)
     if compression is None:

@@ -23,7 +23,7 @@ class BFloat16(Stateless):
     is_biased = False
     keeps_zeros = True
     block = 2
-    """So that every part begins at a multiple of 4 bytes."""
+    """Elements so many that every part begins at a multiple of 4 bytes."""
 
     def packed_bytes(self, length: int) -> int:
         return 2 * (length + length % 2)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView, start_all_reduce
-from weft.techniques.compression.codecs._compressor import Kept, Stages
+from weft.techniques.compression.codecs._compressor import KeptTensor, Stages
 from weft.techniques.compression.codecs._frame import Frame, WireBytes
 from weft.techniques.compression.codecs._two_phase import reduce_in_two_phases, two_phase_bytes
 from weft.techniques.compression.codecs.signsgd import SignSGD
@@ -49,7 +49,7 @@ class OneBitMomentum:
         self._packing = SignSGD()
         self._momenta = torch.zeros_like(like)
         self._coming: Tensor | None = None
-        """Of the step under way, which may yet be skipped."""
+        """State of the step under way, which may yet be skipped."""
         self._spans = {span.name: slice(span.offset, span.stop) for span in frame.spans}
         self._steps = {name: torch.zeros(1, dtype=torch.int64) for name in self._spans}
         self._rounds = 0
@@ -89,12 +89,12 @@ class OneBitMomentum:
                     self._steps[name] += self._rounds
         self._rounds, self._coming = 0, None
 
-    def kept(self, frame: Frame) -> Iterator[Kept]:
+    def kept(self, frame: Frame) -> Iterator[KeptTensor]:
         """Yield momenta, and how many applied steps they have seen."""
         for span in frame.spans:
             momentum = self._momenta[self._spans[span.name]]
-            yield Kept(kind="momentum", name=span.name, tensor=momentum, is_own=False)
-            yield Kept(kind="steps", name=span.name, tensor=self._steps[span.name], is_own=False)
+            yield KeptTensor(kind="momentum", name=span.name, tensor=momentum, is_own=False)
+            yield KeptTensor(kind="steps", name=span.name, tensor=self._steps[span.name], is_own=False)
 
     def _is_warm(self) -> bool:
         """Whether the parameter that was used most often has had its warm-up: all of a storage begin together."""

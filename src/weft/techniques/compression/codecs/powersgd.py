@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView, start_all_reduce
-from weft.techniques.compression.codecs._compressor import Kept, Stages
-from weft.techniques.compression.codecs._frame import Frame, Span, WireBytes
+from weft.techniques.compression.codecs._compressor import KeptTensor, Stages
+from weft.techniques.compression.codecs._frame import Frame, ParameterSpan, WireBytes
 
 _LEAST_GAIN = 2
 """Times that the factors of a matrix must be smaller than the matrix."""
@@ -44,7 +44,7 @@ class PowerSGD:
         self._rank = rank
         self._bases: dict[str, Tensor] = {}
         self._learnt: dict[str, Tensor] = {}
-        """Of the step under way, which may yet be skipped."""
+        """State of the step under way, which may yet be skipped."""
 
     def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
         """See `Compressor`."""
@@ -83,10 +83,10 @@ class PowerSGD:
                 self._bases[name].copy_(basis)
         self._learnt.clear()
 
-    def kept(self, frame: Frame) -> Iterator[Kept]:
+    def kept(self, frame: Frame) -> Iterator[KeptTensor]:
         """Yield the bases."""
         for span in frame.spans:
-            yield Kept(kind=f"basis-{self._rank}", name=span.name, tensor=self._bases[span.name], is_own=False)
+            yield KeptTensor(kind=f"basis-{self._rank}", name=span.name, tensor=self._bases[span.name], is_own=False)
 
     def prepare(self, frame: Frame, like: Tensor) -> None:
         """Draw the first bases, in the dtype and on the device of `like`."""
@@ -95,11 +95,11 @@ class PowerSGD:
             drawn = torch.randn(span.columns, self._width(span), generator=generator, dtype=torch.float64)
             self._bases[span.name] = drawn.to(like.device, like.dtype)
 
-    def _width(self, span: Span) -> int:
+    def _width(self, span: ParameterSpan) -> int:
         """Columns of the factors: the rank, unless a shard has fewer rows."""
         return min(self._rank, span.rows, span.columns)
 
-    def _basis(self, span: Span, flat: Tensor) -> Tensor:
+    def _basis(self, span: ParameterSpan, flat: Tensor) -> Tensor:
         learnt = self._learnt.get(span.name)  # by an earlier round of this step (ZeRO-2 reduces per microbatch)
         return self._bases[span.name] if learnt is None else learnt
 
@@ -112,7 +112,7 @@ def is_worthwhile(shape: Sequence[int], rank: int) -> bool:
     return _LEAST_GAIN * rank * (rows + columns) <= rows * columns
 
 
-def _matrices(flat: Tensor, spans: Sequence[Span]) -> list[Tensor]:
+def _matrices(flat: Tensor, spans: Sequence[ParameterSpan]) -> list[Tensor]:
     return [flat[span.offset : span.stop].view(span.rows, -1) for span in spans]
 
 

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView, start_all_reduce
-from weft.techniques.compression.codecs._compressor import Kept, Stages
-from weft.techniques.compression.codecs._frame import Frame, Span, WireBytes
+from weft.techniques.compression.codecs._compressor import KeptTensor, Stages
+from weft.techniques.compression.codecs._frame import Frame, ParameterSpan, WireBytes
 
 _WIDE = 2**62
-"""Of random integers, far more than any run is long: their remainders are even to 1 in 2³¹."""
+"""Range of random integers, far more than any run is long: their remainders are even to 1 in 2³¹."""
 
 
 @final
@@ -49,9 +49,9 @@ class RandomK:
         self._seed = seed
         self._draws = {span.name: torch.zeros(1, dtype=torch.int64) for span in frame.spans}
         self._rounds = 0
-        """Of the step under way, which may yet be skipped."""
+        """Rounds of the step under way, which may yet be skipped."""
 
-    def count(self, span: Span) -> int:
+    def count(self, span: ParameterSpan) -> int:
         """Elements of a parameter that are sent."""
         return count_of(span.shape.numel(), self._share)
 
@@ -84,12 +84,12 @@ class RandomK:
                 draws += self._rounds
         self._rounds = 0
 
-    def kept(self, frame: Frame) -> Iterator[Kept]:
+    def kept(self, frame: Frame) -> Iterator[KeptTensor]:
         """Yield how often each parameter was drawn for."""
         for span in frame.spans:
-            yield Kept(kind="draws", name=span.name, tensor=self._draws[span.name], is_own=False)
+            yield KeptTensor(kind="draws", name=span.name, tensor=self._draws[span.name], is_own=False)
 
-    def _places(self, span: Span) -> Tensor:
+    def _places(self, span: ParameterSpan) -> Tensor:
         draw = int(self._draws[span.name]) + self._rounds
         return span.offset + drawn_places(span.shape.numel(), self.count(span), f"{self._seed}/{span.name}/{draw}")
 

@@ -31,7 +31,7 @@ _INTO_LAST_BYTE = 0x0102040810204080
 """Times eight bytes of 0 or 1: the last byte of the product has the i-th one as its i-th bit."""
 _EIGHT_COPIES = 0x0101010101010101
 _ONE_BIT_EACH = 0x8040201008040201 - 2**64
-"""Of eight copies of a byte, the i-th bit of the i-th copy; as a signed number."""
+"""Masks of the i-th bit of the i-th of eight copies of a byte; as a signed number."""
 
 
 @final

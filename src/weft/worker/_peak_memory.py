@@ -17,9 +17,10 @@ from weft.rehearse import weigh
 def run_rank(
     rank_info: RankInfo, *, recipe: str, plan: str, rank: int | None, local_rank: int | None
 ) -> dict[str, Any]:
-    """Weigh one rank of a plan; `rank` and `local_rank` where this process stands in for a rank of another job."""
+    """Measure the peak of one rank of a plan: `rank` and `local_rank`, where this process stands in for one of another
+    job."""
     what, how = parse_recipe(recipe), parse_plan(plan)
     torch.set_num_threads(how.compute.num_threads)
     device = device_for_rank(how.compute.device, rank_info.local_rank if local_rank is None else local_rank)
-    weight = weigh(what, how, lambda: build_blueprint(what), rank_info.rank if rank is None else rank, device)
-    return {"fits": weight.fits, "peak_bytes": weight.peak_bytes}
+    peak = weigh(what, how, lambda: build_blueprint(what), rank_info.rank if rank is None else rank, device)
+    return {"fits": peak.fits, "peak_bytes": peak.peak_bytes}

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from shared_memory_jobs import traces
 
 import pool
-from weft.comm import SharedMemoryGroup, register_shared_memory_backend, shared_memory_group
-from weft.comm.shared_memory import Engine, Manner, _fallback
+from weft.comm import register_shared_memory_backend, shared_memory_group
+from weft.comm.shared_memory import Engine, Manner, SharedMemoryGroup, _fallback
 from weft.comm.shared_memory._fallback import PythonTransport
 from weft.comm.shared_memory._meeting import Meeting
 from weft.comm.shared_memory._roll import RollCall

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from shared_memory_jobs import data_of, everyones, reduced, same, traces
 
 from pool import RankPool
-from weft.comm import GroupView, SharedMemoryGroup, new_flat, register_shared_memory_backend, shared_memory_group
-from weft.comm.shared_memory import Engine, _engine, _meeting
+from weft.comm import GroupView, new_flat, register_shared_memory_backend, shared_memory_group
+from weft.comm.shared_memory import Engine, SharedMemoryGroup, _engine, _meeting
 from weft.comm.shared_memory._segment import create_segment
 from weft.errors import CollectiveError
 

@@ -20,7 +20,6 @@ from weft.collective._choices import spell_size as spell_size
 from weft.collective._choices import stand_in as stand_in
 from weft.collective._method import Algorithm as Algorithm
 from weft.collective._method import Links as Links
-from weft.collective._method import Method as Method
 from weft.collective._registry import ALGORITHMS as ALGORITHMS
 from weft.collective._registry import find_algorithm as find_algorithm
 from weft.collective._schedule import Levels as Levels

@@ -30,11 +30,29 @@ if TYPE_CHECKING:
     from weft.cluster import Collective
 
 
+LineSteps = Callable[[Line, Sequence[Runs]], list[Step]]
+
+
 def _flat(
     seconds: FlatCost, num_blocks: Callable[[Task], int], steps: Callable[[Task, Sequence[Runs]], list[Step]]
 ) -> Method:
     """A method that knows one kind of links only, and is priced at the slower ones."""
     return Method(lambda place, size, links: seconds(place.members, size, *links.across), num_blocks, steps)
+
+
+def _on_line(seconds: FlatCost, num_blocks: Callable[[Task], int], steps: LineSteps) -> Method:
+    """One in which all ranks are alike."""
+    return _flat(seconds, num_blocks, lambda task, blocks: steps(task.line, blocks))
+
+
+def _rooted(seconds: FlatCost, num_blocks: Callable[[Task], int], steps: LineSteps) -> Method:
+    """One that begins at a root."""
+    return _flat(seconds, num_blocks, lambda task, blocks: steps(task.rooted, blocks))
+
+
+def _whole(seconds: FlatCost, steps: Callable[[Line, Runs], list[Step]], *, rooted: bool = False) -> Method:
+    """One that sends the buffer uncut."""
+    return _flat(seconds, _one, lambda task, blocks: steps(task.rooted if rooted else task.line, blocks[0]))
 
 
 def _one(task: Task) -> int:
@@ -58,13 +76,13 @@ def _power(task: Task) -> int:
 def _halves(
     seconds: FlatCost,
     num_blocks: Callable[[Task], int],
-    scatter_steps: Callable[[Line, Sequence[Runs]], list[Step]],
-    gather_steps: Callable[[Line, Sequence[Runs]], list[Step]],
+    scatter_steps: LineSteps,
+    gather_steps: LineSteps,
 ) -> dict[Collective, Method]:
     """Reduce-scatter and all-gather, which cost the same."""
     return {
-        "reduce_scatter": _flat(seconds, num_blocks, lambda task, blocks: scatter_steps(task.line, blocks)),
-        "all_gather": _flat(seconds, num_blocks, lambda task, blocks: gather_steps(task.line, blocks)),
+        "reduce_scatter": _on_line(seconds, num_blocks, scatter_steps),
+        "all_gather": _on_line(seconds, num_blocks, gather_steps),
     }
 
 
@@ -73,12 +91,10 @@ _RING = Algorithm(
     "long tensors on any links, any number of ranks: each talks to its neighbours only",
     ("ring", "double_ring", "torus", "switch", "tree", "fully_connected", "rails"),
     {
-        "all_reduce": _flat(ring.all_reduce_seconds, _members, lambda task, blocks: ring.all_reduce(task.line, blocks)),
+        "all_reduce": _on_line(ring.all_reduce_seconds, _members, ring.all_reduce),
         **_halves(ring.half_seconds, _one, ring.reduce_scatter, ring.all_gather),
-        "broadcast": _flat(
-            ring.broadcast_seconds, lambda task: task.pieces, lambda task, blocks: ring.broadcast(task.rooted, blocks)
-        ),
-        "all_to_all": _flat(ring.all_to_all_seconds, _one, lambda task, blocks: ring.all_to_all(task.line, blocks)),
+        "broadcast": _rooted(ring.broadcast_seconds, lambda task: task.pieces, ring.broadcast),
+        "all_to_all": _on_line(ring.all_to_all_seconds, _one, ring.all_to_all),
     },
 )
 _DOUBLE_RING = Algorithm(
@@ -86,20 +102,10 @@ _DOUBLE_RING = Algorithm(
     "long tensors where both directions have links of their own",
     ("double_ring", "torus"),
     {
-        "all_reduce": _flat(
-            double_ring.all_reduce_seconds,
-            lambda task: 2 * len(task.line),
-            lambda task, blocks: double_ring.all_reduce(task.line, blocks),
-        ),
+        "all_reduce": _on_line(double_ring.all_reduce_seconds, lambda task: 2 * len(task.line), double_ring.all_reduce),
         **_halves(double_ring.half_seconds, _two, double_ring.reduce_scatter, double_ring.all_gather),
-        "broadcast": _flat(
-            double_ring.broadcast_seconds,
-            lambda task: 2 * task.pieces,
-            lambda task, blocks: double_ring.broadcast(task.rooted, blocks),
-        ),
-        "all_to_all": _flat(
-            double_ring.all_to_all_seconds, _two, lambda task, blocks: double_ring.all_to_all(task.line, blocks)
-        ),
+        "broadcast": _rooted(double_ring.broadcast_seconds, lambda task: 2 * task.pieces, double_ring.broadcast),
+        "all_to_all": _on_line(double_ring.all_to_all_seconds, _two, double_ring.all_to_all),
     },
 )
 _TREE = Algorithm(
@@ -107,8 +113,8 @@ _TREE = Algorithm(
     "short tensors and many ranks: whole tensors up and down a binomial tree",
     ("switch", "tree", "fully_connected", "rails"),
     {
-        "all_reduce": _flat(tree.all_reduce_seconds, _one, lambda task, blocks: tree.all_reduce(task.line, blocks[0])),
-        "broadcast": _flat(tree.broadcast_seconds, _one, lambda task, blocks: tree.broadcast(task.rooted, blocks[0])),
+        "all_reduce": _whole(tree.all_reduce_seconds, tree.all_reduce),
+        "broadcast": _whole(tree.broadcast_seconds, tree.broadcast, rooted=True),
     },
 )
 _DOUBLE_TREE = Algorithm(
@@ -116,16 +122,8 @@ _DOUBLE_TREE = Algorithm(
     "many ranks: a tree's latency and a ring's bytes, in pieces that follow one another",
     ("switch", "fully_connected"),
     {
-        "all_reduce": _flat(
-            double_tree.all_reduce_seconds,
-            lambda task: 2 * task.pieces,
-            lambda task, blocks: double_tree.all_reduce(task.line, blocks),
-        ),
-        "broadcast": _flat(
-            double_tree.broadcast_seconds,
-            lambda task: 2 * task.pieces,
-            lambda task, blocks: double_tree.broadcast(task.rooted, blocks),
-        ),
+        "all_reduce": _on_line(double_tree.all_reduce_seconds, lambda task: 2 * task.pieces, double_tree.all_reduce),
+        "broadcast": _rooted(double_tree.broadcast_seconds, lambda task: 2 * task.pieces, double_tree.broadcast),
     },
 )
 _RECURSIVE_DOUBLING = Algorithm(
@@ -133,16 +131,8 @@ _RECURSIVE_DOUBLING = Algorithm(
     "short tensors: whole ones, with partners 1, 2, 4, … away",
     ("switch", "fully_connected"),
     {
-        "all_reduce": _flat(
-            recursive_doubling.all_reduce_seconds,
-            _one,
-            lambda task, blocks: recursive_doubling.all_reduce(task.line, blocks[0]),
-        ),
-        "all_gather": _flat(
-            recursive_doubling.all_gather_seconds,
-            _one,
-            lambda task, blocks: recursive_doubling.all_gather(task.line, blocks),
-        ),
+        "all_reduce": _whole(recursive_doubling.all_reduce_seconds, recursive_doubling.all_reduce),
+        "all_gather": _on_line(recursive_doubling.all_gather_seconds, _one, recursive_doubling.all_gather),
     },
 )
 _HALVING_DOUBLING = Algorithm(
@@ -150,11 +140,7 @@ _HALVING_DOUBLING = Algorithm(
     "middle and long tensors where any rank reaches any other at full speed",
     ("switch", "fully_connected"),
     {
-        "all_reduce": _flat(
-            halving_doubling.all_reduce_seconds,
-            _power,
-            lambda task, blocks: halving_doubling.all_reduce(task.line, blocks),
-        ),
+        "all_reduce": _on_line(halving_doubling.all_reduce_seconds, _power, halving_doubling.all_reduce),
         **_halves(halving_doubling.half_seconds, _one, halving_doubling.reduce_scatter, halving_doubling.all_gather),
     },
 )
@@ -163,11 +149,9 @@ _DIRECT = Algorithm(
     "middle and long tensors on a few ranks: each sums one part, all talk to all",
     ("fully_connected", "switch"),
     {
-        "all_reduce": _flat(
-            direct.all_reduce_seconds, _members, lambda task, blocks: direct.all_reduce(task.line, blocks)
-        ),
+        "all_reduce": _on_line(direct.all_reduce_seconds, _members, direct.all_reduce),
         **_halves(direct.half_seconds, _one, direct.reduce_scatter, direct.all_gather),
-        "all_to_all": _flat(direct.all_to_all_seconds, _one, lambda task, blocks: direct.all_to_all(task.line, blocks)),
+        "all_to_all": _on_line(direct.all_to_all_seconds, _one, direct.all_to_all),
     },
 )
 _ONE_SHOT = Algorithm(
@@ -175,34 +159,24 @@ _ONE_SHOT = Algorithm(
     "the shortest tensors on a few ranks: one step",
     ("fully_connected", "switch"),
     {
-        "all_reduce": _flat(
-            one_shot.all_reduce_seconds, _one, lambda task, blocks: one_shot.all_reduce(task.line, blocks[0])
-        ),
-        "broadcast": _flat(
-            one_shot.broadcast_seconds, _one, lambda task, blocks: one_shot.broadcast(task.rooted, blocks[0])
-        ),
+        "all_reduce": _whole(one_shot.all_reduce_seconds, one_shot.all_reduce),
+        "broadcast": _whole(one_shot.broadcast_seconds, one_shot.broadcast, rooted=True),
     },
 )
 _SCATTER = Algorithm(
     "scatter",
     "broadcasts of long tensors: a scatter, then a ring",
     ("switch", "tree", "fully_connected"),
-    {
-        "broadcast": _flat(
-            scatter.broadcast_seconds, _members, lambda task, blocks: scatter.broadcast(task.rooted, blocks)
-        )
-    },
+    {"broadcast": _rooted(scatter.broadcast_seconds, _members, scatter.broadcast)},
 )
 _BRUCK = Algorithm(
     "bruck",
     "any number of ranks without folding; all-to-all of short tensors",
     ("switch", "fully_connected"),
     {
-        "all_reduce": _flat(
-            bruck.all_reduce_seconds, _members, lambda task, blocks: bruck.all_reduce(task.line, blocks)
-        ),
+        "all_reduce": _on_line(bruck.all_reduce_seconds, _members, bruck.all_reduce),
         **_halves(bruck.half_seconds, _one, bruck.reduce_scatter, bruck.all_gather),
-        "all_to_all": _flat(bruck.all_to_all_seconds, _one, lambda task, blocks: bruck.all_to_all(task.line, blocks)),
+        "all_to_all": _on_line(bruck.all_to_all_seconds, _one, bruck.all_to_all),
     },
 )
 _TORUS = Algorithm(
@@ -242,16 +216,10 @@ _PARAMETER_SERVER = Algorithm(
     "a few ranks with faster links sum for all",
     ("switch", "fully_connected"),
     {
-        "all_reduce": _flat(
-            parameter_server.all_reduce_seconds,
-            lambda task: task.servers,
-            lambda task, blocks: parameter_server.all_reduce(task.line, blocks),
+        "all_reduce": _on_line(
+            parameter_server.all_reduce_seconds, lambda task: task.servers, parameter_server.all_reduce
         ),
-        "broadcast": _flat(
-            parameter_server.broadcast_seconds,
-            lambda task: task.servers,
-            lambda task, blocks: parameter_server.broadcast(task.rooted, blocks),
-        ),
+        "broadcast": _rooted(parameter_server.broadcast_seconds, lambda task: task.servers, parameter_server.broadcast),
     },
 )
 _ACROSS: Mapping[str, Algorithm] = MappingProxyType(

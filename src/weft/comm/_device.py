@@ -142,11 +142,6 @@ def release_cached_memory(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
-def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
-    """Return a generator of its own on the device; the default generators are the user's."""
-    return torch.Generator(device).manual_seed(seed)
-
-
 def all_gather_single(
     output: Tensor, shard: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
 ) -> dist.Work | None:

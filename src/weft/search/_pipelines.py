@@ -12,7 +12,13 @@ from weft.search._bounds import Floats
 from weft.search._group import Passes
 from weft.search._options import Options
 from weft.search._splits import Ints
-from weft.techniques.pipeline.cost import Shares, bubble_seconds, last_round_seconds, least_share, shares_of_closed_form
+from weft.techniques.pipeline.cost import (
+    ScheduleShares,
+    bubble_seconds,
+    last_round_seconds,
+    least_share,
+    shares_of_closed_form,
+)
 
 
 class StageBlocks(NamedTuple):
@@ -114,7 +120,7 @@ def pipeline_seconds(
     mean = whole / (p * v)
     balance = mean / np.maximum(mean, _slowest_stage(blocks, held, options, passes, waits))
     shares = _shares(schedules, 1 << int(p.max(initial=1)).bit_length())[:, options.schedule, p]
-    share = least_share(Shares(*shares), balance, p, m)
+    share = least_share(ScheduleShares(*shares), balance, p, m)
     found = np.where(options.is_plain, plain, chunked) * share
     before = held.full_rank
     owed = (before + 1) * held.most * passes.block_weight

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint import Peers
-from weft.parallel import Piece, Split, Splits
+from weft.parallel import NestedSplit, Piece, Split
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def pieces_of(name: str, whole: Tensor, cut: Cut, rank: int, *, filled: bool) ->
         return []
     runs = len(cut.bounds) + 1
     index, run, replica = rank // (runs * cut.replicas), rank // cut.replicas % runs, rank % cut.replicas
-    split = Splits((Split(dim=cut.dim, parts=cut.parts, index=index, blocks=cut.blocks),) if cut.parts > 1 else ())
+    split = NestedSplit((Split(dim=cut.dim, parts=cut.parts, index=index, blocks=cut.blocks),) if cut.parts > 1 else ())
     local = split.slice(whole).reshape(-1)
     ends = [0, *(round(bound * local.numel()) for bound in cut.bounds), local.numel()]
     part = local[ends[run] : ends[run + 1]].clone()

@@ -16,7 +16,7 @@ import torch
 from forge import forgeries, text_of, write_forged
 from weft.checkpoint import Checkpointer
 from weft.errors import CheckpointError, DataError
-from weft.parallel import Piece, Split, Splits
+from weft.parallel import NestedSplit, Piece, Split
 
 SHAPE = torch.Size((4, 6))
 
@@ -24,7 +24,7 @@ SHAPE = torch.Size((4, 6))
 def split_pieces(step: int) -> list[Piece]:
     """A cut matrix in two parts, a whole vector and a frozen number, in files of 64 bytes."""
     whole = torch.arange(24.0).view(SHAPE) + step
-    parts = [Splits((Split(dim=0, parts=2, index=index),)) for index in range(2)]
+    parts = [NestedSplit((Split(dim=0, parts=2, index=index),)) for index in range(2)]
     cut = [Piece(name="model/a", shape=SHAPE, tensor=part.slice(whole).view(-1), split=part) for part in parts]
     vector = Piece(name="model/b", shape=torch.Size((30,)), tensor=torch.arange(30.0) * step)
     same = Piece(name="model/c", shape=torch.Size((30,)), tensor=torch.arange(30.0) - step)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from weft.errors import PlanError, RecipeError
 from weft.models import Blueprint, build_model
 from weft.numerics import TOLERANCES, assemble, compare, one_process
-from weft.parallel import SparseStore
+from weft.parallel.sparse import SparseStore
 from weft.plan import Plan
 from weft.recipe import OptimizerRecipe, ParameterGroup
 

@@ -57,7 +57,7 @@ def test_the_documentation_has_its_order() -> None:
 
 
 def test_the_tours_name_every_package_in_its_place() -> None:
-    """The table of CONTRIBUTING.md and the line of arrows in architecture.md follow the contract of imports.
+    """The table of CONTRIBUTING.md follows the contract of imports (of architecture.md `test_floors.py` knows).
 
     Techniques stand on several floors: their contracts below the plan, the rest where it runs.
     """
@@ -69,8 +69,6 @@ def test_the_tours_name_every_package_in_its_place() -> None:
     assert sorted(named) == sorted([*layers, "techniques"])
     places = [layers.index(row) for row in re.findall(r"^\| `(\w+)` \|", tour, re.M) if row != "techniques"]
     assert places == sorted(places), "the table is not in the order of imports"
-    arrows = (ROOT / "docs" / "architecture.md").read_text().split("## Imports point down")[1].split(".")[0]
-    assert re.findall(r"\w+", arrows) == layers
 
 
 def test_the_extras_are_those_that_pip_knows() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weft.models import Blueprint, build_model
-from weft.outline import Outline, Send
+from weft.outline import Outline, RankSend
 from weft.plan import (
     ComputePlan,
     DataParallelPlan,
@@ -22,7 +22,7 @@ from weft.plan import (
     Plan,
     TensorParallelPlan,
 )
-from weft.program import Program, differences, program_of
+from weft.program import RankProgram, differences, program_of
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.rehearse import outline_of, rehearse_world
 
@@ -87,9 +87,9 @@ def test_predicted_is_what_a_dry_run_sends(name: str) -> None:
 
 
 def test_every_wrong_count_and_size_is_told() -> None:
-    one = Send(operation="all_reduce", axis="data", size_bytes=8, count=2, technique="data", reason="gradients")
+    one = RankSend(operation="all_reduce", axis="data", size_bytes=8, count=2, technique="data", reason="gradients")
     late = replace(one, size_bytes=16, count=1, when="first")
-    program = Program((one, late))
+    program = RankProgram((one, late))
     assert differences(program.traffic(), Counter({("data", "all_reduce", 8): 2})) == []
     assert differences(program.traffic("first"), Counter({("data", "all_reduce", 8): 3, ("data", "send", 1): 1})) == [
         "all_reduce over data of 8 bytes: 2 predicted, 3 seen",
@@ -98,7 +98,7 @@ def test_every_wrong_count_and_size_is_told() -> None:
     ]
 
 
-def _counts(program: Program) -> list[tuple[str, int]]:
+def _counts(program: RankProgram) -> list[tuple[str, int]]:
     return sorted({(send.operation, send.size_bytes) for send in program.sends if send.axis == "tensor"})
 
 

@@ -11,8 +11,7 @@ from weft.cluster import Cluster
 from weft.plan import DataParallelPlan, Plan
 from weft.price import FIRST_BUCKET_BYTES, Pricer
 from weft.profile import Profile
-from weft.search import Space, search, space_of
-from weft.search._pins import pinned
+from weft.search import Space, pinned, search, space_of
 from weft.techniques.buckets.sizes import SMALLEST_BUCKET
 
 MEBI = 1 << 20

@@ -24,7 +24,7 @@ import xxhash
 
 from weft.document import LARGEST_COUNT, JsonObject, read_plain_file
 from weft.errors import CheckpointError
-from weft.parallel import Splits
+from weft.parallel import NestedSplit
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -79,7 +79,7 @@ class StoredRun:
     shape: torch.Size
     """Whole shape."""
     dtype: torch.dtype
-    split: Splits
+    split: NestedSplit
     start: int
     length: int
     file: str
@@ -269,18 +269,18 @@ def _run_from_json(fields: JsonObject) -> StoredRun:
     return run
 
 
-def _split_from_json(fields: JsonObject, shape: torch.Size) -> Splits:
+def _split_from_json(fields: JsonObject, shape: torch.Size) -> NestedSplit:
     if fields.values.get("split") is None:
-        return Splits()
+        return NestedSplit()
     numbers = fields.counts("split", longest=4 * _MOST_CUTS)
     if numbers and len(numbers) % 4 == 0:
-        split = Splits.of_numbers(numbers)
+        split = NestedSplit.of_numbers(numbers)
         if split.parts <= MOST_RANKS and _fits(split, shape):
             return split
     raise fields.fail("split", f"[dim, parts, index, blocks] of the shape {list(shape)}, for each cut after the other")
 
 
-def _fits(split: Splits, shape: torch.Size) -> bool:
+def _fits(split: NestedSplit, shape: torch.Size) -> bool:
     for cut in split.cuts:
         few = 0 < cut.parts <= MOST_RANKS and 0 < cut.blocks <= MOST_RANKS
         if not few or cut.dim >= len(shape) or cut.index >= cut.parts or shape[cut.dim] % (cut.parts * cut.blocks):

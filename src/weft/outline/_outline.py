@@ -15,7 +15,7 @@ CallKind = Literal["column", "row", "vocab", "whole", "replicate", "batch_norm"]
 """How ranks share a module's work; `batch_norm`: data ranks share its statistics."""
 
 
-class Split(NamedTuple):
+class TensorCut(NamedTuple):
     """A cut over the tensor axis: dimension `dim` is `blocks` equal blocks, each cut in as many parts as ranks."""
 
     dim: int
@@ -32,7 +32,7 @@ class Parameter:
     shape: Shape
     """Whole."""
     is_trained: bool
-    split: Split | None = None
+    split: TensorCut | None = None
     partial: Literal["never", "sequence", "always"] = "never"
     """Whether each tensor rank computes a part of its gradient: always, or under sequence parallelism."""
     is_sparse: bool = False
@@ -40,7 +40,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ModuleCall:
     """One call of a module in a forward.  Calls stand in the order in which they are entered."""
 
     module: str
@@ -68,7 +68,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class BlockEntry:
     """What enters a block."""
 
     name: str
@@ -85,10 +85,10 @@ class Outline:
     """Of all shapes of activations: dim 0 is a multiple of it."""
     parameters: tuple[Parameter, ...]
     """Every name, in the order of the module tree."""
-    calls: tuple[Call, ...]
+    calls: tuple[ModuleCall, ...]
     stem: tuple[str, ...] = ()
     """Names of modules before the blocks, of all blocks, and behind them; none where the model cannot be cut."""
-    entries: tuple[Block, ...] = ()
+    entries: tuple[BlockEntry, ...] = ()
     tail: tuple[str, ...] = ()
     block_costs: tuple[float, ...] = ()
     vocabulary_head: str | None = None

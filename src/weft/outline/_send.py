@@ -13,7 +13,7 @@ Phase = Literal["gradients", "agreement", "update"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
+class RankSend:
     """What a rank sends again and again in a step: an operation on as many bytes."""
 
     operation: Operation

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.outline._outline import Call, Outline, Parameter, Shape
+from weft.outline._outline import ModuleCall, Outline, Parameter, Shape
 from weft.plan import Axis, Plan, axis_coordinates, stage_ranks
 from weft.recipe import Recipe, group_parameters
 from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
@@ -24,11 +24,11 @@ class Part:
     is_last: bool
     parameters: tuple[Parameter, ...]
     """Each tensor once, under its first name in this part."""
-    calls: tuple[Call, ...]
+    calls: tuple[ModuleCall, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldParameter:
     """A trained parameter of this rank."""
 
     parameter: Parameter
@@ -59,7 +59,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankShare:
     """What one rank has of a training."""
 
     outline: Outline
@@ -177,7 +177,7 @@ class Share:
         return {tie.name: tie for tie in ties_of(self.outline.names, self.outline, self.cuts)}
 
     @cached_property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[HeldParameter, ...]:
         """Every trained parameter of this rank once, in the order of its parts."""
         first: dict[str, tuple[int, Parameter]] = {}
         for index, part in enumerate(self.parts):
@@ -189,14 +189,14 @@ class Share:
         group_of = {name: index for index, group in enumerate(groups) for name in group.names}
         return tuple(self._hold(index, parameter, group_of[name]) for name, (index, parameter) in first.items())
 
-    def _hold(self, part: int, parameter: Parameter, group: int) -> Held:
+    def _hold(self, part: int, parameter: Parameter, group: int) -> HeldParameter:
         tensor, tie = self.plan.mesh.tensor, self.ties.get(parameter.first)
         is_split = tensor > 1 and parameter.split is not None
         is_owner = tie is None or self.stage_ranks[tie.owner] == self.coordinates["pipeline"]
         partial = parameter.partial == "always" or (
             parameter.partial == "sequence" and self.plan.tensor_parallel.sequence
         )
-        return Held(
+        return HeldParameter(
             parameter=parameter,
             part=part,
             shape=self.local_shape(parameter),

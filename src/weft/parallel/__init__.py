@@ -5,15 +5,14 @@ from weft.parallel._context import StepContext as StepContext
 from weft.parallel._draw_net import Generators as Generators
 from weft.parallel._draw_net import without_draws as without_draws
 from weft.parallel._layout import ModelLayout as ModelLayout
+from weft.parallel._layout import NestedSplit as NestedSplit
 from weft.parallel._layout import ParameterLayout as ParameterLayout
 from weft.parallel._layout import Placement as Placement
 from weft.parallel._layout import Split as Split
-from weft.parallel._layout import Splits as Splits
 from weft.parallel._part import ModelPart as ModelPart
 from weft.parallel._part import fill_layout as fill_layout
 from weft.parallel._part import first_names as first_names
 from weft.parallel._part import is_own as is_own
-from weft.parallel._precision import Dtypes as Dtypes
 from weft.parallel._rows import SparseRows as SparseRows
 from weft.parallel._runner import LossTotals as LossTotals
 from weft.parallel._runner import Runner as Runner
@@ -31,7 +30,6 @@ from weft.parallel._shard import exchange_masters as exchange_masters
 from weft.parallel._shard import first_element as first_element
 from weft.parallel._shard import present as present
 from weft.parallel._shard import shard_pieces as shard_pieces
-from weft.parallel._store import GradientStore as GradientStore
 from weft.parallel._store import StoreSet as StoreSet
 from weft.parallel.batch_norm import apply_batch_norm as apply_batch_norm
 from weft.parallel.build import ParallelModel as ParallelModel
@@ -40,6 +38,5 @@ from weft.parallel.draws import keyed_alone as keyed_alone
 from weft.parallel.materialise import materialise as materialise
 from weft.parallel.randomness import KeyedDropout as KeyedDropout
 from weft.parallel.randomness import apply_keyed_dropout as apply_keyed_dropout
-from weft.parallel.sparse import SparseStore as SparseStore
 from weft.parallel.sparse import sparse_tables as sparse_tables
 from weft.parallel.technique import TechniqueRuntime as TechniqueRuntime

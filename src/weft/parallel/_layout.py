@@ -51,7 +51,7 @@ both."""
 
 
 @dataclass(frozen=True, slots=True)
-class Splits:
+class NestedSplit:
     """How a tensor is cut over several axes: first by the first of `cuts`, what comes of that by the second, and so on.
     Without any it is whole.
 
@@ -159,9 +159,9 @@ class ParameterLayout:
         return tuple(axis for axis, placement in self.placements.items() if isinstance(placement, Split))
 
     @property
-    def split(self) -> Splits:
+    def split(self) -> NestedSplit:
         """How this rank's part is cut out of the whole tensor."""
-        return Splits(tuple(cut for cut in self.placements.values() if isinstance(cut, Split)))
+        return NestedSplit(tuple(cut for cut in self.placements.values() if isinstance(cut, Split)))
 
     def axes_along(self, dim: int) -> frozenset[Axis]:
         """Axes that cut dimension `dim` (from 0)."""

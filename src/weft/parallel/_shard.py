@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView
-from weft.parallel._layout import ParameterLayout, Splits
+from weft.parallel._layout import NestedSplit, ParameterLayout
 from weft.parallel._rows import SparseRows
 
 
@@ -137,7 +137,7 @@ class Piece:
     """Shape of the whole tensor."""
     tensor: Tensor
     """1-D live storage; loading copies into it."""
-    split: Splits = Splits()
+    split: NestedSplit = NestedSplit()
     """How the part is cut out of the whole tensor in which this run lies."""
     start: int = 0
     """First element in the flattened local tensor (after `split`)."""

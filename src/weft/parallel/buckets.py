@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.comm import Collectives, GroupView, Mesh, Wait, nothing_to_wait_for
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Segment, Shard
-from weft.techniques.buckets.formation import Cuts, Entry, FlatLayout, form_buckets
+from weft.techniques.buckets.formation import BucketEntry, Cuts, FlatLayout, form_buckets
 
 if TYPE_CHECKING:
     from weft.techniques.compression.codecs import CompressedReduction
@@ -117,7 +117,7 @@ def compose_buckets(
     at whole tensors.  `compressed` says which members share a compressed bucket; by default none does.
     """
     entries = [
-        Entry(
+        BucketEntry(
             _key(member, compressed is not None and compressed(member)),
             member.parameter.numel(),
             member.parameter.numel() * member.parameter.element_size(),

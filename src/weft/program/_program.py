@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.outline import Outline, Send, Share, When
+from weft.outline import Outline, RankSend, RankShare, When
 from weft.plan import Plan
 from weft.program._compare import Traffic
 from weft.recipe import Recipe
@@ -19,10 +19,10 @@ from weft.techniques.zero import program as zero
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class RankProgram:
     """What one rank sends in a step."""
 
-    sends: tuple[Send, ...]
+    sends: tuple[RankSend, ...]
     unpredicted: tuple[str, ...] = ()
     """What else is sent that no technique predicts yet, or that only data decide: a sentence each."""
 
@@ -44,17 +44,17 @@ def program_of(
     *,
     labels: Sequence[int] | None = None,
     on_cores: bool = True,
-) -> Program:
+) -> RankProgram:
     """Return the program of `rank` of a plan's world.
 
     `labels` are how many count in each microbatch of the rank's step, which the data decide; by default all do.
     `on_cores`: ranks compute on a CPU.
     """
-    share = Share(outline=outline, recipe=recipe, plan=plan, rank=rank, labels=labels, on_cores=on_cores)
-    return Program(tuple(_sends(share)), tuple(_unpredicted(share)))
+    share = RankShare(outline=outline, recipe=recipe, plan=plan, rank=rank, labels=labels, on_cores=on_cores)
+    return RankProgram(tuple(_sends(share)), tuple(_unpredicted(share)))
 
 
-def _unpredicted(share: Share) -> Iterator[str]:
+def _unpredicted(share: RankShare) -> Iterator[str]:
     """Name what the program leaves out."""
     data, optimizer = share.plan.data_parallel, share.recipe.optimizer
     if data.compresses and share.plan.mesh.data > 1:
@@ -68,7 +68,7 @@ def _unpredicted(share: Share) -> Iterator[str]:
         yield f"rows of {', '.join(tables)}: how many a step names, its samples decide"
 
 
-def _sends(share: Share) -> Iterator[Send]:
+def _sends(share: RankShare) -> Iterator[RankSend]:
     yield from tensor.sends(share)
     yield from data.statistics(share)
     yield from fused_loss.sends(share)

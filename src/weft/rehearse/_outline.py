@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import IGNORED, Blueprint, SplitTable
-from weft.outline import Block, Call, CallKind, Outline, Parameter, Split
+from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, TensorCut
 from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
 from weft.techniques.tensor.cuts import split_parameters
@@ -76,7 +76,7 @@ def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator
             first=names[name],
             shape=tuple(tensor.shape),
             is_trained=tensor.requires_grad,
-            split=None if split is None else Split(split.dim, split.blocks),
+            split=None if split is None else TensorCut(split.dim, split.blocks),
             partial=_partial(table.kind(owner), leaf, region is not None and region.contains(owner)),
             is_sparse=names[name] in sparse,
         )
@@ -120,7 +120,7 @@ class _Open:
     """A call that has not ended."""
 
     index: int
-    call: Call
+    call: ModuleCall
     num_kept: int
     """Tensors that were kept for the backward when it began."""
 
@@ -131,8 +131,8 @@ class _Notes:
 
     blueprint: Blueprint
     module: nn.Module
-    calls: list[Call | None] = field(default_factory=list[Call | None])
-    entries: dict[str, Block] = field(default_factory=dict[str, Block])
+    calls: list[ModuleCall | None] = field(default_factory=list[ModuleCall | None])
+    entries: dict[str, BlockEntry] = field(default_factory=dict[str, BlockEntry])
     joined: tuple[int, ...] | None = None
     region: SequenceRegion | None = field(init=False)
     _table: SplitTable = field(init=False)
@@ -193,7 +193,7 @@ class _Notes:
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             read = _first(args, kwargs)
-            call = Call(
+            call = ModuleCall(
                 module=name,
                 kind=kind,
                 block=block,
@@ -225,7 +225,7 @@ class _Notes:
     def _note_block(self, index: int, name: str) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             read = _first(args, kwargs)
-            self.entries[name] = Block(name=name, shape=tuple(read.shape), needs_gradient=read.requires_grad)
+            self.entries[name] = BlockEntry(name=name, shape=tuple(read.shape), needs_gradient=read.requires_grad)
             self._in_block.clear()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:

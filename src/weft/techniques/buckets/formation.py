@@ -17,7 +17,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry(Generic[K]):
+class BucketEntry(Generic[K]):
     """One parameter on its way into a bucket."""
 
     key: K
@@ -55,7 +55,7 @@ class Formed(FlatLayout, Generic[K]):
 
 
 def form_buckets(
-    entries: Sequence[Entry[K]], *, ranks: Callable[[K], int], cuts: Cuts, limits: tuple[int, int]
+    entries: Sequence[BucketEntry[K]], *, ranks: Callable[[K], int], cuts: Cuts, limits: tuple[int, int]
 ) -> list[Formed[K]]:
     """Lay `entries` into buckets in the order in which backward is expected to complete them: the last one first.
 
@@ -81,12 +81,12 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _lay_out(key: K, places: list[int], entries: Sequence[Entry[K]], ranks: int, cuts: Cuts) -> Formed[K]:
+def _lay_out(key: K, places: list[int], entries: Sequence[BucketEntry[K]], ranks: int, cuts: Cuts) -> Formed[K]:
     lay_out = _side_by_side if ranks > 1 and cuts == "parameter" else _in_order
     return lay_out(key, places, entries, ranks)
 
 
-def _in_order(key: K, places: list[int], entries: Sequence[Entry[K]], ranks: int) -> Formed[K]:
+def _in_order(key: K, places: list[int], entries: Sequence[BucketEntry[K]], ranks: int) -> Formed[K]:
     offsets: list[int] = []
     end = 0
     for place in places:
@@ -97,7 +97,7 @@ def _in_order(key: K, places: list[int], entries: Sequence[Entry[K]], ranks: int
     return Formed(key=key, places=places, offsets=offsets, num_elements=share * ranks, regions=regions)
 
 
-def _side_by_side(key: K, places: list[int], entries: Sequence[Entry[K]], ranks: int) -> Formed[K]:
+def _side_by_side(key: K, places: list[int], entries: Sequence[BucketEntry[K]], ranks: int) -> Formed[K]:
     """Give every parameter whole to one rank, largest first to the rank with the least, ranks side by side in the
     storage."""
     owned: list[list[int]] = [[] for _ in range(ranks)]

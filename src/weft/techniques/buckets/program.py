@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from weft.outline import Held, Send, Share
+from weft.outline import HeldParameter, RankSend, RankShare
 from weft.techniques.buckets.contract import Buckets
-from weft.techniques.buckets.formation import Entry, Formed, form_buckets
+from weft.techniques.buckets.formation import BucketEntry, Formed, form_buckets
 from weft.techniques.zero.contract import Zero, reduction_rounds
 
 _FLAG_BYTES, _INDEX_BYTES = 4, 8
@@ -25,19 +25,19 @@ class Key(NamedTuple):
     is_compressed: bool
 
 
-def buckets_of(share: Share, members: Sequence[Held]) -> list[Formed[Key]]:
+def buckets_of(share: RankShare, members: Sequence[HeldParameter]) -> list[Formed[Key]]:
     """Return the buckets of the parameters that lie in such, exactly as the engine forms them."""
     data = share.plan.data_parallel
     ranks = share.summing[1] if data.bucket_stage > 0 else 1
-    entries = [Entry(_key(held), held.num_elements, held.num_elements * share.master_bytes) for held in members]
+    entries = [BucketEntry(_key(held), held.num_elements, held.num_elements * share.master_bytes) for held in members]
     return form_buckets(entries, ranks=lambda _: ranks, cuts=share.recipe.optimizer.cuts, limits=data.bucket_limits)
 
 
-def _key(held: Held) -> Key:
+def _key(held: HeldParameter) -> Key:
     return Key(held.part, held.group, held.counts, held.is_partial, held.name if held.tie else "", False)
 
 
-def sends(share: Share, members: Sequence[Held]) -> Iterator[Send]:
+def sends(share: RankShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
     """Yield what a step sends for `members`, the trained parameters that lie in buckets."""
     formed = buckets_of(share, members)
     for number, bucket in enumerate(formed):
@@ -47,7 +47,7 @@ def sends(share: Share, members: Sequence[Held]) -> Iterator[Send]:
         yield from _over_model(share, bucket, [members[place].name for place in bucket.places])
     axis, ranks, _ = share.summing
     if ranks > 1 and formed:
-        yield Send(
+        yield RankSend(
             operation="broadcast",
             axis=axis,
             size_bytes=_INDEX_BYTES * len(formed),
@@ -57,7 +57,7 @@ def sends(share: Share, members: Sequence[Held]) -> Iterator[Send]:
         )
 
 
-def _over_data(share: Share, bucket: Formed[Key], name: str) -> Iterator[Send]:
+def _over_data(share: RankShare, bucket: Formed[Key], name: str) -> Iterator[RankSend]:
     """The sum of a bucket's gradients; where ranks share it out, its halves: before and after the optimizer."""
     axis, ranks, _ = share.summing
     data = share.plan.data_parallel
@@ -65,11 +65,11 @@ def _over_data(share: Share, bucket: Formed[Key], name: str) -> Iterator[Send]:
         return
     gradients = bucket.num_elements * share.gradient_bytes
     if data.bucket_stage == 0:
-        yield Send(
+        yield RankSend(
             operation="all_reduce", axis=axis, size_bytes=gradients, technique=Buckets.name, reason=f"gradients, {name}"
         )
         return
-    yield Send(
+    yield RankSend(
         operation="reduce_scatter",
         axis=axis,
         size_bytes=gradients,
@@ -77,7 +77,7 @@ def _over_data(share: Share, bucket: Formed[Key], name: str) -> Iterator[Send]:
         technique=Zero.name,
         reason=f"gradients, {name}",
     )
-    yield Send(
+    yield RankSend(
         operation="all_gather",
         axis=axis,
         size_bytes=bucket.num_elements * share.compute_bytes,
@@ -87,13 +87,13 @@ def _over_data(share: Share, bucket: Formed[Key], name: str) -> Iterator[Send]:
     )
 
 
-def _over_model(share: Share, bucket: Formed[Key], names: Sequence[str]) -> Iterator[Send]:
+def _over_model(share: RankShare, bucket: Formed[Key], names: Sequence[str]) -> Iterator[RankSend]:
     """Sums of what other axes hold of the same parameters: parts of gradients, and copies of tied weights."""
     _, _, index = share.summing
     start, stop = bucket.regions[index if len(bucket.regions) > 1 else 0]
     mine = (stop - start) * share.gradient_bytes
     if bucket.key.is_partial:
-        yield Send(
+        yield RankSend(
             operation="all_reduce",
             axis="tensor",
             size_bytes=mine,
@@ -103,7 +103,7 @@ def _over_model(share: Share, bucket: Formed[Key], names: Sequence[str]) -> Iter
     if bucket.key.tie:
         axis = share.tie_axes[bucket.key.tie]
         for size_bytes, what in ((mine, "gradients"), (_FLAG_BYTES * len(names), "flags of use")):
-            yield Send(
+            yield RankSend(
                 operation="all_reduce",
                 axis=axis,
                 size_bytes=size_bytes,

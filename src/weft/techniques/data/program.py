@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.outline import Send, Share
+from weft.outline import RankSend, RankShare
 from weft.techniques.data.contract import Data
 
 _DOUBLE, _FLAG = 8, 4
 """Bytes of a slot of the agreement (fp64), and of a flag of use (fp32)."""
 
 
-def statistics(share: Share) -> Iterator[Send]:
+def statistics(share: RankShare) -> Iterator[RankSend]:
     """Yield what batch norms exchange: mean, squares and count forward, two sums per channel backward."""
     axis, ranks, _ = share.summing
     if ranks == 1:
@@ -28,8 +28,8 @@ def statistics(share: Share) -> Iterator[Send]:
                     )
 
 
-def _statistic(operation: str, axis: str, size_bytes: int, count: int, module: str) -> Send:
-    return Send(
+def _statistic(operation: str, axis: str, size_bytes: int, count: int, module: str) -> RankSend:
+    return RankSend(
         operation=operation,  # pyright: ignore[reportArgumentType]
         axis=axis,
         size_bytes=size_bytes,
@@ -39,7 +39,7 @@ def _statistic(operation: str, axis: str, size_bytes: int, count: int, module: s
     )
 
 
-def agreement(share: Share, *, is_fingerprinted: bool = False) -> Iterator[Send]:
+def agreement(share: RankShare, *, is_fingerprinted: bool = False) -> Iterator[RankSend]:
     """Yield the one all-reduce of a step's totals over all ranks.
 
     Loss, count and squared norm by replica, flags of use and stopping, and a slot per rank for its memory, and where
@@ -48,7 +48,7 @@ def agreement(share: Share, *, is_fingerprinted: bool = False) -> Iterator[Send]
     world = share.plan.mesh.world_size
     replicas = share.plan.mesh.replicate if share.sums_apart else 1
     if world > 1:
-        yield Send(
+        yield RankSend(
             operation="all_reduce",
             axis=share.world_axis,
             size_bytes=_DOUBLE * (3 * replicas + 2 + world * (2 if is_fingerprinted else 1)),
@@ -58,13 +58,13 @@ def agreement(share: Share, *, is_fingerprinted: bool = False) -> Iterator[Send]
         )
 
 
-def flags(share: Share) -> Iterator[Send]:
+def flags(share: RankShare) -> Iterator[RankSend]:
     """Yield the sums of flags by which ranks find out which parameters nobody used, in steps in which there are such
     on any rank."""
     axis, ranks, _ = share.summing
     for name, size in ((axis, ranks), ("tensor", share.plan.mesh.tensor)):
         if size > 1:
-            yield Send(
+            yield RankSend(
                 operation="all_reduce",
                 axis=name,
                 size_bytes=_FLAG * len({held.name for held in share.held}),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from weft.outline import Send, Share
+from weft.outline import RankSend, RankShare
 from weft.techniques.fused_loss.chunks import chunks_of
 from weft.techniques.fused_loss.contract import FusedLoss
 
 
-def sends(share: Share) -> Iterator[Send]:
+def sends(share: RankShare) -> Iterator[RankSend]:
     """Yield the gathers that make softmaxes whole, of all microbatches: two numbers per token and rank.
 
     Fused with the head, tokens without a label are left out, and the others come in chunks.
@@ -31,7 +31,7 @@ def sends(share: Share) -> Iterator[Send]:
         )
         sizes.update(2 * (rows.stop - rows.start) * ranks * wide for rows in chunks)
     for size_bytes, count in sizes.items():
-        yield Send(
+        yield RankSend(
             operation="all_gather",
             axis="tensor",
             size_bytes=size_bytes,
@@ -41,7 +41,7 @@ def sends(share: Share) -> Iterator[Send]:
         )
 
 
-def _tokens(share: Share) -> list[int]:
+def _tokens(share: RankShare) -> list[int]:
     """Of each microbatch: those whose loss is taken."""
     every = share.outline.labels * share.plan.microbatch.size // share.outline.samples
     counting = share.labels

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from weft.outline import Send, Share
+from weft.outline import RankSend, RankShare
 from weft.plan import schedule_orders
 from weft.techniques.pipeline.contract import Pipeline
 from weft.techniques.pipeline.routes import HEADER_WORDS, StageMessage, sent_by, wanted_by
 
 
-def sends(share: Share) -> Iterator[Send]:
+def sends(share: RankShare) -> Iterator[RankSend]:
     """Yield the messages of a rank in a step: what each of its actions needs from other ranks and makes for them."""
     pipeline = share.plan.mesh.pipeline
     if pipeline == 1:
@@ -37,7 +37,7 @@ def _other_end(message: StageMessage, ranks: tuple[int, ...], is_sent: bool) -> 
     return ranks[message.stage - 1 if message.kind == "activation" else message.stage + 1]
 
 
-def _bytes(share: Share, boundary: int) -> int:
+def _bytes(share: RankShare, boundary: int) -> int:
     """Bytes of an activation at the border before a stage, which tensor ranks may have a shard of."""
     samples, *rest = share.outline.entries[share.cuts[boundary - 1]].shape
     if share.plan.tensor_parallel.sequence:
@@ -46,8 +46,8 @@ def _bytes(share: Share, boundary: int) -> int:
     return share.activation_bytes((samples, *rest))
 
 
-def _message(is_sent: bool, size_bytes: int, count: int, reason: str, *, is_first: bool = False) -> Send:
-    return Send(
+def _message(is_sent: bool, size_bytes: int, count: int, reason: str, *, is_first: bool = False) -> RankSend:
+    return RankSend(
         operation="send" if is_sent else "receive",
         axis="pipeline",
         size_bytes=size_bytes,

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from weft.outline import Call, Part, Send, Share
+from weft.outline import ModuleCall, Part, RankSend, RankShare
 from weft.techniques.tensor.contract import Tensor
 
 _Operations = tuple[str, int]
 
 
-def sends(share: Share) -> Iterator[Send]:
+def sends(share: RankShare) -> Iterator[RankSend]:
     """Yield what a rank sends over the tensor axis around its modules, in all microbatches of a step."""
     if share.plan.mesh.tensor == 1:
         return
@@ -25,14 +25,14 @@ def sends(share: Share) -> Iterator[Send]:
 class _Around:
     """The modules of one part."""
 
-    def __init__(self, share: Share, part: Part) -> None:
+    def __init__(self, share: RankShare, part: Part) -> None:
         self._share, self._part = share, part
         self._ranks = share.plan.mesh.tensor
         self._sequence = share.plan.tensor_parallel.sequence
         self._gathered: int | None = None
         """The tensor that columns have gathered or copied last; the next row forgets it."""
 
-    def sends(self) -> Iterator[Send]:
+    def sends(self) -> Iterator[RankSend]:
         for call in self._part.calls:
             inside = self._sequence and call.in_region
             match call.kind:
@@ -51,14 +51,14 @@ class _Around:
         if self._sequence:
             yield from self._borders()
 
-    def _column(self, call: Call, inside: bool) -> Iterator[Send]:
+    def _column(self, call: ModuleCall, inside: bool) -> Iterator[RankSend]:
         if not (self._sequence and call.is_inside_whole):
             yield from self._reads(call, inside)
         if call.gathers_output and call.module != self._share.outline.vocabulary_head:
             again = self._again(call, call.is_exit_repeated)
             yield self._send("all_gather", self._bytes(call.output), call, "whole output", again)
 
-    def _reads(self, call: Call, inside: bool) -> Iterator[Send]:
+    def _reads(self, call: ModuleCall, inside: bool) -> Iterator[RankSend]:
         """What makes the input of columns: queries, keys and values share it."""
         is_head = call.gathers_output or call.module == self._share.outline.vocabulary_head
         if not is_head:
@@ -74,7 +74,7 @@ class _Around:
             else:
                 yield self._send("all_reduce", self._bytes(call.shape), call, "gradient of its input")
 
-    def _row(self, call: Call, inside: bool) -> Iterator[Send]:
+    def _row(self, call: ModuleCall, inside: bool) -> Iterator[RankSend]:
         self._gathered = None
         again = self._again(call, call.is_exit_repeated)
         if not inside:
@@ -84,13 +84,13 @@ class _Around:
         if call.gives_gradient:
             yield self._send("all_gather", self._padded(call.output), call, "gradient of its output")
 
-    def _replicated(self, call: Call) -> Iterator[Send]:
+    def _replicated(self, call: ModuleCall) -> Iterator[RankSend]:
         again = self._again(call, call.is_entry_repeated)
         yield self._send("all_gather", self._padded(call.shape), call, "whole sequence", again)
         if call.gives_gradient:
             yield self._send("all_gather", self._padded(call.output), call, "gradient of its output")
 
-    def _borders(self) -> Iterator[Send]:
+    def _borders(self) -> Iterator[RankSend]:
         """Where the sequence is cut before the blocks, and whole again behind them."""
         outline = self._share.outline
         first = outline.entries[0]
@@ -100,8 +100,8 @@ class _Around:
             assert outline.joined is not None, "an outline with blocks knows where they end"
             yield self._border(outline.joined, f"whole sequence behind {outline.joins_after}")
 
-    def _border(self, shape: tuple[int, ...], reason: str) -> Send:
-        return Send(
+    def _border(self, shape: tuple[int, ...], reason: str) -> RankSend:
+        return RankSend(
             operation="all_gather",
             axis="tensor",
             size_bytes=self._padded(shape),
@@ -110,7 +110,7 @@ class _Around:
             reason=reason,
         )
 
-    def _again(self, call: Call, is_repeated: bool) -> int:
+    def _again(self, call: ModuleCall, is_repeated: bool) -> int:
         return 2 if is_repeated and self._share.recomputes(call.block) else 1
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
@@ -121,8 +121,8 @@ class _Around:
         samples, length, *features = shape
         return self._bytes((samples, -(-length // self._ranks) * self._ranks, math.prod(features)))
 
-    def _send(self, operation: str, size_bytes: int, call: Call, what: str, times: int = 1) -> Send:
-        return Send(
+    def _send(self, operation: str, size_bytes: int, call: ModuleCall, what: str, times: int = 1) -> RankSend:
+        return RankSend(
             operation=operation,  # pyright: ignore[reportArgumentType]
             axis="tensor",
             size_bytes=size_bytes,

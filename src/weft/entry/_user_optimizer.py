@@ -12,7 +12,7 @@ from weft.document import JsonObject
 from weft.engine.optimizers import ShardOptimizer
 from weft.entry._guards import Guard
 from weft.errors import PlanError, RecipeError
-from weft.parallel import Piece, Segment, Shard, Splits
+from weft.parallel import NestedSplit, Piece, Segment, Shard
 
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
 """Classes of torch.optim whose update of an element looks at that element alone, so that shards may be cut anywhere."""
@@ -213,7 +213,7 @@ class UserOptimizer(ShardOptimizer):
                     name=f"optimizer/{key}/{layout.name}",
                     shape=layout.shape if elementwise else torch.Size(),
                     tensor=value.view(-1),
-                    split=layout.split if elementwise else Splits(),
+                    split=layout.split if elementwise else NestedSplit(),
                     start=segment.start if elementwise else 0,
                     counts=shard.counts and (elementwise or _holds_first(segment)),
                 )

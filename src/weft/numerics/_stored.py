@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from weft.numerics._trial import Trial
-from weft.parallel import Piece, Splits
+from weft.parallel import NestedSplit, Piece
 
 _LISTS = ("initial", "gradients", "state")
 
@@ -75,7 +75,7 @@ def _piece(description: dict[str, Any], tensor: Tensor) -> Piece:
         name=description["name"],
         shape=torch.Size(description["shape"]),
         tensor=tensor,
-        split=Splits.of_numbers(description["split"]),
+        split=NestedSplit.of_numbers(description["split"]),
         start=description["start"],
         counts=description["counts"],
     )

@@ -55,7 +55,7 @@ _INDEX_FILE = r"rank-\d{5}\.json"
 _LARGEST_INDEX_BYTES = 1 << 30
 _MOST_DIMENSIONS = 64
 _MOST_CUTS = 4
-"""Of a tensor, one after another: more axes than that cut none."""
+"""Cuts of a tensor, one after another: more axes than that cut none."""
 _MANIFEST_FIELDS = frozenset(
     ("format", "version", "step", "sequence", "token", "best", "world", "provenance", "state", "indexes")
 )

@@ -40,7 +40,7 @@ class AuxiliaryLoss:
     microbatch, and differentiable as far as gradients are wanted; and what they are divided by, 0-d.  It must not
     draw."""
     value: Callable[[Tensor], Tensor]
-    """From the means over the batch to the term, 0-d and differentiable."""
+    """Function from the means over the batch to the term, 0-d and differentiable."""
     weight: float
     """What the term counts beside the mean loss."""
 

@@ -37,7 +37,7 @@ class Trial:
     launched: list[Counter[tuple[str, str, int]]]
     """How often each (axis, operation, bytes) was launched: for the gradients of the first step, then by each step."""
     unused: list[bool]
-    """Of every step, whether some parameter took no part on some rank."""
+    """Whether some parameter took no part on some rank, by step."""
 
 
 def one_process(plan: Plan) -> Plan:

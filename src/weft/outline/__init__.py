@@ -9,5 +9,5 @@ from weft.outline._outline import TensorCut as TensorCut
 from weft.outline._send import RankSend as RankSend
 from weft.outline._send import When as When
 from weft.outline._share import HeldParameter as HeldParameter
+from weft.outline._share import ModelShare as ModelShare
 from weft.outline._share import Part as Part
-from weft.outline._share import RankShare as RankShare

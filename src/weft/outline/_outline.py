@@ -55,7 +55,7 @@ class ModuleCall:
     source: int
     """Calls with equal numbers read the same tensor, unchanged in between."""
     shape: Shape
-    """Of what it reads."""
+    """Shape of what the call reads."""
     output: Shape
     needs_gradient: bool
     """Whether a gradient flows back into what it reads."""
@@ -73,7 +73,7 @@ class BlockEntry:
 
     name: str
     shape: Shape
-    """Of its first argument."""
+    """Shape of the block's first argument."""
     needs_gradient: bool
 
 
@@ -82,7 +82,7 @@ class Outline:
     """A model without its numbers."""
 
     samples: int
-    """Of all shapes of activations: dim 0 is a multiple of it."""
+    """Samples that the shapes of activations are for: dim 0 is a multiple of it."""
     parameters: tuple[Parameter, ...]
     """Every name, in the order of the module tree."""
     calls: tuple[ModuleCall, ...]

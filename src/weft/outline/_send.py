@@ -7,7 +7,8 @@ from typing import Literal
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "receive"]
 When = Literal["always", "first", "unused", "round"]
-"""In which steps: all; the first; those in which some parameter took no part; those that end a round of local steps."""
+"""Steps in which it is sent: all; the first; those in which some parameter took no part; the ends of rounds of local
+steps."""
 Phase = Literal["gradients", "agreement", "update"]
 """Where in a step: until gradients are summed; when ranks agree on the step; after that."""
 
@@ -18,15 +19,15 @@ class RankSend:
 
     operation: Operation
     axis: str
-    """Of the mesh, as recorded: a group that stands for two axes has the name of the one with fewer."""
+    """Axis of the mesh, as recorded: a group that stands for two has the name of the one with fewer."""
     size_bytes: int
-    """Of the whole tensor on this rank: what an all-gather ends with and a reduce-scatter starts from."""
+    """Size of the whole tensor on this rank: what an all-gather ends with and a reduce-scatter starts from."""
     count: int = 1
     """How often in a step."""
     when: When = "always"
     phase: Phase = "gradients"
     technique: str
-    """Whose it is."""
+    """Name of the technique that sends it."""
     reason: str
     """What it is for, as a line of a report says it."""
 

@@ -35,9 +35,9 @@ class HeldParameter:
     part: int
     """Index of the part whose backward completes it."""
     shape: Shape
-    """On this rank, after the split over the tensor axis."""
+    """Shape on this rank, after the split over the tensor axis."""
     group: int
-    """Of the optimizer's parameter groups."""
+    """Index of the optimizer's parameter group."""
     is_split: bool
     is_partial: bool
     """Whether its gradient is one part of a sum over the tensor axis."""
@@ -50,7 +50,7 @@ class HeldParameter:
 
     @property
     def name(self) -> str:
-        """In the whole model."""
+        """Name of the parameter in the whole model."""
         return self.parameter.first
 
     @property
@@ -59,7 +59,7 @@ class HeldParameter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankShare:
+class ModelShare:
     """What one rank has of a training."""
 
     outline: Outline
@@ -97,19 +97,19 @@ class RankShare:
 
     @property
     def world_axis(self) -> str:
-        """As the group of all ranks is recorded."""
+        """Axis under which the group of all ranks is recorded."""
         return "data" if self.plan.mesh.world_size == self.plan.mesh.data else "world"
 
     @property
     def microbatches(self) -> int:
-        """In a step of this rank."""
+        """Microbatches in a step of this rank."""
         return self.plan.microbatch.shares(self.plan.mesh.data)[self.data_index]
 
     # ── sizes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def compute_bytes(self) -> int:
-        """Of an element of weights and activations."""
+        """Size of an element of weights and activations."""
         return _ELEMENT_BYTES[self.plan.compute.precision]
 
     @property
@@ -118,7 +118,7 @@ class RankShare:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of an element of the gradients that are summed."""
+        """Size of an element of the gradients that are summed."""
         return self.compute_bytes if self.plan.data_parallel.reduces_narrow else self.master_bytes
 
     def of_microbatch(self, shape: Shape) -> Shape:
@@ -148,7 +148,7 @@ class RankShare:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """In rising order of stage."""
+        """Parts of this rank, in rising order of stage."""
         mine = self.coordinates["pipeline"]
         return tuple(self._part(stage) for stage, rank in enumerate(self.stage_ranks) if rank == mine)
 

@@ -142,7 +142,7 @@ class ParameterLayout:
     shape: torch.Size
     """Whole shape."""
     placements: Mapping[Axis, Placement] = field(default_factory=dict[Axis, Placement])
-    """Of its gradient; splits in the order in which they cut."""
+    """Placement of the parameter and its gradient by axis; splits in the order in which they cut."""
     tied: bool = False
     """Shared between pipeline stages on different ranks: gradients are summed over them, and only one counts in
     norms."""

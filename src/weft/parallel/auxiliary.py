@@ -26,7 +26,7 @@ from weft.parallel.technique import Build
 from weft.plan import BATCH_AXES
 
 _Forward = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
-"""Of a microbatch: loss sum, count, and sums and count of every term."""
+"""Loss sum, count, and sums and count of every term, of a microbatch."""
 
 
 @final

@@ -41,7 +41,7 @@ class BucketMember:
     reducing: GroupView = field(init=False)
     """The ranks that sum its gradient."""
     completing: tuple[GroupView, ...] = field(init=False)
-    """Over which that sum is summed once more, one after another."""
+    """Groups over which that sum is summed once more, one after another."""
     counts: bool = field(init=False)
     """Whether norms and checkpoints count this rank's part among the copies outside of `reducing`."""
 
@@ -157,7 +157,7 @@ class LiveBucket:
 
     bucket: Bucket
     collectives: Collectives
-    """Over the ranks that reduce it."""
+    """Collectives over the ranks that reduce it."""
     weights: Tensor
     master: Tensor
     shard: Shard
@@ -174,7 +174,7 @@ class LiveBucket:
     launched: bool = False
     settled: bool = False
     arrival: Wait | None = None
-    """Of the gather under way, if there is one."""
+    """Wait for the gather under way, if there is one."""
     away: Sequence[Tensor] = ()
     """What the members' parameters will be again when it has ended."""
 

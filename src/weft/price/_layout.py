@@ -23,7 +23,7 @@ from weft.techniques.zero.contract import Stage, ZeroSettings
 
 PricedPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
 ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4}
-"""Of activations between operators; 2 for all other precisions: narrower ones are cast at the matrix products."""
+"""Size of activations between operators; 2 for all other precisions: narrower ones are cast at the matrix products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Layout(
 
     @property
     def element_bytes(self) -> int:
-        """Of one element of weights and activations, as they compute and travel; narrower precisions are cast at the
+        """Size of one element of weights and activations, as they compute and travel; narrower ones are cast at the
         matrix products."""
         return ELEMENT_BYTES.get(self.precision, 2)
 

@@ -51,7 +51,7 @@ class MemoryKinds(NamedTuple):
     buckets: Column
     """Communication buffers: gradient buckets, gathered layers."""
     workspace: Column
-    """Of kernels, and of the framework's allocator for small things."""
+    """Memory of kernels, and of the framework's allocator for small things."""
 
     @property
     def allocated(self) -> Column:

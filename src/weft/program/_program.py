@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.outline import Outline, RankSend, RankShare, When
+from weft.outline import ModelShare, Outline, RankSend, When
 from weft.plan import Plan
 from weft.program._compare import Traffic
 from weft.recipe import Recipe
@@ -50,11 +50,11 @@ def program_of(
     `labels` are how many count in each microbatch of the rank's step, which the data decide; by default all do.
     `on_cores`: ranks compute on a CPU.
     """
-    share = RankShare(outline=outline, recipe=recipe, plan=plan, rank=rank, labels=labels, on_cores=on_cores)
+    share = ModelShare(outline=outline, recipe=recipe, plan=plan, rank=rank, labels=labels, on_cores=on_cores)
     return RankProgram(tuple(_sends(share)), tuple(_unpredicted(share)))
 
 
-def _unpredicted(share: RankShare) -> Iterator[str]:
+def _unpredicted(share: ModelShare) -> Iterator[str]:
     """Name what the program leaves out."""
     data, optimizer = share.plan.data_parallel, share.recipe.optimizer
     if data.compresses and share.plan.mesh.data > 1:
@@ -68,7 +68,7 @@ def _unpredicted(share: RankShare) -> Iterator[str]:
         yield f"rows of {', '.join(tables)}: how many a step names, its samples decide"
 
 
-def _sends(share: RankShare) -> Iterator[RankSend]:
+def _sends(share: ModelShare) -> Iterator[RankSend]:
     yield from tensor.sends(share)
     yield from data.statistics(share)
     yield from fused_loss.sends(share)

@@ -20,7 +20,7 @@ from weft.parallel.region import SequenceRegion, sequence_region
 from weft.techniques.tensor.cuts import split_parameters
 
 _SAMPLES = 2
-"""Of the forward: a batch norm in training wants more than one."""
+"""Samples of the forward: a batch norm in training wants more than one."""
 _NOTED = ("column", "row", "vocab", "whole", "replicate")
 
 
@@ -139,7 +139,7 @@ class _Notes:
     _num_kept: int = 0
     _seen: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     _alive: list[Tensor] = field(default_factory=list[Tensor])
-    """So that no two tensors of the forward have one identity."""
+    """Tensors kept so that no two of the forward have one identity."""
     _open: list[_Open] = field(default_factory=list[_Open])
     _in_block: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     """Index, tensors kept at the entry and at the exit of each call that stands in the open block."""

@@ -51,7 +51,7 @@ class Formed(FlatLayout, Generic[K]):
 
     key: K
     places: list[int]
-    """Of its entries in the sequence that was given."""
+    """Places of its entries in the sequence that was given."""
 
 
 def form_buckets(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from weft.outline import HeldParameter, RankSend, RankShare
+from weft.outline import HeldParameter, ModelShare, RankSend
 from weft.techniques.buckets.contract import Buckets
 from weft.techniques.buckets.formation import BucketEntry, Formed, form_buckets
 from weft.techniques.zero.contract import Zero, reduction_rounds
 
 _FLAG_BYTES, _INDEX_BYTES = 4, 8
-"""Of a flag of use (fp32), and of a number in the order of buckets (int64)."""
+"""Sizes of a flag of use (fp32), and of a number in the order of buckets (int64)."""
 
 
 class Key(NamedTuple):
@@ -25,7 +25,7 @@ class Key(NamedTuple):
     is_compressed: bool
 
 
-def buckets_of(share: RankShare, members: Sequence[HeldParameter]) -> list[Formed[Key]]:
+def buckets_of(share: ModelShare, members: Sequence[HeldParameter]) -> list[Formed[Key]]:
     """Return the buckets of the parameters that lie in such, exactly as the engine forms them."""
     data = share.plan.data_parallel
     ranks = share.summing[1] if data.bucket_stage > 0 else 1
@@ -37,7 +37,7 @@ def _key(held: HeldParameter) -> Key:
     return Key(held.part, held.group, held.counts, held.is_partial, held.name if held.tie else "", False)
 
 
-def sends(share: RankShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
+def sends(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
     """Yield what a step sends for `members`, the trained parameters that lie in buckets."""
     formed = buckets_of(share, members)
     for number, bucket in enumerate(formed):
@@ -57,7 +57,7 @@ def sends(share: RankShare, members: Sequence[HeldParameter]) -> Iterator[RankSe
         )
 
 
-def _over_data(share: RankShare, bucket: Formed[Key], name: str) -> Iterator[RankSend]:
+def _over_data(share: ModelShare, bucket: Formed[Key], name: str) -> Iterator[RankSend]:
     """The sum of a bucket's gradients; where ranks share it out, its halves: before and after the optimizer."""
     axis, ranks, _ = share.summing
     data = share.plan.data_parallel
@@ -87,7 +87,7 @@ def _over_data(share: RankShare, bucket: Formed[Key], name: str) -> Iterator[Ran
     )
 
 
-def _over_model(share: RankShare, bucket: Formed[Key], names: Sequence[str]) -> Iterator[RankSend]:
+def _over_model(share: ModelShare, bucket: Formed[Key], names: Sequence[str]) -> Iterator[RankSend]:
     """Sums of what other axes hold of the same parameters: parts of gradients, and copies of tied weights."""
     _, _, index = share.summing
     start, stop = bucket.regions[index if len(bucket.regions) > 1 else 0]

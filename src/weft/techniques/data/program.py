@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.outline import RankSend, RankShare
+from weft.outline import ModelShare, RankSend
 from weft.techniques.data.contract import Data
 
 _DOUBLE, _FLAG = 8, 4
 """Bytes of a slot of the agreement (fp64), and of a flag of use (fp32)."""
 
 
-def statistics(share: RankShare) -> Iterator[RankSend]:
+def statistics(share: ModelShare) -> Iterator[RankSend]:
     """Yield what batch norms exchange: mean, squares and count forward, two sums per channel backward."""
     axis, ranks, _ = share.summing
     if ranks == 1:
@@ -39,7 +39,7 @@ def _statistic(operation: str, axis: str, size_bytes: int, count: int, module: s
     )
 
 
-def agreement(share: RankShare, *, is_fingerprinted: bool = False) -> Iterator[RankSend]:
+def agreement(share: ModelShare, *, is_fingerprinted: bool = False) -> Iterator[RankSend]:
     """Yield the one all-reduce of a step's totals over all ranks.
 
     Loss, count and squared norm by replica, flags of use and stopping, and a slot per rank for its memory, and where
@@ -58,7 +58,7 @@ def agreement(share: RankShare, *, is_fingerprinted: bool = False) -> Iterator[R
         )
 
 
-def flags(share: RankShare) -> Iterator[RankSend]:
+def flags(share: ModelShare) -> Iterator[RankSend]:
     """Yield the sums of flags by which ranks find out which parameters nobody used, in steps in which there are such
     on any rank."""
     axis, ranks, _ = share.summing

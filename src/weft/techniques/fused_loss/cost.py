@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from weft.profile import Profile
 
 _CPU_CHUNK_BYTES = float(8 << 20)
-"""Of logits that exist at once in a loss by chunks, on a CPU."""
+"""Size of the logits that exist at once in a loss by chunks, on a CPU."""
 
 
 def loss_bytes(layout: Layout, profile: Profile, habits: MemoryHabits, *, on_accelerator: bool) -> float:

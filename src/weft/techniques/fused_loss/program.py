@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from weft.outline import RankSend, RankShare
+from weft.outline import ModelShare, RankSend
 from weft.techniques.fused_loss.chunks import chunks_of
 from weft.techniques.fused_loss.contract import FusedLoss
 
 
-def sends(share: RankShare) -> Iterator[RankSend]:
+def sends(share: ModelShare) -> Iterator[RankSend]:
     """Yield the gathers that make softmaxes whole, of all microbatches: two numbers per token and rank.
 
     Fused with the head, tokens without a label are left out, and the others come in chunks.
@@ -41,7 +41,7 @@ def sends(share: RankShare) -> Iterator[RankSend]:
         )
 
 
-def _tokens(share: RankShare) -> list[int]:
+def _tokens(share: ModelShare) -> list[int]:
     """Of each microbatch: those whose loss is taken."""
     every = share.outline.labels * share.plan.microbatch.size // share.outline.samples
     counting = share.labels

@@ -24,7 +24,7 @@ class HostStep(NamedTuple):
 
     worked: Column
     moved: Column
-    """Of gradients on their way there, and of weights on their way back."""
+    """Seconds of gradients on their way there, and of weights on their way back."""
 
 
 def host_step(layout: Layout, elements: Column, calibration: Calibration) -> HostStep:

@@ -30,7 +30,7 @@ class StageTimes:
     """Backward up to the gradient of the input, recomputation included."""
     weight: Sequence[float]
     transfer: float = 0.0
-    """From a stage to the next one on another rank."""
+    """Seconds from a stage to the next one on another rank."""
 
 
 class PipelineTimes(NamedTuple):
@@ -38,7 +38,7 @@ class PipelineTimes(NamedTuple):
 
     seconds: float
     slack: Sequence[float]
-    """Per rank: how long before the end it has done its last action."""
+    """Seconds before the end at which a rank has done its last action, by rank."""
 
 
 def closed_form(
@@ -77,13 +77,13 @@ class ScheduleShares(NamedTuple):
     """Which shares of its closed form a schedule was not found to fall short of as it is played."""
 
     equal: Column
-    """With equal stages; of unequal ones as much less as the mean stage is below the slowest."""
+    """Share with equal stages; of unequal ones as much less as the mean stage is below the slowest."""
     any: Column
-    """With any stages."""
+    """Share with any stages."""
     short: Column
-    """With any stages, and fewer microbatches than ranks."""
+    """Share with any stages, and fewer microbatches than ranks."""
     long: Column
-    """With any stages, and at least `LONG` times as many microbatches as ranks."""
+    """Share with any stages, and at least `LONG` times as many microbatches as ranks."""
 
 
 def shares_of_closed_form(schedule: PricedSchedule, pipeline: int) -> ScheduleShares:

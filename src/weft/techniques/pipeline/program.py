@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from weft.outline import RankSend, RankShare
+from weft.outline import ModelShare, RankSend
 from weft.plan import schedule_orders
 from weft.techniques.pipeline.contract import Pipeline
 from weft.techniques.pipeline.routes import HEADER_WORDS, StageMessage, sent_by, wanted_by
 
 
-def sends(share: RankShare) -> Iterator[RankSend]:
+def sends(share: ModelShare) -> Iterator[RankSend]:
     """Yield the messages of a rank in a step: what each of its actions needs from other ranks and makes for them."""
     pipeline = share.plan.mesh.pipeline
     if pipeline == 1:
@@ -37,7 +37,7 @@ def _other_end(message: StageMessage, ranks: tuple[int, ...], is_sent: bool) -> 
     return ranks[message.stage - 1 if message.kind == "activation" else message.stage + 1]
 
 
-def _bytes(share: RankShare, boundary: int) -> int:
+def _bytes(share: ModelShare, boundary: int) -> int:
     """Bytes of an activation at the border before a stage, which tensor ranks may have a shard of."""
     samples, *rest = share.outline.entries[share.cuts[boundary - 1]].shape
     if share.plan.tensor_parallel.sequence:

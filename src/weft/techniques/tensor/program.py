@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from weft.outline import ModuleCall, Part, RankSend, RankShare
+from weft.outline import ModelShare, ModuleCall, Part, RankSend
 from weft.techniques.tensor.contract import Tensor
 
 _Operations = tuple[str, int]
 
 
-def sends(share: RankShare) -> Iterator[RankSend]:
+def sends(share: ModelShare) -> Iterator[RankSend]:
     """Yield what a rank sends over the tensor axis around its modules, in all microbatches of a step."""
     if share.plan.mesh.tensor == 1:
         return
@@ -25,7 +25,7 @@ def sends(share: RankShare) -> Iterator[RankSend]:
 class _Around:
     """The modules of one part."""
 
-    def __init__(self, share: RankShare, part: Part) -> None:
+    def __init__(self, share: ModelShare, part: Part) -> None:
         self._share, self._part = share, part
         self._ranks = share.plan.mesh.tensor
         self._sequence = share.plan.tensor_parallel.sequence

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.outline import HeldParameter, Parameter, Part, RankSend, RankShare
+from weft.outline import HeldParameter, ModelShare, Parameter, Part, RankSend
 from weft.techniques.zero.contract import Zero, reduction_rounds
 
 
@@ -20,23 +20,23 @@ class Unit:
     trained: tuple[Parameter, ...]
 
 
-def shards_weights(share: RankShare) -> bool:
+def shards_weights(share: ModelShare) -> bool:
     """Whether this plan's ranks share out weights."""
     return share.plan.data_parallel.shards_weights and share.plan.mesh.shard > 1
 
 
-def kept_out(share: RankShare) -> set[str]:
+def kept_out(share: ModelShare) -> set[str]:
     """Names of trained parameters that stay whole under ZeRO-3: tied ones, and tables with sparse gradients."""
     return {held.name for held in share.held if held.is_tied or held.parameter.is_sparse}
 
 
-def holds_weights(share: RankShare) -> bool:
+def holds_weights(share: ModelShare) -> bool:
     """Whether weights are gathered once per step: because data ranks would not gather equally often otherwise, or
     because a pipeline's stages would gather them anew for every microbatch."""
     return share.plan.mesh.pipeline > 1 or share.plan.microbatch.has_unequal_shares
 
 
-def units_of(share: RankShare, part: Part, left_out: set[str]) -> list[Unit]:
+def units_of(share: ModelShare, part: Part, left_out: set[str]) -> list[Unit]:
     """Return a part's units, in the order of its blocks; the one outside of them is the last."""
     of_blocks: dict[str, list[Parameter]] = {}
     outside: list[Parameter] = []
@@ -53,7 +53,7 @@ def _unit(name: str, is_block: bool, parameters: Sequence[Parameter]) -> Unit:
     return Unit(name, is_block, tuple(parameters), tuple(one for one in parameters if one.is_trained))
 
 
-def sends(share: RankShare) -> Iterator[RankSend]:
+def sends(share: ModelShare) -> Iterator[RankSend]:
     """Yield what a step sends for weights that are shared out and their gradients."""
     left_out = kept_out(share)
     for part in share.parts:
@@ -62,7 +62,7 @@ def sends(share: RankShare) -> Iterator[RankSend]:
     yield from _partial(share, [held for held in share.held if held.name not in left_out])
 
 
-def _of_unit(share: RankShare, unit: Unit) -> Iterator[RankSend]:
+def _of_unit(share: ModelShare, unit: Unit) -> Iterator[RankSend]:
     shards, replicas = share.plan.mesh.shard, share.plan.mesh.replicate
     gathered = sum(_padded(share, parameter) for parameter in unit.weights) * share.compute_bytes
     passes = 2 if unit.is_block else 1  # outside of blocks weights stay from the forward to the backward
@@ -78,13 +78,13 @@ def _of_unit(share: RankShare, unit: Unit) -> Iterator[RankSend]:
         yield _send("all_reduce", "replicate", scattered // shards, 1, f"gradients of copies, {unit.name}")
 
 
-def _padded(share: RankShare, parameter: Parameter) -> int:
+def _padded(share: ModelShare, parameter: Parameter) -> int:
     """Elements of all shards of a parameter, each as long as the longest along dim 0."""
     rows, *rest = share.local_shape(parameter)
     return -(-rows // share.plan.mesh.shard) * share.plan.mesh.shard * math.prod(rest)
 
 
-def _partial(share: RankShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
+def _partial(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
     """Parts of gradients that tensor ranks have of parameters which they all hold, one by one."""
     ranks, index = share.plan.mesh.shard, share.coordinates["shard"]
     for held in members:

@@ -158,8 +158,8 @@ class Mesh:
 
     @property
     def data_index(self) -> int:
-        """Number of the share of a global batch that this rank takes, among `plan.data`; context ranks take parts of the
-        same one."""
+        """Number of the share of a global batch that this rank takes, among `plan.data`; context ranks take parts of
+        the same one."""
         index = 0
         for axis in self.plan.order:
             if axis in ("replicate", "shard"):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from weft.cluster import Cluster
 from weft.errors import PlanError
 from weft.figures import spell_figure, spell_memory
-from weft.plan import Plan, mesh_sizes
+from weft.plan import Plan, mesh_sizes, runnability
 from weft.profile import Profile
 from weft.search._result import Candidate
 
@@ -82,6 +82,9 @@ def _with_memory(cluster: Cluster, times: float) -> Cluster:
 def _nothing_at_all(
     find: Find, cluster: Cluster, processes: int | None, profile: Profile, batch: int, given: Plan
 ) -> PlanError:
+    # Settings that the engine cannot run are in no space that is searched: each technique says so of itself.
+    if reasons := runnability(given):
+        return PlanError("\n".join(reasons))
     roomy = _with_memory(cluster, _ROOMIEST)
     fewer = range((processes or 1) - 1, 0, -1)
     usable = next((number for number in fewer if find(roomy, number)), None)

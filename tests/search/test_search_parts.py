@@ -153,7 +153,7 @@ def test_uneven_shares_go_into_the_plan() -> None:
         plan_of(replace(layout, precision="fp8"), global_batch_size=13)
 
 
-@pytest.mark.parametrize("room", ["search", "explain", "price", "profile", "published"])
+@pytest.mark.parametrize("room", ["search", "explain", "price", "profile", "description", "program"])
 def test_imports_in_less_than_300_ms_without_torch(room: str) -> None:
     code = f"import time, sys; import weft.{room}; print(time.process_time(), 'torch' in sys.modules)"
 

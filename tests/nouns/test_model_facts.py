@@ -105,7 +105,7 @@ def test_configurations_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"config.json is not readable as JSON"):
         facts_of(hf_recipe(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(RecipeError, match="its config.json, of a llama, has no hidden_size."):
+    with pytest.raises(RecipeError, match="its config.json, of a llama, has no num_attention_heads."):
         facts_of(hf_recipe(tmp_path))
 
 

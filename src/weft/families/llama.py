@@ -45,7 +45,8 @@ class Llama(Family):
     def tables(self, config: Config, sizes: ModelSizes) -> Tables:
         blocks = "model.layers.*"
         columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-        per_head = ("self_attn.q_norm", "self_attn.k_norm", "self_attn.attention_probability_dropout")
+        norms = ("self_attn.q_norm", "self_attn.k_norm") if sizes.qk_norm == "head" else ()
+        per_head = (*norms, "self_attn.attention_probability_dropout")
         return Tables(
             split=(
                 SplitRule(match="model.embed_tokens", kind="vocab"),

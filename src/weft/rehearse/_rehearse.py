@@ -109,7 +109,13 @@ def _compared(report: RankReport, recipe: Recipe, plan: Plan, blueprint: Bluepri
         return report
     if report.rehearsed_microbatches != plan.microbatch.shares(plan.mesh.data)[_data_index(plan, report.rank)]:
         plan = replace(plan, microbatch=replace(plan.microbatch, per_step=report.rehearsed_microbatches))
-    program = program_of(recipe, plan, outline_of(blueprint), report.rank)
+    try:
+        outline = outline_of(blueprint)
+    except Exception as problem:  # a forward may ask for what only its rank has; that is no fault of the dry run
+        reason = (str(problem).strip().splitlines() or [""])[0]
+        what = f"what the model sends: its forward on the meta device fails ({type(problem).__name__}: {reason})"
+        return replace(report, unpredicted=(what,))
+    program = program_of(recipe, plan, outline, report.rank)
     seen = Counter((one.axis, one.op, one.size_bytes) for one in report.issued)
     unlike = () if program.unpredicted else tuple(differences(program.traffic("first", "unused"), seen))
     return replace(report, unlike_predicted=unlike, unpredicted=program.unpredicted)

@@ -208,6 +208,10 @@ def test_a_rank_that_goes_its_own_way_is_named() -> None:
     report = rehearse_world(recipe_of(2), plan, build_divergent)
     assert len(report.problems) == 1
     assert "rank 0 starts all_reduce of 16 bytes of float32" in report.problems[0]
+    for rank in report.asked:  # its forward asks for its rank, which nobody has who only outlines it
+        (left_out,) = rank.unpredicted
+        assert "its forward on the meta device fails (ValueError: Default process group" in left_out
+        assert not rank.unlike_predicted
 
 
 def test_peers_share_a_group() -> None:

@@ -92,7 +92,10 @@ class FileStorage:
             folder.mkdir(parents=True, exist_ok=True)
             self._file, name = tempfile.mkstemp(prefix="offloaded-", dir=folder)
         except OSError as error:
-            raise PlanError(f'plan.memory.offload_to = "disk" cannot write to {folder}: {error.strerror}.') from error
+            raise PlanError(
+                f'plan.memory.offload_to = "disk" cannot write to {folder}: {error.strerror}. Name a folder that this'
+                ' process may write to by memory.offload_folder, or use offload = "none".'
+            ) from error
         try:
             os.posix_fallocate(self._file, 0, num_bytes)
             self._direct = _open_directly(name)

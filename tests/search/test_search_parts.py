@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placed_ranks import place_ranks, placement_of
 from search_kit import cluster_of, tiny
 
 import pace
@@ -20,7 +21,7 @@ from weft.cluster import parse_cluster_spec
 from weft.errors import PlanError
 from weft.plan import AXES, balanced_cuts, even_shares
 from weft.price import Layout, Pricer
-from weft.search import Space, distinct_orders, place_ranks, placement_of, plan_of, space_of, unequal_shares
+from weft.search import Space, distinct_orders, plan_of, space_of, unequal_shares
 from weft.search._splits import enumerate_splits  # pyright: ignore[reportPrivateUsage]
 
 costs = st.integers(0, 9).map(float)

@@ -9,9 +9,6 @@ from weft.search._deadline import part_of_cluster as part_of_cluster
 from weft.search._deadline import smallest_cluster as smallest_cluster
 from weft.search._default_batch import DefaultBatch as DefaultBatch
 from weft.search._default_batch import default_batch as default_batch
-from weft.search._irregular import Placement as Placement
-from weft.search._irregular import place_ranks as place_ranks
-from weft.search._irregular import placement_of as placement_of
 from weft.search._objective import OBJECTIVES as OBJECTIVES
 from weft.search._objective import Objective as Objective
 from weft.search._orders import distinct_orders as distinct_orders

@@ -3,7 +3,7 @@
 Rings, tori and part-failed nodes have no order of axes that is best by its shape alone.  Ranks that exchange most bytes
 are kept together while the devices are halved, again and again; afterwards pairs of ranks change places while that
 lowers the bytes times distance (the quadratic assignment problem; swaps after Koopmans and Beckmann 1957, bisection
-after Kernighan and Lin 1970).
+after Kernighan and Lin 1970).  No plan can say such a placement: it shows what orders of axes leave to be won.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from weft.cluster import Cluster
 from weft.plan import Axis
 from weft.price import Layout, slot_numbers
 from weft.profile import Profile
-from weft.search._bounds import Floats
 
+Floats = npt.NDArray[np.float64]
 _REGULAR = ("switch", "fully_connected")
 
 

@@ -2,7 +2,6 @@
 
 from weft.systems._contract import Emission as Emission
 from weft.systems._contract import Job as Job
-from weft.systems._contract import System as System
 from weft.systems._emit import SYSTEMS as SYSTEMS
 from weft.systems._emit import emit as emit
 from weft.systems._emit import find_system as find_system
@@ -13,3 +12,4 @@ from weft.systems._search import Nearest as Nearest
 from weft.systems._search import search_within as search_within
 from weft.systems._show import emission_lines as emission_lines
 from weft.systems._show import write_emission as write_emission
+from weft.systems._system import System as System

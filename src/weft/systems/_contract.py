@@ -1,16 +1,14 @@
-"""What every other training system says of itself: one contract, one module per system."""
+"""What another training system is given, and what it is started with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from weft.price import Layout
 from weft.profile import ModelSizes
 from weft.recipe import OptimizerRecipe
-from weft.search import Space
-from weft.systems._facts import Facts
 
 DEFAULT_STEPS = 1000
 
@@ -42,6 +40,17 @@ class Job:
         return min(self.layout.world_size, self.devices_per_node)
 
     @property
+    def adamw(self) -> dict[str, Any]:
+        """Arguments of torch's AdamW."""
+        optimizer = self.optimizer
+        return {
+            "lr": optimizer.learning_rate,
+            "betas": optimizer.betas,
+            "eps": optimizer.epsilon or 1e-8,
+            "weight_decay": optimizer.weight_decay,
+        }
+
+    @property
     def stages(self) -> tuple[range, ...]:
         """Blocks of each stage, in the order of the model."""
         starts, ends = (0, *self.cuts), (*self.cuts, self.sizes.num_layers)
@@ -62,33 +71,3 @@ class Emission:
     """Name → text of what must lie in the folder of the command."""
     notes: tuple[str, ...] = ()
     """What the system does differently, and what stands for something of the user's, one line each."""
-
-
-class System(Protocol):
-    """A training system at a named version."""
-
-    @property
-    def facts(self) -> Facts:
-        """The recorded version, arguments and checks."""
-        ...
-
-    def spaces(self, sizes: ModelSizes, space: Space) -> tuple[Space, ...]:
-        """Return parts of a space that together are what the system can do with a model; empty where it cannot train
-        the model at all."""
-        ...
-
-    def lacks(self, sizes: ModelSizes) -> Iterator[str]:
-        """Yield what the system has no words for in a model."""
-        ...
-
-    def refusals(self, job: Job) -> Iterator[str]:
-        """Yield why the system cannot train a model under a layout."""
-        ...
-
-    def emission(self, job: Job) -> Emission:
-        """Return the command of a job without refusals."""
-        ...
-
-    def check(self, emission: Emission, job: Job) -> Iterator[str]:
-        """Yield what the recorded arguments and checks of the system say against a command."""
-        ...

@@ -10,7 +10,8 @@ from weft.errors import PlanError, did_you_mean
 from weft.profile import ModelSizes
 from weft.recipe import OptimizerRecipe
 from weft.search import Candidate, SearchResult
-from weft.systems._contract import DEFAULT_STEPS, Emission, Job, System
+from weft.systems._contract import DEFAULT_STEPS, Emission, Job
+from weft.systems._system import System
 from weft.systems.accelerate import Accelerate
 from weft.systems.deepspeed import DeepSpeed
 from weft.systems.megatron import Megatron

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.profile import ModelSizes
-from weft.systems._common import model_lacks
+from weft.systems._system import model_lacks
 
 Config = dict[str, Any]
 
@@ -17,8 +17,15 @@ class _Family:
     """A family of models of transformers: what it can be, and its configuration."""
 
     model_type: str
-    fits: Callable[[ModelSizes], bool]
     config: Callable[[ModelSizes], Config]
+    kinds: Mapping[str, tuple[object, ...]]
+    """What its models are (`_kinds_of`): the answers that each question may have; any, where it is not asked."""
+    also: Callable[[ModelSizes], bool] = lambda _: True
+    """What no question asks."""
+
+    def fits(self, sizes: ModelSizes) -> bool:
+        found = _kinds_of(sizes)
+        return all(found[kind] in answers for kind, answers in self.kinds.items()) and self.also(sizes)
 
 
 def hugging_face_config(sizes: ModelSizes) -> Mapping[str, Any] | None:
@@ -46,53 +53,64 @@ def hugging_face_lacks(sizes: ModelSizes) -> Iterator[str]:
 # ── what models are ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _is_plain(sizes: ModelSizes) -> bool:
-    """Whether nothing but embedding, blocks, last norm and head is there."""
-    special = (sizes.stem_norm, sizes.head_bias, sizes.attention_sinks, sizes.token_types, sizes.patch_values)
-    return sizes.causal and sizes.head == "vocabulary" and not any(special)
+def _kinds_of(sizes: ModelSizes) -> Mapping[str, object]:
+    """Questions about a model, with their answers."""
+    special = (sizes.head_bias, sizes.attention_sinks, sizes.token_types, sizes.patch_values)
+    positions = "learned" if sizes.learned_positions else "none"
+    if sizes.rotary:
+        positions = "rotary" if sizes.rotary_fraction == 1 else "partly rotary"
+    mixtures = [sizes.is_mixture(layer) for layer in range(sizes.num_layers)] if sizes.num_experts else []
+    return {
+        "is_plain": sizes.causal and sizes.head == "vocabulary" and not any(special),
+        "has_stem_norm": sizes.stem_norm,
+        "norm": (sizes.norm, sizes.norm_width, sizes.norm_placement),
+        "activation": sizes.activation,
+        "positions": positions,
+        "has_dropout": bool(sizes.dropout),
+        "biases": (sizes.qkv_bias, sizes.output_bias, sizes.ffn_bias),
+        "has_window": sizes.window is not None,
+        "full_every": sizes.full_attention_every,
+        "qk_norm": sizes.qk_norm,
+        "is_latent": bool(sizes.kv_rank),
+        "groups_heads": sizes.kv_heads != sizes.num_heads,
+        "fills_hidden": sizes.query_size * sizes.num_heads == sizes.hidden_size,
+        "has_like_values": bool(sizes.kv_rank) or sizes.value_size == sizes.query_size,
+        "experts": "none" if not mixtures else "all" if all(mixtures) else "some",
+        "shares_experts": bool(sizes.shared_ffn_size),
+        "has_shared_gate": sizes.shared_gate,
+        "has_router_bias": sizes.router_bias,
+    }
 
 
-def _is_llama(sizes: ModelSizes, activation: str = "swiglu", placement: str = "before") -> bool:
-    """RMSNorm, rotary positions and a gated feed-forward, no dropout but in attention."""
-    return (
-        _is_plain(sizes)
-        and sizes.norm == "rms"
-        and sizes.norm_width == 1
-        and sizes.norm_placement == placement
-        and sizes.activation == activation
-        and sizes.rotary
-        and sizes.rotary_fraction == 1
-        and not sizes.dropout
-        and (bool(sizes.kv_rank) or sizes.value_size == sizes.query_size)
-    )
-
-
-def _is_dense(sizes: ModelSizes) -> bool:
-    return not sizes.num_experts and not sizes.kv_rank
-
-
-def _biases(sizes: ModelSizes) -> tuple[bool, bool, bool]:
-    return sizes.qkv_bias, sizes.output_bias, sizes.ffn_bias
-
-
-def _is_gpt(sizes: ModelSizes, placement: str = "before") -> bool:
-    """LayerNorm, biases everywhere, whole heads, four matrices of attention alike."""
-    return (
-        _is_plain(sizes)
-        and _is_dense(sizes)
-        and sizes.norm == "layer"
-        and sizes.norm_width == 2
-        and sizes.norm_placement == placement
-        and _biases(sizes) == (True, True, True)
-        and sizes.kv_heads == sizes.num_heads
-        and sizes.query_size * sizes.num_heads == sizes.hidden_size
-        and sizes.window is None
-        and sizes.qk_norm == "none"
-    )
-
-
-def _is_mixture_everywhere(sizes: ModelSizes) -> bool:
-    return bool(sizes.num_experts) and all(sizes.is_mixture(layer) for layer in range(sizes.num_layers))
+_YES, _NO = (True,), (False,)
+_NONE, _QKV, _ALL = ((False,) * 3,), ((True, False, False),), ((True,) * 3,)
+"""Biases of queries, keys and values, of the output of attention, and of the feed-forward."""
+_PLAIN = {"is_plain": _YES, "has_stem_norm": _NO}
+_LLAMA = {
+    **_PLAIN,
+    "norm": (("rms", 1, "before"),),
+    "activation": ("swiglu",),
+    "positions": ("rotary",),
+    "has_dropout": _NO,
+    "has_like_values": _YES,
+}
+"""RMSNorm, rotary positions and a gated feed-forward, no dropout but in attention."""
+_DENSE = {"experts": ("none",), "is_latent": _NO}
+_DENSE_LLAMA = {**_LLAMA, **_DENSE, "has_window": _NO, "qk_norm": ("none",)}
+_GPT = {
+    **_PLAIN,
+    **_DENSE,
+    "norm": (("layer", 2, "before"),),
+    "activation": ("gelu",),
+    "biases": _ALL,
+    "groups_heads": _NO,
+    "fills_hidden": _YES,
+    "has_window": _NO,
+    "qk_norm": ("none",),
+}
+"""LayerNorm, biases everywhere, whole heads, four matrices of attention alike."""
+_MIXTURE = {**_LLAMA, "is_latent": _NO, "has_router_bias": _NO}
+_ROTARY = ("rotary", "partly rotary")
 
 
 # ── what their configurations say ─────────────────────────────────────────────────────────────────────────────────────
@@ -114,6 +132,17 @@ def _llama(sizes: ModelSizes) -> Config:
         "rope_parameters": {"rope_type": "default", "rope_theta": sizes.rotary_base},
         "attention_dropout": sizes.attention_dropout,
         "attention_bias": sizes.qkv_bias,
+    }
+
+
+def _mixtral(sizes: ModelSizes) -> Config:
+    return {
+        **_llama(sizes),
+        "intermediate_size": sizes.expert_ffn_size,
+        "num_local_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.top_k,
+        "sliding_window": sizes.window,
+        "output_router_logits": False,
     }
 
 
@@ -229,185 +258,121 @@ def _gemma(sizes: ModelSizes) -> Config:
     return {**_llama(sizes), "hidden_act": act, "hidden_activation": act}
 
 
-def _without_window(sizes: ModelSizes) -> bool:
-    return sizes.window is None
+def _qwen(config: Callable[[ModelSizes], Config]) -> Callable[[ModelSizes], Config]:
+    return lambda sizes: {**config(sizes), "use_sliding_window": False}
 
 
 _FAMILIES = (
     _Family(
         model_type="llama",
-        fits=lambda s: (
-            _is_llama(s) and _is_dense(s) and _without_window(s) and s.qk_norm == "none" and s.qkv_bias == s.output_bias
-        ),
-        config=lambda s: {**_llama(s), "mlp_bias": s.ffn_bias},
+        config=lambda sizes: {**_llama(sizes), "mlp_bias": sizes.ffn_bias},
+        kinds={**_DENSE_LLAMA, "biases": (*_NONE, *_ALL, (False, False, True), (True, True, False))},
     ),
     _Family(
         model_type="mistral",
-        fits=lambda s: (
-            _is_llama(s)
-            and _is_dense(s)
-            and s.window is not None
-            and not s.full_attention_every
-            and s.qk_norm == "none"
-            and not any(_biases(s))
-        ),
-        config=lambda s: {**_llama(s), "sliding_window": s.window},
+        config=lambda sizes: {**_llama(sizes), "sliding_window": sizes.window},
+        kinds={**_DENSE_LLAMA, "has_window": _YES, "full_every": (0,), "biases": _NONE},
     ),
     _Family(
         model_type="qwen2",
-        fits=lambda s: (
-            _is_llama(s)
-            and _is_dense(s)
-            and _without_window(s)
-            and s.qk_norm == "none"
-            and _biases(s) == (True, False, False)
-            and s.query_size * s.num_heads == s.hidden_size
-        ),
-        config=lambda s: {**_llama(s), "use_sliding_window": False},
+        config=_qwen(_llama),
+        kinds={**_DENSE_LLAMA, "biases": _QKV, "fills_hidden": _YES},
     ),
     _Family(
         model_type="qwen3",
-        fits=lambda s: (
-            _is_llama(s)
-            and _is_dense(s)
-            and _without_window(s)
-            and s.qk_norm == "head"
-            and not s.ffn_bias
-            and s.qkv_bias == s.output_bias
-        ),
-        config=lambda s: {**_llama(s), "use_sliding_window": False},
+        config=_qwen(_llama),
+        kinds={**_DENSE_LLAMA, "qk_norm": ("head",), "biases": (*_NONE, (True, True, False))},
     ),
     _Family(
         model_type="mixtral",
-        fits=lambda s: (
-            _is_llama(s)
-            and _is_mixture_everywhere(s)
-            and not s.kv_rank
-            and not s.shared_ffn_size
-            and s.qk_norm == "none"
-            and not any((*_biases(s), s.router_bias))
-            and (_without_window(s) or not s.full_attention_every)
-        ),
-        config=lambda s: {
-            **_llama(s),
-            "intermediate_size": s.expert_ffn_size,
-            "num_local_experts": s.num_experts,
-            "num_experts_per_tok": s.top_k,
-            "sliding_window": s.window,
-            "output_router_logits": False,
-        },
+        config=_mixtral,
+        kinds={**_MIXTURE, "experts": ("all",), "shares_experts": _NO, "qk_norm": ("none",), "biases": _NONE},
+        also=lambda sizes: sizes.window is None or not sizes.full_attention_every,
     ),
     _Family(
         model_type="qwen3_moe",
-        fits=lambda s: (
-            _is_llama(s)
-            and bool(s.num_experts)
-            and not s.kv_rank
-            and not s.shared_ffn_size
-            and s.qk_norm == "head"
-            and s.qkv_bias == s.output_bias
-            and not s.ffn_bias
-            and not s.router_bias
-            and _without_window(s)
-        ),
-        config=lambda s: {**_mixture(s), "use_sliding_window": False},
+        config=_qwen(_mixture),
+        kinds={
+            **_MIXTURE,
+            "experts": ("all", "some"),
+            "shares_experts": _NO,
+            "qk_norm": ("head",),
+            "biases": (*_NONE, (True, True, False)),
+            "has_window": _NO,
+        },
     ),
     _Family(
         model_type="qwen2_moe",
-        fits=lambda s: (
-            _is_llama(s)
-            and bool(s.num_experts)
-            and not s.kv_rank
-            and s.shared_gate
-            and s.qk_norm == "none"
-            and _biases(s) == (True, False, False)
-            and not s.router_bias
-            and _without_window(s)
-        ),
-        config=lambda s: {
-            **_mixture(s),
-            "shared_expert_intermediate_size": s.shared_ffn_size,
-            "use_sliding_window": False,
+        config=_qwen(lambda sizes: {**_mixture(sizes), "shared_expert_intermediate_size": sizes.shared_ffn_size}),
+        kinds={
+            **_MIXTURE,
+            "experts": ("all", "some"),
+            "has_shared_gate": _YES,
+            "qk_norm": ("none",),
+            "biases": _QKV,
+            "has_window": _NO,
         },
     ),
     _Family(
         model_type="deepseek_v3",
-        fits=lambda s: (
-            _is_llama(s)
-            and bool(s.kv_rank and s.num_experts and s.query_rank and s.router_bias)
-            and not any(_biases(s))
-            and s.shared_ffn_size % s.expert_ffn_size == 0
-            and s.expert_every == 1
-        ),
         config=_latent,
+        kinds={**_LLAMA, "is_latent": _YES, "experts": ("all", "some"), "has_router_bias": _YES, "biases": _NONE},
+        also=lambda sizes: (
+            bool(sizes.query_rank) and sizes.shared_ffn_size % sizes.expert_ffn_size == 0 and sizes.expert_every == 1
+        ),
     ),
     _Family(
         model_type="gemma",
-        fits=lambda s: (
-            _is_llama(s, "geglu")
-            and _is_dense(s)
-            and _without_window(s)
-            and not any(_biases(s))
-            and s.qk_norm == "none"
-        ),
         config=_gemma,
+        kinds={**_DENSE_LLAMA, "activation": ("geglu",), "biases": _NONE},
     ),
     _Family(
         model_type="gemma2",
-        fits=lambda s: (
-            _is_llama(s, "geglu", "both")
-            and _is_dense(s)
-            and s.full_attention_every == 2
-            and not any(_biases(s))
-            and s.qk_norm == "none"
-        ),
-        config=lambda s: {**_gemma(s), "sliding_window": s.window, "query_pre_attn_scalar": s.query_size},
+        config=lambda sizes: {
+            **_gemma(sizes),
+            "sliding_window": sizes.window,
+            "query_pre_attn_scalar": sizes.query_size,
+        },
+        kinds={
+            **_LLAMA,
+            **_DENSE,
+            "activation": ("geglu",),
+            "norm": (("rms", 1, "both"),),
+            "full_every": (2,),
+            "biases": _NONE,
+            "qk_norm": ("none",),
+        },
     ),
-    _Family(
-        model_type="gpt2",
-        fits=lambda s: _is_gpt(s) and s.activation == "gelu" and bool(s.learned_positions) and not s.rotary,
-        config=_gpt2,
-    ),
+    _Family(model_type="gpt2", config=_gpt2, kinds={**_GPT, "positions": ("learned",)}),
     _Family(
         model_type="opt",
-        fits=lambda s: _is_gpt(s) and s.activation == "relu" and s.learned_positions > 2 and not s.rotary,
         config=_opt,
+        kinds={**_GPT, "activation": ("relu",), "positions": ("learned",)},
+        also=lambda sizes: sizes.learned_positions > 2,
     ),
     _Family(
         model_type="bloom",
-        fits=lambda s: (
-            _is_gpt(_replaced_stem(s))
-            and s.stem_norm
-            and s.activation == "gelu"
-            and not s.learned_positions
-            and not s.rotary
-            and s.ffn_size == 4 * s.hidden_size
-        ),
         config=_bloom,
+        kinds={**_GPT, "has_stem_norm": _YES, "positions": ("none",)},
+        also=lambda sizes: sizes.ffn_size == 4 * sizes.hidden_size,
     ),
     _Family(
         model_type="gpt_neox",
-        fits=lambda s: _is_gpt(s, "parallel_two") and s.activation == "gelu" and s.rotary,
         config=_neox,
+        kinds={**_GPT, "norm": (("layer", 2, "parallel_two"),), "positions": _ROTARY},
     ),
     _Family(
         model_type="nemotron",
-        fits=lambda s: (
-            _is_plain(s)
-            and _is_dense(s)
-            and (s.norm, s.norm_width, s.norm_placement) == ("layer", 2, "before")
-            and s.activation == "squared_relu"
-            and s.rotary
-            and not any(_biases(s))
-            and _without_window(s)
-            and not s.dropout
-        ),
         config=_nemotron,
+        kinds={
+            **_PLAIN,
+            **_DENSE,
+            "norm": (("layer", 2, "before"),),
+            "activation": ("squared_relu",),
+            "positions": _ROTARY,
+            "biases": _NONE,
+            "has_window": _NO,
+            "has_dropout": _NO,
+        },
     ),
 )
-
-
-def _replaced_stem(sizes: ModelSizes) -> ModelSizes:
-    from dataclasses import replace
-
-    return replace(sizes, stem_norm=False)

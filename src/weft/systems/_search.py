@@ -9,8 +9,8 @@ from weft.errors import PlanError
 from weft.price import Layout
 from weft.profile import ModelSizes
 from weft.search import Candidate, Counts, SearchResult, Space
-from weft.systems._contract import System
 from weft.systems._emit import job_of, node_size
+from weft.systems._system import System
 
 _AXES = ("pipeline", "tensor", "context", "expert")
 _KEPT: tuple[tuple[str, ...], ...] = (_AXES, ("pipeline", "tensor"), ("tensor",), ())

@@ -2,58 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.profile import ModelSizes
 from weft.search import Space
-from weft.systems._common import joined, layout_refusals, narrowed, optimizer_refusals
 from weft.systems._contract import Emission, Job
-from weft.systems._facts import Facts, broken_checks, facts_of, read_arguments, section_problems
-from weft.systems._hugging_face import hugging_face_config, hugging_face_lacks
-from weft.systems._template import filled
-
-CONFIG, SCRIPT = "deepspeed.json", "train.py"
+from weft.systems._facts import broken_checks, read_arguments, section_problems
+from weft.systems._transformers import COMMON, SCRIPT, TOKENS, TransformersSystem, transformers_notes
 
 
-class DeepSpeed:
+class DeepSpeed(TransformersSystem):
     """ZeRO 0 to 3, an optimizer on the host, and a tensor axis (AutoTP) beside stages 0 to 2."""
 
-    @property
-    def facts(self) -> Facts:
-        return facts_of("deepspeed")
+    name = "deepspeed"
+    precisions = ("bf16", "fp16", "fp32")
+    configuration = "deepspeed.json"
 
-    def spaces(self, sizes: ModelSizes, space: Space) -> tuple[Space, ...]:
-        if any(self.lacks(sizes)):
-            return ()
-        common: dict[str, Any] = {
-            "pipelines": (1,),
-            "contexts": (1,),
-            "experts": (1,),
-            "recomputes": ("none", "full"),
-            "per_block_recompute": False,
-            "precisions": ("bf16", "fp16", "fp32"),
-            "fused_losses": (False,),
-            "sequence_parallels": (False,),
-            "replicas": False,
-        }
+    def parts(self, sizes: ModelSizes, space: Space) -> Iterator[Mapping[str, Any]]:
+        common: dict[str, Any] = {**COMMON, "sequence_parallels": (False,), "replicas": False}
         split = tuple(size for size in space.tensors if size > 1 and _splits(sizes, size))
-        device, host = {"offloads": ("none",)}, {"offloads": ("none", "optimizer")}
-        return joined(
-            narrowed(space, **common, **device, tensors=(1, *split), zeros=(0,)),
-            narrowed(space, **common, **host, tensors=(1,), zeros=(1, 2, 3)),
-            narrowed(space, **common, **host, tensors=split, zeros=(1, 2)),
-        )
+        host = {"offloads": ("none", "optimizer")}
+        yield {**common, "offloads": ("none",), "tensors": (1, *split), "zeros": (0,)}
+        yield {**common, **host, "tensors": (1,), "zeros": (1, 2, 3)}
+        yield {**common, **host, "tensors": split, "zeros": (1, 2)}
 
-    def lacks(self, sizes: ModelSizes) -> Iterator[str]:
-        yield from hugging_face_lacks(sizes)
-
-    def refusals(self, job: Job) -> Iterator[str]:
+    def layout_lacks(self, job: Job) -> Iterator[str]:
         layout, sizes = job.layout, job.sizes
-        yield from self.lacks(sizes)
-        yield from layout_refusals(job)
-        yield from optimizer_refusals(job)
+        yield from super().layout_lacks(job)
         if layout.pipeline > 1:
             yield "a pipeline: its stages are written in code (PipelineModule), not in its configuration"
         if layout.context > 1 or layout.expert > 1:
@@ -68,39 +44,20 @@ class DeepSpeed:
             yield f"tensor = {layout.tensor} for {sizes.kv_heads} key heads, or for experts"
         if layout.sequence_parallel and layout.tensor > 1:
             yield "sequence parallelism beside its tensor axis"
-        if layout.recomputes_selectively:
-            yield "selective recomputation: transformers recomputes whole blocks"
-        if layout.precision not in ("bf16", "fp16", "fp32"):
-            yield f"{layout.precision}: emitted are bf16, fp16 and fp32"
-        if layout.fuses_loss:
-            yield "a loss fused with the head: transformers writes out all logits"
 
     def emission(self, job: Job) -> Emission:
         layout = job.layout
-        words = {
-            "TITLE": f"{job.sizes.name} for {self.facts.title}",
-            "STEPS": str(job.steps),
-            "MICROBATCH": str(layout.microbatch_size),
-            "ACCUMULATION": str(layout.microbatches),
-            "LENGTH": str(job.sequence_length),
-            "TENSOR": str(layout.tensor),
-            "SHARDED": str(layout.shards_weights),
-            "DTYPE": {"bf16": "bfloat16", "fp16": "float16"}.get(layout.precision, "float32"),
-            "RECOMPUTE": str(layout.recomputes_whole_blocks),
-        }
-        files = {
-            CONFIG: json.dumps(_config(job), indent=2) + "\n",
-            "model/config.json": model_text(job),
-            SCRIPT: filled("train_deepspeed", words),
-        }
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(layout.precision, "float32")
+        words = {"TENSOR": layout.tensor, "SHARDED": layout.shards_weights, "DTYPE": dtype}
+        files = self.files(job, _config(job), words)
         launcher = ["--num_nodes", str(job.nodes), "--num_gpus", str(job.per_node)]
         if job.nodes > 1:
             files["hostfile"] = "".join(f"node-{node} slots={job.per_node}\n" for node in range(job.nodes))
             launcher += ["--hostfile", "hostfile", "--master_addr", "$HEAD_NODE", "--master_port", "29500"]
         return Emission(
-            system="deepspeed",
+            system=self.name,
             version=self.facts.version,
-            command=("deepspeed", *launcher, SCRIPT, "--tokens", "tokens.bin"),
+            command=("deepspeed", *launcher, SCRIPT, *TOKENS),
             files=files,
             notes=tuple(_notes(job)),
         )
@@ -109,44 +66,17 @@ class DeepSpeed:
         command = emission.command
         launcher, problems = read_arguments(self.facts, command[1 : command.index(SCRIPT)])
         yield from problems
-        config: dict[str, Any] = json.loads(emission.files[CONFIG])
-        compile(emission.files[SCRIPT], SCRIPT, "exec")
-        for key in config.keys() - self.facts.keys - self.facts.sections.keys():
-            yield f"{key} is no key of {self.facts.title}"
+        config = self.read(emission)
+        yield from self.unknown_keys(config)
         values: dict[str, Any] = {"world": int(launcher["num_nodes"]) * int(launcher["num_gpus"]), **config}
         for section in ("zero_optimization", "tensor_parallel"):
             table = dict(config.get(section, {}))
             yield from section_problems(self.facts, section, table)
             values |= {f"{section}.{key}": value for key, value in table.items()}
-        values["fp16.enabled"] = config.get("fp16", {}).get("enabled", False)
-        values["bf16.enabled"] = config.get("bf16", {}).get("enabled", False)
+        for precision in ("fp16", "bf16"):
+            values[f"{precision}.enabled"] = config.get(precision, {}).get("enabled", False)
         values["kv_heads"] = job.sizes.kv_heads
         yield from broken_checks(self.facts, values)
-
-
-def model_text(job: Job) -> str:
-    """`config.json` of a job's model, long enough for its samples."""
-    config = dict(hugging_face_config(job.sizes) or {})
-    if "max_position_embeddings" in config and not job.sizes.learned_positions:
-        config["max_position_embeddings"] = job.sequence_length
-    return json.dumps(config, indent=2) + "\n"
-
-
-def hugging_face_notes(job: Job) -> Iterator[str]:
-    """What both systems that build models of transformers say."""
-    yield "tokens.bin stands for your data: 32-bit tokens, one after another, samples in their order"
-    yield "initial weights are those of transformers: other losses than Weft's, alike"
-    if job.sizes.num_experts:
-        yield "the experts are transformers': no axis splits them, and no loss balances them"
-    config = hugging_face_config(job.sizes) or {}
-    if config.get("model_type") in ("gemma", "gemma2"):
-        yield "transformers scales the embedding and, in Gemma 2, caps scores and logits: Weft's sizes know of neither"
-    if config.get("model_type") == "deepseek_v3":
-        yield "groups of experts and the factor on scores are 1 here: set n_group, topk_group and routed_scaling_factor"
-    if job.optimizer.weight_decay:
-        yield "weight decay reaches norms and biases too"
-    if not job.optimizer.is_constant_rate:
-        yield f"the learning rate is constant here; yours: {job.optimizer.schedule_line}"
 
 
 def _splits(sizes: ModelSizes, tensor: int) -> bool:
@@ -154,7 +84,7 @@ def _splits(sizes: ModelSizes, tensor: int) -> bool:
 
 
 def _config(job: Job) -> dict[str, Any]:
-    layout, optimizer = job.layout, job.optimizer
+    layout = job.layout
     sharding: dict[str, Any] = {"stage": layout.stage}
     if layout.shards_states:
         sharding |= {"overlap_comm": True, "contiguous_gradients": True}
@@ -165,18 +95,10 @@ def _config(job: Job) -> dict[str, Any]:
         "train_batch_size": job.global_batch_size,
         "train_micro_batch_size_per_gpu": layout.microbatch_size,
         "gradient_accumulation_steps": layout.microbatches,
-        "gradient_clipping": optimizer.max_grad_norm or 0.0,
+        "gradient_clipping": job.optimizer.max_grad_norm or 0.0,
         "zero_optimization": sharding,
         "data_types": {"grad_accum_dtype": "bf16" if layout.gradient_bytes == 2 else "fp32"},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": optimizer.learning_rate,
-                "betas": list(optimizer.betas),
-                "eps": optimizer.epsilon or 1e-8,
-                "weight_decay": optimizer.weight_decay,
-            },
-        },
+        "optimizer": {"type": "AdamW", "params": job.adamw},
     }
     if layout.precision in ("bf16", "fp16"):
         config[layout.precision] = {"enabled": True}
@@ -186,7 +108,7 @@ def _config(job: Job) -> dict[str, Any]:
 
 
 def _notes(job: Job) -> Iterator[str]:
-    yield from hugging_face_notes(job)
+    yield from transformers_notes(job)
     if job.layout.tensor > 1:
         yield "AutoTP leaves the embedding and the head whole on every rank"
     if job.nodes > 1:

@@ -7,17 +7,9 @@ from typing import Any
 
 from weft.profile import ModelSizes
 from weft.search import Space
-from weft.systems._common import (
-    joined,
-    layout_refusals,
-    model_lacks,
-    narrowed,
-    optimizer_refusals,
-    place_notes,
-    torchrun,
-)
 from weft.systems._contract import Emission, Job
-from weft.systems._facts import Facts, broken_checks, facts_of, read_arguments
+from weft.systems._facts import broken_checks, read_arguments
+from weft.systems._system import System, model_lacks, narrowed, place_notes, rate_notes, torchrun
 
 _ACTIVATIONS = {"swiglu": ("--swiglu",), "gelu": (), "squared_relu": ("--squared-relu",)}
 _CONTEXT = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
@@ -26,34 +18,29 @@ _SCHEDULES = ("1F1B", "Interleaved1F1B")
 _SCRIPT = "pretrain_gpt.py"
 
 
-class Megatron:
+class Megatron(System):
     """Its pipelines, distributed optimizer (ZeRO-1), and axes for tensors, contexts and experts."""
 
-    @property
-    def facts(self) -> Facts:
-        return facts_of("megatron")
+    name = "megatron"
+    precisions = ("bf16", "fp16", "fp32")
 
-    def spaces(self, sizes: ModelSizes, space: Space) -> tuple[Space, ...]:
+    def parts(self, sizes: ModelSizes, space: Space) -> Iterator[Mapping[str, Any]]:
         """Interleaved chunks take whole rounds of microbatches, which no space can say: such plans are refused."""
-        if any(self.lacks(sizes)):
-            return ()
-        tensors = tuple(size for size in space.tensors if _splits(sizes, size))
         common: dict[str, Any] = {
             "zeros": (0, 1),
             "recomputes": ("none", "selective", "full"),
-            "per_block_recompute": False,
             "offloads": ("none",),
-            "precisions": ("bf16", "fp16", "fp32"),
             "fused_losses": (True,),
             "context_schemes": ("ring", "all_gather", "ulysses"),
-            "tensors": tensors,
+            "tensors": tuple(size for size in space.tensors if _splits(sizes, size)),
         }
         # Experts beside a tensor axis need sequence parallelism there.
-        sequence = (True,) if sizes.num_experts else (False, True)
-        plain = narrowed(space, **common, schedules=("1f1b",), sequence_parallels=sequence)
-        woven = narrowed(space, **common, schedules=("interleaved_1f1b",), sequence_parallels=sequence)
-        alone = narrowed(space, **{**common, "tensors": (1,)}, schedules=("1f1b",))
-        return joined(plain, woven, alone if plain is None else None)
+        sequence = {"sequence_parallels": (True,) if sizes.num_experts else (False, True)}
+        plain = {**common, **sequence, "schedules": ("1f1b",)}
+        yield plain
+        yield {**common, **sequence, "schedules": ("interleaved_1f1b",)}
+        if narrowed(space, **plain) is None:
+            yield {**common, "tensors": (1,), "schedules": ("1f1b",)}
 
     def lacks(self, sizes: ModelSizes) -> Iterator[str]:
         yield from model_lacks(sizes)
@@ -82,19 +69,14 @@ class Megatron:
         if sizes.router_bias and not sizes.kv_rank:
             yield "a bias on the router's linear layer"
 
-    def refusals(self, job: Job) -> Iterator[str]:
+    def layout_lacks(self, job: Job) -> Iterator[str]:
         layout, sizes = job.layout, job.sizes
-        yield from self.lacks(sizes)
-        yield from layout_refusals(job)
-        yield from optimizer_refusals(job)
         if layout.shards_gradients:
             yield f"{layout.stage_name}: its distributed optimizer is ZeRO-1"
         if layout.pipeline > 1 and layout.torch_schedule not in _SCHEDULES:
             yield f"schedule {layout.schedule_line}: it has {' and '.join(_SCHEDULES)}"
         if layout.chunks > 1 and layout.microbatches % layout.pipeline:
             yield f"{layout.microbatches} microbatches in rounds of {layout.pipeline} with interleaved chunks"
-        if layout.precision not in ("bf16", "fp16", "fp32"):
-            yield f"{layout.precision}: emitted are bf16, fp16 and fp32"
         if layout.offloads:
             yield "an offloaded optimizer, which there is one of other numerics"
         if not _splits(sizes, layout.tensor):
@@ -111,7 +93,7 @@ class Megatron:
     def emission(self, job: Job) -> Emission:
         words = [*_model(job), *_positions(job), *_experts(job), *_layout(job), *_training(job)]
         return Emission(
-            system="megatron",
+            system=self.name,
             version=self.facts.version,
             command=(*torchrun(job), _SCRIPT, *words),
             environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
@@ -281,8 +263,7 @@ def _notes(job: Job) -> Iterator[str]:
             "selective recomputation is of core attention alone (--recompute-modules core_attn); Weft's is of norms and"
             " activation functions besides, so more memory is held here than the plan says"
         )
-    if not optimizer.is_constant_rate:
-        yield f"the learning rate is constant here; yours: {optimizer.schedule_line}"
+    yield from rate_notes(job)
     if optimizer.weight_decay and not optimizer.decay_one_dimensional:
         yield "weight decay leaves out biases and norms, as Weft does"
     if sizes.norm == "layer" and sizes.activation == "squared_relu":

@@ -9,22 +9,13 @@ from typing import Any
 from weft.profile import ModelSizes
 from weft.profile.known import KNOWN_MODELS
 from weft.search import Space
-from weft.systems._common import (
-    joined,
-    layout_refusals,
-    model_lacks,
-    narrowed,
-    optimizer_refusals,
-    place_notes,
-    torchrun,
-)
 from weft.systems._contract import Emission, Job
-from weft.systems._facts import Facts, broken_checks, facts_of, section_problems
+from weft.systems._facts import broken_checks, section_problems
+from weft.systems._system import System, model_lacks, place_notes, rate_notes, torchrun
 from weft.systems._template import filled
 from weft.techniques.pipeline.contract import TORCH_SCHEDULES
 
 FILE = "weft_titan.py"
-"""Those that pass weights' gradients back together with inputs': its attention knows no other way."""
 _RECOMPUTE = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}
 _FLAVORS = {
     "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
@@ -56,22 +47,17 @@ _DENSE: Mapping[bool, Mapping[str, str]] = {
 """Dense models by whether heads of queries and keys have norms."""
 
 
-class Torchtitan:
+class Torchtitan(System):
     """FSDP2 with replicas or without, and axes for tensors, pipelines, contexts and experts."""
 
-    @property
-    def facts(self) -> Facts:
-        return facts_of("torchtitan")
+    name = "torchtitan"
+    precisions = ("bf16", "fp32")
 
-    def spaces(self, sizes: ModelSizes, space: Space) -> tuple[Space, ...]:
-        if any(self.lacks(sizes)):
-            return ()
+    def parts(self, sizes: ModelSizes, space: Space) -> Iterator[Mapping[str, Any]]:
         common: dict[str, Any] = {
             "schedules": tuple(TORCH_SCHEDULES),
             "recomputes": ("none", "selective", "full"),
-            "per_block_recompute": False,
             "offloads": ("none",),
-            "precisions": ("bf16", "fp32"),
             "fused_losses": (True,),
             "context_schemes": ("all_gather",),
             "zeros": (0, 3),
@@ -79,11 +65,11 @@ class Torchtitan:
         }
         if sizes.tied:
             common["pipelines"] = (1,)
-        alone = narrowed(space, **{**common, "experts": (1,), "contexts": (1,)})
+        yield {**common, "experts": (1,), "contexts": (1,)}
         # FSDP shards over the context ranks as well, where there are any (`fsdp = dp_shard * cp` in parallel_dims.py).
-        shared = narrowed(space, **{**common, "experts": (1,), "zeros": (3,)})
-        spread = narrowed(space, **{**common, "tensors": (1,), "zeros": (3,)}) if sizes.num_experts else None
-        return joined(alone, shared, spread)
+        yield {**common, "experts": (1,), "zeros": (3,)}
+        if sizes.num_experts:
+            yield {**common, "tensors": (1,), "zeros": (3,)}
 
     def lacks(self, sizes: ModelSizes) -> Iterator[str]:
         if (known := KNOWN_MODELS.get(sizes.name)) and sizes.name in _FLAVORS and known.sizes == sizes:
@@ -107,11 +93,8 @@ class Torchtitan:
         if sizes.qk_norm == "full" or sizes.value_size != sizes.query_size:
             yield "norms over all features of queries and keys, or value heads of another size"
 
-    def refusals(self, job: Job) -> Iterator[str]:
+    def layout_lacks(self, job: Job) -> Iterator[str]:
         layout, sizes = job.layout, job.sizes
-        yield from self.lacks(sizes)
-        yield from layout_refusals(job)
-        yield from optimizer_refusals(job)
         if layout.gathers_after_step and layout.data > 1:
             yield f"{layout.stage_name}: it has ZeRO-3 (FSDP) and replicas"
         if layout.context > 1 and not layout.shards_weights:
@@ -123,8 +106,6 @@ class Torchtitan:
         rounds = max(1, layout.microbatches // layout.pipeline)
         if layout.chunks > 1 and layout.microbatches % rounds:
             yield f"{layout.microbatches} microbatches in {rounds} rounds of {layout.pipeline} with interleaved chunks"
-        if layout.precision not in ("bf16", "fp32"):
-            yield f"{layout.precision}: emitted are bf16 and fp32"
         if layout.gradient_bytes != 4:
             yield "gradients reduced in bf16: it reduces in fp32"
         if layout.offloads:
@@ -140,7 +121,7 @@ class Torchtitan:
         module = FILE.removesuffix(".py")
         words = ("-m", "torchtitan.train", "--module", module, "--config", "plan")
         return Emission(
-            system="torchtitan",
+            system=self.name,
             version=self.facts.version,
             command=(*torchrun(job), *words),
             environment={"PYTHONPATH": ".", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
@@ -222,19 +203,13 @@ def _sizes(sizes: ModelSizes) -> dict[str, Any]:
 
 
 def _module(job: Job, title: str) -> str:
-    optimizer, flavor = job.optimizer, _FLAVORS.get(job.sizes.name)
-    adamw = {
-        "lr": optimizer.learning_rate,
-        "betas": optimizer.betas,
-        "eps": optimizer.epsilon or 1e-8,
-        "weight_decay": optimizer.weight_decay,
-    }
+    flavor = _FLAVORS.get(job.sizes.name)
     words = {
         "TITLE": f"{job.sizes.name} for {title}",
         "SIZES": _shown({"vocabulary_size": job.sizes.vocabulary_size} if flavor else _sizes(job.sizes)),
         "TRAINING": _shown(_training(job)),
         "PARALLELISM": _shown(_parallelism(job)),
-        "ADAMW": _shown(adamw),
+        "ADAMW": _shown(job.adamw),
         "RECOMPUTE": _RECOMPUTE[job.layout.block_words[0]],
         **({"FAMILY": flavor[0], "FLAVOR": flavor[1]} if flavor else _DENSE[job.sizes.qk_norm == "head"]),
     }
@@ -261,6 +236,5 @@ def _notes(job: Job) -> Iterator[str]:
         yield "sequence parallelism is off, as in the plan; torchtitan has it on by default"
     if job.optimizer.weight_decay:
         yield "weight decay reaches norms too"
-    if not job.optimizer.is_constant_rate:
-        yield f"the learning rate is constant here; yours: {job.optimizer.schedule_line}"
+    yield from rate_notes(job)
     yield from place_notes(job)

@@ -1,25 +1,77 @@
-"""What several systems share."""
+"""What every other training system says of itself: one contract, one module per system; and what several share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from weft.plan import AXES
 from weft.profile import ModelSizes
 from weft.search import Space
-from weft.systems._contract import Job
+from weft.systems._contract import Emission, Job
+from weft.systems._facts import Facts, facts_of
 from weft.techniques.registry import elsewhere
 
 LAYERED = "a plain decoder of tokens"
 
 
+class System:
+    """A training system at a named version."""
+
+    name: ClassVar[str]
+    precisions: ClassVar[tuple[str, ...]]
+    """Those that are emitted."""
+
+    @property
+    def facts(self) -> Facts:
+        """The recorded version, arguments and checks."""
+        return facts_of(self.name)
+
+    def spaces(self, sizes: ModelSizes, space: Space) -> tuple[Space, ...]:
+        """Return parts of a space that together are what the system can do with a model; empty where it cannot train
+        the model at all."""
+        if any(self.lacks(sizes)):
+            return ()
+        parts = [narrowed(space, precisions=self.precisions, **values) for values in self.parts(sizes, space)]
+        return tuple(dict.fromkeys(part for part in parts if part is not None))
+
+    def parts(self, sizes: ModelSizes, space: Space) -> Iterator[Mapping[str, Any]]:
+        """Yield the same as values of the space that it is narrowed to (`narrowed`)."""
+        raise NotImplementedError
+
+    def lacks(self, sizes: ModelSizes) -> Iterator[str]:
+        """Yield what the system has no words for in a model."""
+        raise NotImplementedError
+
+    def refusals(self, job: Job) -> Iterator[str]:
+        """Yield why the system cannot train a model under a layout."""
+        yield from self.lacks(job.sizes)
+        yield from layout_refusals(job)
+        yield from optimizer_refusals(job)
+        if job.layout.precision not in self.precisions:
+            *others, last = self.precisions
+            yield f"{job.layout.precision}: emitted are {', '.join(others)} and {last}"
+        yield from self.layout_lacks(job)
+
+    def layout_lacks(self, job: Job) -> Iterator[str]:
+        """Yield the reasons that are its own, beside those of its model and those of all systems."""
+        raise NotImplementedError
+
+    def emission(self, job: Job) -> Emission:
+        """Return the command of a job without refusals."""
+        raise NotImplementedError
+
+    def check(self, emission: Emission, job: Job) -> Iterator[str]:
+        """Yield what the recorded arguments and checks of the system say against a command."""
+        raise NotImplementedError
+
+
 def narrowed(space: Space, **changes: Any) -> Space | None:
     """Return a space with only those values of a tuple that both allow; None where nothing is left of one.
 
-    What all of these systems have in common is set here too: equal shares of the batch, axes in their usual
-    order, gradients summed as they are.
+    What all of these systems have in common is set here too: equal shares of the batch, axes in their usual order,
+    gradients summed as they are, blocks recomputed alike.
     """
     usual: dict[str, Any] = {
         "tensor_schemes": ("1d",),
@@ -36,12 +88,7 @@ def narrowed(space: Space, **changes: Any) -> Space | None:
             space = replace(space, **{name: kept})
         else:
             space = replace(space, **{name: values})
-    return replace(space, even_shares=True, fewer_devices=space.fewer_devices)
-
-
-def joined(*spaces: Space | None) -> tuple[Space, ...]:
-    """The spaces that hold anything, each once."""
-    return tuple(dict.fromkeys(space for space in spaces if space is not None))
+    return replace(space, even_shares=True, per_block_recompute=False)
 
 
 def layout_refusals(job: Job) -> Iterator[str]:
@@ -96,3 +143,8 @@ def torchrun(job: Job) -> tuple[str, ...]:
 def place_notes(job: Job) -> Iterator[str]:
     if job.nodes > 1:
         yield f"$HEAD_NODE: the first of the {job.nodes} nodes; $NODE_RANK: 0 to {job.nodes - 1}, another on every node"
+
+
+def rate_notes(job: Job) -> Iterator[str]:
+    if not job.optimizer.is_constant_rate:
+        yield f"the learning rate is constant here; yours: {job.optimizer.schedule_line}"

@@ -20,7 +20,7 @@ from weft.data._fields import check_finite
 from weft.data._reader import TrainReader
 from weft.data._samples import ImageSamples
 from weft.data._tokens import StreamWindows, TokenSamples, TokenTask, document_borders, mask_tokens
-from weft.data.preparation import prepare, prepare_data
+from weft.data.preparation import load_tokenizer, prepare, prepare_data
 from weft.errors import DataError
 from weft.models import Blueprint, regression_loss, token_loss
 from weft.plan import MicrobatchPlan
@@ -155,7 +155,7 @@ def test_masking_follows_the_rule_and_the_key_alone() -> None:
 def test_data_ranks_share_the_batch_of_one_process(corpora: Path, documents: str, shares: tuple[int, ...]) -> None:
     told = text_recipe(corpora, "a", "b", documents=documents)
     prepared = PreparedData.from_json(prepare_data(told, TEXT).to_json())
-    one = open_data(told, TEXT, microbatch=MicrobatchPlan(size=12, per_step=1), prepared=prepared).batches
+    one = open_data(told, TEXT, microbatch=MicrobatchPlan(size=12, per_step=1), prepared=prepared)
     many = [
         open_data(
             told,
@@ -164,7 +164,7 @@ def test_data_ranks_share_the_batch_of_one_process(corpora: Path, documents: str
             data_ranks=len(shares),
             data_index=index,
             prepared=prepared,
-        ).batches
+        )
         for index in range(len(shares))
     ]
     for step in (0, 5, 300):
@@ -192,7 +192,7 @@ def test_evaluation_sees_each_label_once_with_equal_calls(corpora: Path, shares:
         plan = MicrobatchPlan(size=2, per_step=shares)
         source = open_data(
             told, TEXT, microbatch=plan, data_ranks=len(shares), data_index=index, prepared=prepared
-        ).batches
+        )
         lists.append(list(source.evaluation()))
         assert len(lists[-1]) == source.num_evaluation_steps() == -(-source.validation_size // 12)
         assert source.validation_size % 12
@@ -232,7 +232,7 @@ def test_blend_takes_its_proportions_and_never_validation_documents(corpora: Pat
 def test_masked_language_model_batches(corpora: Path) -> None:
     told = text_recipe(corpora)
     shape = replace(TEXT, task="masked_lm")
-    with open_data(told, shape, microbatch=MicrobatchPlan(size=12)).batches as source:
+    with open_data(told, shape, microbatch=MicrobatchPlan(size=12)) as source:
         (first,), (again,), (later,) = (source.microbatches(step) for step in (0, 0, 1))
         assert torch.equal(first["tokens"], again["tokens"])
         assert not torch.equal(first["labels"] != -100, later["labels"] != -100)
@@ -247,14 +247,14 @@ def test_masked_language_model_batches(corpora: Path) -> None:
 def test_fingerprint_and_state(corpora: Path) -> None:
     told = text_recipe(corpora)
     plan = MicrobatchPlan(size=12)
-    source = open_data(told, TEXT, microbatch=plan).batches
+    source = open_data(told, TEXT, microbatch=plan)
     state = source.state(7)
     assert source.step_of(json.loads(json.dumps(state))) == 7
-    assert open_data(replace(told, run=RunRecipe(steps=5)), TEXT, microbatch=plan).batches.fingerprint != ""
+    assert open_data(replace(told, run=RunRecipe(steps=5)), TEXT, microbatch=plan).fingerprint != ""
     longer = open_data(told, replace(TEXT, sequence_length=64), microbatch=plan)
     with pytest.raises(DataError, match="samples would not be the same"):
-        longer.batches.step_of(state)
-    seeded = open_data(replace(told, run=RunRecipe(steps=10, seed=2)), TEXT, microbatch=plan).batches
+        longer.step_of(state)
+    seeded = open_data(replace(told, run=RunRecipe(steps=10, seed=2)), TEXT, microbatch=plan)
     with pytest.raises(DataError, match=r"run\.seed = 1234, but the recipe now says 2|run\.seed = 1, but"):
         seeded.step_of(state)
 
@@ -263,7 +263,7 @@ def test_separate_validation_sources_are_evaluated_whole(corpora: Path) -> None:
     told = text_recipe(corpora)
     told = replace(told, data=replace(told.data, validation=(DataSource(source=str(corpora / "b.jsonl")),)))
     prepared = prepare_data(told, TEXT)
-    source = open_data(told, TEXT, microbatch=MicrobatchPlan(size=12), prepared=prepared).batches
+    source = open_data(told, TEXT, microbatch=MicrobatchPlan(size=12), prepared=prepared)
     labels = sum(int((m["labels"] != -100).sum()) for step in source.evaluation() for m in step)
     corpus = prepare([corpora / "b.jsonl"], vocabulary_size=300, tokenizer=prepared.tokenizer, cache=corpora / "cache")
     assert labels == corpus.num_tokens - 1
@@ -272,7 +272,7 @@ def test_separate_validation_sources_are_evaluated_whole(corpora: Path) -> None:
 def test_no_validation_is_an_error_only_when_asked(corpora: Path) -> None:
     told = text_recipe(corpora)
     told = replace(told, data=replace(told.data, validation_fraction=0.0))
-    source = open_data(told, TEXT, microbatch=MicrobatchPlan(size=12)).batches
+    source = open_data(told, TEXT, microbatch=MicrobatchPlan(size=12))
     assert source.validation_size == source.num_evaluation_steps() == 0
     with pytest.raises(DataError, match="no validation data to evaluate on"):
         next(source.evaluation())
@@ -282,10 +282,10 @@ def test_prepared_folders_are_sources_and_must_share_a_tokenizer(corpora: Path, 
     for name in ("a", "b"):
         prepare([corpora / f"{name}.jsonl"], vocabulary_size=300, folder=tmp_path / name)
     data = open_data(recipe(str(tmp_path / "a")), TEXT, microbatch=MicrobatchPlan(size=12))
-    assert data.batches.microbatches(0)[0]["tokens"].shape == (12, LENGTH)
-    tokenizer = data.tokenizer()
+    assert data.microbatches(0)[0]["tokens"].shape == (12, LENGTH)
+    tokenizer = prepare_data(recipe(str(tmp_path / "a")), TEXT).tokenizer
     assert tokenizer is not None
-    assert tokenizer.get_vocab_size() <= 300
+    assert load_tokenizer(tokenizer).get_vocab_size() <= 300
     with pytest.raises(DataError, match="were prepared with different tokenizers"):
         prepare_data(recipe(str(tmp_path / "a"), str(tmp_path / "b")), TEXT)
     with pytest.raises(DataError, match="tokens, but the model's vocabulary_size is 260"):
@@ -309,8 +309,8 @@ def test_corpus_shorter_than_a_sample_is_refused() -> None:
 @pytest.mark.parametrize("shape", [(1, 8, 8), (64,)])
 def test_digits_have_a_fixed_split(shape: tuple[int, ...]) -> None:
     wanted = DataShape(task="classification", image_shape=shape)
-    source = open_data(recipe("digits", batch=100), wanted, microbatch=MicrobatchPlan(size=50, per_step=2)).batches
-    assert (source.sampler_size, source.validation_size) == (1500, 297)
+    source = open_data(recipe("digits", batch=100), wanted, microbatch=MicrobatchPlan(size=50, per_step=2))
+    assert source.validation_size == 297
     first = source.microbatches(0)[0]
     assert first["images"].shape == (50, *shape)
     assert first["images"].dtype == torch.float32
@@ -347,7 +347,7 @@ def test_digits_that_do_not_fit_are_refused() -> None:
 )
 def test_synthetic_sources_need_no_file(shape: DataShape) -> None:
     told = recipe("synthetic")
-    sources = [open_data(told, shape, microbatch=MicrobatchPlan(size=6, per_step=2)).batches for _ in range(2)]
+    sources = [open_data(told, shape, microbatch=MicrobatchPlan(size=6, per_step=2)) for _ in range(2)]
     for left, right in zip(sources[0].microbatches(3), sources[1].microbatches(3), strict=True):
         assert all(torch.equal(left[name], right[name]) for name in left)
     steps = list(sources[0].evaluation())

@@ -24,6 +24,7 @@ from weft.data import _prepare as prepare_module
 from weft.data._sources import cut, list_sources, read_documents
 from weft.data.preparation import ConsoleProgress, PreparedCorpus, is_prepared, open_corpus, prepare
 from weft.errors import DataError
+from weft.process import children_of
 
 VOCABULARY = 400
 
@@ -186,10 +187,9 @@ def test_killed_helper_is_replaced(tmp_path: Path, library: Path) -> None:
 
     def kill_one() -> None:
         while not stopped.is_set():
-            for path in Path(f"/proc/{os.getpid()}/task/{os.getpid()}").glob("children"):
-                if pids := path.read_text().split():
-                    os.kill(int(pids[0]), signal.SIGKILL)
-                    return
+            if pids := children_of(os.getpid()):
+                os.kill(pids[0], signal.SIGKILL)
+                return
             time.sleep(0.001)
 
     killer = threading.Thread(target=kill_one)

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from weft.data import Blend, Permutation, Sampler, rank_share
+from weft.data import Blend, Permutation, Sampler, rank_range
+from weft.data._sampler import check_batch
 from weft.errors import DataError, PlanError
 from weft.plan import MicrobatchPlan
 
@@ -36,6 +38,13 @@ def test_permutations_differ_by_epoch_and_seed_and_are_fixed_for_ever() -> None:
     assert (first == np.arange(1000)).mean() < 0.02
     # A changed order would silently change every run; this pins it.
     assert Permutation(10, 1234, 0, 0)(np.arange(10)).tolist() == [0, 2, 7, 4, 8, 5, 9, 1, 3, 6]
+
+
+def rank_share(ids: NDArray[np.int64], plan: MicrobatchPlan, ranks: int, index: int) -> list[NDArray[np.int64]]:
+    """The microbatches of a data rank: slices of the ids of a global batch."""
+    start, stop = rank_range(plan, ranks, index)
+    check_batch(plan, ranks, len(ids))
+    return [ids[at : at + plan.size] for at in range(start, stop, plan.size)]
 
 
 @settings(max_examples=60)

@@ -128,19 +128,12 @@ class Act:
         os.kill(max(pid for pid in alive if _parent(pid) == parent), number)
 
     def pids(self, role: str) -> list[int]:
-        """The processes of a role: `launcher`, `fork_server`, `parent` (of the ranks), `rank`, `worker` (of data)."""
+        """The processes of a role: `launcher`, `fork_server`, `parent` (of the ranks), `rank`."""
         alive = marked(self.mark)
-        workers = [pid for pid in alive if "weft.data._prefetch" in _command(pid)]
         fork_servers = [pid for pid in alive if _parent(pid) == self.pid and "_fork_server_main.py" in _command(pid)]
         parents = [pid for pid in alive if _parent(pid) in fork_servers]
-        ranks = sorted(pid for pid in alive if _parent(pid) in parents and pid not in workers)
-        roles = {
-            "launcher": [self.pid],
-            "fork_server": fork_servers,
-            "parent": parents,
-            "rank": ranks,
-            "worker": workers,
-        }
+        ranks = sorted(pid for pid in alive if _parent(pid) in parents)
+        roles = {"launcher": [self.pid], "fork_server": fork_servers, "parent": parents, "rank": ranks}
         return roles[role]
 
 

@@ -174,7 +174,7 @@ def run_loop(
         data_index=mesh.index("data"),
         prepared=prepare_data(recipe, shape),
     )
-    data = Noted(opened.batches, broken)
+    data = Noted(opened, broken)
     keeper = Checkpointer(folder, Peers.of_group(mesh["world"]))
     trainer = Trainer(recipe, training, data, mesh, recorder, checkpointer=keeper)
     if keeper.latest() is not None:

@@ -28,6 +28,7 @@ from weft.cluster import (
     parse_cluster_spec,
 )
 from weft.collective import table_from_json
+from weft.document import typed
 from weft.errors import ClusterError
 from weft.launch import RankInfo
 from weft.price import Layout, Network, choose_algorithm
@@ -35,7 +36,7 @@ from weft.probe import probe
 from weft.probe._choices import worlds_of
 from weft.probe._devices import Concurrency, number_of_figures
 from weft.probe._links import KINDS, line_of, number_of_times, peers_of
-from weft.probe._probe import cluster_of, findings_from_json
+from weft.probe._probe import cluster_of
 from weft.probe._rank import Findings, probe_rank, settings_of, unsteady
 from weft.probe._timing import Timing, slowest, summarise
 
@@ -110,7 +111,7 @@ def test_ranks_measure_together_and_agree(ranks: pool.RankPool) -> None:
     first, second = ranks.run(2, _probe, timeout=240)
     assert first["found"]["measured"] == second["found"]["measured"]
     assert first["found"]["links"] == second["found"]["links"]
-    found = findings_from_json(first["found"])
+    found = typed(Findings, first["found"])
     assert dataclasses.asdict(found) == first["found"]
     assert found.cores == 1  # of the node that has fewest
     assert found.measured.settings == ((1, 1), (2, 1))

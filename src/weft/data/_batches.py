@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from weft.data._fields import Fields
 from weft.data._prefetch import Prefetcher
-from weft.data._reader import TrainReader, TrainSpec, ValidationReader
+from weft.data._prepared import PreparedData
+from weft.data._reader import TrainReader, ValidationReader
 from weft.data._sampler import check_batch, rank_range
-from weft.data._samples import SampleSpec
+from weft.data._shape import DataShape
 from weft.errors import DataError
 from weft.plan import MicrobatchPlan
+from weft.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,14 +29,12 @@ class BatchSource:
     - images: `images` (float32), `labels` (int64, (samples,));
     - regression: `images`, `labels` (float32), `weights` (float32, (samples,); 0: the sample does not count).
 
-    No method is collective.  Close it when done: it may own processes.
+    No method is collective.  Close it when done: it may own threads.
 
     Args:
-        train: What to train on.
-        validation: Sets to evaluate on; may be empty.
-        fingerprint: Of everything that decides the samples; kept in checkpoints.
+        prepared: What to train and to evaluate on.
         microbatch, data_ranks, data_index: This rank's share of every global batch.
-        prefetch_workers: Processes that prepare coming steps; 0: the batch is read when it is asked for.
+        prefetch_workers: Threads that read coming steps; 0: the batch is read when it is asked for.
 
     Raises:
         PlanError: The plan's microbatches do not add up to the global batch.
@@ -43,41 +43,25 @@ class BatchSource:
 
     def __init__(
         self,
-        train: TrainSpec,
-        validation: Sequence[SampleSpec],
+        prepared: PreparedData,
         *,
-        fingerprint: str,
         microbatch: MicrobatchPlan,
         data_ranks: int,
         data_index: int,
         prefetch_workers: int = 0,
     ) -> None:
         self._start, self._stop = rank_range(microbatch, data_ranks, data_index)
-        check_batch(microbatch, data_ranks, train.global_batch_size)
-        self.fingerprint = fingerprint
+        check_batch(microbatch, data_ranks, prepared.train.global_batch_size)
+        self.fingerprint = prepared.fingerprint
         self._microbatch_size = microbatch.size
-        self._reader = TrainReader(train, self._start, self._stop)
-        self._validation = ValidationReader(validation) if validation else None
-        self._prefetcher = (
-            Prefetcher(self._reader, train, self._start, self._stop, workers=prefetch_workers)
-            if prefetch_workers
-            else None
-        )
-
-    @property
-    def sampler_size(self) -> int:
-        """Training samples in all corpora."""
-        return self._reader.sampler.size
+        self._reader = TrainReader(prepared.train, self._start, self._stop)
+        self._validation = ValidationReader(prepared.validation) if prepared.validation else None
+        self._prefetcher = Prefetcher(self._reader, prefetch_workers) if prefetch_workers else None
 
     @property
     def validation_size(self) -> int:
         """Validation samples; 0: there is no validation set."""
         return self._validation.size if self._validation is not None else 0
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """Processes that prefetch now."""
-        return self._prefetcher.worker_pids if self._prefetcher is not None else []
 
     def microbatches(self, step: int) -> list[dict[str, Tensor]]:
         """Return this rank's microbatches of a step (from 0): a pure function of the recipe, the data and `step`.
@@ -130,7 +114,7 @@ class BatchSource:
         return self._reader.sampler.step_of(state, self.fingerprint)
 
     def close(self) -> None:
-        """End helper processes.  Harmless when repeated."""
+        """End what reads ahead.  Harmless when repeated."""
         if self._prefetcher is not None:
             self._prefetcher.close()
 
@@ -143,7 +127,7 @@ class BatchSource:
         self.close()
 
     def _as_microbatches(self, batch: Fields) -> list[dict[str, Tensor]]:
-        # Imported here so that preparing data and the helper processes start without torch.
+        # Imported here so that preparing data starts without torch.
         import torch
 
         tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
@@ -152,3 +136,35 @@ class BatchSource:
             {name: tensor[at : at + size] for name, tensor in tensors.items()}
             for at in range(0, self._stop - self._start, size)
         ]
+
+
+def open_data(
+    recipe: Recipe,
+    shape: DataShape,
+    *,
+    microbatch: MicrobatchPlan,
+    data_ranks: int = 1,
+    data_index: int = 0,
+    prepared: PreparedData | None = None,
+) -> BatchSource:
+    """Open the data of a recipe for one data rank.  Not collective.
+
+    Args:
+        microbatch, data_ranks, data_index: This rank's share of every global batch.
+        prepared: From `prepare_data`; None: prepare here.
+
+    Raises:
+        DataError: The data cannot be prepared or opened.
+        PlanError: The microbatches do not add up to the global batch.
+    """
+    if prepared is None:
+        from weft.data._recipe import prepare_data  # which the ranks of a run do without
+
+        prepared = prepare_data(recipe, shape)
+    return BatchSource(
+        prepared,
+        microbatch=microbatch,
+        data_ranks=data_ranks,
+        data_index=data_index,
+        prefetch_workers=recipe.data.prefetch_workers,
+    )

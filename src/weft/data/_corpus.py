@@ -19,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from weft.data._fields import Split
 from weft.data._keyed import mix
 from weft.data._tokenizer import digest_tokenizer, load_tokenizer, mask_of, separator_of, span_of
 from weft.document import JsonObject, read_plain_file
@@ -28,8 +29,6 @@ FORMAT = "weft-tokens-1"
 MANIFEST = "manifest.json"
 _DIGEST = "[0-9a-f]{32}"
 _READ_BYTES = 16 << 20
-
-Split = Literal["all", "train", "validation"]
 
 
 @dataclass(frozen=True, slots=True)

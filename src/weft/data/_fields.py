@@ -13,6 +13,8 @@ from weft.errors import DataError
 Fields = dict[str, NDArray[Any]]
 """Fields by name, samples along dim 0."""
 
+Split = Literal["all", "train", "validation"]
+
 IGNORED = -100
 """Label of a position that no loss counts."""
 

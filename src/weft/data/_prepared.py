@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 from weft.data._reader import TrainSpec
-from weft.data._samples import SampleSpec, spec_from_json, spec_to_json
+from weft.data._samples import SampleSpec
+from weft.document import plain, typed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,23 +23,8 @@ class PreparedData:
     fingerprint: str
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "train": self.train.to_json(),
-                "validation": [spec_to_json(spec) for spec in self.validation],
-                "tokenizer": self.tokenizer,
-                "description": self.description,
-                "fingerprint": self.fingerprint,
-            }
-        )
+        return json.dumps(plain(self))
 
     @staticmethod
     def from_json(text: str) -> PreparedData:
-        fields: dict[str, Any] = json.loads(text)
-        return PreparedData(
-            train=TrainSpec.from_json(fields["train"]),
-            validation=tuple(spec_from_json(spec) for spec in fields["validation"]),
-            tokenizer=fields["tokenizer"],
-            description=tuple(fields["description"]),
-            fingerprint=fields["fingerprint"],
-        )
+        return typed(PreparedData, json.loads(text))

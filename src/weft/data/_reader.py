@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from weft.data._fields import IGNORED, Field, Fields, check_finite
 from weft.data._sampler import Sampler
-from weft.data._samples import SampleSet, SampleSpec, spec_from_json, spec_to_json
+from weft.data._samples import SampleSet, SampleSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +22,6 @@ class TrainSpec:
     weights: tuple[float, ...]
     seed: int
     global_batch_size: int
-
-    def to_json(self) -> str:
-        fields = {"weights": self.weights, "seed": self.seed, "global_batch_size": self.global_batch_size}
-        return json.dumps({"sets": [spec_to_json(spec) for spec in self.sets], **fields})
-
-    @staticmethod
-    def from_json(text: str) -> TrainSpec:
-        fields: dict[str, Any] = json.loads(text)
-        sets = tuple(spec_from_json(spec) for spec in fields.pop("sets"))
-        return TrainSpec(sets=sets, weights=tuple(fields.pop("weights")), **fields)
 
 
 class TrainReader:
@@ -54,10 +43,6 @@ class TrainReader:
         ids = self.sampler.sample_ids(step)[self._start : self._stop]
         corpora, _, index = self.sampler.locate(ids)
         return gather(self._sets, corpora, index, ids)
-
-    @property
-    def num_samples(self) -> int:
-        return self._stop - self._start
 
 
 class ValidationReader:

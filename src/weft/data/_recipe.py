@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
 
-from weft.data._corpus import PreparedCorpus, Split, is_prepared, open_corpus
+from weft.data._corpus import PreparedCorpus, is_prepared, open_corpus
+from weft.data._fields import Split
 from weft.data._images import image_specs
 from weft.data._prepare import check_vocabulary, prepare, shared_tokenizer
 from weft.data._prepared import PreparedData
 from weft.data._progress import Progress, silent
 from weft.data._reader import TrainSpec
-from weft.data._samples import ImageSpec, SampleSpec, TokenSpec, spec_to_json
+from weft.data._samples import ImageSpec, SampleSpec, TokenSpec
 from weft.data._shape import DataShape
 from weft.data._tokens import TokenTask
 from weft.document import spell
@@ -82,7 +84,7 @@ def _prepared(
 
 def _fingerprint(train: Sequence[SampleSpec], weights: Sequence[float]) -> str:
     """Digest what decides the training samples: contents and settings, not where they lie."""
-    known = [spec_to_json(spec) for spec in train]
+    known = [{"kind": type(spec).__name__, **dataclasses.asdict(spec)} for spec in train]
     for spec in known:
         spec.pop("folder", None)
         # The seed has a place of its own in a checkpoint, and an error of its own.

@@ -103,11 +103,12 @@ class Sampler:
     def order(self, epoch: int, corpus: int = 0) -> Permutation:
         """Return the order in which an epoch of a corpus is read."""
         key = (epoch, corpus)
-        if key not in self._orders:
+        found = self._orders.get(key)  # threads that read ahead may ask, and clear, at the same time
+        if found is None:
             if len(self._orders) > 4 * len(self.sizes):
                 self._orders.clear()
-            self._orders[key] = Permutation(self.sizes[corpus], self.seed, corpus, epoch)
-        return self._orders[key]
+            found = self._orders[key] = Permutation(self.sizes[corpus], self.seed, corpus, epoch)
+        return found
 
     def sample_ids(self, step: int) -> NDArray[np.int64]:
         """Return the ids of the global batch of a step, int64 `(global_batch_size,)`; steps count from 0."""
@@ -204,16 +205,3 @@ def check_batch(microbatch: MicrobatchPlan, data_ranks: int, global_batch_size: 
         f"The plan computes {microbatch.size * count} samples per step (plan.microbatch.size = {microbatch.size} × "
         f"{count} microbatches on {data_ranks} data ranks), but batch.global_batch_size = {global_batch_size}. {fix}."
     )
-
-
-def rank_share(
-    ids: NDArray[np.int64], microbatch: MicrobatchPlan, data_ranks: int, data_index: int
-) -> list[NDArray[np.int64]]:
-    """Return the microbatches of a data rank: slices of the ids of a global batch.
-
-    Raises:
-        PlanError: The plan's microbatches do not add up to the global batch.
-    """
-    start, stop = rank_range(microbatch, data_ranks, data_index)
-    check_batch(microbatch, data_ranks, len(ids))
-    return [ids[at : at + microbatch.size] for at in range(start, stop, microbatch.size)]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data._fields import Field, Fields, check_finite
+from weft.data._fields import Field, Fields, Split, check_finite
 from weft.data._keyed import Permutation, normal, uniform
 from weft.data._tokens import StreamWindows, SyntheticWindows, TokenSamples, TokenTask
 from weft.errors import DataError
-
-if TYPE_CHECKING:
-    from weft.data._corpus import Split
 
 _SYNTHETIC_KEY = 0x5EED
 _DIGITS_VALIDATION = 297
@@ -85,19 +81,6 @@ class ImageSpec:
 
 
 SampleSpec = TokenSpec | ImageSpec
-
-
-def spec_to_json(spec: SampleSpec) -> dict[str, Any]:
-    return {"kind": type(spec).__name__, **dataclasses.asdict(spec)}
-
-
-def spec_from_json(fields: Mapping[str, Any]) -> SampleSpec:
-    values: dict[str, Any] = dict(fields)
-    if values.pop("kind") == "TokenSpec":
-        task = TokenTask(**values.pop("task"))
-        return TokenSpec(task=task, **values)
-    shape, label_shape = tuple(values.pop("shape")), tuple(values.pop("label_shape"))
-    return ImageSpec(shape=shape, label_shape=label_shape, **values)
 
 
 class ImageSamples:

@@ -19,6 +19,7 @@ from weft.data._corpus import ShardRecord, check_shard, digest_path, shard_path
 from weft.data._files import write_aside
 from weft.data._sources import FileSegment, read_documents
 from weft.data._tokenizer import load_tokenizer
+from weft.document import typed
 from weft.errors import DataError
 
 _BATCH_CHARACTERS = 1 << 20
@@ -39,15 +40,6 @@ class ShardTask:
     @property
     def num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(line: str | bytes) -> ShardTask:
-        fields: dict[str, Any] = json.loads(line)
-        fields["segments"] = tuple(FileSegment(**segment) for segment in fields["segments"])
-        return ShardTask(**fields)
 
 
 def finished_shard(task: ShardTask) -> ShardRecord | None:
@@ -120,23 +112,20 @@ def _encode(texts: list[str], tokenizer: Tokenizer, separator: int) -> tuple[Any
     return tokens, np.array(table, np.uint64).reshape(-1, 2)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Serve tasks: one JSON line in, progress and one result line out, until the pipe closes."""
-    tokenizer = load_tokenizer(arguments[0])
-    try:
-        for line in sys.stdin.buffer:
-            _serve(ShardTask.from_json(line), tokenizer)
-    except BrokenPipeError:  # the parent is gone
-        os._exit(1)
+def main(tokenizer_path: str) -> None:
+    """Do the tasks on stdin, a JSON line each, and say on stdout, in JSON lines too, how far they are."""
+    tokenizer = load_tokenizer(tokenizer_path)
 
-
-def _serve(task: ShardTask, tokenizer: Tokenizer) -> None:
     def say(**message: Any) -> None:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
 
     try:
-        record = write_shard(task, tokenizer, lambda count: say(bytes=count))
-        say(record=dataclasses.asdict(record))
+        for line in sys.stdin.buffer:
+            task = typed(ShardTask, json.loads(line))
+            record = write_shard(task, tokenizer, lambda count: say(bytes=count))
+            say(index=task.index, record=dataclasses.asdict(record))
+    except BrokenPipeError:  # the parent is gone
+        os._exit(1)
     except (DataError, OSError) as error:
         say(error=str(error))

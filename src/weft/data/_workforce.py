@@ -1,32 +1,44 @@
-"""Share shards out among helper processes."""
+"""Share shards out among helper processes: fresh interpreters that tokenize, and say how far they are in JSON lines.
+
+They are neither forked (torch's threads would not survive it) nor multiprocessing's spawn (which runs the user's script
+again).  They are in a session of their own, so that a terminal's Ctrl-C reaches the parent alone, and the system kills
+them with their parent.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import queue
+import signal
 import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from weft.data._child import describe_exit, end_child, start_child
 from weft.data._corpus import ShardRecord
 from weft.data._progress import Progress
 from weft.data._shards import ShardTask, finished_shard, write_shard
 from weft.data._tokenizer import load_tokenizer
+from weft.document import plain
 from weft.errors import DataError
 
 _MOST_WORKERS = 16
 _ATTEMPTS = 2
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from weft.process import die_with; die_with(int(sys.argv[2])); "
+    "from weft.data._shards import main; main(sys.argv[3])"
+)
 
 
 class Workforce:
     """The shards of one preparation, done and to do.
 
-    One thread waits for each helper process.  They share the task queue, the list of helpers, and `_advance`.
+    One thread waits for each helper process.  They share `_advance` and the list of processes.
     """
 
     def __init__(self, tasks: Sequence[ShardTask], tokenizer: Path, progress: Progress, lock: int) -> None:
@@ -37,8 +49,8 @@ class Workforce:
         self._total = sum(task.num_bytes for task in tasks)
         self._done = 0
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self._helpers: list[_Helper] = []
+        self._stopped = False
+        self._helpers: list[subprocess.Popen[bytes]] = []
 
     def run(self, workers: int | None) -> list[ShardRecord]:
         """Finish all shards and return their records in order.
@@ -55,54 +67,72 @@ class Workforce:
             for task in todo:
                 records[task.index] = write_shard(task, tokenizer, self._advance)
         else:
-            records.update(self._run_helpers(todo, count))
+            with ThreadPoolExecutor(count) as threads:
+                try:
+                    shares = [threads.submit(self._finish, todo[at::count]) for at in range(count)]
+                    for share in as_completed(shares):
+                        records.update(share.result())
+                finally:
+                    self._stop()
         self._progress("tokens", self._total, self._total)
         return [records[task.index] for task in self._tasks]
 
-    def _run_helpers(self, todo: Sequence[ShardTask], count: int) -> dict[int, ShardRecord]:
-        tasks: queue.SimpleQueue[ShardTask] = queue.SimpleQueue()
-        for task in todo:
-            tasks.put(task)
+    def _finish(self, tasks: Sequence[ShardTask]) -> dict[int, ShardRecord]:
+        """Let a helper do these tasks; one that dies is followed by another, which does what is left."""
         records: dict[int, ShardRecord] = {}
-        # Helpers are started here, not in their threads: a process started by a thread may not outlive it everywhere.
-        self._helpers = [_Helper(self._tokenizer, self._folder_lock) for _ in range(count)]
-        with ThreadPoolExecutor(count) as threads:
-            try:
-                waiting = [threads.submit(self._serve, helper, tasks, records) for helper in self._helpers]
-                for future in waiting:
-                    future.result()
-            finally:
-                self._stopped.set()
-                for helper in self._helpers:
-                    helper.kill()
-        for helper in self._helpers:
-            helper.close()
+        left, deaths = list(tasks), 0
+        while left and not self._stopped:
+            before = len(records)
+            code = self._attempt(left, records)
+            deaths = deaths + 1 if len(records) == before else 1
+            left = [task for task in tasks if task.index not in records]
+            if left and deaths == _ATTEMPTS and not self._stopped:
+                raise DataError(
+                    f"The process that tokenized shard {left[0].index} ({left[0].segments[0].path} …) "
+                    f"{_describe_exit(code)}, {_ATTEMPTS} times. Start again (finished shards are kept), with fewer "
+                    f"workers if memory was short."
+                )
         return records
 
-    def _serve(self, helper: _Helper, tasks: queue.SimpleQueue[ShardTask], records: dict[int, ShardRecord]) -> None:
-        try:
-            while not self._stopped.is_set():
-                task = tasks.get_nowait()
-                records[task.index] = self._attempt(helper, task)
-        except queue.Empty:
-            return
-        except BaseException:
-            self._stopped.set()
-            raise
+    def _attempt(self, tasks: Sequence[ShardTask], records: dict[int, ShardRecord]) -> int:
+        """Run one helper to its end, and return its status."""
+        root = str(Path(__file__).resolve().parents[2])
+        # -P: a file in the working directory must not stand in for a module.
+        command = [sys.executable, "-P", "-c", _BOOT, root, str(os.getpid()), str(self._tokenizer)]
+        with tempfile.TemporaryFile() as orders:
+            orders.write(b"".join(json.dumps(plain(task)).encode() + b"\n" for task in tasks))
+            orders.seek(0)
+            helper = subprocess.Popen(
+                command,
+                stdin=orders,
+                stdout=subprocess.PIPE,
+                pass_fds=(self._folder_lock,),
+                # The processes are the parallelism; the tokenizer's own threads would only compete with them.
+                env={**os.environ, "RAYON_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        with helper:
+            with self._lock:
+                self._helpers.append(helper)
+                if self._stopped:
+                    helper.kill()
+            assert helper.stdout is not None
+            for line in helper.stdout:
+                message: dict[str, Any] = json.loads(line)
+                if "error" in message:
+                    raise DataError(message["error"])
+                if "record" in message:
+                    records[message["index"]] = ShardRecord(**message["record"])
+                else:
+                    self._advance(message["bytes"])
+        return helper.returncode
 
-    def _attempt(self, helper: _Helper, task: ShardTask) -> ShardRecord:
-        for attempt in range(1, _ATTEMPTS + 1):
-            record = helper.run(task, self._advance)
-            if record is not None:
-                return record
-            if self._stopped.is_set():
-                break
-            if attempt < _ATTEMPTS:
-                helper.restart()
-        raise DataError(
-            f"The process that tokenized shard {task.index} ({task.segments[0].path} …) {helper.ending()}, "
-            f"{_ATTEMPTS} times. Start again (finished shards are kept), with fewer workers if memory was short."
-        )
+    def _stop(self) -> None:
+        """End all helpers at once; the threads that read from them then see the end of their output."""
+        with self._lock:
+            self._stopped = True
+            for helper in self._helpers:
+                helper.kill()
 
     def _advance(self, count: int) -> None:
         with self._lock:
@@ -111,48 +141,8 @@ class Workforce:
                 self._progress("tokens", self._done, self._total)
 
 
-class _Helper:
-    """One helper process, served by one thread."""
-
-    def __init__(self, tokenizer: Path, lock: int) -> None:
-        self._tokenizer = tokenizer
-        self._folder_lock = lock
-        self._child = self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # The processes are the parallelism; the tokenizer's own threads would only compete with them.
-        environment = {"RAYON_NUM_THREADS": "1"}
-        arguments, descriptors = [str(self._tokenizer)], [self._folder_lock]
-        return start_child("_shards", arguments, descriptors=descriptors, environment=environment, piped=True)
-
-    def run(self, task: ShardTask, advance: Callable[[int], None]) -> ShardRecord | None:
-        """Return the shard's record, or None when the process died."""
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        try:
-            self._child.stdin.write(task.to_json().encode() + b"\n")
-            self._child.stdin.flush()
-        except BrokenPipeError:
-            return None
-        for line in self._child.stdout:
-            message: dict[str, Any] = json.loads(line)
-            if "error" in message:
-                raise DataError(message["error"])
-            if "record" in message:
-                return ShardRecord(**message["record"])
-            advance(message["bytes"])
-        return None
-
-    def restart(self) -> None:
-        self.close()
-        self._child = self._start()
-
-    def ending(self) -> str:
-        return describe_exit(self._child.poll())
-
-    def kill(self) -> None:
-        """End the process at once; the thread that reads from it then sees the end of its output."""
-        self._child.kill()
-
-    def close(self) -> None:
-        end_child(self._child)
+def _describe_exit(code: int) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"was killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+    return f"ended with status {code}"

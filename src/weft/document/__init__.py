@@ -21,5 +21,7 @@ from weft.document._rules import Rules as Rules
 from weft.document._text import Path as Path
 from weft.document._text import dotted as dotted
 from weft.document._text import spell as spell
+from weft.document._typed import plain as plain
+from weft.document._typed import typed as typed
 from weft.document._write import describe_fields as describe_fields
 from weft.document._write import dump as dump

@@ -18,8 +18,6 @@ from weft.process import children_of, is_stopped
 
 LOOK_SECONDS = 0.5
 _TELL_SECONDS = 1.0
-_TELL_OF_CHILDREN_SECONDS = 4.0
-"""Weft's own data workers have been replaced by then."""
 
 
 @dataclass(slots=True)
@@ -27,7 +25,6 @@ class _Stopped:
     who: str
     pid: int
     rank: int
-    is_child: bool
     since: float
     told: bool = False
 
@@ -68,7 +65,7 @@ class StoppedProcesses:
                 self.warn(f"{before} goes on after {before.seconds:.1f} s.")
         self._stopped = {pid: self._stopped.get(pid, one) for pid, one in stopped_now.items()}
         for one in self._stopped.values():
-            if not one.told and one.seconds >= (_TELL_OF_CHILDREN_SECONDS if one.is_child else _TELL_SECONDS):
+            if not one.told and one.seconds >= _TELL_SECONDS:
                 one.told = True
                 left = max(0.0, self.stopped_timeout_seconds - one.seconds)
                 self.warn(
@@ -112,7 +109,7 @@ class StoppedProcesses:
         now = time.monotonic()
         for rank, pid in self.ranks.items():
             if is_stopped(pid):
-                yield _Stopped(f"rank {rank}", pid, rank, False, now)
+                yield _Stopped(f"rank {rank}", pid, rank, now)
             for child in children_of(pid):
                 if is_stopped(child):
-                    yield _Stopped(f"a process that rank {rank} has started", child, rank, True, now)
+                    yield _Stopped(f"a process that rank {rank} has started", child, rank, now)

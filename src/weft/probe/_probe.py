@@ -9,19 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from weft.cluster import (
-    AttentionSpeed,
-    BlockTime,
     Cluster,
-    CollectiveTime,
     Devices,
     LinkTier,
-    MatrixSpeed,
-    Measured,
-    MemorySpeed,
     Node,
     table_links,
 )
 from weft.collective import ChoiceTable, table_from_json
+from weft.document import typed
 from weft.errors import ClusterError
 from weft.launch import RankInfo
 from weft.launch.launcher import launch_function
@@ -75,7 +70,7 @@ def probe(
         return _handed_over(findings, node, keep) if rank_info.rank == 0 else None
     ranks = processes or _ranks_for(node)
     results = launch_function("weft.probe:measure_as_rank", arguments, ranks, threads_per_rank=node.cores)
-    return _handed_over(findings_from_json(results[0]), node, keep)
+    return _handed_over(typed(Findings, results[0]), node, keep)
 
 
 def _handed_over(findings: Findings, node: Node, keep: Callable[[ChoiceTable], object] | None) -> Cluster:
@@ -103,28 +98,6 @@ def _ranks_for(node: Node) -> int:
     if node.devices.kind != "cpu":
         return node.devices.count
     return max(2, min(_MOST_RANKS, node.cores if node.cores > 4 else 2 * node.cores))
-
-
-def findings_from_json(tables: dict[str, Any]) -> Findings:
-    """Return what `dataclasses.asdict` took apart."""
-    measured = tables["measured"]
-    return Findings(
-        device=tables["device"],
-        cores=tables["cores"],
-        memory_bytes=tables["memory_bytes"],
-        num_nodes=tables["num_nodes"],
-        ranks_per_node=tables["ranks_per_node"],
-        measured=Measured(
-            matrix=tuple(MatrixSpeed(**row) for row in measured["matrix"]),
-            attention=tuple(AttentionSpeed(**row) for row in measured["attention"]),
-            memory=tuple(MemorySpeed(**row) for row in measured["memory"]),
-            blocks=tuple(BlockTime(**row) for row in measured["blocks"]),
-            operator_seconds=measured["operator_seconds"],
-        ),
-        links={reach: [CollectiveTime(**row) for row in rows] for reach, rows in tables["links"].items()},
-        tables=tuple(tables["tables"]),
-        seconds=tables["seconds"],
-    )
 
 
 def cluster_of(findings: Findings, node: Node) -> Cluster:

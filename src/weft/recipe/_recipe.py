@@ -141,7 +141,7 @@ class DataRecipe:
     mask_fraction: float = 0.15
     """Share of tokens that a masked-language model must guess."""
     prefetch_workers: int = 1
-    """Processes per data rank that prepare coming batches; 0: none, batches are made when they are needed."""
+    """Threads per data rank that read coming batches; 0: none, batches are read when they are needed."""
     cache: str | None = None
     """Folder of prepared shards; by default `~/.cache/weft`."""
 

@@ -125,7 +125,7 @@ def training_of(
     provenance = {"recipe": recipe.digest, "plan": plan.digest, "run": folder.path.name}
     checkpointer = Checkpointer(folder.checkpoints, Peers.of_group(mesh["world"]), provenance=provenance)
     try:
-        yield Trainer(recipe, training, data.batches, mesh, recorder, checkpointer=checkpointer, run=events)
+        yield Trainer(recipe, training, data, mesh, recorder, checkpointer=checkpointer, run=events)
     finally:
         data.close()
     training.close()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -84,7 +85,7 @@ def _prepared(
 
 def _fingerprint(train: Sequence[SampleSpec], weights: Sequence[float]) -> str:
     """Digest what decides the training samples: contents and settings, not where they lie."""
-    known = [{"kind": type(spec).__name__, **dataclasses.asdict(spec)} for spec in train]
+    known: list[dict[str, Any]] = [{"kind": type(spec).__name__, **dataclasses.asdict(spec)} for spec in train]
     for spec in known:
         spec.pop("folder", None)
         # The seed has a place of its own in a checkpoint, and an error of its own.

@@ -53,11 +53,6 @@ class Atoms:
             for leaf in self.leaves(atom):
                 self._reasons.setdefault(leaf, reason)
 
-    def unify(self, a: int, b: int) -> bool:
-        """Say that two atoms are divided alike.  False when their sizes cannot be matched."""
-        mine, theirs = self.aligned((a,), [self._sizes[leaf] for leaf in self.leaves(b)]), self.leaves(b)
-        return mine is not None and all(self._join(group, leaf) for group, leaf in zip(mine, theirs, strict=True))
-
     def _join(self, group: Sequence[int], leaf: int) -> bool:
         if len(group) > 1:
             refined = self.aligned((leaf,), [self.size(atom) for atom in group])

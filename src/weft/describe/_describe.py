@@ -11,20 +11,7 @@ from torch import nn
 from weft.describe._events import Event, Trace, Value
 from weft.describe._graph import Graph, WrittenAttention, kind_of, written_attentions
 from weft.describe._kept import KeptStorage, kept_storages
-from weft.describe._operators import (
-    Draft,
-    Naming,
-    add_event,
-    add_kept,
-    add_separate_norms,
-    count_groups,
-    draft_key,
-    finished,
-    is_written_norm,
-    separate_norm_bytes,
-    settle_norm,
-    written_draft,
-)
+from weft.describe._operators import Draft, count_kept, draft_key, operator_of, place, separate_norm_bytes
 from weft.describe._segment import STEM, Segments, segment
 from weft.describe._split_kinds import SplitKinds
 from weft.describe._trace import LOSS, trace
@@ -108,25 +95,19 @@ class _Builder:
         for event in self._trace.events:
             if not self._graph.works(event) or event.index in written:
                 continue
-            part = self._segments.of_event[event.index]
             attention = seconds.get(event.index)
-            draft = self._draft(part, event, attention)
+            draft = self._draft(self._segments.of_event[event.index], event, attention)
+            draft.events.append(event)
             self._draft_of[event.index] = draft
-            if attention is None:
-                add_event(draft, self._graph, event)
-            else:
-                written_draft(draft, attention, self._trace.samples)
-                for index in attention.inside:
-                    self._draft_of[index] = draft
-        for drafts in self._drafts.values():
-            for draft in drafts.values():
-                count_groups(draft)
+            if attention is not None:
+                draft.written[event.index] = attention
+                self._draft_of |= dict.fromkeys(attention.inside, draft)
 
     def _draft(self, part: int, event: Event, attention: WrittenAttention | None) -> Draft:
-        naming = Naming(prefix=self._segments.prefix(part), root=self._blueprint.module)
-        name, kind = draft_key(naming, self._graph, event)
+        root, prefix = self._blueprint.module, self._segments.prefix(part)
+        name, kind = draft_key(root, prefix, self._graph, event)
         if attention is not None:
-            name, kind = f"{naming.place(event.module)[0]}.scores".strip("."), "attention"
+            name, kind = f"{place(root, prefix, event.module)}.scores".strip("."), "attention"
         in_block = 0 <= part < self._segments.tail
         split: OperatorSplit = "expert" if self._is_expert(event) else self._kinds.of(event, in_block=in_block)
         drafts = self._drafts.setdefault(part, {})
@@ -163,16 +144,12 @@ class _Builder:
         keeps: dict[int, list[KeptStorage]] = {}
         for kept in self._kept:
             draft = self._keeper(kept)
-            if draft is not None and draft.name != LOSS:
-                add_kept(draft, kept, self._dtype)
+            if draft is not None and draft.name != LOSS and not kept.is_scores:
                 keeps.setdefault(id(draft), []).append(kept)
-        whole = {kept.storage for kept in self._kept if not kept.again}
+        fused = {kept.storage for kept in self._kept if not kept.again}
         for drafts in self._drafts.values():
             for draft in drafts.values():
-                add_separate_norms(draft, self._dtype)
-                if is_written_norm(draft):
-                    mine = keeps.get(id(draft), ())
-                    settle_norm(draft, self._graph, mine, whole, self._dtype)
+                count_kept(draft, self._graph, keeps.get(id(draft), ()), fused, self._dtype)
 
     def _keeper(self, kept: KeptStorage) -> Draft | None:
         """The operator that is divided as the storage is: the first that wants it, else the one that makes it."""
@@ -225,13 +202,13 @@ class _Builder:
         made: dict[tuple[Operator, ...], Block] = {}
         blocks: list[Block] = []
         for part, name in enumerate(self._segments.blocks):
-            block = self._part(part, _kind_name(self._blueprint.module.get_submodule(name)))
+            block = self._part(part, type(self._blueprint.module.get_submodule(name)).__name__)
             blocks.append(made.setdefault(block.operators, block))
         return tuple(blocks)
 
     def _part(self, part: int, name: str) -> Block:
         drafts = self._drafts.get(part, {}).values()
-        operators = tuple(finished(draft, self._graph, self._tokens, self._length) for draft in drafts)
+        operators = tuple(operator_of(draft, self._graph, self._tokens, self._length) for draft in drafts)
         return Block(name=name, operators=operators, entry_elements_per_token=self._entry(part))
 
     def _entry(self, part: int) -> float:
@@ -252,8 +229,8 @@ class _Builder:
         value = self._entering(0) if self._segments.blocks else None
         if value is not None:
             return value.shape[1] if len(value.shape) == 4 else value.shape[-1]
-        widths = [draft.n for drafts in self._drafts.values() for draft in drafts.values() if draft.kind == "matmul"]
-        return max(widths, default=1)
+        parts = [self._part(part, "") for part in self._drafts]
+        return max((one.n for part in parts for one in part.operators if one.kind == "matmul"), default=1)
 
     def _is_tied(self) -> bool:
         """Whether a lookup and a product share a parameter."""
@@ -263,10 +240,6 @@ class _Builder:
                 if value.storage in self._graph.derived:
                     uses.setdefault(self._graph.derived[value.storage][0], set()).add(kind_of(event))
         return any({"gather", "matmul"} <= kinds for kinds in uses.values())
-
-
-def _kind_name(module: nn.Module) -> str:
-    return type(module).__name__
 
 
 def _num_experts(parts: Iterable[Block]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +28,7 @@ class Value:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +47,6 @@ class Event:
     """Innermost module that was running."""
     call: int
     """Number of the user-level call (`F.linear`, `x * y`) that it belongs to."""
-    is_view: bool
     mutates: bool
 
 
@@ -59,7 +56,6 @@ class Save:
 
     storage: int
     call: int
-    module: str
 
 
 @dataclass(slots=True, kw_only=True)

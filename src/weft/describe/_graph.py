@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from weft.describe._events import Event, Trace
+from weft.describe._events import Event, Trace, Value
 from weft.profile import OperatorKind
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
@@ -137,6 +137,28 @@ class WrittenAttention:
     """Events between the products, the first one included, by index."""
     masked: bool
     dropped: bool
+
+    @property
+    def _operands(self) -> tuple[Value, Value]:
+        inputs = self.first.inputs
+        return inputs[-2:] if self.first.name == "baddbmm" else inputs[:2]  # pyright: ignore[reportReturnType]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of scores, over all samples and heads."""
+        left, _ = self._operands
+        return left.shape[0] * left.shape[1]
+
+    def shapes(self, samples: int) -> tuple[tuple[int, ...], ...]:
+        """Of query, key and value, as (samples, heads, length, size); the products have samples · heads in one dim."""
+        left, right = self._operands
+        heads = left.shape[0] // samples if left.shape[0] % samples == 0 else 1
+        value = self.second.inputs[1]
+        return (
+            (samples, heads, *left.shape[1:]),
+            (samples, heads, right.shape[2], right.shape[1]),
+            (samples, heads, *value.shape[1:]),
+        )
 
 
 def written_attentions(graph: Graph) -> list[WrittenAttention]:

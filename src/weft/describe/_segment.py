@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -87,9 +86,3 @@ def _block_of(event: Event, numbers: dict[str, int]) -> int | None:
             return numbers[name]
         name = name.rpartition(".")[0]
     return None
-
-
-def alike(names: Sequence[str]) -> str:
-    """What stands for several names that differ in numbers: `blocks.*.ffn`."""
-    columns = list(zip(*(name.split(".") for name in names), strict=True))
-    return ".".join(column[0] if len(set(column)) == 1 else "*" for column in columns)

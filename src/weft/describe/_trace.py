@@ -140,8 +140,7 @@ class _Recorder:
         """Run one ATen operator and write it down."""
         result = self._stand_ins.run(func, args, kwargs, self._modules[-1])
         if not self._paused:
-            is_view = any(returned.alias_info and not returned.alias_info.is_write for returned in func._schema.returns)
-            self._note(func.overloadpacket.__name__, args, kwargs, result, is_view, func._schema.is_mutable)
+            self._note(func.overloadpacket.__name__, args, kwargs, result, mutates=func._schema.is_mutable)
         return result
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -163,7 +162,7 @@ class _Recorder:
             self._paused = False
         if planned.name is not None:
             within = [save.storage for save, _ in self._saves[first:]]
-            self._note(planned.name, planned.operands, planned.settings, result, False, False, within)
+            self._note(planned.name, planned.operands, planned.settings, result, within=within)
         return result
 
     def _note(
@@ -172,8 +171,8 @@ class _Recorder:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         result: Any,
-        is_view: bool,
-        mutates: bool,
+        *,
+        mutates: bool = False,
         within: Sequence[int] = (),
     ) -> None:
         """`within` are storages that a fused kernel keeps: those that are not its operands it has made."""
@@ -198,7 +197,6 @@ class _Recorder:
                 outputs=outputs,
                 module=self._modules[-1],
                 call=self._call,
-                is_view=is_view,
                 mutates=mutates,
             )
         )
@@ -207,7 +205,7 @@ class _Recorder:
         held, value = _Held(), self.value(tensor)
         if self._paused:
             self._inner[value.storage] = value
-        self._saves.append((Save(value.storage, self._call, self._modules[-1]), weakref.ref(held)))
+        self._saves.append((Save(value.storage, self._call), weakref.ref(held)))
         return held
 
     def _unpack(self, held: Any) -> Tensor:

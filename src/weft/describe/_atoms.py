@@ -38,20 +38,20 @@ class Atoms:
     def size(self, atom: int) -> int:
         return self._sizes[self.find(atom)]
 
-    def leaves(self, atom: int) -> list[int]:
-        """What an atom has been refined into, outer first."""
-        root = self.find(atom)
-        inside = self._inside.get(root)
-        return [root] if inside is None else [leaf for child in inside for leaf in self.leaves(child)]
+    def leaves(self, dim: Sequence[int]) -> list[int]:
+        """What the atoms of a dim have been refined into, outer first; each as the one that stands for all like it."""
+        roots = [self.find(atom) for atom in dim]
+        return [
+            leaf for root in roots for leaf in (self.leaves(self._inside[root]) if root in self._inside else (root,))
+        ]
 
     def reason(self, atom: int) -> str | None:
         """Why it must be whole on every rank; None: it may be divided."""
         return self._reasons.get(self.find(atom))
 
     def keep_whole(self, dim: Sequence[int], reason: str) -> None:
-        for atom in dim:
-            for leaf in self.leaves(atom):
-                self._reasons.setdefault(leaf, reason)
+        for leaf in self.leaves(dim):
+            self._reasons.setdefault(leaf, reason)
 
     def _join(self, group: Sequence[int], leaf: int) -> bool:
         if len(group) > 1:
@@ -68,14 +68,14 @@ class Atoms:
         return True
 
     def unify_dims(self, a: Dim, b: Dim) -> bool:
-        """The same for dims of one size."""
-        leaves = [leaf for atom in b for leaf in self.leaves(atom)]
+        """Say that two dims of one size are divided alike.  False when their sizes cannot be matched."""
+        leaves = self.leaves(b)
         mine = self.aligned(a, [self.size(leaf) for leaf in leaves])
         return mine is not None and all(self._join(group, leaf) for group, leaf in zip(mine, leaves, strict=True))
 
     def aligned(self, dim: Sequence[int], sizes: Sequence[int]) -> list[Dim] | None:
         """Regroup a dim's atoms into consecutive products of `sizes`, refining atoms where needed."""
-        factors: list[Factor] = [(self.size(leaf), leaf) for atom in dim for leaf in self.leaves(atom)]
+        factors: list[Factor] = [(self.size(leaf), leaf) for leaf in self.leaves(dim)]
         found = self.regrouped(factors, sizes)
         if found is None:
             return None

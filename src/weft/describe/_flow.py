@@ -107,15 +107,19 @@ class _Walker:
     def _factors(self, value: Value) -> list[Factor]:
         factors: list[Factor] = []
         for size, dim in zip(value.shape, self._of(value), strict=True):
-            leaves = [leaf for atom in dim for leaf in self.atoms.leaves(atom)]
+            leaves = self.atoms.leaves(dim)
             factors += [(self.atoms.size(leaf), leaf) for leaf in leaves] if leaves else [(size, None)]
         return factors
+
+    def _whole(self, event: Event, dim: Dim, reason: str) -> None:
+        """Every rank must have all of it, because of this event."""
+        self.atoms.keep_whole(dim, f"{_place(event)} {reason}")
 
     def _give_up(self, event: Event, reason: str) -> None:
         """All that enters must be whole."""
         for value in event.inputs:
             for dim in self.dims.get(value, ()):
-                self.atoms.keep_whole(dim, f"{_place(event)} {reason}")
+                self._whole(event, dim, f"{reason}")
 
     def _view(self, event: Event) -> None:
         value, output = event.inputs[0], event.outputs[0]
@@ -169,19 +173,19 @@ class _Walker:
         for output in event.outputs:
             piece = [*dims]
             if event.name in ("select", "unbind"):
-                self.atoms.keep_whole(dims[at], f"{_place(event)} picks single entries of it")
+                self._whole(event, dims[at], "picks single entries of it")
                 del piece[at]
             elif output.shape[at] != value.shape[at]:
                 piece[at] = self._piece(event, dims[at], value.shape[at], output.shape[at])
             self.dims[output] = piece
 
     def _piece(self, event: Event, dim: Dim, size: int, part: int) -> Dim:
-        equal = size % part == 0 and self._is_equal(event, part)
+        equal = part > 0 and size % part == 0 and self._is_equal(event, part)
         groups = self.atoms.aligned(dim, (size // part, part)) if dim and equal else None
         if groups is None:
-            self.atoms.keep_whole(dim, f"{_place(event)} cuts it into unequal pieces")
+            self._whole(event, dim, "cuts it into unequal pieces")
             return ()
-        self.atoms.keep_whole(groups[0], f"{_place(event)} takes one of {size // part} pieces of it")
+        self._whole(event, groups[0], f"takes one of {size // part} pieces of it")
         return groups[1]
 
     def _is_equal(self, event: Event, part: int) -> bool:
@@ -201,7 +205,7 @@ class _Walker:
             if stacked:
                 dims.insert(at, ())
             else:
-                self.atoms.keep_whole(dims[at], f"{_place(event)} joins it with others")
+                self._whole(event, dims[at], "joins it with others")
                 dims[at] = ()
             joined = dims if joined is None else [self._meet(event, a, b) for a, b in zip(joined, dims, strict=True)]
         self.dims[output] = joined or []
@@ -212,25 +216,22 @@ class _Walker:
             return ()
         if a and b and self.atoms.unify_dims(a, b):
             return a
-        self.atoms.keep_whole((*a, *b), f"{_place(event)} combines it with what every rank has whole")
+        self._whole(event, (*a, *b), "combines it with what every rank has whole")
         return ()
 
     def _along(self, event: Event) -> None:
-        value = event.inputs[0]
         chosen = event.arguments[2 if event.name == "roll" and len(event.arguments) > 2 else 1]
+        dims = self._of(event.inputs[0])
         for dim in [chosen] if isinstance(chosen, int) else chosen:
-            self.atoms.keep_whole(self._of(value)[dim], f"{_place(event)} runs along it ({event.name})")
-        self.dims[event.outputs[0]] = self._of(value)
+            self._whole(event, dims[dim], f"runs along it ({event.name})")
+        self.dims[event.outputs[0]] = dims
 
     def _norm(self, event: Event) -> None:
-        value = event.inputs[0]
+        dims = self._of(event.inputs[0])
         count = len(event.arguments[1]) if event.name == "native_layer_norm" else 1
-        for dim in self._of(value)[-count:]:
-            self.atoms.keep_whole(dim, f"{_place(event)} normalises over it")
-        for dim in self._of(value)[:-count]:
-            if dim:
-                self.shared += [(name, dim) for name in self.graph.weights(event)]
-        dims = self._of(value)
+        for dim in dims[-count:]:
+            self._whole(event, dim, "normalises over it")
+        self.shared += [(name, dim) for dim in dims[:-count] if dim for name in self.graph.weights(event)]
         self.dims[event.outputs[0]] = dims
         for statistic in event.outputs[1:]:
             if len(statistic.shape) == len(dims):
@@ -241,13 +242,13 @@ class _Walker:
         value = event.inputs[0]
         dims = list(self._of(value))
         if event.name == "native_group_norm" or not self._from_convolution(dims[1]):
-            self.atoms.keep_whole(dims[1], f"{_place(event)} has a parameter for each of its entries")
+            self._whole(event, dims[1], "has a parameter for each of its entries")
         self.dims[event.outputs[0]] = dims
 
     def _from_convolution(self, dim: Dim) -> bool:
         layers = [layer for layer in self.layers.values() if layer.kind == "convolution"]
-        made = {leaf for layer in layers for leaf in self.atoms.leaves(layer.made)}
-        return bool(dim) and all(leaf in made for atom in dim for leaf in self.atoms.leaves(atom))
+        made = self.atoms.leaves([layer.made for layer in layers])
+        return bool(dim) and set(self.atoms.leaves(dim)) <= set(made)
 
     def _reduce(self, event: Event) -> None:
         value, output = event.inputs[0], event.outputs[0]
@@ -257,7 +258,7 @@ class _Walker:
         gone = {int(dim) % rank for dim in listed}
         dims = self._of(value)
         for dim in gone:
-            self.atoms.keep_whole(dims[dim], f"{_place(event)} reduces over it ({event.name})")
+            self._whole(event, dims[dim], f"reduces over it ({event.name})")
         keeps = len(output.shape) == rank
         left = [() if at in gone else dim for at, dim in enumerate(dims) if keeps or at not in gone]
         for result in event.outputs:
@@ -266,7 +267,7 @@ class _Walker:
     def _pool(self, event: Event) -> None:
         dims = self._of(event.inputs[0])
         for dim in dims[-2:]:
-            self.atoms.keep_whole(dim, f"{_place(event)} pools over it")
+            self._whole(event, dim, "pools over it")
         for output in event.outputs:
             self.dims[output] = [*dims[:-2], (), ()]
 
@@ -280,14 +281,14 @@ class _Walker:
             else:  # grouped: a key head serves consecutive query heads
                 groups = self.atoms.aligned(heads, (size[-3], sizes[0][-3] // size[-3])) if heads else None
                 if groups is None or not other[-3] or not self.atoms.unify_dims(groups[0], other[-3]):
-                    self.atoms.keep_whole((*heads, *other[-3]), f"{_place(event)} shares out key heads unevenly")
-            self.atoms.keep_whole(other[-2], f"{_place(event)} attends over it")
+                    self._whole(event, (*heads, *other[-3]), "shares out key heads unevenly")
+            self._whole(event, other[-2], "attends over it")
         for dim in (query[-1], key[-1]):
-            self.atoms.keep_whole(dim, f"{_place(event)} multiplies over it")
+            self._whole(event, dim, "multiplies over it")
         if len(event.inputs) > 3 and len(event.inputs[3].shape) > 2 and event.inputs[3].shape[-3] > 1:
-            self.atoms.keep_whole(heads, f"{_place(event)} has a mask of its own for each head")
+            self._whole(event, heads, "has a mask of its own for each head")
         if len(event.inputs) > 3 and event.inputs[3].storage in self.trained:
-            self.atoms.keep_whole(heads, f"{_place(event)} adds learned scores")
+            self._whole(event, heads, "adds learned scores")
         self.dims[event.outputs[0]] = [*query[:-3], heads, query[-2], value[-1]]
 
     def _product(self, event: Event) -> None:
@@ -299,7 +300,7 @@ class _Walker:
         a, b = self._of(left), self._of(right)
         batch = [self._meet(event, a[0], b[0])] if len(a) == 3 else []
         for dim in (a[-1], b[-2]):
-            self.atoms.keep_whole(dim, f"{_place(event)} multiplies over it")
+            self._whole(event, dim, "multiplies over it")
         if start and len(event.inputs[0].shape) > 1:
             self._give_up(event, "adds a matrix to its product")
         self.dims[event.outputs[0]] = [*batch, a[-2], b[-1]]
@@ -316,34 +317,33 @@ class _Walker:
         entering = self._of(left)[-1]
         known = self.layers.get(owner)
         if known is None:
-            size = sum(p.numel() for p in self.root.get_submodule(owner).parameters(recurse=False))
-            made = self.atoms.new(event.outputs[0].shape[-1])
-            self.layers[owner] = Layer(
-                name=owner, kind="linear", made=made, entering=entering, index=event.index, parameters=size
-            )
+            known = self._layer(owner, "linear", event.outputs[0].shape[-1], entering, event)
         else:
-            made = known.made
             known.entering = self._meet(event, known.entering, entering)
-        self.dims[event.outputs[0]] = [*self._of(left)[:-1], (made,)]
+        self.dims[event.outputs[0]] = [*self._of(left)[:-1], (known.made,)]
+
+    def _layer(self, name: str, kind: str, features: int, entering: Dim, event: Event) -> Layer:
+        size = sum(p.numel() for p in self.root.get_submodule(name).parameters(recurse=False))
+        made = self.atoms.new(features)
+        self.layers[name] = Layer(
+            name=name, kind=kind, made=made, entering=entering, index=event.index, parameters=size
+        )
+        return self.layers[name]
 
     def _convolution(self, event: Event) -> None:
         value, weight, output = event.inputs[0], event.inputs[1], event.outputs[0]
         dims = self._of(value)
         for dim in dims[2:]:
-            self.atoms.keep_whole(dim, f"{_place(event)} slides over it")
+            self._whole(event, dim, "slides over it")
         empty: Dims = [()] * (len(output.shape) - 2)
         groups = int(event.arguments[8])
         names = self.graph.derived.get(weight.storage)
         owner = "" if names is None else self.graph.name_of(weight.storage, event).rpartition(".")[0]
         if names is None or owner in self.layers or groups > 1 or event.arguments[6]:
-            self.atoms.keep_whole(dims[1], f"{_place(event)} is a grouped, transposed or repeated convolution")
+            self._whole(event, dims[1], "is a grouped, transposed or repeated convolution")
             self.dims[output] = [dims[0], (), *empty]
             return
-        made = self.atoms.new(output.shape[1])
-        size = sum(p.numel() for p in self.root.get_submodule(owner).parameters(recurse=False))
-        self.layers[owner] = Layer(
-            name=owner, kind="convolution", made=made, entering=dims[1], index=event.index, parameters=size
-        )
+        made = self._layer(owner, "convolution", output.shape[1], dims[1], event).made
         self.dims[output] = [dims[0], (made,), *empty]
 
     def _pointwise(self, event: Event) -> None:
@@ -374,7 +374,7 @@ class _Walker:
             if value.storage in self.graph.derived:
                 self.shared.append((self.graph.name_of(value.storage, event), dim))
             else:
-                self.atoms.keep_whole(dim, f"{_place(event)} combines it with an activation that is shared along it")
+                self._whole(event, dim, "combines it with an activation that is shared along it")
                 return ()
         return dim
 

@@ -79,12 +79,12 @@ def _groups(flow: ForwardFlow, refused: set[int]) -> list[LayerGroup]:
     return groups
 
 
-def _places(flow: ForwardFlow, layer: Layer, dim: Iterable[int]) -> list[tuple[GroupMember, int]]:
+def _places(flow: ForwardFlow, layer: Layer, dim: Sequence[int]) -> list[tuple[GroupMember, int]]:
     """Each atom of a layer's features, with the blocks in front of it."""
     found: list[tuple[GroupMember, int]] = []
     before = 1
-    for leaf in (leaf for atom in dim for leaf in flow.atoms.leaves(atom)):
-        found.append((GroupMember(layer=layer, blocks=before), flow.atoms.find(leaf)))
+    for leaf in flow.atoms.leaves(dim):
+        found.append((GroupMember(layer=layer, blocks=before), leaf))
         before *= flow.atoms.size(leaf)
     return found
 
@@ -102,7 +102,7 @@ def _block_of(name: str, blocks: frozenset[str]) -> str | None:
 
 
 def _why(flow: ForwardFlow, layer: Layer) -> str:
-    leaves = sorted(flow.atoms.leaves(layer.made), key=flow.atoms.size, reverse=True)
+    leaves = sorted(flow.atoms.leaves((layer.made,)), key=flow.atoms.size, reverse=True)
     reasons = [flow.atoms.reason(leaf) for leaf in leaves]
     if reasons[0] is not None and None not in reasons:
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))

@@ -135,10 +135,10 @@ class _Proposer:
 
     def _met(self, groups: Sequence[LayerGroup]) -> list[str]:
         """Parameters that every rank has whole and uses on its part."""
-        chosen, atoms = {group.atom for group in groups}, self.flow.atoms
+        chosen = {group.atom for group in groups}
         found: dict[str, None] = {}
         for name, dim in self.flow.shared:
-            if chosen & {atoms.find(leaf) for atom in dim for leaf in atoms.leaves(atom)}:
+            if chosen.intersection(self.flow.atoms.leaves(dim)):
                 found[name] = None
         return list(found)
 
@@ -181,7 +181,7 @@ class _Proposer:
         atoms, found = self.flow.atoms, dict[int, list[tuple[Event, int]]]()
         for event in self.trace.events:
             for at, dim in enumerate(self.flow.dims.get(event.outputs[0], ()) if event.outputs else ()):
-                for root in {atoms.find(leaf) for atom in dim for leaf in atoms.leaves(atom)}:
+                for root in set(atoms.leaves(dim)):
                     found.setdefault(root, []).append((event, at))
         return found
 
@@ -219,7 +219,7 @@ class _Proposer:
             block = next((b for b in self.blocks if event.module.startswith(b + ".")), None)
             is_norm = event.name in _NORMS or type(self.blueprint.module.get_submodule(event.module)).__name__ in _NAMES
             fits = is_norm or (event.name == "dropout" and self._is_dropout(event.module))
-            if not fits or block is None or event.module in on_parts or not groups:
+            if not fits or block is None or event.module in on_parts or not groups or not event.outputs:
                 continue
             is_sequence = (
                 len(event.outputs[0].shape) == 3 and event.outputs[0].shape[1] == self.blueprint.sequence_length

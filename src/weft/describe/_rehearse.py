@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -114,13 +115,9 @@ class Rehearsal:
         dims = self.flow.dims.get(value)
         if dims is None:
             return value.shape
-        chosen = self._chosen()
+        chosen, leaves = self._chosen(), self.flow.atoms.leaves
         sizes = zip(value.shape, dims, strict=True)
-        return tuple(size // self.parts if self._found(dim) & chosen else size for size, dim in sizes)
-
-    def _found(self, dim: Iterable[int]) -> frozenset[int]:
-        atoms = self.flow.atoms
-        return frozenset(atoms.find(leaf) for atom in dim for leaf in atoms.leaves(atom))
+        return tuple(size // self.parts if chosen.intersection(leaves(dim)) else size for size, dim in sizes)
 
     def _at_hand(self, event: Event) -> frozenset[int]:
         """Divided atoms in what the event's module works on."""
@@ -128,7 +125,7 @@ class Rehearsal:
         for events in ([event], near):
             values = [value for e in events for value in (*e.inputs, *e.outputs)]
             dims = [dim for value in values for dim in self.flow.dims.get(value, ())]
-            found = frozenset(atom for dim in dims for atom in self._found(dim)) & self._chosen()
+            found = self._chosen().intersection(atom for dim in dims for atom in self.flow.atoms.leaves(dim))
             if found:
                 return found
         return self._chosen()
@@ -149,12 +146,12 @@ class Rehearsal:
             name = name.rpartition(".")[0]
 
     def _sizes_inside(self, module: str) -> set[int]:
-        chosen, sizes = self._chosen(), set[int]()
+        chosen, leaves, sizes = self._chosen(), self.flow.atoms.leaves, set[int]()
         for event in self.reference.events:
             if f"{event.module}.".startswith(f"{module}." if module else ""):
                 for value in (*event.inputs, *event.outputs):
                     dims = self.flow.dims.get(value, ())
-                    sizes |= {size for size, dim in zip(value.shape, dims, strict=False) if self._found(dim) & chosen}
+                    sizes |= {n for n, dim in zip(value.shape, dims, strict=False) if chosen.intersection(leaves(dim))}
         return sizes
 
     def _share(self) -> dict[str, Tensor]:
@@ -195,8 +192,6 @@ def _divided(
     root: nn.Module, attributes: Iterable[Attribute], more: Iterable[Attribute], parts: int
 ) -> Generator[None]:
     """Divide attributes of a model for a while: those given by example in every module of the same place."""
-    from fnmatch import fnmatchcase
-
     changed: list[tuple[nn.Module, str, int]] = []
     try:
         for attribute in attributes:

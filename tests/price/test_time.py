@@ -13,17 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from weft.cluster import Cluster, parse_cluster_spec
+from weft.description import description_of_shape
 from weft.errors import ClusterError, PlanError
 from weft.plan import AXES
 from weft.price import DATASHEET, WEFT, Layout, Pricer, check_layout, model_flops, predict
-from weft.profile import (
-    ConvolutionSizes,
-    ConvolutionStage,
-    ModelSizes,
-    Profile,
-    profile_of_convolutions,
-    profile_of_sizes,
-)
+from weft.profile import ModelSizes, Profile, profile_of_sizes
+from weft.recipe import ConvNetShape
 
 SMALL = profile_of_sizes(
     ModelSizes(
@@ -332,12 +327,9 @@ def test_calibrations_know_variants_of_a_part() -> None:
 
 def test_data_ranks_wait_for_each_others_batch_statistics() -> None:
     """Every norm, in every microbatch; a pipeline of one data rank does not, nor does another kind of norm."""
-    stage = ConvolutionStage(blocks=4, channels=64, image_size=16)
-    sizes = ConvolutionSizes(
-        image_size=16, image_channels=3, stem_channels=64, stem_image_size=16, stages=(stage,), num_classes=10
-    )
-    with_norms = profile_of_convolutions(sizes)
-    without = profile_of_convolutions(replace(sizes, batch_norm=False))
+    shape = ConvNetShape(num_layers=4, channels=64, image_size=16, image_channels=3)
+    with_norms = description_of_shape(shape).profile
+    without = description_of_shape(replace(shape, norm="group")).profile
 
     def more(layout: Layout) -> float:
         one, other = (predict(profile, NODES, layout) for profile in (with_norms, without))

@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from weft.description import facts_of, profile_of, sizes_of
 from weft.errors import RecipeError
-from weft.profile import (
-    Block,
-    ConvolutionSizes,
-    ConvolutionStage,
-    ModelSizes,
-    profile_of_convolutions,
-    profile_of_sizes,
-)
+from weft.profile import Block, ModelSizes, profile_of_sizes
 from weft.profile.known import known_model
 from weft.recipe import (
     BatchRecipe,
@@ -180,31 +173,3 @@ def test_blocks_add_up(layers: int, kv_heads: int, experts: int, dense: int, eve
 def test_sizes_that_make_no_model(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         replace(SIZES, **changes)
-
-
-def test_resnet_50() -> None:
-    """He et al. 2015, arXiv 1512.03385: 25.6 million parameters and 3.8 to 4.1 billion multiply-adds."""
-    stages = tuple(
-        ConvolutionStage(blocks=count, channels=4 * width, middle_channels=width, image_size=image)
-        for count, width, image in ((3, 64, 56), (4, 128, 28), (6, 256, 14), (3, 512, 7))
-    )
-    profile = profile_of_convolutions(
-        ConvolutionSizes(
-            name="resnet-50",
-            image_size=224,
-            image_channels=3,
-            stem_channels=64,
-            stem_kernel=7,
-            stem_image_size=112,
-            stem_norm=True,
-            pool_size=56,
-            stages=stages,
-            num_classes=1000,
-            norm_after=True,
-        )
-    )
-    assert profile.num_parameters == 25_557_032
-    operators = [*profile.stem.operators, *(o for block in profile.blocks for o in block.operators)]
-    products = sum(o.rows_per_token * o.n * o.k for o in operators if o.kind == "convolution")
-    assert products == pytest.approx(4.09e9, rel=0.01)
-    assert profile.has_batch_norm

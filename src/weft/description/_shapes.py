@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from weft.description._plain import profile_of_convnet, profile_of_mlp
 from weft.plan import default_ffn_size
-from weft.profile import (
-    ConvolutionSizes,
-    ConvolutionStage,
-    MlpSizes,
-    ModelSizes,
-    Profile,
-    profile_of_convolutions,
-    profile_of_mlp,
-    profile_of_sizes,
-)
+from weft.profile import ModelSizes, Profile, profile_of_sizes
 from weft.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ReferenceShape
 
 
@@ -33,9 +25,9 @@ def profile_of_shape(shape: ReferenceShape) -> Profile:
         case EncoderShape():
             return profile_of_sizes(_encoder(shape))
         case MlpShape():
-            return profile_of_mlp(_mlp(shape))
+            return profile_of_mlp(shape)
         case ConvNetShape():
-            return profile_of_convolutions(_convnet(shape))
+            return profile_of_convnet(shape)
         case _:
             assert_never(shape)
 
@@ -82,27 +74,4 @@ def _encoder(shape: EncoderShape) -> ModelSizes:
         dropout=shape.dropout,
         attention_dropout=shape.dropout,
         tied=shape.tie_embeddings,
-    )
-
-
-def _mlp(shape: MlpShape) -> MlpSizes:
-    return MlpSizes(
-        num_layers=shape.num_layers,
-        input_size=shape.input_size,
-        hidden_size=shape.hidden_size,
-        ffn_size=default_ffn_size(shape),
-        num_classes=shape.num_classes,
-        dropout=shape.dropout,
-    )
-
-
-def _convnet(shape: ConvNetShape) -> ConvolutionSizes:
-    return ConvolutionSizes(
-        image_size=shape.image_size,
-        image_channels=shape.image_channels,
-        stem_channels=shape.channels,
-        stem_image_size=shape.image_size,
-        stages=(ConvolutionStage(blocks=shape.num_layers, channels=shape.channels, image_size=shape.image_size),),
-        num_classes=shape.num_classes,
-        batch_norm=shape.norm == "batch",
     )

@@ -1,10 +1,7 @@
 """Profile: what a model computes, keeps and sends, block by block, without torch."""
 
-from weft.profile._plain import ConvolutionSizes as ConvolutionSizes
-from weft.profile._plain import ConvolutionStage as ConvolutionStage
-from weft.profile._plain import MlpSizes as MlpSizes
-from weft.profile._plain import profile_of_convolutions as profile_of_convolutions
-from weft.profile._plain import profile_of_mlp as profile_of_mlp
+from weft.profile._parts import STATISTIC_BYTES as STATISTIC_BYTES
+from weft.profile._parts import linear as linear
 from weft.profile._profile import Block as Block
 from weft.profile._profile import Operator as Operator
 from weft.profile._profile import OperatorKind as OperatorKind

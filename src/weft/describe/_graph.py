@@ -127,6 +127,10 @@ class Graph:
         return next((name for name in names if name.rpartition(".")[0] == event.module), names[0])
 
 
+AttentionShapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Of query, key and value: (…, heads, length, size)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenAttention:
     """Attention made of two products and a softmax."""
@@ -149,7 +153,7 @@ class WrittenAttention:
         left, _ = self._operands
         return left.shape[0] * left.shape[1]
 
-    def shapes(self, samples: int) -> tuple[tuple[int, ...], ...]:
+    def shapes(self, samples: int) -> AttentionShapes:
         """Of query, key and value, as (samples, heads, length, size); the products have samples · heads in one dim."""
         left, right = self._operands
         heads = left.shape[0] // samples if left.shape[0] % samples == 0 else 1

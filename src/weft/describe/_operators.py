@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft.describe._events import Event, Value
-from weft.describe._graph import Graph, WrittenAttention, kind_of
+from weft.describe._graph import AttentionShapes, Graph, WrittenAttention, kind_of
 from weft.describe._kept import KeptStorage
 from weft.describe._trace import LOSS
 from weft.profile import Operator, OperatorKind, OperatorSplit
@@ -206,29 +206,25 @@ def _convolution_sizes(event: Event) -> tuple[float, int, int, int]:
 
 def _attention_sizes(draft: Draft, samples: int, per: float, length: int) -> Mapping[str, Any]:
     """Shapes are (…, heads, length, size); more batches than samples (windows of an image) count as rows."""
-    rows, keys, causal, dropout = 0.0, 0, False, False
-    query = key = value = ()
-    for event in draft.events:
-        attention = draft.written.get(event.index)
-        if attention is None:
-            query, key, value = (operand.shape for operand in event.inputs[:3])
-            causal |= bool(event.keywords["causal"])
-            dropout |= bool(event.keywords["dropout"])
-        else:
-            query, key, value = attention.shapes(samples)
-            causal, dropout = causal or attention.masked, dropout or attention.dropped
-        rows += float(math.prod(query[:-3]) * query[-2])
-        keys = max(keys, key[-2])
+    calls = [draft.written[e.index].shapes(samples) if e.index in draft.written else _shapes(e) for e in draft.events]
+    fused = [event.keywords for event in draft.events if event.index not in draft.written]
+    keys = max(key[-2] for _, key, _ in calls)
+    query, key, value = calls[-1]
     return {
-        "rows_per_token": rows * per,
+        "rows_per_token": sum(float(math.prod(query[:-3]) * query[-2]) for query, _, _ in calls) * per,
         "heads": query[-3],
         "kv_heads": key[-3],
         "head_size": query[-1],
         "value_head_size": value[-1],
-        "causal": causal,
+        "causal": any(call["causal"] for call in fused) or any(one.masked for one in draft.written.values()),
         "window": keys if keys < length else None,
-        "dropout": dropout,
+        "dropout": any(call["dropout"] for call in fused) or any(one.dropped for one in draft.written.values()),
     }
+
+
+def _shapes(event: Event) -> AttentionShapes:
+    query, key, value = event.inputs[:3]
+    return query.shape, key.shape, value.shape
 
 
 def _moved_elements(graph: Graph, draft: Draft) -> float:

@@ -1,15 +1,8 @@
 """Well-known models by name, as data: no rank of a training needs them."""
 
-from collections.abc import Mapping
-
-from weft.profile.known._gpt import gpt_models
-from weft.profile.known._llama import llama_models
-from weft.profile.known._mixtures import mixture_models
+from weft.errors import RecipeError, did_you_mean
+from weft.profile.known._models import KNOWN_MODELS as KNOWN_MODELS
 from weft.profile.known._table import KnownModel as KnownModel
-from weft.profile.known._table import find_known, joined
-
-KNOWN_MODELS: Mapping[str, KnownModel] = joined(gpt_models(), llama_models(), mixture_models())
-"""Well-known models by their public names in lower case: `llama-3.1-405b`, `deepseek-v3`, `gpt3-175b`."""
 
 
 def known_model(name: str) -> KnownModel:
@@ -18,4 +11,8 @@ def known_model(name: str) -> KnownModel:
     Raises:
         RecipeError: no model of that name; the message lists the closest one, or all.
     """
-    return find_known(KNOWN_MODELS, name)
+    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
+    if wanted in KNOWN_MODELS:
+        return KNOWN_MODELS[wanted]
+    hint = did_you_mean(wanted, KNOWN_MODELS) or f" The known ones are: {', '.join(KNOWN_MODELS)}."
+    raise RecipeError(f'model "{name}" is not one that Weft knows by name.{hint}')

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
-from weft.errors import RecipeError, did_you_mean
 from weft.profile._sizes import ModelSizes
 
 
@@ -20,29 +20,22 @@ class KnownModel:
     source: str
 
 
-def published(sizes: ModelSizes, parameters: float, source: str) -> tuple[str, KnownModel]:
-    """An entry of a table."""
-    return sizes.name, KnownModel(sizes=sizes, parameters=parameters, source=source)
+def series(source: str, traits: Mapping[str, Any], columns: str, *rows: tuple[Any, ...]) -> Iterator[KnownModel]:
+    """Models with the same `traits`, which are fields of `ModelSizes`, or functions from the others to such a field.
 
-
-def joined(*tables: Mapping[str, KnownModel]) -> Mapping[str, KnownModel]:
-    """One table out of several; a name stands in one only."""
-    whole: dict[str, KnownModel] = {}
-    for table in tables:
-        twice = whole.keys() & table.keys()
-        assert not twice, twice
-        whole |= table
-    return MappingProxyType(whole)
-
-
-def find_known(models: Mapping[str, KnownModel], name: str) -> KnownModel:
-    """Look a model up, whatever the case and with `_` or spaces for `-`.
-
-    Raises:
-        RecipeError: no model of that name; the message lists the closest one and where to see all.
+    A row gives the name, the fields that `columns` names, and the published parameters.  Rows of several publications
+    have a column `source`.
     """
-    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    if wanted in models:
-        return models[wanted]
-    hint = did_you_mean(wanted, models) or f" The known ones are: {', '.join(models)}."
-    raise RecipeError(f'model "{name}" is not one that Weft knows by name.{hint}')
+    for name, *given, parameters in rows:
+        sizes: dict[str, Any] = {**traits, **dict(zip(columns.split(), given, strict=True)), "name": name}
+        cited = sizes.pop("source", source)
+        sizes |= {key: value(sizes) for key, value in sizes.items() if callable(value)}
+        yield KnownModel(sizes=ModelSizes(**sizes), parameters=parameters, source=cited)
+
+
+def joined(*tables: Iterator[KnownModel]) -> Mapping[str, KnownModel]:
+    """One table out of several; a name stands in one only."""
+    models = [model for table in tables for model in table]
+    whole = {model.sizes.name: model for model in models}
+    assert len(whole) == len(models), [model.sizes.name for model in models if whole[model.sizes.name] is not model]
+    return MappingProxyType(whole)

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.description import facts_of
+from weft.description import facts_of, shrink_config, shrink_sizes
 from weft.errors import RecipeError
-from weft.models import Widths, build_model, shrink_config
+from weft.models import build_model
 from weft.numerics import SmallCase, shrink_case
 from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, check_plan
+from weft.profile import ModelSizes
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -170,19 +171,21 @@ def test_widths_stay_divisible(
 ) -> None:
     scaled = min(scaled, tensor)
     heads = tensor * per_rank * group
-    whole = Widths(
-        hidden=heads * head_size,
-        heads=heads,
-        kv_heads=tensor * per_rank,
+    whole = ModelSizes(
+        num_layers=1,
+        hidden_size=heads * head_size,
+        num_heads=heads,
+        num_kv_heads=tensor * per_rank,
         head_size=head_size,
-        ffn=tensor * max(1, int(heads * head_size * ratio / tensor)),
-        vocabulary=tensor * 16_000,
+        ffn_size=tensor * max(1, int(heads * head_size * ratio / tensor)),
+        vocabulary_size=tensor * 16_000,
+        sequence_length=1,
     )
-    small = whole.shrunk(tensor, scaled)
-    for size in (small.heads, small.kv_heads, small.ffn, small.vocabulary):
+    small = shrink_sizes(whole, tensor, scaled)
+    for size in (small.num_heads, small.kv_heads, small.ffn_size, small.vocabulary_size):
         assert size % scaled == 0
-    assert small.heads % small.kv_heads == 0
-    assert small.heads // small.kv_heads == whole.heads // whole.kv_heads
-    assert small.hidden == small.heads * small.head_size
-    assert small.hidden <= 256
-    assert small.head_size % 2 == 0
+    assert small.num_heads % small.kv_heads == 0
+    assert small.num_heads // small.kv_heads == whole.num_heads // whole.kv_heads
+    assert small.hidden_size == small.num_heads * small.query_size
+    assert small.hidden_size <= 256
+    assert small.query_size % 2 == 0

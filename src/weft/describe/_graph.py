@@ -128,7 +128,7 @@ class Graph:
 
 
 AttentionShapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Of query, key and value: (…, heads, length, size)."""
+"""Shapes of query, key and value: (…, heads, length, size)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from weft.recipe import HF_KEYS
+
 if TYPE_CHECKING:
     from weft.families._tables import Tables
     from weft.profile import ModelSizes
@@ -43,7 +45,7 @@ class Family:
 
     def named(self, size: str) -> str:
         """The key of a configuration that holds a size of `Profile.divisible`, for messages."""
-        return _KEYS.get(size, size)
+        return HF_KEYS[size][0] if size in HF_KEYS else size
 
     def has_windows(self, config: Config) -> bool:
         """Whether some layer looks through a sliding window: its masks are then transformers' own."""
@@ -58,11 +60,3 @@ class Family:
     def exported(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Return weights under the names and shapes that `transformers` loads."""
         return dict(weights)
-
-
-_KEYS = {
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_size": "intermediate_size",
-    "vocabulary_size": "vocab_size",
-}

@@ -23,6 +23,3 @@ from weft.models._losses import regression_loss as regression_loss
 from weft.models._losses import token_loss as token_loss
 from weft.models._seeded import others_draw as others_draw
 from weft.models._seeded import seeded as seeded
-from weft.models._widths import Widths as Widths
-from weft.models._widths import shrink_config as shrink_config
-from weft.models._widths import shrink_feed_forward as shrink_feed_forward

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.description import shrink_config
 from weft.errors import RecipeError
 from weft.figures import spell_percent
 from weft.models._seeded import seeded
-from weft.models._widths import shrink_config
+from weft.recipe import hf_size
 
 _FIRST, _SECOND = 7, 6
 """Tokens of the two documents."""
@@ -70,8 +71,8 @@ def _outputs(transformers: Any, config: Any) -> tuple[Tensor, Tensor]:
 
 def _small_model(transformers: Any, config: Any) -> Any:
     """A narrow model with few layers, its attention implemented as in the whole one."""
-    layers = next((n for name in ("num_hidden_layers", "n_layer") if (n := getattr(config, name, None))), 1)
-    small = type(config).from_dict(shrink_config(config.to_dict(), min(layers, _BLOCKS), 1, 1))
+    whole = config.to_dict()
+    small = type(config).from_dict(shrink_config(whole, min(hf_size(whole, "num_layers") or 1, _BLOCKS), 1, 1))
     small.use_cache = False
     implementation = config._attn_implementation
     return transformers.AutoModelForCausalLM.from_config(

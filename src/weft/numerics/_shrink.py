@@ -7,29 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
+from weft.description import SMALL_SEQUENCE_LENGTH, shrink_config, shrink_shape
 from weft.errors import RecipeError
 from weft.figures import spell_memory
-from weft.models import Widths, build_model, shrink_config, shrink_feed_forward
+from weft.models import build_model
 from weft.numerics._scale_down import scale_down_plan
-from weft.plan import ModelFacts, Plan, default_ffn_size
+from weft.plan import ModelFacts, Plan
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,
     DataRecipe,
     DataSource,
-    DecoderShape,
-    EncoderShape,
     MlpShape,
     ModelRecipe,
     OptimizerRecipe,
     Recipe,
-    ReferenceShape,
+    read_hf_config,
 )
 
-SEQUENCE_LENGTH = 11
-"""Odd on purpose: no axis divides it."""
 STEPS = 3
 """Optimizer steps of a check: after the third, a wrong divisor or clip norm is in losses and weights."""
 _BYTES_PER_PARAMETER = 48
@@ -88,66 +84,14 @@ def _shrink_model(
     model: ModelRecipe, num_blocks: int | None, tensor: int, scaled_tensor: int, folder: Path
 ) -> ModelRecipe:
     if model.shape is not None:
-        shape = _shrink_shape(model.shape, num_blocks or model.shape.num_layers, tensor, scaled_tensor)
+        shape = shrink_shape(model.shape, num_blocks or model.shape.num_layers, tensor, scaled_tensor)
         return replace(model, shape=shape)
     if model.hf is None:
         return model
-    source = Path(model.hf).expanduser()
-    file = source / "config.json" if source.is_dir() else source
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     path = folder / "config.json"
-    path.write_text(json.dumps(shrink_config(config, num_blocks, tensor, scaled_tensor)))
-    length = min(model.sequence_length or SEQUENCE_LENGTH, SEQUENCE_LENGTH)
+    path.write_text(json.dumps(shrink_config(read_hf_config(model.hf), num_blocks, tensor, scaled_tensor)))
+    length = min(model.sequence_length or SMALL_SEQUENCE_LENGTH, SMALL_SEQUENCE_LENGTH)
     return replace(model, hf=str(path), sequence_length=length)
-
-
-def _shrink_shape(shape: ReferenceShape, num_blocks: int, tensor: int, scaled_tensor: int) -> ReferenceShape:
-    if isinstance(shape, DecoderShape | EncoderShape):
-        return _shrink_transformer(shape, num_blocks, tensor, scaled_tensor)
-    if isinstance(shape, MlpShape):
-        hidden = min(shape.hidden_size, 14)
-        ffn = shrink_feed_forward(default_ffn_size(shape), shape.hidden_size, hidden, scaled_tensor)
-        classes = min(shape.num_classes, 10)
-        return replace(
-            shape,
-            num_layers=num_blocks,
-            input_size=min(shape.input_size, 13),
-            hidden_size=hidden,
-            ffn_size=ffn,
-            num_classes=classes,
-        )
-    return replace(
-        shape,
-        num_layers=num_blocks,
-        channels=min(shape.channels, 8),
-        num_classes=min(shape.num_classes, 10),
-        image_size=min(shape.image_size, 7),
-    )
-
-
-def _shrink_transformer(
-    shape: DecoderShape | EncoderShape, num_blocks: int, tensor: int, scaled_tensor: int
-) -> DecoderShape | EncoderShape:
-    kv_heads = shape.num_kv_heads if isinstance(shape, DecoderShape) else None
-    widths = Widths(
-        hidden=shape.hidden_size,
-        heads=shape.num_heads,
-        kv_heads=kv_heads or shape.num_heads,
-        head_size=shape.hidden_size // shape.num_heads,
-        ffn=default_ffn_size(shape),
-        vocabulary=shape.vocabulary_size,
-    ).shrunk(tensor, scaled_tensor)
-    sizes = {
-        "num_layers": num_blocks,
-        "hidden_size": widths.hidden,
-        "num_heads": widths.heads,
-        "ffn_size": widths.ffn,
-        "vocabulary_size": widths.vocabulary,
-        "sequence_length": min(shape.sequence_length, SEQUENCE_LENGTH),
-    }
-    if kv_heads is not None:
-        sizes["num_kv_heads"] = widths.kv_heads
-    return replace(shape, **sizes)
 
 
 def _label_range(model: ModelRecipe) -> int | None:

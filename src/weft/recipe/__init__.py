@@ -1,5 +1,7 @@
 """Recipe: what to train."""
 
+from weft.recipe._hf_config import HF_KEYS as HF_KEYS
+from weft.recipe._hf_config import hf_size as hf_size
 from weft.recipe._hf_config import read_hf_config as read_hf_config
 from weft.recipe._learning_rate import decay_start as decay_start
 from weft.recipe._learning_rate import learning_rate as learning_rate

@@ -1,0 +1,162 @@
+"""The small form of a model, on which plans are checked: fewer blocks, narrow layers, and the same structure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from weft.description._shapes import sizes_of_shape
+from weft.families import family_of
+from weft.plan import default_ffn_size
+from weft.profile import ModelSizes
+from weft.recipe import HF_KEYS, ConvNetShape, MlpShape, ReferenceShape, hf_size
+
+SMALL_SEQUENCE_LENGTH = 11
+"""Odd on purpose: no axis divides it."""
+_NARROW = 64
+"""A model of this width or less keeps its widths."""
+_VOCABULARY_PER_RANK = 37
+_MOST: Mapping[str, int] = {
+    **dict.fromkeys(HF_KEYS["num_experts"], 4),
+    **dict.fromkeys(("n_group", "num_experts_per_tok"), 2),
+    "topk_group": 1,
+}
+"""Counts of a mixture in a small model."""
+
+
+def shrink_shape(shape: ReferenceShape, num_blocks: int, tensor: int, folded_tensor: int) -> ReferenceShape:
+    """Return a reference model with so many blocks and narrow layers, of which `folded_tensor` ranks can have parts."""
+    if isinstance(shape, MlpShape):
+        hidden = min(shape.hidden_size, 14)
+        return replace(
+            shape,
+            num_layers=num_blocks,
+            input_size=min(shape.input_size, 13),
+            hidden_size=hidden,
+            ffn_size=_odd_share(hidden * default_ffn_size(shape) / shape.hidden_size, folded_tensor),
+            num_classes=min(shape.num_classes, 10),
+        )
+    if isinstance(shape, ConvNetShape):
+        return replace(
+            shape,
+            num_layers=num_blocks,
+            channels=min(shape.channels, 8),
+            num_classes=min(shape.num_classes, 10),
+            image_size=min(shape.image_size, 7),
+        )
+    whole = sizes_of_shape(shape)
+    assert whole is not None, "a decoder or an encoder"
+    small = shrink_sizes(whole, tensor, folded_tensor)
+    sizes = {
+        "num_layers": num_blocks,
+        "hidden_size": small.hidden_size,
+        "num_heads": small.num_heads,
+        "num_kv_heads": small.kv_heads,
+        "ffn_size": small.ffn_size,
+        "vocabulary_size": small.vocabulary_size,
+        "sequence_length": min(shape.sequence_length, SMALL_SEQUENCE_LENGTH),
+    }
+    if getattr(shape, "num_kv_heads", None) is None:
+        del sizes["num_kv_heads"]
+    return replace(shape, **sizes)
+
+
+def shrink_config(config: Mapping[str, Any], num_blocks: int | None, tensor: int, folded_tensor: int) -> dict[str, Any]:
+    """Return a Hugging Face configuration with fewer blocks and narrower layers of the same structure.
+
+    Settings that are not known to be sizes stay as they are; lists with one entry per block are thinned out.
+    """
+    small = dict(config)
+    whole = hf_size(config, "num_layers")
+    if whole is not None and num_blocks:
+        kept = [round(index * (whole - 1) / max(1, num_blocks - 1)) for index in range(num_blocks)]
+        small[next(key for key in HF_KEYS["num_layers"] if config.get(key) == whole)] = num_blocks
+        for name, value in config.items():
+            if isinstance(value, list) and len(value) == whole and whole > 1:
+                small[name] = [value[index] for index in kept]
+    sizes = _sizes_of(config)
+    if sizes is not None:
+        new = shrink_sizes(sizes, tensor, folded_tensor)
+        if new != sizes:
+            _enter_sizes(small, config, sizes, new, folded_tensor)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # a family's defaults may lie outside, too
+            value = config.get(name)
+            small[name] = value % new.vocabulary_size if isinstance(value, int) else None
+    return small
+
+
+def shrink_sizes(sizes: ModelSizes, tensor: int, folded_tensor: int) -> ModelSizes:
+    """Return small widths that `folded_tensor` divides.
+
+    Kept are how many heads share a key, whether a rank of the plan's `tensor` ranks has one key-value head or more, the
+    ratio of the feed-forward layer, and whether the heads together are as wide as the model.
+    """
+    width, vocabulary, ffn = sizes.hidden_size, sizes.vocabulary_size, sizes.ffn_size
+    is_narrow = width <= _NARROW and vocabulary <= 16 * _NARROW and ffn <= 8 * _NARROW
+    if is_narrow and tensor == folded_tensor:
+        return sizes
+    group = max(1, sizes.num_heads // sizes.kv_heads)
+    per_rank = 1 if sizes.kv_heads <= tensor > 1 or folded_tensor * group > 32 else 2
+    kv_heads = folded_tensor * per_rank if sizes.kv_heads > 1 or folded_tensor > 1 else 1
+    while kv_heads * group > 128:
+        group //= 2
+    heads = kv_heads * group
+    head_size = 2 if heads >= 16 else 4 if heads >= 8 else 6
+    hidden = heads * head_size + (0 if _fills_hidden(sizes) else 4)
+    share = folded_tensor if vocabulary % folded_tensor == 0 else 1
+    return replace(
+        sizes,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        ffn_size=_odd_share(hidden * ffn / width, folded_tensor),
+        vocabulary_size=min(vocabulary, share * _VOCABULARY_PER_RANK),
+    )
+
+
+def _fills_hidden(sizes: ModelSizes) -> bool:
+    return sizes.hidden_size == sizes.num_heads * sizes.query_size
+
+
+def _odd_share(wanted: float, parts: int) -> int:
+    """Return a size near `wanted` of which each of `parts` ranks has an odd number."""
+    return parts * (max(1, int(wanted / parts)) | 1)
+
+
+def _sizes_of(config: Mapping[str, Any]) -> ModelSizes | None:
+    """What the configuration's family says, else what most families would; None: no transformer."""
+    hidden, heads = hf_size(config, "hidden_size"), hf_size(config, "num_heads")
+    if hidden is None or heads is None:
+        return None
+    family = family_of(str(config.get("model_type")))
+    if family is not None:
+        return family.sizes(config)
+    return ModelSizes(
+        num_layers=1,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=hf_size(config, "num_kv_heads") or heads,
+        head_size=hf_size(config, "head_size") or hidden // heads,
+        ffn_size=hf_size(config, "ffn_size") or 4 * hidden,
+        vocabulary_size=hf_size(config, "vocabulary_size") or 32_000,
+        sequence_length=1,
+    )
+
+
+def _enter_sizes(
+    small: dict[str, Any], config: Mapping[str, Any], old: ModelSizes, new: ModelSizes, folded_tensor: int
+) -> None:
+    for size in ("hidden_size", "num_heads", "num_kv_heads", "ffn_size", "head_size"):
+        small |= {key: getattr(new, size) for key in HF_KEYS[size] if config.get(key) is not None}
+    if not _fills_hidden(old):
+        small["head_dim"] = new.head_size
+    if isinstance(config.get("rotary_dim"), int):
+        small["rotary_dim"] = min(config["rotary_dim"], new.query_size // 2 * 2)
+    small["vocab_size"] = new.vocabulary_size
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        value = config.get(name)
+        if isinstance(value, int):
+            small[name] = _odd_share(new.hidden_size * value / old.hidden_size, folded_tensor)
+    small |= {name: min(value, _MOST[name]) for name, value in config.items() if name in _MOST and type(value) is int}

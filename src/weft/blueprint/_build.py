@@ -29,7 +29,7 @@ def build_blueprint(recipe: Recipe) -> Blueprint:
             else "the graph shows nothing that could be split (model.propose_split): data and ZeRO plans only"
         )
         blueprint.notes = (*blueprint.notes, said)
-    elif not any(rule.divides for rule in blueprint.split) and recipe.model.factory is not None:
+    elif not blueprint.splits and recipe.model.factory is not None:
         said = "no split table: data and ZeRO plans only. `weft describe` shows what could be split"
         blueprint.notes = (*blueprint.notes, said)
     return blueprint

@@ -58,7 +58,7 @@ def describe(
         return
     print("\n".join(_lines(description, dtype.itemsize)))
     print()
-    print("\n".join(_split_lines(proposal, covered=any(rule.divides for rule in plain.split))))
+    print("\n".join(_split_lines(proposal, covered=plain.splits)))
 
 
 def _lines(description: ForwardDescription, element_bytes: int) -> list[str]:

@@ -18,8 +18,6 @@ from weft.describe._trace import LOSS, trace
 from weft.models import Blueprint
 from weft.profile import Block, Operator, OperatorSplit, Profile
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardDescription:
@@ -171,7 +169,6 @@ class _Builder:
 
     def _profile(self) -> Profile:
         blueprint, segments = self._blueprint, self._segments
-        splits = any(rule.divides for rule in blueprint.split)
         stem, tail = self._part(STEM, "stem"), self._part(segments.tail, "tail")
         blocks = self._blocks()
         if not blocks:  # nothing repeats: the whole model is one block
@@ -190,11 +187,11 @@ class _Builder:
             hidden_size=self._hidden_size(),
             vocabulary_size=(blueprint.vocabulary_size or 0) if blueprint.vocabulary_head else 0,
             tied=self._is_tied(),
-            divisible=tuple(blueprint.divisible.items()) if splits else (),
+            divisible=tuple(blueprint.divisible.items()) if blueprint.splits else (),
             can_be_cut=blueprint.cut is not None,
             num_experts=_num_experts(parts),
-            has_batch_norm=any(isinstance(module, _BATCH_NORMS) for module in blueprint.module.modules()),
-            per_sample_loss=getattr(blueprint.loss, "per_sample", True),
+            has_batch_norm=blueprint.has_batch_norm,
+            per_sample_loss=blueprint.per_sample_loss,
         )
 
     def _blocks(self) -> tuple[Block, ...]:

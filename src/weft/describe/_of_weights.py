@@ -7,8 +7,6 @@ from torch import nn
 from weft.models import Blueprint
 from weft.profile import Block, Operator, Profile
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
 
 def describe_weights(blueprint: Blueprint) -> Profile:
     """Return the profile of a model of one block, whose every token (or sample) goes through every module once.
@@ -32,8 +30,8 @@ def describe_weights(blueprint: Blueprint) -> Profile:
         tail=empty,
         hidden_size=max(widths, default=1),
         can_be_cut=False,
-        has_batch_norm=any(isinstance(module, _BATCH_NORMS) for module in blueprint.module.modules()),
-        per_sample_loss=getattr(blueprint.loss, "per_sample", True),
+        has_batch_norm=blueprint.has_batch_norm,
+        per_sample_loss=blueprint.per_sample_loss,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.families import Tables
 from weft.plan import ModelFacts
@@ -18,7 +18,7 @@ class Description:
     """What a model computes and keeps, how it splits and where it is cut."""
 
     profile: Profile
-    tables: Tables = Tables()
+    tables: Tables = field(default_factory=Tables)
     sequence_length: int | None = None
     """Tokens per sample; None where samples are no sequences."""
     vocabulary_size: int | None = None

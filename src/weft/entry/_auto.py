@@ -67,16 +67,7 @@ def _described(blueprint: Blueprint, recipe: Recipe) -> Description:
         profile, notes = describe_weights(blueprint), (_WEIGHTS_ALONE,)
     return Description(
         profile=replace(profile, name=facts.name),
-        tables=Tables(
-            split=tuple(blueprint.split),
-            localise=tuple(blueprint.localise),
-            divisible=dict(blueprint.divisible),
-            cut=blueprint.cut,
-            no_stages=facts.no_stages,
-            no_tensor=facts.no_tensor,
-            vocabulary_head=blueprint.vocabulary_head,
-            notes=tuple(blueprint.notes),
-        ),
+        tables=replace(Tables(**blueprint.of_tables), no_stages=facts.no_stages, no_tensor=facts.no_tensor),
         sequence_length=blueprint.sequence_length,
         vocabulary_size=blueprint.vocabulary_size,
         notes=notes,

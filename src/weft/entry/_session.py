@@ -357,17 +357,14 @@ class Session:
                 raise RecipeError(
                     f"inputs names {name!r}, which cannot be an argument of {type(model).__name__}.forward."
                 )
+        tables.split, tables.cut = (*own, *known), cut if cut is not None else tables.cut
+        tables.vocabulary_head = vocabulary_head
         return Blueprint(
+            **tables.of_tables,
             module=model,
             inputs=inputs,
             loss=_unset_loss,  # TrainState puts the user's own in its place
             initialise=None,
-            split=(*own, *known),
-            localise=tables.localise,
-            divisible=tables.divisible,
-            cut=cut if cut is not None else tables.cut,
-            vocabulary_head=vocabulary_head,
-            notes=tables.notes,
             example=lambda number: {
                 name: torch.empty((number, *value.shape[1:]), dtype=value.dtype, device="meta")
                 for name, value in example.items()

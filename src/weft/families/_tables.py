@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from weft.recipe import SplitKind
 
@@ -61,14 +62,14 @@ class CutTable:
         return (self.entry, *self.stem_zero, *self.stem_skip)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Tables:
-    """How a model splits and where it is cut; empty where nothing is known of it."""
+    """How a model splits and where it is cut; empty where nothing is known of it.  A `Blueprint` has these, too."""
 
     split: Sequence[SplitRule] = ()
     localise: Sequence[Localise] = ()
     divisible: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Named sizes that the tensor axis must divide."""
+    """Named sizes that the tensor axis must divide, for error messages: {"num_heads": 8, "num_kv_heads": 4}."""
     cut: CutTable | None = None
     no_stages: str = ""
     """Why `cut` is None: a sentence without its end."""
@@ -83,3 +84,8 @@ class Tables:
     def splits(self) -> bool:
         """Whether a rule lets the tensor axis divide a layer."""
         return any(rule.divides for rule in self.split)
+
+    @property
+    def of_tables(self) -> dict[str, Any]:
+        """Values of these fields alone, by name, where there are others besides."""
+        return {item.name: getattr(self, item.name) for item in fields(Tables)}

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from weft.families import CutTable, Localise, SplitRule
+from weft.families import Tables
 
 if TYPE_CHECKING:
     from weft.description import Description
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Batch = Mapping[str, Tensor]
 """Fields by name, each with samples along dim 0.  `sample_ids` (int64) is always there."""
 
@@ -35,7 +36,7 @@ from the default generator, which the caller has seeded for this name."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Blueprint:
+class Blueprint(Tables):
     """A model and its tables.  `module` is on the meta device when `initialise` is given, else really constructed."""
 
     module: nn.Module
@@ -45,17 +46,6 @@ class Blueprint:
     """Keyword of the model's forward → field of the batch."""
     loss: Loss
     initialise: Initialiser | None
-    split: Sequence[SplitRule] = ()
-    localise: Sequence[Localise] = ()
-    divisible: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Named sizes that the tensor axis must divide, for error messages: {"num_heads": 8, "num_kv_heads": 4}."""
-    cut: CutTable | None = None
-    no_stages: str = ""
-    """Why `cut` is None, where that is known; a sentence without its end, such as "its attention has windows"."""
-    no_tensor: str = ""
-    """Why `split` has no rule that splits a layer, where that is known."""
-    vocabulary_head: str | None = None
-    """Name of the linear head whose output only the vocabulary loss reads; it may be fused with the loss."""
     task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"
     vocabulary_size: int | None = None
     hidden_size: int | None = None
@@ -74,8 +64,15 @@ class Blueprint:
     """Tokens per sample; None where samples are no sequences."""
     keep_dtype: Sequence[str] = ()
     """Globs over buffers that keep their dtype in bf16 and fp16 (tables that lose their meaning when rounded)."""
-    notes: Sequence[str] = ()
-    """What the user should hear once at the start: a model really constructed, a table that is missing."""
+
+    @property
+    def has_batch_norm(self) -> bool:
+        return any(isinstance(module, _BATCH_NORMS) for module in self.module.modules())
+
+    @property
+    def per_sample_loss(self) -> bool:
+        """Whether the loss is a sum over samples."""
+        return getattr(self.loss, "per_sample", True)
 
     def described_by(self, description: Description) -> Blueprint:
         """Take what a description of the model says: its name, its widths, and what its parts cost; return itself."""

@@ -66,7 +66,7 @@ def count_labels(batch: Mapping[str, Tensor]) -> int:
 
 def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator[Parameter]:
     module, table = blueprint.module, SplitTable(blueprint.split)
-    splits = split_parameters(blueprint, GroupView((0,), 0, None)) if _can_split(blueprint) else {}
+    splits = split_parameters(blueprint, GroupView((0,), 0, None)) if blueprint.splits else {}
     names, sparse = first_names(module), sparse_tables(module)
     for name, tensor in module.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
@@ -80,10 +80,6 @@ def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator
             partial=_partial(table.kind(owner), leaf, region is not None and region.contains(owner)),
             is_sparse=names[name] in sparse,
         )
-
-
-def _can_split(blueprint: Blueprint) -> bool:
-    return any(rule.kind in ("column", "row", "vocab") for rule in blueprint.split)
 
 
 def _partial(kind: str | None, leaf: str, in_region: bool) -> Any:

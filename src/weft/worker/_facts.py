@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from weft.models import Blueprint
 from weft.plan import ModelFacts
 from weft.recipe import Recipe
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
 
 def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
     """Return the facts that a model and its tables show."""
-    splits = any(rule.divides for rule in blueprint.split)
     cut, uncut = blueprint.cut, blueprint.no_stages
     if terms := getattr(blueprint.loss, "auxiliary", None):
         from weft.models.auxiliary import why_no_stages  # loaded where a loss has such terms
@@ -24,12 +19,12 @@ def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
         name=blueprint.name or recipe.model.factory or model,
         num_blocks=None if cut is None else len(cut.blocks),
         no_stages="" if cut is not None else uncut or f"nothing says where the blocks of {model} are",
-        no_tensor="" if splits else blueprint.no_tensor or f"nothing says how the layers of {model} split",
-        divisible=(dict(blueprint.divisible) or None) if splits else {},
+        no_tensor="" if blueprint.splits else blueprint.no_tensor or f"nothing says how the layers of {model} split",
+        divisible=(dict(blueprint.divisible) or None) if blueprint.splits else {},
         num_parameters=sum(parameter.numel() for parameter in blueprint.module.parameters()),
         hidden_size=blueprint.hidden_size,
         sequence_length=blueprint.sequence_length,
         vocabulary_size=blueprint.vocabulary_size,
-        has_batch_norm=any(isinstance(module, _BATCH_NORMS) for module in blueprint.module.modules()),
-        per_sample_loss=getattr(blueprint.loss, "per_sample", True),
+        has_batch_norm=blueprint.has_batch_norm,
+        per_sample_loss=blueprint.per_sample_loss,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,19 +55,14 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
     family = family_of(config.model_type)
     if family is not None:
         family.adapt(model)
+    notes = (*tables.notes, *notes, *_attention_notes(model.config))
     blueprint = Blueprint(
+        **replace(tables, notes=notes).of_tables,
         module=model,
         name=config.model_type,
         inputs=inputs,
         loss=token_loss,
         initialise=initialise,
-        split=tables.split,
-        localise=tables.localise,
-        divisible=tables.divisible,
-        cut=tables.cut,
-        no_stages=tables.no_stages,
-        no_tensor=tables.no_tensor,
-        vocabulary_head=tables.vocabulary_head,
         task=task,
         vocabulary_size=config.vocab_size,
         flops_per_sample=6.0 * sum(parameter.numel() for parameter in model.parameters()) * length,
@@ -75,7 +71,6 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
         export_config=exported_config | {"architectures": [type(model).__name__]},
         sequence_length=length,
         keep_dtype=("*inv_freq",),
-        notes=(*tables.notes, *notes, *_attention_notes(model.config)),
     )
     return blueprint if description is None else blueprint.described_by(description)
 

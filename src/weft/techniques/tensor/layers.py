@@ -77,7 +77,7 @@ def _check_table(blueprint: Blueprint, plan: Plan, view: GroupView) -> None:
     scheme = plan.tensor_parallel.scheme
     if scheme != "1d":
         raise PlanError(f'plan.tensor_parallel.scheme = "{scheme}" is not runnable: only "1d" is. Use scheme = "1d".')
-    if not any(rule.divides for rule in blueprint.split):
+    if not blueprint.splits:
         raise PlanError(
             f"plan.mesh.tensor = {view.size}, but nothing says how {type(blueprint.module).__name__} splits: it"
             f" gets data and"

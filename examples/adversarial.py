@@ -86,10 +86,10 @@ def main() -> None:
             judged = judging.step({"real": batch["real"], "fake": fake})
             with judging.frozen():
                 made = making.step(batch)
-            if session.rank == 0 and made.number % 50 == 0:
+            if session.rank == 0 and made.step % 50 == 0:
                 off = (fake.norm(dim=1) - 1).abs().mean()
                 losses = f"critic {judged.loss:.3f}  generator {made.loss:.3f}"
-                print(f"step {made.number:4d}  {losses}  off the ring by {off:.3f}")
+                print(f"step {made.step:4d}  {losses}  off the ring by {off:.3f}")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main() -> None:
             schedule.step()
             held_out = state.evaluate(DataLoader(validation, batch_size=60))
             if session.rank == 0:
-                print(f"epoch {epoch + 1}  step {step.number}  loss {step.loss:.4f}  held out {held_out:.4f}")
+                print(f"epoch {epoch + 1}  step {step.step}  loss {step.loss:.4f}  held out {held_out:.4f}")
         state.save()
 
 

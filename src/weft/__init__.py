@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from weft.entry import CheckReport as CheckReport
     from weft.entry import RunResult as RunResult
     from weft.entry import Session as Session
-    from weft.entry import StepInfo as StepInfo
     from weft.entry import TrainState as TrainState
     from weft.entry import check as check
     from weft.entry import generate as generate
     from weft.entry import session as session
     from weft.entry import train as train
     from weft.errors import WeftError as WeftError
+    from weft.events import StepEvent as StepEvent
     from weft.plan import Plan as Plan
     from weft.recipe import Recipe as Recipe
 
@@ -32,7 +32,7 @@ _PACKAGES = {
     "Recipe": "weft.recipe",
     "RunResult": "weft.entry",
     "Session": "weft.entry",
-    "StepInfo": "weft.entry",
+    "StepEvent": "weft.events",
     "TrainState": "weft.entry",
     "WeftError": "weft.errors",
     "check": "weft.entry",

@@ -13,8 +13,8 @@ from engine_kit import ADAMW, BATCH, Seen, Training, agreed, plan_of, recipe_of
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.engine import StepResult
 from weft.errors import PlanError, RecipeError
+from weft.events import StepEvent
 from weft.models import Batch, Blueprint, CutTable
 from weft.models.auxiliary import AuxiliaryLoss
 from weft.numerics import TOLERANCES, assemble, compare, one_process
@@ -113,7 +113,7 @@ def train(plans: dict[str, Plan], optimizer: OptimizerRecipe = ADAMW) -> dict[st
         training = Training(recipe_of(optimizer=optimizer), plan, blueprint, sample)
         values: list[dict[str, float]] = []
 
-        def note(result: StepResult, values: list[dict[str, float]] = values) -> StepResult:
+        def note(result: StepEvent, values: list[dict[str, float]] = values) -> StepEvent:
             values.append(dict(result.auxiliary))
             return result
 

@@ -13,20 +13,20 @@ def test_rates_are_of_the_steps_since_the_last_reading() -> None:
     meter = ThroughputMeter(flops_per_sample=1e9, peak_flops=1e10)
     meter.add(seconds=1.0, samples=4, tokens=400)
     meter.add(seconds=3.0, samples=4, tokens=400)
-    first = meter.read()
+    first = meter.read(step=2, num_steps=2)
     assert first.samples_per_second == 2
     assert first.tokens_per_second == 200
     assert first.flops_per_second == 2e9
     assert first.peak_share == pytest.approx(0.2)
     meter.add(seconds=1.0, samples=4, tokens=400)
-    assert meter.read().tokens_per_second == 400
+    assert meter.read(step=2, num_steps=2).tokens_per_second == 400
 
 
 def test_what_is_unknown_is_none() -> None:
     meter = ThroughputMeter(flops_per_sample=0.0, peak_flops=None)
     assert meter.remaining_seconds(10) is None
     meter.add(seconds=0.5, samples=4)
-    reading = meter.read()
+    reading = meter.read(step=2, num_steps=2)
     assert (reading.tokens_per_second, reading.flops_per_second, reading.peak_share) == (None, None, None)
     assert reading.samples_per_second == 8
 
@@ -61,6 +61,6 @@ def test_no_share_of_the_peak_is_above_one():
     shares: list[float | None] = []
     for seconds in (0.5, 0.25, 0.5):
         meter.add(seconds=seconds, samples=1)
-        shares.append(meter.read().peak_share)
+        shares.append(meter.read(step=2, num_steps=2).peak_share)
     assert shares == [1.0, 1.0, 0.5]
     assert meter.peak_flops == 4e9

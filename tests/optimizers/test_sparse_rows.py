@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.engine.optimizers import check_sparse_support, check_sparse_tables, create_sparse_state, sparse_step
+from weft.engine.optimizers import check_sparse_support, check_sparse_tables, sparse_step
+from weft.engine.optimizers._sparse import SparseState
 from weft.errors import RecipeError
 from weft.parallel import SparseRows
 from weft.recipe import OptimizerRecipe
@@ -27,6 +28,12 @@ def sparse_gradient(weight: Tensor, tokens: list[int]) -> Tensor:
     return embedding.weight.grad
 
 
+def create_sparse_state(rule: str, table: Tensor) -> SparseState:
+    """The states that a rule keeps for a table."""
+    names = {"adagrad": ("square_sum",), "adam": ("exp_avg", "exp_avg_sq")}.get(rule, ())
+    return SparseState(**{name: torch.zeros_like(table) for name in names})
+
+
 @pytest.mark.parametrize(
     ("rule", "make"),
     [
@@ -37,7 +44,7 @@ def sparse_gradient(weight: Tensor, tokens: list[int]) -> Tensor:
 )
 def test_sparse_steps_equal_torch(rule: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
     mine, theirs = table(), nn.Parameter(table())
-    state = create_sparse_state(rule, mine)  # type: ignore[arg-type]
+    state = create_sparse_state(rule, mine)
     optimizer = make([theirs])
     for tokens in TOKENS:
         theirs.grad = sparse_gradient(theirs.detach(), tokens)

@@ -25,7 +25,7 @@ from weft.parallel import Piece
 
 logger = logging.getLogger(__name__)
 
-Which = Literal["latest", "best"] | Path
+Which = Literal["latest"] | Path
 Check = Callable[[JsonObject, int], object]
 """Takes what a checkpoint's manifest holds beside the tensors, and its step; raises `CheckpointError`."""
 
@@ -60,7 +60,7 @@ class Checkpointer:
         Args:
             folder: made by the first save.
             peers: the ranks that save and load together; by default this process alone.
-            keep: newest checkpoints to keep (the best one is kept besides).
+            keep: newest checkpoints to keep.
             file_bytes: bytes of tensors in one file, at most.
             provenance: written into each manifest: run, digests of recipe and plan, versions of the code.
         """
@@ -77,16 +77,13 @@ class Checkpointer:
         complete = _folder.complete_checkpoints(self.folder)
         return complete[0].path if complete else None
 
-    def save(
-        self, step: int, pieces: Sequence[Piece], state: Mapping[str, Json] | None = None, *, best: bool = False
-    ) -> Path:
+    def save(self, step: int, pieces: Sequence[Piece], state: Mapping[str, Json] | None = None) -> Path:
         """Save all ranks' pieces and rank 0's `state`, then remove old checkpoints.  Call on every rank.
 
         Args:
             step: finished optimizer steps.
             pieces: this rank's; each element of each tensor counts on exactly one rank.
             state: what is no tensor (data cursor, randomness, schedule); must be JSON without NaN and infinity.
-            best: keep this one until a later one is the best.
 
         Raises:
             SaveError: on every rank, when any of them could not write; the previous checkpoints are as they were.
@@ -103,7 +100,7 @@ class Checkpointer:
                 write_rank(partial, self.peers.rank, pieces, self.file_bytes)
             with self._together(step):
                 if first:
-                    self._commit(partial, step, token, state or {}, best=best)
+                    self._commit(partial, step, token, state or {})
         except SaveError:
             if first and partial.exists():
                 _folder.remove_partial(partial)
@@ -112,39 +109,34 @@ class Checkpointer:
             self._tidy(step, token)
         return self.folder / _folder.step_name(step)
 
-    def load(
-        self, which: Which, pieces: Sequence[Piece], *, only: Sequence[str] | None = None, check: Check | None = None
-    ) -> dict[str, Json]:
+    def load(self, which: Which, pieces: Sequence[Piece], *, check: Check | None = None) -> dict[str, Json]:
         """Verify a checkpoint, fill the pieces from it and return the state saved with it.  Call on every rank.
 
-        Every file is verified before the first tensor changes, the ranks sharing the work.  A damaged "latest" or
-        "best" is warned about and the next older one is taken; a damaged checkpoint given by path is an error.
+        Every file is verified before the first tensor changes, the ranks sharing the work.  A damaged "latest" is
+        warned about and the next older one is taken; a damaged checkpoint given by path is an error.
 
         Args:
-            which: "latest", "best", or the same path on every rank (of a checkpoint, or of a run).
+            which: "latest", or the same path on every rank (of a checkpoint, or of a run).
             pieces: everything this rank holds, whether it counts or not.
-            only: prefixes of names to look at; the checkpoint's other tensors are left alone.
             check: looks at the state before anything changes; what it refuses counts as damaged.
 
         Raises:
             CheckpointError: on every rank: there is none, it is damaged, or it does not fit the pieces.
         """
-        stored = self._open_path(which, check) if isinstance(which, Path) else self._open_newest(which, check)
-        wanted = match(stored, pieces, self.peers, only)
+        stored = self._open_path(which, check) if isinstance(which, Path) else self._open_newest(check)
+        wanted = match(stored, pieces, self.peers)
         with torch.no_grad():
             for name, group in wanted.items():
                 stored.fill(name, group)
-            if only is None:
-                carry_over(stored, pieces, self.peers)
+            carry_over(stored, pieces, self.peers)
         return dict(stored.manifest.state)
 
-    def _commit(self, partial: Path, step: int, token: str, state: Mapping[str, Json], *, best: bool) -> None:
+    def _commit(self, partial: Path, step: int, token: str, state: Mapping[str, Json]) -> None:
         complete = _folder.complete_checkpoints(self.folder)
         manifest = Manifest(
             step=step,
             sequence=max((one.manifest.sequence for one in complete), default=0) + 1,
             token=token,
-            best=best,
             world=self.peers.world,
             provenance=self.provenance,
             state=state,
@@ -195,9 +187,9 @@ class Checkpointer:
             raise CheckpointError(problem)
         return stored
 
-    def _open_newest(self, which: str, check: Check | None) -> StoredCheckpoint:
+    def _open_newest(self, check: Check | None) -> StoredCheckpoint:
         """Open what rank 0 names, from the newest on, until all ranks find their share of it sound."""
-        found = [one for one in _folder.complete_checkpoints(self.folder) if which == "latest" or one.manifest.best]
+        found = _folder.complete_checkpoints(self.folder)
         problems = list[str]()
         for number in range(self.peers.share(len(found))[0]):
             mine = found[number].manifest if self.peers.rank == 0 else None
@@ -209,7 +201,7 @@ class Checkpointer:
                     logger.warning("loading %s instead, because %s", stored.folder, " ".join(problems))
                 return stored
             problems.append(problem)
-        reason = " ".join(problems) or f'"{which}" was asked for and no save has finished there.'
+        reason = " ".join(problems) or '"latest" was asked for and no save has finished there.'
         raise CheckpointError(f"{self.folder} holds no checkpoint that can be loaded: {reason}")
 
     def _open_verified(self, path: Path | None, check: Check | None) -> tuple[StoredCheckpoint | None, str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from weft.checkpoint._files import Entry, sync_folder, write_tensors, write_text
+from weft.checkpoint._files import Entry, grouped, sync_folder, write_tensors, write_text
 from weft.checkpoint._folder import find_checkpoint
 from weft.checkpoint._read import StoredCheckpoint
 from weft.errors import CheckpointError
@@ -138,7 +138,8 @@ def _check_names(weights: StoredWeights, blueprint: Blueprint, checkpoint: Path)
 
 
 def _write_weights(folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None, file_bytes: int) -> None:
-    groups = list(_grouped([_entry(weights, name, dtype) for name in weights], file_bytes))
+    entries = [_entry(weights, name, dtype) for name in weights]
+    groups = list(grouped(entries, lambda entry: entry.size_bytes, file_bytes)) or [[]]
     names = [_WEIGHTS] if len(groups) == 1 else [_shard_name(at, len(groups)) for at in range(len(groups))]
     for name, group in zip(names, groups, strict=True):
         write_tensors(folder / name, group, {"format": "pt"})
@@ -160,17 +161,6 @@ def _entry(weights: Mapping[str, Tensor], name: str, wanted: torch.dtype | None)
         return weights[name].detach().to(dtype)
 
     return Entry(name, shape, dtype, fetch)
-
-
-def _grouped(entries: Iterable[Entry], file_bytes: int) -> Iterator[list[Entry]]:
-    group, size = list[Entry](), 0
-    for entry in entries:
-        if group and size + entry.size_bytes > file_bytes:
-            yield group
-            group, size = [], 0
-        group.append(entry)
-        size += entry.size_bytes
-    yield group
 
 
 def _shard_name(number: int, count: int) -> str:

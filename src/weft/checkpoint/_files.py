@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from weft.checkpoint._format import DTYPE_NAMES, StoredFile, StoredRun, digest_of
 from weft.errors import CheckpointError
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 8 << 20
 """Hashed and written (or read) at a time: large enough for the disk, small enough to stay in a processor's cache."""
@@ -35,6 +37,19 @@ class Entry:
     @property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def grouped(items: Iterable[T], size_bytes: Callable[[T], int], file_bytes: int) -> Iterator[list[T]]:
+    """Yield the items in groups of at most `file_bytes`, or of one that is larger, in their order."""
+    group, size = list[T](), 0
+    for item in items:
+        if group and size + size_bytes(item) > file_bytes:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += size_bytes(item)
+    if group:
+        yield group
 
 
 def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> StoredFile:

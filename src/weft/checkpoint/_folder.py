@@ -112,13 +112,8 @@ def commit(folder: Path, partial: Path, step: int, token: str) -> Path:
 
 
 def remove_old(folder: Path, keep: int, token: str) -> None:
-    """Remove complete checkpoints but the newest `keep` and the newest that was saved as best; best effort."""
-    complete = complete_checkpoints(folder)
-    kept = {one.path for one in complete[:keep]}
-    kept.update(one.path for one in [one for one in complete if one.manifest.best][:1])
-    for one in complete:
-        if one.path in kept:
-            continue
+    """Remove complete checkpoints but the newest `keep`; best effort."""
+    for one in complete_checkpoints(folder)[keep:]:
         gone = folder / f"{step_name(one.manifest.step)}.removing-{token}{one.manifest.sequence:x}"
         with _tolerated(f"old checkpoint {one.path.name} could not be removed"):
             one.path.rename(gone)

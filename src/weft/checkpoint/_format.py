@@ -57,7 +57,7 @@ _MOST_DIMENSIONS = 64
 _MOST_CUTS = 4
 """Cuts of a tensor, one after another: more axes than that cut none."""
 _MANIFEST_FIELDS = frozenset(
-    ("format", "version", "step", "sequence", "token", "best", "world", "provenance", "state", "indexes")
+    ("format", "version", "step", "sequence", "token", "world", "provenance", "state", "indexes")
 )
 _RUN_FIELDS = ("name", "shape", "dtype", "split", "start", "length", "file", "key")
 ADVICE = "It is damaged, or was not written by Weft: load an earlier checkpoint."
@@ -124,7 +124,6 @@ class Manifest:
     """Counts the saves into one folder: the newest checkpoint is the one saved last, whatever its step."""
     token: str
     """Names this save, so that two saves of one step are told apart."""
-    best: bool
     world: int
     provenance: Mapping[str, str]
     """Run, recipe and plan digests, versions of the code: for people and for comparison, never needed to load."""
@@ -139,7 +138,6 @@ class Manifest:
             "step": self.step,
             "sequence": self.sequence,
             "token": self.token,
-            "best": self.best,
             "world": self.world,
             "provenance": dict(self.provenance),
             "state": dict(self.state),
@@ -169,13 +167,12 @@ def read_manifest(folder: Path) -> Manifest:
     if (version := fields.count("version")) != VERSION:
         raise CheckpointError(f"{path} has format version {version}; this Weft reads {VERSION}. Use a newer Weft.")
     outer.only(("digest", "manifest"))
-    fields.only(_MANIFEST_FIELDS)
+    fields.only(_MANIFEST_FIELDS, optional=("best",))  # which saves of before 2026-11-25 have
     provenance = fields.object("provenance")
     manifest = Manifest(
         step=fields.count("step"),
         sequence=fields.count("sequence"),
         token=fields.text("token", r"[01][0-9a-f]{15}", "16 hexadecimal digits, below 2^61"),
-        best=fields.flag("best"),
         world=fields.count("world", least=1, most=MOST_RANKS),
         provenance={key: provenance.text(key) for key in provenance.values},
         state=fields.object("state").values,

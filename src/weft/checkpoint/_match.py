@@ -18,9 +18,7 @@ logger = logging.getLogger(__name__)
 _SHOWN = 3
 
 
-def match(
-    stored: StoredCheckpoint, pieces: Sequence[Piece], peers: Peers, only: Sequence[str] | None
-) -> dict[str, list[Piece]]:
+def match(stored: StoredCheckpoint, pieces: Sequence[Piece], peers: Peers) -> dict[str, list[Piece]]:
     """Return the pieces by tensor, in the checkpoint's order of reading, without those that belong to a plan (see
     `carry_over`).  Call on every rank.
 
@@ -30,11 +28,11 @@ def match(
     """
     wanted: dict[str, list[Piece]] = {}
     for piece in pieces:
-        if not is_of_plan(piece.name) and (only is None or piece.name.startswith(tuple(only))):
+        if not is_of_plan(piece.name):
             wanted.setdefault(piece.name, []).append(piece)
     problem = peers.first_problem(_problem_of(stored, wanted))
     if problem is None:
-        problem = _unexpected(stored, wanted, peers, only)
+        problem = _unexpected(stored, wanted, peers)
     if problem is not None:
         raise CheckpointError(f"{stored.folder} does not fit: {problem}")
     converted = [name for name in sorted(wanted) if wanted[name][0].tensor.dtype != stored.dtype(name)]
@@ -69,20 +67,16 @@ def _problem_of(stored: StoredCheckpoint, wanted: dict[str, list[Piece]]) -> str
     return None
 
 
-def _unexpected(
-    stored: StoredCheckpoint, wanted: dict[str, list[Piece]], peers: Peers, only: Sequence[str] | None
-) -> str | None:
+def _unexpected(stored: StoredCheckpoint, wanted: dict[str, list[Piece]], peers: Peers) -> str | None:
     """Name the checkpoint's tensors that no rank wants; each rank alone may want only its stage's."""
-    names = [
-        name for name in sorted(stored.runs) if not is_of_plan(name) and (only is None or name.startswith(tuple(only)))
-    ]
+    names = [name for name in sorted(stored.runs) if not is_of_plan(name)]
     unwanted = peers.minimum([0 if name in wanted else 1 for name in names]) if names else []
     extra = [name for name, flag in zip(names, unwanted, strict=True) if flag]
     if not extra:
         return None
     return (
         f"it has {len(extra)} tensors that the model has not: {_listed(extra)}. "
-        "Load it with the recipe that saved it, or load only the weights."
+        "Load it with the recipe that saved it, or begin a new run."
     )
 
 

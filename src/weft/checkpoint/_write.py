@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from weft.checkpoint._files import Entry, write_tensors, write_text
+from weft.checkpoint._files import Entry, grouped, write_tensors, write_text
 from weft.checkpoint._format import DTYPE_NAMES, RankIndex, StoredFile, StoredRun, digest_of, index_name, parse_index
 from weft.errors import CheckpointError
 from weft.parallel import Piece
@@ -25,7 +25,7 @@ def write_rank(folder: Path, rank: int, pieces: Sequence[Piece], file_bytes: int
     """
     files: list[StoredFile] = []
     runs: list[StoredRun] = []
-    for number, group in enumerate(_grouped(_cut(pieces, file_bytes), file_bytes)):
+    for number, group in enumerate(grouped(_cut(pieces, file_bytes), lambda piece: piece.tensor.nbytes, file_bytes)):
         name = f"rank-{rank:05d}-{number:04d}.safetensors"
         entries = list[Entry]()
         for piece in group:
@@ -117,19 +117,6 @@ def _cut(pieces: Iterable[Piece], file_bytes: int) -> Iterator[Piece]:
             continue
         for offset in range(0, piece.tensor.numel(), longest):
             yield replace(piece, tensor=piece.tensor[offset : offset + longest], start=piece.start + offset)
-
-
-def _grouped(pieces: Iterable[Piece], file_bytes: int) -> Iterator[list[Piece]]:
-    group, size = list[Piece](), 0
-    for piece in pieces:
-        more = piece.tensor.numel() * piece.tensor.element_size()
-        if group and size + more > file_bytes:
-            yield group
-            group, size = [], 0
-        group.append(piece)
-        size += more
-    if group:
-        yield group
 
 
 def _tensor_of(piece: Piece) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.cluster._cluster import Cluster
 from weft.cluster._load import dump_cluster, load_cluster
 from weft.errors import ClusterError
+from weft.files import cache_folder, write_whole
 
 _ADVICE = "weft probe measures this machine once, and predictions get better"
 
@@ -42,14 +41,10 @@ def keep_machine(measured: Cluster, folder: Path | None = None) -> Path:
         ClusterError: the file cannot be written.
     """
     path = _path(Cluster.detect(), folder)
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(dump_cluster(measured, header=["measured by weft probe"]))
-        aside.replace(path)
+        write_whole(path, dump_cluster(measured, header=["measured by weft probe"]))
     except OSError as error:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
         raise ClusterError(f"{path} cannot be written: {error.strerror}. Give weft probe an --output.") from None
     return path
 
@@ -59,4 +54,4 @@ _MEASURED = "shared-memory"
 
 
 def _path(machine: Cluster, folder: Path | None) -> Path:
-    return (folder or Path.home() / ".cache" / "weft" / "machines") / f"{machine.digest}-{_MEASURED}.toml"
+    return (folder or cache_folder("machines")) / f"{machine.digest}-{_MEASURED}.toml"

@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +14,7 @@ from weft.collective._choices import defines
 from weft.collective._method import Links
 from weft.collective._shortlist import MethodCandidate
 from weft.errors import CollectiveError
+from weft.files import cache_folder, write_whole
 
 if TYPE_CHECKING:
     from weft.cluster import Collective
@@ -137,7 +135,7 @@ def _circumstances() -> dict[str, object]:
 
 
 def _folder(given: Path | None) -> Path:
-    return given or Path.home() / ".cache" / "weft" / "collectives"
+    return given or cache_folder("collectives")
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -156,17 +154,11 @@ def keep_table(table: ChoiceTable, *, folder: Path | None = None) -> Path:
         CollectiveError: the file cannot be written.
     """
     path = table_path(table.members, table.nodes, table.backend, folder=folder)
-    aside: str | None = None
+    content = json.dumps({**json.loads(table_to_json(table)), "circumstances": _circumstances()})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-        with os.fdopen(descriptor, "w") as file:
-            file.write(json.dumps({**json.loads(table_to_json(table)), "circumstances": _circumstances()}))
-        os.replace(aside, path)
+        write_whole(path, content)
     except OSError as error:
-        if aside is not None:
-            with suppress(OSError):
-                os.unlink(aside)
         raise CollectiveError(f"{path} cannot be written: {error.strerror}. Make its folder writable.") from None
     return path
 

@@ -1,9 +1,8 @@
-"""Files that are either whole or absent, and a lock between processes."""
+"""A folder that one process at a time writes into."""
 
 from __future__ import annotations
 
 import fcntl
-import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -12,16 +11,6 @@ from pathlib import Path
 from weft.errors import DataError
 
 _POLL_SECONDS = 0.1
-
-
-def write_aside(path: Path, data: bytes) -> None:
-    """Write `data` to a file beside `path`, flush it to disk, and rename it into place."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with aside.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(aside, path)
 
 
 def make_folder(folder: Path) -> None:

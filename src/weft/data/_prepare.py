@@ -14,20 +14,17 @@ from typing import Literal
 import xxhash
 
 from weft.data._corpus import FORMAT, MANIFEST, CorpusManifest, PreparedCorpus, open_corpus, read_manifest
-from weft.data._files import locked, make_folder, remove_strays, write_aside
+from weft.data._files import locked, make_folder, remove_strays
 from weft.data._progress import Progress, silent
 from weft.data._shards import ShardTask
 from weft.data._sources import FileSegment, Listing, cut, digest_file, list_sources
 from weft.data._tokenizer import digest_tokenizer, load_tokenizer, mask_of, separator_of, span_of, train_tokenizer
 from weft.data._workforce import Workforce
 from weft.errors import DataError
+from weft.files import cache_folder, write_whole
 
 _SMALLEST_SHARD_BYTES = 4 << 20
 _MOST_SHARDS = 256
-
-
-def default_cache() -> Path:
-    return Path.home() / ".cache" / "weft"
 
 
 def prepare(
@@ -61,7 +58,7 @@ def prepare(
     Example:
         >>> corpus = prepare(["stdlib"], vocabulary_size=8192)  # doctest: +SKIP
     """
-    base = Path(folder or cache or default_cache()).expanduser()
+    base = Path(folder or cache or cache_folder()).expanduser()
     if tokenizer is None:
         tokenizer = shared_tokenizer(
             sources, vocabulary_size=vocabulary_size, cache=base, text_field=text_field, progress=progress
@@ -78,7 +75,7 @@ def prepare(
             return _reuse(target, fingerprint)
         try:
             remove_strays(target)
-            write_aside(target / "tokenizer.json", loaded.to_str(pretty=False).encode())
+            write_whole(target / "tokenizer.json", loaded.to_str(pretty=False), durable=True)
             return _write(target, listing, fingerprint, text_field, workers, progress, lock)
         except OSError as error:
             raise DataError(
@@ -120,7 +117,7 @@ def shared_tokenizer(
     """
     listing = list_sources(sources)
     fingerprint = _fingerprint(listing, text_field, f"byte-level BPE {vocabulary_size}")
-    folder = Path(cache or default_cache()).expanduser() / f"tokenizer-{fingerprint}"
+    folder = Path(cache or cache_folder()).expanduser() / f"tokenizer-{fingerprint}"
     make_folder(folder)
     path = folder / "tokenizer.json"
     with locked(folder, lambda: progress("waiting for another process that trains the same tokenizer", 0, 0)):
@@ -171,7 +168,7 @@ def _write(
         notes=listing.notes,
         shards=tuple(records),
     )
-    write_aside(folder / MANIFEST, manifest.to_json())
+    write_whole(folder / MANIFEST, manifest.to_json(), durable=True)
     return PreparedCorpus(folder, manifest)
 
 

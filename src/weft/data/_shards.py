@@ -16,11 +16,11 @@ import xxhash
 from tokenizers import Tokenizer
 
 from weft.data._corpus import ShardRecord, check_shard, digest_path, shard_path
-from weft.data._files import write_aside
 from weft.data._sources import FileSegment, read_documents
 from weft.data._tokenizer import load_tokenizer
 from weft.document import typed
 from weft.errors import DataError
+from weft.files import write_whole
 
 _BATCH_CHARACTERS = 1 << 20
 
@@ -81,7 +81,7 @@ def write_shard(task: ShardTask, tokenizer: Tokenizer, advance: Callable[[int], 
     for aside, path in zip(asides, paths, strict=True):
         os.replace(aside, path)
     fields = {**dataclasses.asdict(record), "fingerprint": task.fingerprint}
-    write_aside(shard_path(folder, task.index, "json"), json.dumps(fields).encode())
+    write_whole(shard_path(folder, task.index, "json"), json.dumps(fields), durable=True)
     return record
 
 

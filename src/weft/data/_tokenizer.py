@@ -9,10 +9,10 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from weft.data._files import write_aside
 from weft.data._keyed import Permutation
 from weft.data._sources import SourceFile, cut, read_documents
 from weft.errors import DataError
+from weft.files import write_whole
 
 SEPARATOR = "<|endoftext|>"
 MASK = "<|mask|>"
@@ -48,7 +48,7 @@ def train_tokenizer(files: Sequence[SourceFile], vocabulary_size: int, path: Pat
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(files, text_field), trainer)
-    write_aside(path, tokenizer.to_str(pretty=False).encode())
+    write_whole(path, tokenizer.to_str(pretty=False), durable=True)
 
 
 def _sample(files: Sequence[SourceFile], text_field: str) -> Iterator[str]:

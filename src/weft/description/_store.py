@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from weft.description._description import Description
 from weft.description._text import of_json, to_json
+from weft.files import cache_folder, write_whole
 from weft.recipe import Recipe, read_hf_config
 
 _DESCRIBING = ("blueprint", "describe", "description", "families", "models", "plan", "profile", "recipe", "stand_ins")
@@ -44,9 +44,7 @@ def store(recipe: Recipe, description: Description) -> None:
         return
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(to_json(description), encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, to_json(description))
         kept = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
         for old in kept[:-_MOST_KEPT]:
             old.unlink(missing_ok=True)
@@ -60,9 +58,7 @@ def _path(recipe: Recipe) -> Path | None:
     whole = hashlib.sha256()
     for part in _parts(recipe, kind):
         whole.update(hashlib.sha256(part).digest())
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"
-    return folder / "weft" / "descriptions" / f"{whole.hexdigest()}.json"
+    return cache_folder("descriptions", f"{whole.hexdigest()}.json")
 
 
 def _parts(recipe: Recipe, kind: str) -> Iterator[bytes]:

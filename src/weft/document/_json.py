@@ -115,10 +115,6 @@ class JsonObject:
             raise self.fail(name, f"a number from {least:g} to {most:g}")
         return float(cast(float, value))
 
-    def flag(self, name: str) -> bool:
-        """Return a truth value."""
-        return self._take(name, bool, "true or false")
-
     def counts(self, name: str, *, longest: int) -> list[int]:
         """Return a list of whole numbers from 0, of at most `longest`."""
         values = self.items(name, longest=longest)

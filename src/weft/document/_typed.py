@@ -7,6 +7,7 @@ import functools
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 T = TypeVar("T")
@@ -19,7 +20,9 @@ def plain(value: Any) -> Any:
         return {field.name: plain(getattr(value, field.name)) for field in fields}
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in cast("Mapping[str, Any]", value).items()}
-    return [plain(item) for item in cast("list[Any]", value)] if isinstance(value, tuple | list) else value
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in cast("list[Any]", value)]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def typed(cls: type[T], value: Any) -> T:
@@ -41,6 +44,8 @@ def _read(hint: Any, value: Any) -> Any:
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _read_union([part for part in parts if part is not type(None)], value, optional=type(None) in parts)
+    if hint is Path:
+        return Path(value)
     if dataclasses.is_dataclass(hint):
         hints = _hints(hint)
         return cast("Any", hint)(**{name: _read(hints[name], item) for name, item in value.items()})

@@ -3,58 +3,72 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
-from weft.comm import Mesh, peak_memory_bytes
-from weft.engine._step import StepResult
-from weft.engine._throughput import ThroughputMeter
-from weft.events import CollectiveEvent, MemoryEvent, MessageEvent, PhaseEvent, RateEvent, Run, StepEvent
+import torch
+import torch.distributed as dist
+
+from weft.comm import peak_memory_bytes
+from weft.engine._throughput import ThroughputMeter, measure_peak_flops
+from weft.events import CollectiveEvent, MemoryEvent, MessageEvent, PhaseEvent, Run, StartEvent, StepEvent
 from weft.figures import spell_figure
+from weft.parallel import ParallelModel
 from weft.record import Recorder
 
 
 class StepReporter:
-    """Says on one rank what its steps were: every step, and from time to time what the last of them took."""
+    """Says on one rank how its loop goes: every step, from time to time what the last of them took, and what is none of
+    a step."""
 
-    def __init__(self, run: Run, recorder: Recorder, mesh: Mesh, meter: ThroughputMeter) -> None:
+    def __init__(self, run: Run, recorder: Recorder, model: ParallelModel) -> None:
         self._run = run
         self._recorder = recorder
-        self._device = mesh.device
-        self._meter = meter
+        self._model = model
+        self._length = model.blueprint.sequence_length
+        self._meter = ThroughputMeter(flops_per_sample=model.blueprint.flops_per_sample, peak_flops=None)
         self._since_report = 0
         self._step = 0
         self._mark = time.perf_counter()
+
+    def measure_peak(self) -> None:
+        """Measure the FLOP/s of matrix products of all ranks together, by all at once so that shared cores are shared:
+        what rates are held against.  Call on every rank."""
+        mesh = self._model.mesh
+        world = mesh["world"]
+        if world.group is not None:
+            dist.barrier(group=world.group)
+        own = measure_peak_flops(mesh.device, self._model.dtypes.compute)
+        peak = torch.tensor(own, dtype=torch.float64, device=mesh.device)
+        if world.group is not None:
+            dist.all_reduce(peak, group=world.group)
+        self._meter.peak_flops = float(peak)
+
+    def start(self, step: int, num_steps: int | None) -> None:
+        """The loop begins, or goes on from a save, after `step` steps; `num_steps` are all, where that is known."""
+        size, plan = self._model.mesh["world"].size, self._model.plan
+        self._run.emit(StartEvent(step=step, num_steps=num_steps, world_size=size, plan=plan.digest))
+        self.begin()
 
     def begin(self) -> None:
         """Time runs from now on.  Call it before a step where time has passed that was none of its own."""
         self._mark = time.perf_counter()
 
-    def step(
-        self,
-        result: StepResult,
-        *,
-        samples: int,
-        tokens: int | None,
-        num_skipped: int,
-        learning_rate: float | None = None,
-    ) -> None:
+    @contextmanager
+    def phase(self, name: str) -> Generator[Callable[[], float]]:
+        """Time what is none of a step; yields how many seconds it has taken so far."""
+        started = time.perf_counter()
+        with self._recorder.span(name):
+            yield lambda: time.perf_counter() - started
+        self.begin()
+
+    def step(self, event: StepEvent, *, samples: int) -> None:
         """A step of this global batch has been done, from data to update."""
         now = time.perf_counter()
+        tokens = None if self._length is None else samples * self._length
         self._meter.add(seconds=now - self._mark, samples=samples, tokens=tokens)
-        self._mark, self._step, self._since_report = now, result.step + 1, self._since_report + 1
-        self._run.emit(
-            StepEvent(
-                step=result.step + 1,
-                loss=result.loss,
-                count=result.count,
-                gradient_norm=result.gradient_norm,
-                learning_rate=learning_rate,
-                skipped=result.skipped,
-                num_skipped=num_skipped,
-                loss_scale=result.loss_scale,
-                memory_bytes=result.memory_bytes,
-                auxiliary=result.auxiliary,
-            )
-        )
+        self._mark, self._step, self._since_report = now, event.step, self._since_report + 1
+        self._run.emit(event)
 
     def report(self, remaining_steps: int | None = None) -> None:
         """Say what the steps since the last report took; nothing where there were none."""
@@ -76,21 +90,11 @@ class StepReporter:
                     exposed_seconds=sums.exposed_ns / 1e9,
                 )
             )
-        emit(MemoryEvent(step=step, peak_bytes=peak_memory_bytes(self._device)))
+        emit(MemoryEvent(step=step, peak_bytes=peak_memory_bytes(self._model.mesh.device)))
         measured = self._meter.peak_flops
-        rates = self._meter.read()
+        rates = self._meter.read(step=step, num_steps=count, remaining_steps=remaining_steps)
         self._tell_of_peak(measured)
-        emit(
-            RateEvent(
-                step=step,
-                num_steps=count,
-                samples_per_second=rates.samples_per_second,
-                tokens_per_second=rates.tokens_per_second,
-                flops_per_second=rates.flops_per_second,
-                peak_share=rates.peak_share,
-                remaining_seconds=None if remaining_steps is None else self._meter.remaining_seconds(remaining_steps),
-            )
-        )
+        emit(rates)
 
     def _tell_of_peak(self, measured: float | None) -> None:
         peak = self._meter.peak_flops

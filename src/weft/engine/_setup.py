@@ -110,19 +110,12 @@ def unchanged_pieces(model: ParallelModel) -> list[Piece]:
     return [piece for part in model.parts for piece in module_pieces(part.module, part.layout, model.mesh)]
 
 
-def create_stepper(
-    model: ParallelModel,
-    optimizer: ShardOptimizer,
-    *,
-    seed: int,
-    batch: int,
-    max_gradient_norm: float | None,
-    average: WeightAverage | None,
-    recorder: Recorder,
-) -> tuple[Stepper, LossScale | None]:
-    """Return the stepper of a model, whoever owns the loop, and the loss scale that fp16 needs.  Call on every rank.
+def begin_training(
+    recipe: Recipe, model: ParallelModel, optimizer: ShardOptimizer, average: WeightAverage | None, recorder: Recorder
+) -> TrainingState:
+    """Join a model and its optimizer with the stepper, and the loss scale that fp16 needs, whoever owns the loop.
 
-    `batch` is the global batch size in samples.
+    Call on every rank.
     """
     model.mesh.watch(recorder.collectives.add)
     loss_scale = LossScale() if model.plan.compute.precision == "fp16" else None
@@ -131,9 +124,9 @@ def create_stepper(
         stores=model.stores,
         optimizer=optimizer,
         mesh=model.mesh,
-        seed=seed,
-        nominal_count=float(batch * (model.blueprint.sequence_length or 1)),
-        max_gradient_norm=max_gradient_norm,
+        seed=recipe.run.seed,
+        nominal_count=float(recipe.batch.global_batch_size * (model.blueprint.sequence_length or 1)),
+        max_gradient_norm=recipe.optimizer.max_grad_norm,
         loss_scale=loss_scale,
         average=average,
         summing=model.summing,
@@ -141,7 +134,7 @@ def create_stepper(
         recorder=recorder,
         buffers=changing_buffers(model),
     )
-    return stepper, loss_scale
+    return TrainingState(model=model, optimizer=optimizer, average=average, loss_scale=loss_scale, stepper=stepper)
 
 
 def changing_buffers(model: ParallelModel) -> list[Tensor]:
@@ -190,13 +183,4 @@ def create_training(
     average = WeightAverage(shards, decay) if decay is not None else None
     for technique in model.techniques:
         technique.begin(shards)
-    stepper, loss_scale = create_stepper(
-        model,
-        optimizer,
-        seed=recipe.run.seed,
-        batch=recipe.batch.global_batch_size,
-        max_gradient_norm=recipe.optimizer.max_grad_norm,
-        average=average,
-        recorder=recorder,
-    )
-    return TrainingState(model=model, optimizer=optimizer, average=average, loss_scale=loss_scale, stepper=stepper)
+    return begin_training(recipe, model, optimizer, average, recorder)

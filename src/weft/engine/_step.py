@@ -9,7 +9,7 @@ can start.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,35 +20,10 @@ from weft.comm import GroupView, Mesh, peak_memory_bytes
 from weft.engine._average import WeightAverage
 from weft.engine._loss_scale import LossScale
 from weft.engine.optimizers import ShardOptimizer, squared_sum
+from weft.events import StepEvent
 from weft.models import Batch
 from weft.parallel import LossTotals, Runner, Shard, StoreSet, TechniqueRuntime
 from weft.record import Recorder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What all ranks agreed on in a step."""
-
-    step: int
-    loss: float
-    """Global loss sum over global count; nan when nothing counted."""
-    count: float
-    """Global count: tokens with a label, or samples."""
-    gradient_norm: float
-    """Norm of the whole gradient, before clipping; where replicas step by themselves, of the replica that has the
-    largest."""
-    learning_rate: float
-    skipped: bool
-    """Whether the update was left out, on all ranks, because a gradient was not finite."""
-    loss_scale: float
-    stop: bool
-    """Whether some rank was asked to stop; all ranks see it at the same step."""
-    memory_bytes: int
-    """Peak of the rank that holds most."""
-    some_unused: bool
-    """Whether some parameter took no part on some rank, so that ranks asked one another which."""
-    auxiliary: Mapping[str, float]
-    """Values of the loss's auxiliary terms, unweighted and not in `loss`; of this rank's replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +81,8 @@ class Stepper:
         self._summing = summing.within_stage
         self._recorder = recorder
         self._buffers = tuple(buffers)
+        self.num_skipped = 0
+        """Steps whose update was left out, since the start of the run."""
 
     def __call__(
         self,
@@ -116,7 +93,7 @@ class Stepper:
         stop_requested: Callable[[], float] = lambda: 0.0,
         fingerprint: float | None = None,
         on_difference: Callable[[], None] = lambda: None,
-    ) -> StepResult:
+    ) -> StepEvent:
         """Train on this data rank's microbatches of `step`.  Call on every rank.
 
         `fingerprint`, a whole number below 2**53, must be equal on all ranks; else `on_difference` is called on all of
@@ -155,13 +132,16 @@ class Stepper:
             with self._recorder.span(technique.span):
                 if technique.end_step(step, agreed.counts if finite else None):
                     self._stores.publish()
-        return StepResult(
-            step=step,
+        skipped = not finite or count == 0
+        self.num_skipped += skipped
+        return StepEvent(
+            step=step + 1,
             loss=loss_sum / count if count else math.nan,
             count=count,
             gradient_norm=_largest(norms),
             learning_rate=learning_rate,
-            skipped=not finite or count == 0,
+            skipped=skipped,
+            num_skipped=self.num_skipped,
             loss_scale=scale,
             stop=agreed.stop > 0,
             memory_bytes=agreed.memory_bytes,

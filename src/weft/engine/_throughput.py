@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weft.comm import synchronize
+from weft.events import RateEvent
 
 _CPU_SIZE = 512
 _ACCELERATOR_SIZE = 4096
@@ -43,19 +44,6 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: flo
     return products * 2 * size**3 / elapsed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Throughput:
-    """Rates of the whole job since the last reading."""
-
-    samples_per_second: float
-    tokens_per_second: float | None
-    """None for samples that have no tokens."""
-    flops_per_second: float | None
-    """None when the model's cost is unknown."""
-    peak_share: float | None
-    """Share of the measured peak, 0 to 1; None when one of the two is unknown."""
-
-
 @dataclass(slots=True, kw_only=True)
 class ThroughputMeter:
     """Counts on rank 0 what all ranks do."""
@@ -77,20 +65,28 @@ class ThroughputMeter:
         self._seconds += seconds
         self._recent.append(seconds)
 
-    def read(self) -> Throughput:
-        """Return the rates since the last reading, and start anew.  Needs at least one step in between."""
+    def read(self, *, step: int, num_steps: int, remaining_steps: int | None = None) -> RateEvent:
+        """Return the rates of the steps since the last reading, and start anew.  Needs at least one in between.
+
+        Args:
+            step: finished by now, `num_steps` of them since the last reading.
+            remaining_steps: of the run, where that is known.
+        """
         assert self._seconds > 0, "no step since the last reading"
         flops = self.flops_per_sample * self._samples / self._seconds if self.flops_per_sample else None
         if flops and self.peak_flops:
             self.peak_flops = max(self.peak_flops, flops)
-        reading = Throughput(
+        rates = RateEvent(
+            step=step,
+            num_steps=num_steps,
             samples_per_second=self._samples / self._seconds,
             tokens_per_second=self._tokens / self._seconds if self._tokens else None,
             flops_per_second=flops,
             peak_share=flops / self.peak_flops if flops and self.peak_flops else None,
+            remaining_seconds=None if remaining_steps is None else self.remaining_seconds(remaining_steps),
         )
         self._samples, self._tokens, self._seconds = 0, 0, 0.0
-        return reading
+        return rates
 
     def remaining_seconds(self, steps: int) -> float | None:
         """Return the time that `steps` more steps need by the steps of late; None before the first.

@@ -18,10 +18,8 @@ from weft.document import JsonObject
 from weft.engine._report import StepReporter
 from weft.engine._setup import TrainingState
 from weft.engine._signals import StopRequest
-from weft.engine._step import StepResult
-from weft.engine._throughput import ThroughputMeter, measure_peak_flops
 from weft.errors import CheckpointError, RecipeError, WeftError
-from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, MessageEvent, Run, StartEvent
+from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, MessageEvent, Run, StepEvent
 from weft.models import Batch
 from weft.recipe import Recipe, learning_rate
 from weft.record import Recorder
@@ -54,17 +52,15 @@ class TrainingOutcome:
     """How a run ended."""
 
     steps: int
-    """Optimizer steps finished, those before a resume included."""
-    first_loss: float | None
-    last_loss: float | None
+    """Finished optimizer steps, those before a resume included."""
+    losses: tuple[float, ...]
+    """Global mean loss of each step of this call."""
     validation_loss: float | None
     seconds: float
     stopped_early: bool
-    """A signal asked for it; everything is saved and the run can be resumed."""
+    """A signal stopped it; everything is saved, and the run can be resumed."""
     stop_signal: int
-    """Number of the signal that did; 0 when the run was not stopped, or by the program itself."""
-    losses: tuple[float, ...]
-    """Loss of each step of this call."""
+    """Number of that signal; 0 when the run was not stopped, or by the program itself."""
     checkpoint: Path | None
 
 
@@ -90,10 +86,9 @@ class Trainer:
         self._recorder = recorder
         self._checkpointer = checkpointer
         self._run = run if run is not None else Run(mesh.rank)
-        self._sequence_length = training.model.blueprint.sequence_length
+        self._reporter = StepReporter(self._run, recorder, training.model)
         self._first_step = 0
         self._saved_step: int | None = None
-        self._skipped = 0
         self._skipped_in_a_row = 0
 
     def resume(self, which: Path | None = None) -> int:
@@ -127,7 +122,7 @@ class Trainer:
                 f" nothing left to train, and its schedule would have ended before. Set run.steps above"
                 f" {self._first_step}, or resume from an earlier checkpoint."
             )
-        self._skipped = cast(int, state["skipped_steps"])
+        self._training.stepper.num_skipped = cast(int, state["skipped_steps"])
         self._saved_step = self._first_step
         return self._first_step
 
@@ -157,14 +152,12 @@ class Trainer:
         losses: list[float] = []
         validation: float | None = None
         step, stopped = self._first_step, False
-        meter = ThroughputMeter(
-            flops_per_sample=self._training.model.blueprint.flops_per_sample, peak_flops=self._measure_peak()
-        )
-        self._emit_start()
-        reporter = StepReporter(self._run, self._recorder, self._mesh, meter)
+        reporter = self._reporter
+        reporter.measure_peak()
+        reporter.start(self._first_step, recipe.run.steps)
         with StopRequest(announce=self._mesh.rank == 0) as stop:
             while step < last and not stopped:
-                result = self._step(step, stop, reporter)
+                result = self._step(step, stop)
                 losses.append(result.loss)
                 step += 1
                 self._refuse_endless_skips(result)
@@ -186,8 +179,6 @@ class Trainer:
         self._run.emit(EndEvent(step=step, stopped=stopped))
         return TrainingOutcome(
             steps=step,
-            first_loss=losses[0] if losses else None,
-            last_loss=losses[-1] if losses else None,
             validation_loss=validation,
             seconds=time.perf_counter() - started,
             stopped_early=stopped and step < recipe.run.steps,
@@ -198,19 +189,8 @@ class Trainer:
 
     # ── parts of the loop ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _emit_start(self) -> None:
-        plan = self._training.model.plan
-        self._run.emit(
-            StartEvent(
-                step=self._first_step,
-                num_steps=self._recipe.run.steps,
-                world_size=self._mesh["world"].size,
-                plan=plan.digest,
-            )
-        )
-
-    def _step(self, step: int, stop: StopRequest, reporter: StepReporter) -> StepResult:
-        reporter.begin()
+    def _step(self, step: int, stop: StopRequest) -> StepEvent:
+        self._reporter.begin()
         with self._recorder.span("data_wait"):
             microbatches = self._data.microbatches(step)
         result = self._training.stepper(
@@ -219,21 +199,17 @@ class Trainer:
             learning_rate=learning_rate(self._recipe, step),
             stop_requested=lambda: stop.flag,
         )
-        self._skipped += result.skipped
-        samples = self._recipe.batch.global_batch_size
-        tokens = samples * self._sequence_length if self._sequence_length is not None else None
-        rate = result.learning_rate
-        reporter.step(result, samples=samples, tokens=tokens, num_skipped=self._skipped, learning_rate=rate)
+        self._reporter.step(result, samples=self._recipe.batch.global_batch_size)
         return result
 
-    def _refuse_endless_skips(self, result: StepResult) -> None:
+    def _refuse_endless_skips(self, result: StepEvent) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         limit = self._recipe.run.max_skipped_steps
         loss_scale = self._training.loss_scale
         may_still_fall = loss_scale is not None and loss_scale.scale > loss_scale.minimum
         if self._skipped_in_a_row > limit and not may_still_fall:
             raise WeftError(
-                f"{self._skipped_in_a_row} steps in a row up to step {result.step + 1} had a loss or gradient that"
+                f"{self._skipped_in_a_row} steps in a row up to step {result.step} had a loss or gradient that"
                 f" is not finite (run.max_skipped_steps = {limit}), so training cannot go on."
                 f" Lower optimizer.learning_rate = {self._recipe.optimizer.learning_rate:g}, lengthen warmup_steps,"
                 " or look at the data of these steps."
@@ -244,11 +220,9 @@ class Trainer:
         return step in (run.steps, self._first_step + 1) or step % run.log_every == 0
 
     def _evaluate(self, step: int) -> float:
-        started = time.perf_counter()
-        with self._recorder.span("evaluation"):
+        with self._reporter.phase("evaluation") as seconds:
             loss = self.evaluate()
-        seconds = time.perf_counter() - started
-        self._run.emit(EvaluationEvent(step=step, validation_loss=loss, seconds=seconds))
+        self._run.emit(EvaluationEvent(step=step, validation_loss=loss, seconds=seconds()))
         return loss
 
     def evaluate(self) -> float:
@@ -274,10 +248,10 @@ class Trainer:
         state: dict[str, Json] = {
             **self._training.state(),
             "data": dict(self._data.state(step)),
-            "skipped_steps": self._skipped,
+            "skipped_steps": self._training.stepper.num_skipped,
         }
-        started, problem = time.perf_counter(), ""
-        with self._recorder.span("checkpoint"):
+        problem = ""
+        with self._reporter.phase("checkpoint") as seconds:
             try:
                 path = self._checkpointer.save(step, self._training.pieces(), state)
                 self._saved_step = step
@@ -285,8 +259,7 @@ class Trainer:
                 if not error.training_can_continue or step == self._recipe.run.steps:
                     raise
                 path, problem = self._checkpointer.folder, str(error)
-        seconds = time.perf_counter() - started
-        self._run.emit(CheckpointEvent(step=step, path=str(path), seconds=seconds, problem=problem))
+        self._run.emit(CheckpointEvent(step=step, path=str(path), seconds=seconds(), problem=problem))
 
     def _advise(self) -> None:
         """Say on rank 0 whether other gradient buckets would have left less to wait for."""
@@ -309,17 +282,3 @@ class Trainer:
         if world.group is not None:
             dist.all_reduce(number, dist.ReduceOp.MAX, group=world.group)
         return int(number)
-
-    def _measure_peak(self) -> float:
-        """FLOP/s of matrix products of all ranks together, measured by all at once so that shared cores are shared."""
-        world = self._mesh["world"]
-        if world.group is not None:
-            dist.barrier(group=world.group)
-        peak = torch.tensor(
-            [measure_peak_flops(self._mesh.device, self._training.model.dtypes.compute)],
-            dtype=torch.float64,
-            device=self._mesh.device,
-        )
-        if world.group is not None:
-            dist.all_reduce(peak, group=world.group)
-        return float(peak)

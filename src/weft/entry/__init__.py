@@ -11,7 +11,6 @@ from weft.entry._generate import load_module as load_module
 from weft.entry._recording import run_name as run_name
 from weft.entry._session import Session as Session
 from weft.entry._session import session as session
-from weft.entry._state import StepInfo as StepInfo
 from weft.entry._state import TrainState as TrainState
 from weft.entry._timed import TimedPlan as TimedPlan
 from weft.entry._timed import step_seconds as step_seconds

@@ -140,7 +140,19 @@ def describe_case(
         whole, part = _model(facts) or _model(small_facts), _model(small_facts)
         lines.append(_labelled("model", f"{facts.name} of {whole}, shrunk to {part}" if whole != part else whole))
     lines += [_labelled("note", note) for note in small.notes]
+    if world == 1:
+        lines += _nothing_split(plan)
     return lines
+
+
+def _nothing_split(plan: Plan) -> list[str]:
+    """Say that a check of one process proves nothing of a split, and what would."""
+    if plan.mesh.world_size == 1:
+        why, instead = "the plan is one process", "Name a split: --set plan.mesh.replicate=2, or --plan FILE"
+    else:
+        why, instead = "scaled down it is one process", "Allow more: --processes 2, or leave --processes out"
+    text = f"{why}, so nothing is proved of a split: only of microbatches, recomputation, precision and compilation"
+    return [_labelled("note", text), _labelled("", f"{instead}.")]
 
 
 def _model(facts: ModelFacts) -> str:

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 import weft.errors
+from weft.entry._agreement import gather_texts
 from weft.errors import LaunchError, WeftError
 from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, loggers_to
 from weft.launch import RankInfo
 from weft.plan import Plan, dump_plan
-
-_PATH_BYTES = 4096
 
 
 def run_name(recipe: Path) -> str:
@@ -60,11 +59,7 @@ def folder_of_rank_0(make: Callable[[], RunFolder]) -> RunFolder:
             text = str(make().path.resolve())
         except WeftError as problem:
             text = f"{type(problem).__name__}:{problem}"
-    words = torch.zeros(_PATH_BYTES, dtype=torch.uint8)
-    content = text.encode()[:_PATH_BYTES]
-    words[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-    dist.broadcast(words, src=0)
-    text = bytes(words.tolist()).rstrip(b"\0").decode(errors="ignore")
+    text = gather_texts(text, torch.device("cpu"))[0]
     if text.startswith("/"):
         return RunFolder(Path(text))
     kind, _, problem = text.partition(":")

@@ -227,44 +227,28 @@ class Session:
             WeftError: of the class of what does not fit: model, optimizer, batches or plan.
         """
         with self._calls.call("session.prepare()", meets=True):
-            return self._prepare(
-                model,
-                optimizer,
-                loader,
-                loss=loss,
-                inputs=inputs,
-                split=split,
-                cut=cut,
-                vocabulary_head=vocabulary_head,
-                max_grad_norm=max_grad_norm,
-                batch_size=batch_size,
-            )
+            refuse_wrapped(model)
+            stream = BatchStream(loader, self._seed, lambda fields: None, batch_size)
+            stream.warn_of_workers()
+            self._refuse_taken(model)
+            refuse_parameter_hooks(model)
+            check_same_facts(_facts(model, optimizer, stream, max_grad_norm), self.device)
+            recipe = self._recipe(model, stream.batch_size, max_grad_norm)
+            example = self._example(loader)
+            blueprint = self._blueprint(model, inputs, split, cut, vocabulary_head, fields_of(example))
+            return self._begin(recipe, blueprint, optimizer, loader, loss, example)
 
-    def _prepare(
+    def _begin(
         self,
-        model: nn.Module,
+        recipe: Recipe,
+        blueprint: Blueprint,
         optimizer: torch.optim.Optimizer,
         loader: Iterable[UserBatch],
-        *,
         loss: UserLoss,
-        inputs: Mapping[str, str] | None,
-        split: Sequence[SplitRule] | Mapping[str, Any],
-        cut: CutTable | None,
-        vocabulary_head: str | None,
-        max_grad_norm: float | None,
-        batch_size: int | None,
+        example: UserBatch,
     ) -> TrainState:
-        refuse_wrapped(model)
-        stream = BatchStream(loader, self._seed, lambda fields: None, batch_size)
-        batch = stream.batch_size
-        stream.warn_of_workers()
-        self._refuse_taken(model)
-        refuse_parameter_hooks(model)
-        check_same_facts(_facts(model, optimizer, stream, batch, max_grad_norm), self.device)
-        recipe = self._recipe(model, batch, max_grad_norm)
-        example = self._example(loader)
-        fields = fields_of(example)
-        blueprint = self._blueprint(model, inputs or infer_inputs(model, fields), split, cut, vocabulary_head, fields)
+        """Choose the plan, and bring model and optimizer under it."""
+        model = blueprint.module
         plan = self._choose(recipe, blueprint, loss, example)
         groups = group_indices(optimizer, model)
         self._own(model)
@@ -333,12 +317,13 @@ class Session:
     def _blueprint(
         self,
         model: nn.Module,
-        inputs: Mapping[str, str],
+        inputs: Mapping[str, str] | None,
         split: Sequence[SplitRule] | Mapping[str, Any],
         cut: CutTable | None,
         vocabulary_head: str | None,
         example: Mapping[str, torch.Tensor],
     ) -> Blueprint:
+        inputs = inputs or infer_inputs(model, example)
         own = (
             [SplitRule(match=match, kind=kind) for match, kind in split.items()]
             if isinstance(split, Mapping)
@@ -410,13 +395,13 @@ def _store_of_session(rank: int, num_ranks: int) -> dist.Store | None:
 
 
 def _facts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, stream: BatchStream, batch: int, max_grad_norm: float | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, stream: BatchStream, max_grad_norm: float | None
 ) -> dict[str, str]:
     """What must be equal on all ranks when they prepare a model."""
     kind = type(model).__name__
     facts = {
         "data: the number of samples in the loader": str(stream.num_samples),
-        "data: the global batch": str(batch),
+        "data: the global batch": str(stream.batch_size),
         "the class of the model": kind,
         "the class of the optimizer": type(optimizer).__name__,
         "max_grad_norm": str(max_grad_norm),

@@ -7,7 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,38 +20,23 @@ from weft.checkpoint import Checkpointer, Json, Peers, export_checkpoint
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.document import JsonObject
-from weft.engine import LossScale, create_stepper, model_pieces
+from weft.engine import StepReporter, begin_training, model_pieces
 from weft.entry._agreement import check_same_facts
 from weft.entry._calls import Calls
 from weft.entry._guards import Guard, LeftGradients, refuse_untrainable, retire
 from weft.entry._loop_draws import Yielded
-from weft.entry._loop_record import LoopRecord
 from weft.entry._recording import ModelRun
 from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, restored, trainable
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import CheckpointError, DataError, PlanError
-from weft.events import CheckpointEvent, EndEvent, EvaluationEvent
+from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, StepEvent
 from weft.models import Batch, Blueprint
 from weft.models.auxiliary import AuxiliaryLoss, auxiliary_of
-from weft.parallel import ParallelModel, Piece, parallelize
+from weft.parallel import ParallelModel, parallelize
 from weft.plan import Plan
 from weft.recipe import Recipe
 from weft.record import Recorder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInfo:
-    """What all ranks agree on after a step."""
-
-    number: int
-    """Finished steps, this one included."""
-    loss: float
-    """Global mean."""
-    gradient_norm: float
-    """Norm of the whole gradient, before clipping."""
-    skipped: bool
-    """Whether the update was left out because a gradient was not finite."""
 
 
 class TrainState:
@@ -104,16 +89,10 @@ class TrainState:
             optimizer, self._parallel.stores.shards, whole=cuts != "anywhere", guard=self._guard
         )
         self._recorder = Recorder()
-        self._stepper, self._loss_scale = create_stepper(
-            self._parallel,
-            self._optimizer,
-            seed=recipe.run.seed,
-            batch=self._batch_size,
-            max_gradient_norm=recipe.optimizer.max_grad_norm,
-            average=None,
-            recorder=self._recorder,
-        )
-        self._recording = LoopRecord(recorded.run, self._recorder, self._parallel)
+        self._training = begin_training(recipe, self._parallel, self._optimizer, None, self._recorder)
+        self._run = recorded.run
+        self._reporter = StepReporter(self._run, self._recorder, self._parallel)
+        self._reporter.start(0, None)
         self._steps = 0
         self._in_pass = 0
         """Batches taken of the present pass through a loader that only iterates."""
@@ -164,7 +143,7 @@ class TrainState:
             yield self._handed_out(batch)
             step += 1
 
-    def step(self, batch: UserBatch) -> StepInfo:
+    def step(self, batch: UserBatch) -> StepEvent:
         """Train on this rank's share of a global batch: forward, backward, reductions, clipping, the optimizer's step.
 
         Raises:
@@ -183,19 +162,18 @@ class TrainState:
                 self._yielded.check(fields)
             self._seen.take(fields)
             microbatches = self._microbatches(batch)
-            result = self._stepper(
+            event = self._training.stepper(
                 microbatches,
                 step=self._steps,
-                learning_rate=0.0,
+                learning_rate=float(self.optimizer.param_groups[0]["lr"]),
                 fingerprint=float(xxhash.xxh64_intdigest(repr(self._settings()).encode()) >> 12),
                 on_difference=self._name_difference,
             )
         self._steps += 1
         self._left, self._guard.refused_backward = LeftGradients(self.model), False
-        self._recording.step(result, self._batch_size, self.optimizer)
-        return StepInfo(
-            number=self._steps, loss=result.loss, gradient_norm=result.gradient_norm, skipped=result.skipped
-        )
+        self._reporter.step(event, samples=self._batch_size)
+        self._reporter.report()
+        return event
 
     def evaluate(self, loader: Iterable[UserBatch]) -> float:
         """Return the mean loss over a loader, each sample counted once; `loader` must yield the same on all ranks.
@@ -203,7 +181,7 @@ class TrainState:
         Every rank takes its share of each batch, also of a short last one.
         """
         totals, seen = torch.zeros(2, dtype=torch.float64, device=self._mesh.device), 0
-        recording = self._recording.phase("evaluation")
+        recording = self._reporter.phase("evaluation")
         with self._calls.call(f"{self._name}.evaluate()", meets=True), self._guard.inside(), recording as seconds:
             for batch in loader:
                 fields = fields_of(batch)
@@ -219,7 +197,7 @@ class TrainState:
             if world.group is not None:
                 dist.all_reduce(totals, group=world.group)
         loss = float(totals[0] / totals[1]) if totals[1] else math.nan
-        self._recording.emit(EvaluationEvent(step=self._steps, validation_loss=loss, seconds=seconds()))
+        self._run.emit(EvaluationEvent(step=self._steps, validation_loss=loss, seconds=seconds()))
         return loss
 
     def save(self) -> Path:
@@ -235,13 +213,13 @@ class TrainState:
             "in_pass": self._in_pass,
             "last_batch": self._stream.digest,
             "optimizer": cast(Json, self._optimizer.settings()),
-            "loss_scale": None if self._loss_scale is None else dict[str, Json](self._loss_scale.state()),
+            **self._training.state(),
         }
-        recording = self._recording.phase("checkpoint")
+        recording = self._reporter.phase("checkpoint")
         with self._calls.call(f"{self._name}.save()", meets=True), self._guard.inside(), recording as seconds:
             self._optimizer.create_states()
-            path = self._checkpointer.save(self._steps, self._pieces(), state)
-        self._recording.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds()))
+            path = self._checkpointer.save(self._steps, self._training.pieces(), state)
+        self._run.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds()))
         return path
 
     def export(self, folder: str | Path) -> Path:
@@ -276,18 +254,15 @@ class TrainState:
         which = "latest" if path is None else Path(path)
         with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
             self._optimizer.create_states()
-            state = self._checkpointer.load(which, self._pieces(), check=self._check_state)
-            self._parallel.stores.publish()
+            state = self._checkpointer.load(which, self._training.pieces(), check=self._check_state)
+            self._training.restored(state)
         steps = cast(int, state["steps"])
         self._refuse_other_data(state)
         self._optimizer.load_settings(cast(Any, state["optimizer"]))
-        scale = state.get("loss_scale")
-        if self._loss_scale is not None and isinstance(scale, Mapping):
-            self._loss_scale.load_state(cast(Any, scale))
         in_pass = state.get("in_pass")
         self._steps, self._in_pass = steps, in_pass if isinstance(in_pass, int) else 0
         self._seen.expected = str(state.get("last_batch") or "")
-        self._recording.start(self._steps)
+        self._reporter.start(self._steps, None)
         return steps
 
     def _check_state(self, state: JsonObject, step: int) -> None:
@@ -299,8 +274,7 @@ class TrainState:
         if "last_batch" in state.values:
             state.text("last_batch", r"[0-9a-f]{0,16}", "a digest")
         self._optimizer.check_settings(state)
-        if state.values.get("loss_scale") is not None:
-            LossScale().check_state(state.object("loss_scale"))
+        self._training.check_state(state)
 
     def _refuse_other_data(self, state: Mapping[str, Json]) -> None:
         """Steps, samples and schedules count in the saved run's batches: with others they would mean something else."""
@@ -344,8 +318,8 @@ class TrainState:
     def close(self) -> None:
         """End what runs in the background; no steps follow.  Leaving the session does it."""
         self.let_go()
-        self._recording.emit(EndEvent(step=self._steps, stopped=False))
-        self._parallel.stores.close()
+        self._run.emit(EndEvent(step=self._steps, stopped=False))
+        self._training.close()
 
     def let_go(self) -> None:
         """Refuse no backward of the model any more: it may be prepared again, in another session.  Not collective."""
@@ -405,9 +379,6 @@ class TrainState:
         if fill:
             self._parallel.runner.evaluate(fill, step=0, seed=self._recipe.run.seed)
         return totals
-
-    def _pieces(self) -> list[Piece]:
-        return model_pieces(self._parallel) + self._optimizer.pieces() + self._parallel.stores.pieces()
 
     def _check_equal(self, fields: Mapping[str, Tensor]) -> None:
         """Compare a batch over the ranks by a digest of all its fields."""

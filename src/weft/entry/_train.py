@@ -7,10 +7,9 @@ import shutil
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -21,6 +20,8 @@ from weft.cluster import Cluster
 from weft.comm import backend_for, device_for_rank
 from weft.data import PreparedData, data_shape
 from weft.data.preparation import ConsoleProgress, prepare_data, silent
+from weft.document import typed
+from weft.engine import TrainingOutcome
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import describe_blueprint, machine_for
 from weft.entry._fit import MeasurePeak, fit_microbatch, is_tight, measure_peak_in_job, measure_peak_in_processes
@@ -39,22 +40,11 @@ from weft.worker import facts_of_blueprint, train_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """What a training returned."""
+class RunResult(TrainingOutcome):
+    """How a run ended, and what it left behind."""
 
     folder: Path
-    """Everything the run left behind: recipe, plan, metrics, logs, checkpoints, export."""
-    steps: int
-    """Finished optimizer steps, those before a resume included."""
-    losses: tuple[float, ...]
-    """Global mean loss of each step of this call."""
-    validation_loss: float | None
-    seconds: float
-    stopped_early: bool
-    """A signal stopped it; everything is saved, and `resume` goes on."""
-    stop_signal: int
-    """Number of that signal; 0 when the run was not stopped."""
-    checkpoint: Path | None
+    """Recipe, plan, metrics, logs, checkpoints and export."""
     export: Path | None
     """Weights as safetensors with their config; None when the run stopped early."""
 
@@ -209,7 +199,7 @@ class _Job:
                 fork_server=self.fork_server,
                 stopped_timeout_seconds=self.plan.compute.timeout_seconds,
             )
-        return self._finalise(run, outcomes[0])
+        return self._finalise(run, typed(TrainingOutcome, outcomes[0]))
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""
@@ -236,8 +226,7 @@ class _Job:
                     resume=None if resume is None else "latest",
                     quiet=self.quiet,
                 )
-            values = {field: getattr(outcome, field) for field in outcome.__dataclass_fields__}
-            result = self._finalise(run, values, export=first)
+            result = self._finalise(run, outcome, export=first)
             if dist.is_initialized():
                 dist.barrier()
             return result
@@ -293,25 +282,13 @@ class _Job:
             print(f"note      {note}")
         print(f"run       {run.path}/", flush=True)
 
-    def _finalise(self, run: RunFolder, outcome: Mapping[str, Any], *, export: bool = True) -> RunResult:
+    def _finalise(self, run: RunFolder, outcome: TrainingOutcome, *, export: bool = True) -> RunResult:
         """Export, say how it went, and return the result."""
-        exported: Path | None = run.export
-        checkpoint = None if outcome["checkpoint"] is None else Path(outcome["checkpoint"])
-        if outcome["stopped_early"] or checkpoint is None:
-            exported = None
-        elif export:
-            self._export(run, checkpoint)
-        result = RunResult(
-            folder=run.path,
-            steps=outcome["steps"],
-            losses=tuple(outcome["losses"]),
-            validation_loss=outcome["validation_loss"],
-            seconds=outcome["seconds"],
-            stopped_early=outcome["stopped_early"],
-            stop_signal=outcome["stop_signal"],
-            checkpoint=checkpoint,
-            export=exported,
-        )
+        is_exported = not outcome.stopped_early and outcome.checkpoint is not None
+        if outcome.checkpoint is not None and is_exported and export:
+            self._export(run, outcome.checkpoint)
+        known = {field.name: getattr(outcome, field.name) for field in fields(outcome)}
+        result = RunResult(**known, folder=run.path, export=run.export if is_exported else None)
         if not self.quiet:
             print(_last_line(result), flush=True)
         return result

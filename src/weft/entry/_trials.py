@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from weft.cluster import Cluster
 from weft.entry._timed import TimedPlan, step_seconds, time_plans
 from weft.errors import WeftError
 from weft.figures import spell_seconds
+from weft.files import cache_folder, write_whole
 from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer, RankError
 from weft.plan import Plan, dump_plan
@@ -70,7 +70,7 @@ def decide_by_trials(
     if not choice.rivals or recipe.model.factory is not None or RankInfo.from_environment() is not None:
         return choice
     steps = steps or recipe.run.steps
-    bench = _Bench(recipe, machine, log, folder or Path.home() / ".cache" / "weft" / "auto", fork_server)
+    bench = _Bench(recipe, machine, log, folder or cache_folder("auto"), fork_server)
     return _compiled(bench, _fastest(bench, choice, steps), steps)
 
 
@@ -262,6 +262,4 @@ def _keep(path: Path, content: Mapping[str, Any]) -> None:
     """Write a measurement; a folder that cannot be written only means that it is made again."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f"{path.name}.{os.getpid()}")
-        aside.write_text(json.dumps(content, indent=1))
-        aside.replace(path)
+        write_whole(path, json.dumps(content, indent=1))

@@ -33,26 +33,33 @@ class EndEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent:
-    """A step has been done.  All ranks say the same."""
+    """A step has been done: what all ranks agreed on in it."""
 
     kind: ClassVar[str] = "step"
     step: int
     """Finished steps, this one included."""
     loss: float
+    """Global loss sum over global count; nan when nothing counted."""
     count: float
     """Tokens with a label, or samples, of the global batch."""
     gradient_norm: float
-    learning_rate: float | None
-    """None where the optimizer is the user's, with rates of its own."""
+    """Norm of the whole gradient, before clipping; where replicas step by themselves, of the replica that has the
+    largest."""
+    learning_rate: float
+    """Rate of the step; of the first parameter group of an optimizer of the user's own."""
     skipped: bool
-    """Whether the update was left out, because a gradient was not finite."""
+    """Whether the update was left out, on all ranks, because a gradient was not finite."""
     num_skipped: int
     """Steps skipped since the start."""
     loss_scale: float
     memory_bytes: int
     """Peak of the rank that holds most."""
     auxiliary: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Values of the loss's auxiliary terms, unweighted and not in `loss`."""
+    """Values of the loss's auxiliary terms, unweighted and not in `loss`; of this rank's replica."""
+    some_unused: bool = False
+    """Whether some parameter took no part on some rank, so that ranks asked one another which."""
+    stop: bool = False
+    """Whether some rank was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

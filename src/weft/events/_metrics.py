@@ -101,7 +101,7 @@ class MetricsSink:
         match emitted.event:
             case StepEvent() as event:
                 self._step = {**fields_of_event(event), "kind": event.kind}
-                for name in ("num_skipped", *(() if event.auxiliary else ("auxiliary",))):
+                for name in ("num_skipped", "some_unused", "stop", *(() if event.auxiliary else ("auxiliary",))):
                     del self._step[name]
             case PhaseEvent() as event:
                 self._seconds = dict(event.seconds)

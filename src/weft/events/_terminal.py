@@ -113,7 +113,7 @@ def _columns(step: StepEvent, rate: RateEvent | None, learning_rate: bool) -> It
     """Yield (label, value, unit) of what is known."""
     yield "step", str(step.step), ""
     yield "loss", format_loss(step.loss), ""
-    if learning_rate and step.learning_rate is not None:
+    if learning_rate:
         yield "lr", f"{step.learning_rate:.2e}", ""
     if rate is not None and rate.tokens_per_second is not None:
         yield "tok/s", _rate(rate.tokens_per_second), ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from weft.files import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +61,7 @@ class RankOutcome:
     """Exit status."""
 
     def write(self, folder: Path) -> None:
-        """Write aside, then rename: a file that is there is whole."""
-        aside = folder / f"rank{self.rank}.tmp"
-        aside.write_text(json.dumps(dataclasses.asdict(self)))
-        os.replace(aside, outcome_path(folder, self.rank))
+        write_whole(outcome_path(folder, self.rank), json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> RankOutcome | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import LaunchError
+from weft.files import write_whole
 
 FAILURE_PIPE_VARIABLE = "WEFT_SUPERVISOR"
 """What `weft launch` sets beside the standard variables: the rank's `RankInfo.failure_pipe`."""
@@ -60,9 +61,7 @@ class RankInfo:
             return
         note = run_folder_note(Path(self.failure_pipe).parent)
         with suppress(OSError):  # the launcher is gone
-            aside = note.with_suffix(".tmp")
-            aside.write_text(str(run.resolve()))
-            os.replace(aside, note)
+            write_whole(note, str(run.resolve()))
 
 
 def run_folder_note(folder: Path) -> Path:

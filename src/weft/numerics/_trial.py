@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.comm import Mesh
-from weft.engine import StepResult, TrainingState, create_training
+from weft.engine import TrainingState, create_training
+from weft.events import StepEvent
 from weft.models import Blueprint
 from weft.numerics._trial_data import TrialData
 from weft.parallel import Piece, shard_pieces
@@ -80,7 +81,7 @@ def run_trial(
     initial = _model_state(training)
     gradients = _first_gradients(training, recipe, data)
     launched = [recorder.collectives.take_launched()]
-    results: list[StepResult] = []
+    results: list[StepEvent] = []
     for step in range(steps):
         rate = learning_rate(recipe, step)
         results.append(training.stepper(data.microbatches(step), step=step, learning_rate=rate))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from weft.blueprint import build_blueprint
 from weft.checkpoint import Checkpointer, Peers
 from weft.comm import Mesh
 from weft.data import PreparedData, data_shape, open_data
+from weft.document import plain
 from weft.engine import Trainer, TrainingOutcome, create_training
 from weft.errors import CollectiveError
 from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, TerminalSink, WarningSink, loggers_to
@@ -28,14 +28,12 @@ from weft.worker._facts import facts_of_blueprint
 def run_rank(
     rank_info: RankInfo, *, folder: str, prepared: str, resume: str | None, quiet: bool
 ) -> dict[str, Any] | None:
-    """Train on one rank and return rank 0's outcome.  `prepared` is `PreparedData` as JSON; `resume` names a
-    checkpoint or a run, or is `latest` for this run's own newest."""
+    """Train on one rank and return rank 0's `TrainingOutcome`, as JSON.  `prepared` is `PreparedData` as JSON; `resume`
+    names a checkpoint or a run, or is `latest` for this run's own newest."""
     run = RunFolder.open(Path(folder))
     recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
     outcome = train_rank(recipe, plan, run, rank_info, PreparedData.from_json(prepared), resume=resume, quiet=quiet)
-    if rank_info.rank != 0:
-        return None
-    return {**asdict(outcome), "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint)}
+    return plain(outcome) if rank_info.rank == 0 else None
 
 
 @contextmanager

@@ -2,10 +2,8 @@
 
 from weft.engine.optimizers._base import ShardOptimizer as ShardOptimizer
 from weft.engine.optimizers._create import create_optimizer as create_optimizer
-from weft.engine.optimizers._create import optimizer_class as optimizer_class
 from weft.engine.optimizers._sparse import SparseState as SparseState
 from weft.engine.optimizers._sparse import check_sparse_support as check_sparse_support
 from weft.engine.optimizers._sparse import check_sparse_tables as check_sparse_tables
-from weft.engine.optimizers._sparse import create_sparse_state as create_sparse_state
 from weft.engine.optimizers._sparse import sparse_step as sparse_step
 from weft.engine.optimizers._sums import squared_sum as squared_sum

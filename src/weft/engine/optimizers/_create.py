@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weft.comm import Mesh
@@ -13,22 +12,6 @@ from weft.recipe import OptimizerGroup, OptimizerRecipe
 
 if TYPE_CHECKING:
     from weft.engine.optimizers._tables import TableOptimizer
-
-_CLASSES: Mapping[str, str] = {
-    "adamw": "AdamW",
-    "sgd": "SGD",
-    "adafactor": "Adafactor",
-    "lamb": "LAMB",
-    "lars": "LARS",
-}
-"""Class by the recipe's name, which is its module's, too: a rank imports the one that its recipe names."""
-
-
-def optimizer_class(recipe: OptimizerRecipe) -> type[ShardOptimizer]:
-    """Return the class of the recipe's optimizer."""
-    found: type[ShardOptimizer] = getattr(import_module(f"weft.engine.optimizers.{recipe.name}"), _CLASSES[recipe.name])
-    return found
-
 
 def create_optimizer(
     recipe: OptimizerRecipe,

@@ -32,15 +32,6 @@ class SparseState:
     step: int = 0
 
 
-def create_sparse_state(rule: SparseRule, table: Tensor) -> SparseState:
-    """Create the states that `rule` keeps for a table (rows, width)."""
-    if rule == "adagrad":
-        return SparseState(square_sum=torch.zeros_like(table))
-    if rule == "adam":
-        return SparseState(exp_avg=torch.zeros_like(table), exp_avg_sq=torch.zeros_like(table))
-    return SparseState()
-
-
 @torch.no_grad()
 def sparse_step(
     rule: SparseRule,

@@ -1,0 +1,31 @@
+"""Files that are whole or absent, and the folder of what Weft keeps from one run to the next."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+
+def cache_folder(*names: str) -> Path:
+    """Return `$XDG_CACHE_HOME/weft/…`, or `~/.cache/weft/…` where that is not set.  Nothing is made."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path.home() / ".cache").joinpath("weft", *names)
+
+
+def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Write a file so that a reader sees what was there before or all of this, never a part; `durable`: also after the
+    machine has lost its power.  Raises `OSError`, and leaves nothing then."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with aside.open("wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+        aside.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise

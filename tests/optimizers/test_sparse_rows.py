@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.engine.optimizers import check_sparse_support, check_sparse_tables, sparse_step
-from weft.engine.optimizers._sparse import SparseState
+from weft.engine.optimizers import SparseState, check_sparse_support, check_sparse_tables, sparse_step
 from weft.errors import RecipeError
 from weft.parallel import SparseRows
 from weft.recipe import OptimizerRecipe

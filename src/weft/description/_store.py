@@ -17,7 +17,7 @@ from pathlib import Path
 from weft.description._description import Description
 from weft.description._text import of_json, to_json
 from weft.files import cache_folder, write_whole
-from weft.recipe import Recipe, read_hf_config
+from weft.recipe import Recipe, hf_config_file, read_hf_config
 
 _DESCRIBING = ("blueprint", "describe", "description", "families", "models", "plan", "profile", "recipe", "stand_ins")
 """Packages of Weft whose code decides what a description says."""
@@ -64,8 +64,7 @@ def _path(recipe: Recipe) -> Path | None:
 def _parts(recipe: Recipe, kind: str) -> Iterator[bytes]:
     """All that a description follows from: the model's settings and configuration, and the code that builds it."""
     assert recipe.model.hf is not None
-    given = Path(recipe.model.hf).expanduser()
-    yield (given / "config.json" if given.is_dir() else given).read_bytes()
+    yield hf_config_file(recipe.model.hf).read_bytes()
     settings = {field.name: getattr(recipe.model, field.name) for field in fields(recipe.model) if field.name != "hf"}
     yield repr((settings, recipe.data.documents, "bf16" in recipe.permit.precision)).encode()
     yield repr([sys.version, *(_version(name) for name in ("torch", "transformers"))]).encode()

@@ -35,13 +35,12 @@ def token_loss(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     Logits are widened to fp32 (fp64 stays fp64).  Labels of −100 count for nothing.
     """
     labels = batch["labels"]
-    return _cross_entropy(logits_of(outputs), labels), _count(labels)
+    return _cross_entropy(logits_of(outputs), labels), (labels != IGNORED).sum().to(torch.float64)
 
 
 def class_loss(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over samples; `batch["labels"]` is int64 of shape (samples,), −100 counts for nothing."""
-    labels = batch["labels"]
-    return _cross_entropy(logits_of(outputs), labels), _count(labels)
+    return token_loss(outputs, batch)
 
 
 def regression_loss(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -65,10 +64,6 @@ def _cross_entropy(logits: Any, labels: Tensor) -> Tensor:
         return logits.cross_entropy(labels)
     wide = _widened(cast(Tensor, logits))
     return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-def _count(labels: Tensor) -> Tensor:
-    return (labels != IGNORED).sum().to(torch.float64)
 
 
 def _widened(values: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -105,14 +105,7 @@ def without_dropout(build: Callable[[], Blueprint]) -> Callable[[], Blueprint]:
 
 def comparable(result: TrialResult, steps: int) -> TrialResult:
     """Return of one process's result what a plain loop of so many steps also has."""
-    return TrialResult(
-        initial={},
-        gradients=result.gradients,
-        state=result.state,
-        losses=result.losses[:steps],
-        norms=result.norms[:steps],
-        validation=0.0,
-    )
+    return replace(result, initial={}, losses=result.losses[:steps], norms=result.norms[:steps], validation=0.0)
 
 
 def _module(blueprint: Blueprint, initial: Mapping[str, Tensor]) -> nn.Module:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.engine import TrainingState, create_training
-from weft.models import Batch, Blueprint
+from weft.engine import create_training
+from weft.models import Blueprint
 from weft.numerics._differences import assemble
-from weft.numerics._trial import one_process
+from weft.numerics._trial import first_gradients, one_process
 from weft.numerics._trial_data import TrialData
-from weft.parallel import shard_pieces
 from weft.plan import Plan
 from weft.recipe import Recipe
 from weft.record import Recorder
@@ -48,26 +47,11 @@ def contributions(
         parts.append({})
         totals.append([])
         for microbatch in data.microbatches(0):
-            gradients, total = _one_microbatch(training, recipe, microbatch)
-            totals[-1].append(total)
+            pieces, total = first_gradients(training, recipe, [microbatch])
+            totals[-1].append((float(total.sum), float(total.count)))
+            gradients = {name.partition("/")[2]: tensor for name, tensor in assemble([pieces]).items()}
             parts[-1] = {name: parts[-1].get(name, 0.0) + gradient for name, gradient in gradients.items()}
     return Contributions(order=tuple(order), of_data_rank=parts, totals=totals)
-
-
-def _one_microbatch(
-    training: TrainingState, recipe: Recipe, microbatch: Batch
-) -> tuple[dict[str, Tensor], tuple[float, float]]:
-    """Gradient, loss sum and count of one microbatch."""
-    stores = training.model.stores
-    stores.begin_step()
-    total = training.model.runner.forward_backward(
-        [microbatch], step=0, seed=recipe.run.seed, scale=1.0 / recipe.batch.global_batch_size, observer=stores
-    )
-    stores.finish()
-    shards = stores.shards
-    pieces = list(shard_pieces("gradient", shards, [shard.dense_gradient().clone() for shard in shards]))
-    gradients = {name.partition("/")[2]: tensor for name, tensor in assemble([pieces]).items()}
-    return gradients, (float(total.sum), float(total.count))
 
 
 def _watch_order(module: nn.Module) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,9 +11,9 @@ import torch
 from weft.comm import Mesh
 from weft.engine import TrainingState, create_training
 from weft.events import StepEvent
-from weft.models import Blueprint
+from weft.models import Batch, Blueprint
 from weft.numerics._trial_data import TrialData
-from weft.parallel import Piece, shard_pieces
+from weft.parallel import LossTotals, Piece, shard_pieces
 from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, DataParallelPlan, MicrobatchPlan, Plan
 from weft.recipe import Recipe, learning_rate
 from weft.record import Recorder
@@ -108,17 +108,24 @@ def _model_state(training: TrainingState) -> list[Piece]:
 def _first_gradients(training: TrainingState, recipe: Recipe, data: TrialData) -> list[Piece]:
     """Gradients of the first step's loss, with buffers (running statistics) put back as they were."""
     buffers = [(buffer, buffer.clone()) for part in training.model.parts for buffer in part.module.buffers()]
-    stores = training.model.stores
-    stores.begin_step()
-    training.model.runner.forward_backward(
-        data.microbatches(0), step=0, seed=recipe.run.seed, scale=1.0 / recipe.batch.global_batch_size, observer=stores
-    )
-    stores.finish()
-    shards = stores.shards
-    pieces = [_copy(piece) for piece in shard_pieces("gradient", shards, [shard.dense_gradient() for shard in shards])]
+    pieces, _ = first_gradients(training, recipe, data.microbatches(0))
     for buffer, before in buffers:
         buffer.copy_(before)
     return pieces
+
+
+def first_gradients(
+    training: TrainingState, recipe: Recipe, microbatches: Sequence[Batch]
+) -> tuple[list[Piece], LossTotals]:
+    """Return copies of this rank's gradients of the first step, of loss sum × scale before clipping, and the loss."""
+    stores = training.model.stores
+    stores.begin_step()
+    totals = training.model.runner.forward_backward(
+        microbatches, step=0, seed=recipe.run.seed, scale=1.0 / recipe.batch.global_batch_size, observer=stores
+    )
+    stores.finish()
+    gradients = [shard.dense_gradient() for shard in stores.shards]
+    return [_copy(piece) for piece in shard_pieces("gradient", stores.shards, gradients)], totals
 
 
 def _copy(piece: Piece) -> Piece:

@@ -1,6 +1,7 @@
 """Recipe: what to train."""
 
 from weft.recipe._hf_config import HF_KEYS as HF_KEYS
+from weft.recipe._hf_config import hf_config_file as hf_config_file
 from weft.recipe._hf_config import hf_size as hf_size
 from weft.recipe._hf_config import read_hf_config as read_hf_config
 from weft.recipe._learning_rate import decay_start as decay_start

@@ -39,14 +39,19 @@ def hf_size(config: Mapping[str, Any], size: str) -> int | None:
     return next((value for key in HF_KEYS[size] if isinstance(value := config.get(key), int)), None)
 
 
+def hf_config_file(location: str) -> Path:
+    """Return where the configuration of a local folder, or a file of one, is."""
+    path = Path(location).expanduser()
+    return path / "config.json" if path.is_dir() else path
+
+
 def read_hf_config(location: str) -> Mapping[str, Any]:
     """Return the configuration in a local folder or file, whose sizes are those of a model.
 
     Raises:
         RecipeError: there is none, it is not a JSON object, or a size is none; names the file and the field.
     """
-    path = Path(location).expanduser()
-    file = path / "config.json" if path.is_dir() else path
+    file = hf_config_file(location)
     if not file.is_file():
         problem = "Give a local folder that holds config.json, or the file; Weft downloads nothing."
         raise RecipeError(f'model.hf = "{location}": there is no file {file}. {problem}')

@@ -27,7 +27,7 @@ from weft.models.hf._experts import IMPLEMENTATION as EXPERTS
 from weft.models.hf._experts import register_experts
 from weft.models.hf._tables import description_of_model, library_tables
 from weft.models.hf._weights import SafetensorsFolder, folder_initialiser, random_initialiser
-from weft.recipe import ModelRecipe, read_hf_config
+from weft.recipe import ModelRecipe, hf_config_file, read_hf_config
 
 
 def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Blueprint:
@@ -92,14 +92,8 @@ def _transformers() -> Any:
 
 def _read_config(transformers: Any, path: str) -> tuple[Path, Any]:
     """Return the folder and the configuration in it."""
-    given = Path(path).expanduser()
-    file = given / "config.json" if given.is_dir() else given
-    if not file.is_file():
-        raise RecipeError(
-            f'model.hf = "{path}": there is no file {file}.'
-            " Give a local folder that holds config.json, or the file; Weft downloads nothing."
-        )
     read_hf_config(path)
+    file = hf_config_file(path)
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except Exception as problem:

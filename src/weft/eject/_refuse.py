@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from weft.description import facts_of
+from weft.description import description_of, facts_of
 from weft.document import spell
 from weft.errors import PlanError, RecipeError
 from weft.families import family_of
@@ -12,8 +12,12 @@ from weft.plan import Plan, runnability
 from weft.recipe import DecoderShape, Recipe, read_hf_config
 from weft.techniques.registry import unwritten
 
-_SPLIT_FAMILIES = ("llama", "mistral", "qwen2")
-"""Families of transformers whose layers bear the names that the fragments use."""
+_SPLIT_LAYERS = {
+    *("model.embed_tokens", "lm_head"),
+    *(f"model.layers.*.self_attn.{name}_proj" for name in "qkvo"),
+    *(f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")),
+}
+"""Layers of transformers that the fragments split."""
 
 
 def check_ejectable(recipe: Recipe, plan: Plan) -> None:
@@ -81,6 +85,15 @@ def _order_refusals(plan: Plan) -> Iterator[str]:
         yield "plan.mesh.order has tensor outside the data axes, where `fully_shard` cannot cut. Put tensor last."
 
 
+def _has_known_layers(recipe: Recipe) -> bool:
+    """Whether the model can be cut, and just the layers split that the fragments name, with no norm on their heads."""
+    known = description_of(recipe)
+    if known is None or known.tables.cut is None or known.sizes is None:
+        return False
+    split = {rule.match for rule in known.tables.split if rule.divides}
+    return split == _SPLIT_LAYERS and known.sizes.qk_norm == "none"
+
+
 def _model_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
     mesh, model, data_parallel = plan.mesh, recipe.model, plan.data_parallel
     splits = mesh.tensor > 1 or mesh.pipeline > 1
@@ -97,9 +110,8 @@ def _model_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if model.hf is None:
         return
     config = read_hf_config(model.hf)
-    kind = str(config.get("model_type"))
-    windows = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
-    if (splits or data_parallel.shards_gradients) and (kind not in _SPLIT_FAMILIES or windows):
+    if (splits or data_parallel.shards_gradients) and not _has_known_layers(recipe):
+        kind = config.get("model_type")
         yield f'model.hf = "{model.hf}": of a {kind} the script does not know the layers. Use zero = 1 and data axes.'
     biased = [name for name in ("attention_bias", "mlp_bias") if config.get(name)]
     if mesh.tensor > 1 and biased:

@@ -15,7 +15,7 @@ from small_families import TYPES, small_model
 from weft.describe import describe
 from weft.description import description_of, facts_of
 from weft.families import families, family_of
-from weft.models import SplitTable, build_model
+from weft.models import Tables, build_model
 from weft.models.hf._tables import translate_plan
 from weft.profile import Block, ModelSizes, Profile
 from weft.recipe import BatchRecipe, Recipe, RunRecipe
@@ -68,13 +68,13 @@ def test_a_description_is_that_of_the_model(kind: str, seed: int, tmp_path: Path
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_layer_of_a_block_is_split_and_every_rule_is_about_something(kind: str, tmp_path: Path) -> None:
     blueprint = build_model(recipe_of(kind, 0, tmp_path))
-    table, module = SplitTable(blueprint.split), blueprint.module
+    module = blueprint.module
     assert blueprint.cut is not None
     for name, child in module.named_modules():
         inside = any(name.startswith(f"{block}.") for block in blueprint.cut.blocks)
         weight = getattr(child, "weight", None)
         if inside and weight is not None and weight.dim() == 2:
-            assert table.kind(name) in ("column", "row"), name
+            assert blueprint.kind_of(name) in ("column", "row"), name
     for rule in blueprint.split:
         if rule.divides:
             assert any(fnmatchcase(name, rule.match) for name in names(module)), rule
@@ -86,10 +86,10 @@ def test_tables_agree_with_the_library_where_it_has_its_own(kind: str, tmp_path:
     blueprint = build_model(recipe_of(kind, 0, tmp_path))
     theirs, unknown = translate_plan(blueprint.module)
     assert not unknown
-    ours, library = SplitTable(blueprint.split), SplitTable(theirs)
+    library = Tables(split=theirs)
     for name in names(blueprint.module):
-        if library.kind(name) is not None:
-            assert ours.kind(name) == library.kind(name), name
+        if library.kind_of(name) is not None:
+            assert blueprint.kind_of(name) == library.kind_of(name), name
 
 
 def flops(parts: Sequence[Block], length: int) -> float:

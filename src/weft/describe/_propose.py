@@ -17,7 +17,7 @@ from weft.describe._proposal import Confidence, Proposal, ProposedRule
 from weft.describe._rehearse import Attribute, Rehearsal
 from weft.describe._segment import find_blocks
 from weft.describe._trace import trace
-from weft.models import Blueprint, Localise, SplitRule, SplitTable, token_loss
+from weft.models import Blueprint, Localise, SplitRule, token_loss
 from weft.recipe import SplitKind
 from weft.stand_ins import glob_of, globs_of
 
@@ -144,7 +144,7 @@ class _Proposer:
 
     def _own(self, name: str) -> bool:
         """Whether the blueprint's own rules leave a module to the proposal."""
-        return SplitTable(self.blueprint.split).rule(name) is None
+        return self.blueprint.rule_of(name) is None
 
     def _layers(self, groups: Sequence[LayerGroup]) -> list[_Decision]:
         decisions: list[_Decision] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.describe._events import Event
 from weft.describe._graph import Graph, WrittenAttention, kind_of
-from weft.models import Blueprint, SplitTable
+from weft.models import Blueprint
 from weft.profile import OperatorSplit
 
 
@@ -13,7 +13,6 @@ class SplitKinds:
 
     def __init__(self, graph: Graph, blueprint: Blueprint, attentions: list[WrittenAttention]) -> None:
         self._graph, self._blueprint = graph, blueprint
-        self._table = SplitTable(blueprint.split)
         self._attending = {attention.first.module for attention in attentions} | {
             event.module for event in graph.trace.events if event.name == "attention"
         }
@@ -37,12 +36,12 @@ class SplitKinds:
         weights = self._graph.weights(event)
         if not weights or kind_of(event) not in ("matmul", "gather"):
             return None
-        kind = self._table.kind(weights[-1].rpartition(".")[0])
+        kind = self._blueprint.kind_of(weights[-1].rpartition(".")[0])
         return "vocab_rows" if kind == "vocab" else kind
 
     def _gathers(self, event: Event) -> bool:
         owner = self._graph.weights(event)[-1].rpartition(".")[0]
-        rule = self._table.rule(owner)
+        rule = self._blueprint.rule_of(owner)
         return rule is not None and rule.gather_output and owner != self._blueprint.vocabulary_head
 
     def of(self, event: Event, *, in_block: bool) -> OperatorSplit:
@@ -57,7 +56,7 @@ class SplitKinds:
             return "vocab" if is_head else rule  # pyright: ignore[reportReturnType]
         if any(value.storage in self.divided for value in (*event.inputs, *event.outputs)):
             return "heads" if event.module in self._attending else "column"
-        kind = self._table.kind(event.module)
+        kind = self._blueprint.kind_of(event.module)
         if kind == "sequence" or (in_block and self._has_sequence and kind != "replicate"):
             return "sequence"
         return "replicate"

@@ -5,8 +5,7 @@ from weft.families._family import Config as Config
 from weft.families._family import Family as Family
 from weft.families._find import families as families
 from weft.families._find import family_of as family_of
-from weft.families._split_table import INHERITED as INHERITED
-from weft.families._split_table import SplitTable as SplitTable
+from weft.families._tables import INHERITED as INHERITED
 from weft.families._tables import CutTable as CutTable
 from weft.families._tables import Localise as Localise
 from weft.families._tables import SplitRule as SplitRule

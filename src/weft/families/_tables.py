@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 from weft.recipe import SplitKind
+
+INHERITED = ("sequence", "replicate", "heads", "features")
+"""Kinds that also hold for what lies inside the matching module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,22 @@ class Tables:
     def splits(self) -> bool:
         """Whether a rule lets the tensor axis divide a layer."""
         return any(rule.divides for rule in self.split)
+
+    def rule_of(self, name: str) -> SplitRule | None:
+        """The first rule that matches a module, else that of the nearest one around it when it covers its inside."""
+        around = name
+        while True:
+            for rule in self.split:
+                if fnmatchcase(around, rule.match):
+                    return rule if around == name or rule.kind in INHERITED else None
+            if "." not in around:
+                return None
+            around = around.rpartition(".")[0]
+
+    def kind_of(self, name: str) -> SplitKind | None:
+        """The kind of `rule_of`."""
+        rule = self.rule_of(name)
+        return None if rule is None else rule.kind
 
     @property
     def of_tables(self) -> dict[str, Any]:

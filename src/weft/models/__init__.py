@@ -4,7 +4,6 @@ from weft.families import INHERITED as INHERITED
 from weft.families import CutTable as CutTable
 from weft.families import Localise as Localise
 from weft.families import SplitRule as SplitRule
-from weft.families import SplitTable as SplitTable
 from weft.families import Tables as Tables
 from weft.models._adopt import tables_of as tables_of
 from weft.models._blueprint import Batch as Batch

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitTable
+from weft.models import Blueprint
 from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel.region import sequence_region
 
@@ -218,9 +218,9 @@ def apply_keyed_dropout(
     Raises:
         PlanError: a module that draws in another way (`nn.AlphaDropout`, `nn.RReLU`).
     """
-    table, view = SplitTable(blueprint.split), mesh["tensor"]
+    view = mesh["tensor"]
     sharded = sequence and view.group is not None
-    region = sequence_region(blueprint, table) if sharded else None
+    region = sequence_region(blueprint) if sharded else None
     for name, module in list(part.named_modules(remove_duplicate=False)):
         if name not in keyed and isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)):
             raise PlanError(
@@ -234,7 +234,7 @@ def apply_keyed_dropout(
             continue
         own = KeyedDropout(module.p, name, context, whole_features=not isinstance(module, nn.Dropout))
         own.train(module.training)
-        kind = table.kind(name)
+        kind = blueprint.kind_of(name)
         if view.group is not None and kind in ("heads", "features"):
             own.view, own.cut_dim = view, 1 if kind == "heads" else -1
         elif region is not None and region.contains(name) and kind != "replicate":

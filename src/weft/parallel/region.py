@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitTable
+from weft.models import Blueprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class SequenceRegion:
         return any(name == member or name.startswith(member + ".") for member in (*self.blocks, *self.tail))
 
 
-def sequence_region(blueprint: Blueprint, table: SplitTable) -> SequenceRegion:
+def sequence_region(blueprint: Blueprint) -> SequenceRegion:
     """Return the region of a model.
 
     Raises:
@@ -36,5 +36,5 @@ def sequence_region(blueprint: Blueprint, table: SplitTable) -> SequenceRegion:
             "plan.tensor_parallel.sequence = true, but nothing says where the blocks of"
             f" {type(blueprint.module).__name__} begin and end (it has no cut table). Use sequence = false."
         )
-    tail = takewhile(lambda name: table.kind(name) == "sequence", blueprint.cut.tail)
+    tail = takewhile(lambda name: blueprint.kind_of(name) == "sequence", blueprint.cut.tail)
     return SequenceRegion(tuple(blueprint.cut.blocks), tuple(tail))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models import IGNORED, Blueprint, SplitTable
+from weft.models import IGNORED, Blueprint
 from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, TensorCut
 from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
@@ -65,7 +65,7 @@ def count_labels(batch: Mapping[str, Tensor]) -> int:
 
 
 def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator[Parameter]:
-    module, table = blueprint.module, SplitTable(blueprint.split)
+    module = blueprint.module
     splits = split_parameters(blueprint, GroupView((0,), 0, None)) if blueprint.splits else {}
     names, sparse = first_names(module), sparse_tables(module)
     for name, tensor in module.named_parameters(remove_duplicate=False):
@@ -77,7 +77,7 @@ def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator
             shape=tuple(tensor.shape),
             is_trained=tensor.requires_grad,
             split=None if split is None else TensorCut(split.dim, split.blocks),
-            partial=_partial(table.kind(owner), leaf, region is not None and region.contains(owner)),
+            partial=_partial(blueprint.kind_of(owner), leaf, region is not None and region.contains(owner)),
             is_sparse=names[name] in sparse,
         )
 
@@ -131,7 +131,6 @@ class _Notes:
     entries: dict[str, BlockEntry] = field(default_factory=dict[str, BlockEntry])
     joined: tuple[int, ...] | None = None
     region: SequenceRegion | None = field(init=False)
-    _table: SplitTable = field(init=False)
     _num_kept: int = 0
     _seen: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     _alive: list[Tensor] = field(default_factory=list[Tensor])
@@ -141,8 +140,7 @@ class _Notes:
     """Index, tensors kept at the entry and at the exit of each call that stands in the open block."""
 
     def __post_init__(self) -> None:
-        self._table = SplitTable(self.blueprint.split)
-        self.region = sequence_region(self.blueprint, self._table) if self.blueprint.cut is not None else None
+        self.region = sequence_region(self.blueprint) if self.blueprint.cut is not None else None
 
     def run(self, inputs: Mapping[str, Tensor]) -> None:
         """Run the forward once."""
@@ -175,8 +173,8 @@ class _Notes:
     def _kind(self, name: str, module: nn.Module) -> CallKind | None:
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             return "batch_norm"
-        kind = self._table.kind(name)
-        if kind == "replicate" and self._table.kind(name.rpartition(".")[0]) == "replicate":
+        kind = self.blueprint.kind_of(name)
+        if kind == "replicate" and self.blueprint.kind_of(name.rpartition(".")[0]) == "replicate":
             return None
         return kind if kind in _NOTED else None  # pyright: ignore[reportReturnType]
 
@@ -184,7 +182,7 @@ class _Notes:
         return self.region is not None and self.region.contains(name)
 
     def _note(self, name: str, module: nn.Module, kind: CallKind, *, is_inside_whole: bool) -> None:
-        rule = self._table.rule(name)
+        rule = self.blueprint.rule_of(name)
         block = next((i for i, b in enumerate(self._blocks) if name == b or name.startswith(f"{b}.")), None)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:

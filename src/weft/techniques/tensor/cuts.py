@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models import INHERITED, Blueprint, SplitRule, SplitTable
+from weft.models import INHERITED, Blueprint, SplitRule, Tables
 from weft.parallel import ModelLayout, Split
 
 
@@ -30,9 +30,9 @@ def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, Split]:
     Raises:
         PlanError: a rule that does not fit its module, or sizes that do not divide.
     """
-    table, splits = SplitTable(blueprint.split), dict[str, Split]()
+    splits: dict[str, Split] = {}
     for name, child in blueprint.module.named_modules(remove_duplicate=False):
-        rule = table.rule(name)
+        rule = blueprint.rule_of(name)
         if rule is None or rule.kind in INHERITED or rule.kind == "whole":
             continue
         for leaf, dim in _cut_dims(name, child, rule, blueprint.module).items():
@@ -104,12 +104,13 @@ def check_sizes(blueprint: Blueprint, parts: int) -> None:
     raise PlanError(f"plan.mesh.tensor = {parts} does not divide {listed}. {fix}.")
 
 
-def check_ties(names: Mapping[str, str], splits: Mapping[str, Split], table: SplitTable) -> None:
+def check_ties(names: Mapping[str, str], splits: Mapping[str, Split], tables: Tables) -> None:
     """Raise PlanError when two modules share a parameter and cut it differently."""
     for name, first in names.items():
         mine, theirs = splits.get(name), splits.get(first)
         if mine != theirs:
-            kinds = [f"{n.rpartition('.')[0]} ({table.kind(n.rpartition('.')[0]) or 'no rule'})" for n in (first, name)]
+            owners = [parameter.rpartition(".")[0] for parameter in (first, name)]
+            kinds = [f"{owner} ({tables.kind_of(owner) or 'no rule'})" for owner in owners]
             raise PlanError(
                 f"{kinds[0]} and {kinds[1]} share one parameter, {first}, but would split it differently over"
                 " plan.mesh.tensor. Give both the same cut in [model.split]:"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitRule, SplitTable
+from weft.models import Blueprint, SplitRule
 from weft.parallel import ModelLayout, Split, StepContext, fill_layout, first_names, is_own
 from weft.parallel.autograd import (
     copy_to_group,
@@ -66,7 +66,7 @@ def apply_tensor(
         return
     _check_table(blueprint, plan, view)
     splits = split_parameters(blueprint, view)
-    check_ties(names, splits, SplitTable(blueprint.split))
+    check_ties(names, splits, blueprint)
     fill_layout(layout, part, names, splits)
     _Splitter(part, blueprint, plan, view, context, layout).install(splits)
     cut_parameters(part, splits)
@@ -139,13 +139,12 @@ class _Splitter:
     shared: _SharedInput = field(default_factory=_SharedInput)
 
     def install(self, splits: dict[str, Split]) -> None:
-        table = SplitTable(self.blueprint.split)
         sequence = self.plan.tensor_parallel.sequence
-        region = sequence_region(self.blueprint, table) if sequence else None
+        region = sequence_region(self.blueprint) if sequence else None
         done: set[int] = set()
         wholes: list[str] = []
         for name, module in self.part.named_modules(remove_duplicate=False):
-            rule = table.rule(name)
+            rule = self.blueprint.rule_of(name)
             if rule is None or id(module) in done or not is_own(self.part, self.blueprint, name):
                 continue
             done.add(id(module))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitTable
+from weft.models import Blueprint
 from weft.parallel import ModelLayout, StepContext, is_own
 from weft.parallel.autograd import gather_sequence, scatter_sequence
 from weft.parallel.region import SequenceRegion, sequence_region
@@ -48,21 +48,20 @@ def apply_sequence(
     view = mesh["tensor"]
     if view.group is None or not plan.tensor_parallel.sequence:
         return
-    table = SplitTable(blueprint.split)
-    region = sequence_region(blueprint, table)
+    region = sequence_region(blueprint)
     _Borders(part, blueprint, view, context).install(region)
     for name, module in part.named_modules():
         if region.contains(name) and is_own(part, blueprint, name):
-            _place(name, module, table, view, context, layout)
+            _place(name, module, blueprint, view, context, layout)
 
 
 def _place(
-    name: str, module: nn.Module, table: SplitTable, view: GroupView, context: StepContext, layout: ModelLayout
+    name: str, module: nn.Module, blueprint: Blueprint, view: GroupView, context: StepContext, layout: ModelLayout
 ) -> None:
     """Settle one module of the region: on shards, on the whole (replicated), or unknown."""
     own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
-    kind = table.kind(name)
-    if kind == "replicate" and table.kind(name.rpartition(".")[0]) != "replicate":
+    kind = blueprint.kind_of(name)
+    if kind == "replicate" and blueprint.kind_of(name.rpartition(".")[0]) != "replicate":
         module.register_forward_pre_hook(partial(_enter_whole, view, context))
         module.register_forward_hook(partial(_leave_whole, view))
     elif kind == "sequence":

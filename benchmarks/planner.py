@@ -1,7 +1,8 @@
 """Predict published runs, fit the planner to them, and draw its predictions beside the measurements.
 
 python -m benchmarks.planner validate FILE.csv   predicts a file's runs, and says how far off that is
-python -m benchmarks.planner fit                 writes src/weft/price/fitted.toml, in about a minute
+python -m benchmarks.planner fit                 writes what it finds beside the runs, and the constants that ship
+                                                 (src/weft/price/fitted.toml), in about a minute
 python -m benchmarks.planner report              writes docs/notebook/planner-accuracy.md, docs/pictures/planner-*.png
                                                  and the figures that ship with Weft, in about three minutes
 """
@@ -15,11 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.published import (
+    FACTORS_FITTED,
     PUBLISHED_RUNS,
     Mode,
     Validation,
     accuracy_of,
     dump_accuracy,
+    dump_constants,
     dump_forecasts,
     dump_knowledge,
     fit,
@@ -98,8 +101,10 @@ def write_fit(path: Path) -> None:
         f"Fitted {datetime.date.today().isoformat()} on {len(fitted.samples)} of the {len(samples)} timed rows of"
         f" {path.name}: at most 16 of each of {len({sample.family for sample in samples})} families.",
     ]
-    (_PRICE / "fitted.toml").write_text(dump_knowledge(fitted.knowledge, fitted.factors, told))
-    print("src/weft/price/fitted.toml written")
+    found = dump_knowledge(fitted.knowledge, fitted.factors, told)
+    FACTORS_FITTED.write_text(found)
+    (_PRICE / "fitted.toml").write_text(dump_constants(found, told))
+    print(f"{FACTORS_FITTED.relative_to(ROOT)} and src/weft/price/fitted.toml written")
 
 
 def write_report(path: Path) -> None:

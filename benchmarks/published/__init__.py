@@ -2,12 +2,16 @@
 
 from benchmarks.published._accuracy import accuracy_of as accuracy_of
 from benchmarks.published._accuracy import dump_accuracy as dump_accuracy
+from benchmarks.published._factors import FACTORS as FACTORS
 from benchmarks.published._fit import Fit as Fit
 from benchmarks.published._fit import Sample as Sample
 from benchmarks.published._fit import fit as fit
+from benchmarks.published._habits import HABITS as HABITS
+from benchmarks.published._knowledge import FACTORS_FITTED as FACTORS_FITTED
 from benchmarks.published._knowledge import Knowledge as Knowledge
 from benchmarks.published._knowledge import StackScalar as StackScalar
 from benchmarks.published._knowledge import datasheet_knowledge as datasheet_knowledge
+from benchmarks.published._knowledge import dump_constants as dump_constants
 from benchmarks.published._knowledge import dump_knowledge as dump_knowledge
 from benchmarks.published._knowledge import fitted_knowledge as fitted_knowledge
 from benchmarks.published._report import Report as Report

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.published._devices import cluster_of
+from benchmarks.published._habits import HABITS
 from benchmarks.published._knowledge import Knowledge
 from benchmarks.published._layouts import layouts_of_run, world_of
 from benchmarks.published._models import profile_of_run
@@ -14,7 +15,7 @@ from benchmarks.published._sources import Framework, attention_speed, framework_
 from benchmarks.published._unpredictable import Unpredictable
 from weft.cluster import Cluster
 from weft.errors import WeftError
-from weft.price import HABITS, Layout, Prediction, Pricer, Stack
+from weft.price import Layout, Prediction, Pricer, Stack
 from weft.profile import Profile
 
 _GIBI = 2**30

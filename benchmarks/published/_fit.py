@@ -14,9 +14,10 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.published._cases import Case, Forecaster
+from benchmarks.published._factors import FACTORS, with_factors
 from benchmarks.published._knowledge import Knowledge, StackScalar, datasheet_knowledge
 from weft.errors import DataError
-from weft.price import DATASHEET, FACTORS, with_factors
+from weft.price import DATASHEET
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from weft.price import DATASHEET, FACTORS, FITTED, Calibration, read_fitted
+from benchmarks.published._factors import FACTORS, with_factors
+from weft.document import dump
+from weft.price import DATASHEET, FITTED, Calibration
+
+FACTORS_FITTED = Path(__file__).parent / "data" / "fitted.toml"
+"""What a fit found: factors and scalars of stacks.  The constants that follow from the factors ship with Weft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +46,7 @@ def datasheet_knowledge() -> Knowledge:
 
 def fitted_knowledge() -> Knowledge:
     """Constants and scalars of stacks as fitted on published runs; the file says how and when."""
-    document = read_fitted()
+    document = tomllib.loads(FACTORS_FITTED.read_text(encoding="utf-8"))
     return Knowledge(
         calibration=FITTED,
         stacks={name: _scalar(found) for name, found in document["stacks"].items()},
@@ -52,7 +59,7 @@ def _scalar(found: Mapping[str, Any]) -> StackScalar:
 
 
 def dump_knowledge(knowledge: Knowledge, factors: Mapping[str, float], told: Sequence[str]) -> str:
-    """Return the TOML that `read_fitted` reads.  `told` says how and when it was made."""
+    """Return the TOML that `fitted_knowledge` reads.  `told` says how and when it was made."""
     lines = [
         *(f"# {line}" for line in told),
         "",
@@ -68,6 +75,12 @@ def dump_knowledge(knowledge: Knowledge, factors: Mapping[str, float], told: Seq
     for name in sorted(knowledge.stacks):
         lines += [f'[stacks."{name}"]', *_spelled(knowledge.stacks[name]), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def dump_constants(knowledge: str, told: Sequence[str]) -> str:
+    """Return the TOML of the constants that follow from what was found (`dump_knowledge`)."""
+    calibration = with_factors(DATASHEET, tomllib.loads(knowledge)["factors"], name="fitted")
+    return dump(calibration, header=told, everything=True, descriptions=False)
 
 
 def _spelled(scalar: StackScalar) -> tuple[str, str]:

@@ -22,7 +22,7 @@ class Framework:
     memory: MemoryFigure = "reserved"
     """The one of the three peaks that it publishes."""
     habits: str = "megatron-lm"
-    """What it keeps in memory, by name in `weft.price.HABITS`."""
+    """What it keeps in memory, by name in `HABITS`."""
     reports_first: bool = False
     """Whether it publishes the memory of the first pipeline rank instead of the fullest."""
     shards_optimizer: bool = False

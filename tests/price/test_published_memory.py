@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import pytest
+from benchmarks.published import HABITS
 
-from weft.price import HABITS, WEFT, Layout, memory_of
+from weft.price import WEFT, Layout, memory_of
 from weft.profile import ModelSizes, profile_of_sizes
 from weft.profile.known import known_model
 

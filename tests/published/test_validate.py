@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 from benchmarks.planner import main
 from benchmarks.published import (
+    FACTORS,
+    FACTORS_FITTED,
     MEASURED_COLUMNS,
     PUBLISHED_RUNS,
     accuracy_of,
     datasheet_knowledge,
     dump_accuracy,
+    dump_constants,
     dump_forecasts,
     dump_knowledge,
     fitted_knowledge,
@@ -23,9 +26,10 @@ from benchmarks.published import (
 )
 from published_examples import LLAMA, shipped, validated, write
 
+import weft.price
 from weft.cli import run
 from weft.errors import DataError
-from weft.price import FACTORS, accuracy
+from weft.price import accuracy
 
 
 @pytest.mark.parametrize("mode", ["datasheet", "fitted"])
@@ -132,6 +136,12 @@ def test_the_shipped_figures_are_those_of_the_page_and_the_rows() -> None:
 def test_the_shipped_figures_are_what_a_cross_validation_computes() -> None:
     computed = accuracy_of(validate(PUBLISHED_RUNS, "fitted", cross_validate=True))
     assert tomllib.loads(dump_accuracy(computed)) == dataclasses.asdict(accuracy())
+
+
+def test_the_shipped_constants_are_those_that_were_fitted() -> None:
+    shipped_text = (Path(weft.price.__file__).parent / "fitted.toml").read_text()
+    told = [line.removeprefix("# ") for line in shipped_text.splitlines() if line.startswith("#")]
+    assert dump_constants(FACTORS_FITTED.read_text(), told) == shipped_text
 
 
 def test_shipped_constants_stay_near_the_data_sheets() -> None:

@@ -5,16 +5,12 @@ from weft.price._accuracy import accuracy as accuracy
 from weft.price._block_memory import BlockMemory as BlockMemory
 from weft.price._block_memory import memory_key as memory_key
 from weft.price._calibration import DATASHEET as DATASHEET
+from weft.price._calibration import FITTED as FITTED
 from weft.price._calibration import Calibration as Calibration
 from weft.price._check_layout import check_layout as check_layout
 from weft.price._collectives import algorithm_choices as algorithm_choices
 from weft.price._collectives import choose_algorithm as choose_algorithm
 from weft.price._collectives import collective_seconds as collective_seconds
-from weft.price._factors import FACTORS as FACTORS
-from weft.price._factors import FITTED as FITTED
-from weft.price._factors import read_fitted as read_fitted
-from weft.price._factors import with_factors as with_factors
-from weft.price._habits import HABITS as HABITS
 from weft.price._habits import MemoryHabits as MemoryHabits
 from weft.price._kept import BoundedCache as BoundedCache
 from weft.price._layout import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from weft.document import Rules, bind, read_document
+from weft.errors import DataError
+
+_RULES = Rules(DataError)
 
 MATMUL_SHARES: Mapping[str, Mapping[str, float]] = {
     "v100": {"fp16": 0.80},
@@ -117,6 +123,9 @@ class Calibration:
     host_optimizer_bytes_per_second: float = 4e9
     """Optimizer state that a core's share of the host works through."""
 
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+
     def matmul_share(self, kind: str, precision: str) -> float:
         part = part_of(kind, self.matmul_shares)
         share = self.matmul_shares.get(part, {}).get(precision, self.other_matmul_share)
@@ -150,3 +159,6 @@ def part_of(kind: str, known: Mapping[str, object]) -> str:
 
 DATASHEET = Calibration(name="datasheet")
 """Nothing learnt from training runs."""
+
+FITTED = bind(Calibration, read_document(str(Path(__file__).parent / "fitted.toml"), "calibration", DataError))
+"""Fitted on published training runs; `python -m benchmarks.planner validate` says how well."""

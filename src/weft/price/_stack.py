@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.price._habits import HABITS, MemoryHabits
+from weft.price._habits import MemoryHabits
+
+_MEMORY = MemoryHabits(
+    fused_norms=True, fused_activations=False, bucket_copies=0.0, accumulates_whole=True, holds_gathered=True
+)
+"""What Weft keeps in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +54,7 @@ class Stack:
     """Whether Python issues every kernel on its own; otherwise graphs or compilation do."""
     host_seconds: float | None = None
     """Time in which its host issues one kernel; None: the calibration's.  Graph capture brings it near 0."""
-    memory: MemoryHabits = HABITS["weft"]
+    memory: MemoryHabits = _MEMORY
     """What it keeps in memory."""
 
 

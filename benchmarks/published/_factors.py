@@ -1,14 +1,11 @@
-"""Constants fitted on published runs: factors over the data sheet's, which ship as data."""
+"""Constants that are fitted on published runs: factors over the data sheet's."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from weft.price._calibration import DATASHEET, Calibration
+from weft.price import Calibration
 
 FACTORS: Mapping[str, float] = {
     "matmul_volta": 0.1,
@@ -97,12 +94,3 @@ def _generation(part: str) -> str:
         if any(word in part for word in parts):
             return generation
     return "matmul_other"
-
-
-def read_fitted() -> dict[str, Any]:
-    """Return the document of what was fitted: `factors`, `unseen` and `stacks`; its head says how and when."""
-    return tomllib.loads((Path(__file__).parent / "fitted.toml").read_text(encoding="utf-8"))
-
-
-FITTED = with_factors(DATASHEET, read_fitted()["factors"], name="fitted")
-"""Constants fitted on published training runs; `python -m benchmarks.planner validate` says how well."""

@@ -83,8 +83,8 @@ def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
     Raises:
         PlanError: it does not fit the model, the batch, the cluster, or its memory.
     """
-    from weft.price import DATASHEET, FITTED, WEFT, Layout, Pricer, check_layout, model_flops
-    from weft.search import Candidate, Counts, Objective, SearchResult, space_of
+    from weft.price import DATASHEET, FITTED, WEFT, Layout, Pricer, check_layout
+    from weft.search import Counts, Objective, SearchResult, candidate_of, space_of
 
     layout = Layout.of(plan)
     shares = plan.microbatch.shares(plan.mesh.data)
@@ -111,18 +111,7 @@ def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
             f" {prediction.device_bytes / 2**30:.1f} GiB may be filled. Search what fits: leave --plan out, or give"
             " fewer of its settings with --set."
         )
-    step, tokens = prediction.step_seconds, subject.global_batch_size * subject.profile.sequence_length
-    pessimistic = objective.pessimistic_seconds(step, prediction.spread)
-    peak = pricer.device(layout).peak(layout.precision) * layout.world_size
-    candidate = Candidate(
-        layout=layout,
-        prediction=prediction,
-        plan=plan,
-        score=objective.score(pessimistic, layout.world_size),
-        pessimistic_seconds=pessimistic,
-        tokens_per_second=tokens / step,
-        model_flops_utilization=model_flops(subject.profile) * subject.global_batch_size / (peak * step),
-    )
+    candidate = candidate_of(pricer, objective, subject.global_batch_size, layout, prediction, plan)
     return SearchResult(
         profile=subject.profile,
         cluster=cluster,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.cluster._detect import detect_machine
 from weft.cluster._links import LinkTier
@@ -72,6 +72,18 @@ class Cluster:
         if margin is None:
             margin = _ACCELERATOR_MARGIN if self.has_accelerators else _CORE_MARGIN
         return (1.0 - margin) * self.device_memory_bytes
+
+    def with_memory(self, times: float) -> Cluster:
+        """Return the same with so many times the memory, of devices and of their hosts."""
+        nodes = [
+            replace(
+                node,
+                memory_bytes=int(node.memory_bytes * times),
+                devices=replace(node.devices, memory_bytes=int(node.devices.memory_bytes * times)),
+            )
+            for node in self.nodes
+        ]
+        return replace(self, nodes=tuple(nodes))
 
     @property
     def price_per_hour(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from weft.cluster import Cluster, Devices
+from weft.cluster import Cluster
 from weft.explain._text import layout_line
 from weft.figures import spell_percent
 from weft.price import Layout, Pricer
@@ -69,7 +69,7 @@ def _links(result: SearchResult, pricer: Pricer, best: Layout) -> Iterator[Chang
 
 
 def _searched(result: SearchResult, pricer: Pricer) -> Iterator[Change]:
-    more = _with_memory(result.cluster, 1.5)
+    more = result.cluster.with_memory(1.5)
     yield from _search_again(result, pricer, "half as much memory again per device", cluster=more)
     precisions = result.space.precisions
     if not {"bf16", "fp16", "fp8"} & set(precisions) and _has_peak(result.cluster, "bf16"):
@@ -95,13 +95,6 @@ def _search_again(result: SearchResult, pricer: Pricer, what: str, **changed: ob
         ratio = found.best[0].tokens_per_second / result.best[0].tokens_per_second
         words = f"{what} ({layout_line(found.best[0].layout)})" if ratio - 1 >= _WORTH else what
         yield Change(what=words, tokens_ratio=ratio, layout=found.best[0].layout)
-
-
-def _with_memory(cluster: Cluster, factor: float) -> Cluster:
-    def grown(devices: Devices) -> Devices:
-        return replace(devices, memory_bytes=int(devices.memory_bytes * factor))
-
-    return replace(cluster, nodes=tuple(replace(node, devices=grown(node.devices)) for node in cluster.nodes))
 
 
 def _has_peak(cluster: Cluster, precision: str) -> bool:

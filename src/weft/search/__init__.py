@@ -18,6 +18,7 @@ from weft.search._recipe_space import recipe_space as recipe_space
 from weft.search._result import Candidate as Candidate
 from weft.search._result import Counts as Counts
 from weft.search._result import SearchResult as SearchResult
+from weft.search._result import candidate_of as candidate_of
 from weft.search._search import search as search
 from weft.search._shares import unequal_shares as unequal_shares
 from weft.search._space import Space as Space

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
@@ -27,7 +26,7 @@ def no_plan(
 ) -> PlanError:
     """Return why `find` finds nothing, with the change to make: it is asked again with more memory, and with fewer
     processes."""
-    if not find(_with_memory(cluster, _ROOMIEST), processes):
+    if not find(cluster.with_memory(_ROOMIEST), processes):
         return _nothing_at_all(find, cluster, processes, profile, batch, given)
     least = _least(find, cluster, processes)
     need, kinds, plan = least.prediction.fullest.device, least.prediction.fullest.kinds, least.plan
@@ -48,13 +47,13 @@ def no_plan(
 def _least(find: Find, cluster: Cluster, processes: int | None) -> Candidate:
     """The candidate that needs least memory, by halving what lies between too little and enough."""
     times = 2.0
-    while not (found := find(_with_memory(cluster, times), processes)):
+    while not (found := find(cluster.with_memory(times), processes)):
         times *= 2
     least = min(found, key=_bytes_of)
     too_little, enough = times / 2, _bytes_of(least) / cluster.usable_memory_bytes
     while enough > _CLOSE * too_little:
         middle = (too_little * enough) ** 0.5
-        found = find(_with_memory(cluster, middle), processes)
+        found = find(cluster.with_memory(middle), processes)
         if not found:
             too_little = middle
             continue
@@ -67,25 +66,13 @@ def _bytes_of(candidate: Candidate) -> float:
     return candidate.prediction.fullest.device
 
 
-def _with_memory(cluster: Cluster, times: float) -> Cluster:
-    nodes = [
-        replace(
-            node,
-            memory_bytes=int(node.memory_bytes * times),
-            devices=replace(node.devices, memory_bytes=int(node.devices.memory_bytes * times)),
-        )
-        for node in cluster.nodes
-    ]
-    return replace(cluster, nodes=tuple(nodes))
-
-
 def _nothing_at_all(
     find: Find, cluster: Cluster, processes: int | None, profile: Profile, batch: int, given: Plan
 ) -> PlanError:
     # Settings that the engine cannot run are in no space that is searched: each technique says so of itself.
     if reasons := runnability(given):
         return PlanError("\n".join(reasons))
-    roomy = _with_memory(cluster, _ROOMIEST)
+    roomy = cluster.with_memory(_ROOMIEST)
     fewer = range((processes or 1) - 1, 0, -1)
     usable = next((number for number in fewer if find(roomy, number)), None)
     if usable is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.cluster import Cluster
 from weft.plan import Plan, runnability
-from weft.price import Calibration, Layout, Prediction, Stack
+from weft.price import Calibration, Layout, Prediction, Pricer, Stack, model_flops
 from weft.profile import Profile
 from weft.search._objective import Objective
 from weft.search._space import Space
@@ -80,3 +80,38 @@ class SearchResult:
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.profile.sequence_length
+
+
+def candidate_of(
+    pricer: Pricer,
+    objective: Objective,
+    global_batch_size: int,
+    layout: Layout,
+    prediction: Prediction,
+    plan: Plan | None,
+    *,
+    relative_speed: float = 1.0,
+) -> Candidate:
+    """Return a priced layout with all that is said of it.
+
+    Args:
+        relative_speed: peak of the mean of the used devices over that of the slowest.
+    """
+    step, profile = prediction.step_seconds, pricer.profile
+    tokens = global_batch_size * profile.sequence_length
+    pessimistic = objective.pessimistic_seconds(step, prediction.spread)
+    cost = None
+    if objective.price_per_device_hour is not None:
+        cost = objective.cost_per_million_tokens(step, layout.world_size, tokens)
+    peak = pricer.device(layout).peak(layout.precision) * relative_speed
+    return Candidate(
+        layout=layout,
+        prediction=prediction,
+        plan=plan,
+        score=objective.score(pessimistic, layout.world_size),
+        pessimistic_seconds=pessimistic,
+        tokens_per_second=tokens / step,
+        model_flops_utilization=model_flops(profile) * global_batch_size / (layout.world_size * peak * step),
+        cost_per_million_tokens=cost,
+        training_seconds=objective.training_seconds(pessimistic, tokens),
+    )

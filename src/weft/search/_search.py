@@ -22,11 +22,10 @@ from weft.price import (
     PricedPrecision,
     Pricer,
     Stack,
-    model_flops,
 )
 from weft.profile import Block, Profile
 from weft.recipe import OptimizerRecipe, PermitRecipe
-from weft.search._bounds import Floats, figures_of, memory_bounds, time_bounds
+from weft.search._bounds import Floats, SplitBounds
 from weft.search._buckets import USUAL_BUCKET_BYTES, Priced
 from weft.search._convert import plan_of
 from weft.search._finalists import Finalists
@@ -34,7 +33,7 @@ from weft.search._frontier import Frontier
 from weft.search._group import group_costs
 from weft.search._objective import Objective
 from weft.search._pins import with_given
-from weft.search._result import Candidate, Counts, SearchResult
+from weft.search._result import Candidate, Counts, SearchResult, candidate_of
 from weft.search._rows import Rows
 from weft.search._screen import Screen
 from weft.search._space import Space, space_of, without_offload
@@ -219,14 +218,13 @@ class SearchState:
 
     def _begin(self, frontier: Frontier, splits: Splits, base: Layout) -> None:
         """Put all groups of splits of one precision on the frontier."""
-        figures = figures_of(self.pricer.profile, self.pricer.cluster, self.space, self.pricer, base)
+        bounds_of = SplitBounds(self.pricer, self.space, base)
         offload = "optimizer" if "optimizer" in self.space.offloads else self.space.usual_offload
         lightest = replace(base, zero=stage_of(max(self.space.zeros)), offload=offload, compression="none")
-        least = memory_bounds(figures, splits, lightest)
-        fits = least <= figures.usable_bytes
+        fits = bounds_of.bytes(splits, lightest) <= self.pricer.cluster.usable_memory_bytes
         self.memory_bound += int((~fits).sum())
         splits = splits.take(fits)
-        bounds = self._weighed(time_bounds(figures, splits), splits.world)
+        bounds = self._weighed(bounds_of.seconds(splits), splits.world)
         screen = Screen(self.pricer, self.space)
         self.searched += screen.count(splits)
         for rows in _groups(splits, bounds, on_cores=not self.pricer.cluster.has_accelerators):
@@ -380,44 +378,26 @@ class _Finish:
 
     def __init__(self, state: SearchState, given: Plan | None) -> None:
         self._state, self._given = state, given or Plan()
-        self._sample_flops = model_flops(state.pricer.profile)
         cluster = state.pricer.cluster
-        self._balancer = Balancer(state.pricer) if len(kinds_of(cluster)) > 1 else None
+        speeds = [(node.count * node.devices.count, speed_of(node.devices)) for node in cluster.nodes]
+        self._balancer, self._relative_speed = None, 1.0
+        if len(kinds_of(cluster)) > 1:
+            self._balancer = Balancer(state.pricer)
+            mean = sum(count * each for count, each in speeds) / cluster.num_devices
+            self._relative_speed = mean / min(each for _, each in speeds)
 
     def candidate(self, priced: Priced) -> Candidate:
         """Return a layout with its plan and all that is said of it; its data ranks balanced over unequal devices."""
         state, layout, shares = self._state, priced.layout, None
-        balanced = self._balancer.balance(layout, state.global_batch_size) if self._balancer is not None else None
+        batch = state.global_batch_size
+        balanced = self._balancer.balance(layout, batch) if self._balancer is not None else None
         if balanced is None:
             prediction = state.pricer.predict(layout, exact=True)
         else:
             layout, shares, prediction = balanced.layout, balanced.shares, balanced.prediction
-        objective, step = state.objective, prediction.step_seconds
-        tokens = state.global_batch_size * state.pricer.profile.sequence_length
-        pessimistic = objective.pessimistic_seconds(step, prediction.spread)
-        has_price = objective.price_per_device_hour is not None
-        cost = objective.cost_per_million_tokens(step, layout.world_size, tokens) if has_price else None
-        return Candidate(
-            layout=layout,
-            prediction=prediction,
-            plan=self._plan(layout, shares),
-            score=objective.score(pessimistic, layout.world_size),
-            pessimistic_seconds=pessimistic,
-            tokens_per_second=tokens / step,
-            model_flops_utilization=self._utilization(layout, step),
-            cost_per_million_tokens=cost,
-            training_seconds=objective.training_seconds(pessimistic, tokens),
-        )
-
-    def _utilization(self, layout: Layout, step_seconds: float) -> float:
-        """Of the used devices; where devices are unequal, of as many mean ones."""
-        cluster, pricer = self._state.pricer.cluster, self._state.pricer
-        speed = pricer.device(layout).peak(layout.precision)
-        if self._balancer is not None:
-            speeds = [(node.count * node.devices.count, speed_of(node.devices)) for node in cluster.nodes]
-            speed *= sum(count * each for count, each in speeds) / cluster.num_devices / min(each for _, each in speeds)
-        flops = self._sample_flops * self._state.global_batch_size
-        return flops / (layout.world_size * speed * step_seconds)
+        plan = self._plan(layout, shares)
+        speed = self._relative_speed
+        return candidate_of(state.pricer, state.objective, batch, layout, prediction, plan, relative_speed=speed)
 
     def _plan(self, layout: Layout, shares: tuple[int, ...] | None) -> Plan | None:
         batch, pricer = self._state.global_batch_size, self._state.pricer

@@ -11,6 +11,7 @@ from weft.price._check_layout import check_layout as check_layout
 from weft.price._collectives import algorithm_choices as algorithm_choices
 from weft.price._collectives import choose_algorithm as choose_algorithm
 from weft.price._collectives import collective_seconds as collective_seconds
+from weft.price._compute import Device as Device
 from weft.price._habits import MemoryHabits as MemoryHabits
 from weft.price._kept import BoundedCache as BoundedCache
 from weft.price._layout import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
@@ -40,5 +41,5 @@ from weft.price._stages import BlockCost as BlockCost
 from weft.price._stages import PassCost as PassCost
 from weft.price._stages import Seconds as Seconds
 from weft.price._stages import Sender as Sender
-from weft.price._update import beside as beside
+from weft.price._update import RankLoad as RankLoad
 from weft.price._update import optimizer_seconds as optimizer_seconds

@@ -9,6 +9,7 @@ from weft.price._habits import MemoryHabits
 from weft.price._layout import ELEMENT_BYTES, Layout, PricedPrecision
 from weft.price._stack import Stack
 from weft.profile import Block, Operator, Profile
+from weft.techniques.recompute.cost import waiting_bytes
 from weft.techniques.tensor.cost import tesseract
 
 _EIGHT_BITS = ("fp8", "mxfp8")
@@ -82,12 +83,7 @@ def _memory(profile: Profile, stack: Stack, block: Block, key: MemoryKey, recomp
         whole += kept.of(operator)
         fullest = max(fullest, whole + kept.gradient(operator))
     entry = kept.entry(block)
-    if recompute == "none":
-        waiting = whole
-    elif recompute == "full":
-        waiting = entry
-    else:
-        waiting = min(whole, kept.selected(block))
+    waiting = waiting_bytes(recompute, whole, kept.selected(block), entry)
     live = max(0.0, fullest - waiting) + entry
     dense = experts = 0.0
     for operator in block.operators:

@@ -19,9 +19,10 @@ from weft.price._placement import AxisGroup, Groups, Network
 from weft.price._prediction import Prediction, ScheduleSpan, TimeTerms
 from weft.price._stack import WEFT, Stack
 from weft.price._stages import BlockCost, BlockCosts, CostKey, key_of
-from weft.price._update import RankLoad, Update, bucket_of, update_of
+from weft.price._update import RankLoad, Update, update_of
 from weft.price._whole import Stages, Whole, whole_of
 from weft.profile import Block, Profile
+from weft.techniques.buckets.cost import bucket_of
 from weft.techniques.buckets.sizes import SMALLEST_BUCKET
 from weft.techniques.offload.cost import unloading
 from weft.techniques.pipeline.cost import (

@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from weft.cluster import Collective
+from weft.plan import Recompute
 from weft.price._block_factors import BlockFit, block_fit
 from weft.price._compute import Device, OperatorWork, Share, Work, operator_work
 from weft.price._kept import BoundedCache
@@ -15,6 +16,7 @@ from weft.profile import Block, Operator, Profile
 from weft.techniques.context.cost import context_traffic
 from weft.techniques.data.cost import statistics_traffic
 from weft.techniques.expert.cost import expert_traffic
+from weft.techniques.recompute.cost import computed_again
 from weft.techniques.tensor.cost import grid_of, tensor_traffic
 
 
@@ -62,9 +64,9 @@ class BlockCost(NamedTuple):
     kept_bytes: float
     """Activations of one microbatch that wait for its backward."""
 
-    def again(self, recompute: str) -> PassCost:
+    def again(self, recompute: Recompute) -> PassCost:
         """What is computed again before the backward."""
-        return self.forward if recompute == "full" else self.selective if recompute == "selective" else PassCost()
+        return computed_again(recompute, PassCost(), self.selective, self.forward)
 
 
 Works = list[tuple[Operator, OperatorWork]]

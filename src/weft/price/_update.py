@@ -5,23 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weft.cluster import Collective
-from weft.columns import Column, chosen, larger, smaller
+from weft.columns import Column, chosen
 from weft.price._compute import Device
 from weft.price._layout import Layout
-from weft.price._placement import AxisGroup, Groups
-from weft.price._stack import Stack
+from weft.price._placement import Groups
 from weft.price._stages import Seconds
-from weft.techniques.buckets.contract import BucketSettings
-from weft.techniques.buckets.sizes import BucketSeconds, Flow, Stream, best_bucket, idle_seconds, together
+from weft.techniques.buckets.cost import Reductions
 from weft.techniques.offload.cost import host_step
 from weft.techniques.pipeline.cost import PipelineTimes
 from weft.techniques.registry import update_seconds
-from weft.techniques.zero.cost import gathers_weights, holds_whole_gradients, reduces_once, sharing_ranks
-
-_USUAL_BUCKET_BYTES = BucketSettings().bucket_limits[1]
-_FIRST_READ = 0.05
-"""Share of the weights that a forward needs before it can begin, at least: an embedding."""
+from weft.techniques.zero.cost import holds_whole_gradients, sharing_ranks
 
 
 class RankLoad(NamedTuple):
@@ -56,163 +49,13 @@ def update_of(
     """Return the exposed seconds after (and before) the pipeline, of the rank that ends last."""
     if layout.adapters_only:
         return Update(0.0, 0.0, 0.0)
-    rates = _Rates(layout, device, groups, seconds)
+    rates = Reductions(layout, device, groups, seconds)
     ends = [rates.reduce(load) + load.scatter - early for load, early in zip(loads, step.slack, strict=True)]
     data = max(0.0, *ends) if len(ends) > 1 else max(0.0, ends[0])
     data += max(rates.publish(load) + rates.average(load) for load in loads)
     fullest = max(loads, key=lambda load: load.dense + load.experts)
     optimizer, offload = optimizer_seconds(layout, fullest.dense, fullest.experts, device)
     return Update(data, optimizer, offload)
-
-
-class _Rates:
-    """What the collectives of the update take, bucket by bucket."""
-
-    def __init__(self, layout: Layout, device: Device, groups: Groups, seconds: Seconds) -> None:
-        self._layout, self._device, self._seconds = layout, device, seconds
-        self._bucket = bytes_together(layout, device.stack)
-        whole = not layout.gathers_after_step or layout.sends_whole
-        self._kind: Collective = "all_reduce" if whole else "reduce_scatter"
-        # Under local steps the ranks of a replica are all that meet in a step, for experts as for the rest.
-        dense, experts = groups.data, groups.expert_data
-        if layout.replicas_step_alone:
-            dense = experts = groups.shard
-        self._parts, self._expert_parts = 1, 1
-        if gathers_weights(layout):
-            # What is left after every microbatch's scatter: the sum over copies.
-            dense = experts = groups.replicate
-            self._parts, self._expert_parts = groups.shard.size, groups.expert_shard.size
-        often = layout.shards_gradients_alone and not reduces_once(layout, device.stack)
-        self._times = layout.microbatches if often else 1
-        self._silent = layout.replicas_step_alone and self._parts > 1 or dense.size * experts.size == 1
-        self.first = first_bytes(layout, device.stack)
-        self.dense, self.experts = (self._stream(self._reduced(group)) for group in (dense, experts))
-        self.gathered_dense, self.gathered_experts = (self._stream(self._gathered(group)) for group in (dense, experts))
-        self._average = self._average_seconds(groups, seconds) if layout.replicas_step_alone else 0.0
-
-    def _stream(self, seconds: BucketSeconds) -> Stream:
-        return Stream(self._bucket, self.first, seconds)
-
-    def _reduced(self, group: AxisGroup) -> BucketSeconds:
-        """Of the reduction of so many bytes of gradients over a group."""
-        layout, kind, priced = self._layout, self._kind, self._seconds
-        share, by = layout.wire_share(layout.gradient_bytes, group.size), layout.reduced_by
-        squeeze = layout.wire_passes / self._device.memory_bytes_per_second
-        return lambda size: priced(kind, size * share, group, by) + squeeze * size
-
-    def _gathered(self, group: AxisGroup) -> BucketSeconds:
-        """Of gathering the weights of so many bytes of gradients."""
-        layout, priced, by = self._layout, self._seconds, self._layout.reduced_by
-        share = layout.element_bytes / layout.gradient_bytes
-        return lambda size: priced("all_gather", size * share, group, by)
-
-    def _average_seconds(self, groups: Groups, seconds: Seconds) -> float:
-        """Seconds per element and step of averaging the replicas at the end of a round: nothing hides it."""
-        layout, wire = self._layout, seconds("all_reduce", self._bucket, groups.replicate) / self._bucket
-        shards = groups.shard.size if layout.shards_states else 1
-        each = layout.average_seconds(layout.wide_bytes, wire, self._device.memory_bytes_per_second)
-        return each / shards
-
-    def sizes(self, load: RankLoad) -> tuple[float, float]:
-        """Bytes of gradients that a rank has in buckets: dense ones and those of experts."""
-        element = self._layout.gradient_bytes
-        if self._silent:
-            return 0.0, 0.0
-        return load.dense * element / self._parts, load.experts * element / self._expert_parts
-
-    def average(self, load: RankLoad) -> float:
-        """Exposed seconds of averaging replicas, in the mean over a round's steps."""
-        return (load.dense + load.experts) * self._average
-
-    def reduce(self, load: RankLoad) -> float:
-        """Exposed seconds of all reductions of a step."""
-        layout, calibration, stack = self._layout, self._device.calibration, self._device.stack
-        sizes = self.sizes(load)
-        sent = together(self.dense.sent(sizes[0]), self.experts.sent(sizes[1]))
-        if sent.whole == 0.0:
-            return 0.0
-        times = self._times
-        if not stack.overlap_gradients:
-            return sent.whole * times
-        last = min(sent.last, sent.whole / layout.chunks)
-        window = calibration.overlap_share * load.backward
-        idle = idle_seconds(sent, sum(sizes), window)
-        exposed, hidden = beside(layout, sent.whole - last, window - idle)
-        slowed = (calibration.overlap_slowdown - 1.0) * hidden
-        return times * (exposed + slowed) + last
-
-    def publish(self, load: RankLoad) -> float:
-        """Exposed seconds of gathering the weights that the optimizer shards have renewed."""
-        layout, calibration = self._layout, self._device.calibration
-        if not layout.gathers_after_step:
-            return 0.0
-        sizes = self.sizes(load)
-        sent = together(self.gathered_dense.sent(sizes[0]), self.gathered_experts.sent(sizes[1]))
-        if not self._device.stack.overlap_parameters:
-            return sent.whole
-        first = min(max(_FIRST_READ * sent.whole, sent.last), sent.whole) / layout.chunks
-        window = calibration.overlap_share * load.forward
-        idle = idle_seconds(sent, sum(sizes), window)
-        exposed, hidden = beside(layout, sent.whole - first, window - idle)
-        return first + exposed + (calibration.overlap_slowdown - 1.0) * hidden
-
-    def flows(self, load: RankLoad) -> list[Flow]:
-        """What the size of a bucket decides, chunks taken for one: reductions, and gathers where there are any."""
-        calibration, stack = self._device.calibration, self._device.stack
-        # Experts that nobody shares travel nowhere, however many they are: buckets are for what does.
-        every = ((self.dense, self.gathered_dense), (self.experts, self.gathered_experts))
-        sizes = self.sizes(load)
-        sent = [max(stream.sent(size).whole for stream in both) for both, size in zip(every, sizes, strict=True)]
-        streams = every[sent[1] > sent[0]]
-        size = sum(size for size, seconds in zip(sizes, sent, strict=True) if seconds > 0.0)
-        windows = (load.backward * stack.overlap_gradients, load.forward * stack.overlap_parameters)
-        often = self._times
-        return [
-            Flow(
-                size=size,
-                window=calibration.overlap_share * window,
-                seconds=stream.seconds,
-                slowdown=calibration.overlap_slowdown,
-                times=times,
-            )
-            for stream, window, times in zip(streams, windows, (often, 1), strict=True)
-        ][: 2 if self._layout.gathers_after_step else 1]
-
-
-def bucket_of(layout: Layout, load: RankLoad, device: Device, groups: Groups, seconds: Seconds, low: int) -> int:
-    """Return the bytes of a bucket for which a rank waits least, at least `low` (`weft.techniques.buckets.sizes`)."""
-    rates = _Rates(layout, device, groups, seconds)
-    return best_bucket(rates.flows(load), first=rates.first, low=low)
-
-
-def first_bytes(layout: Layout, stack: Stack) -> float:
-    """Return the bytes of the bucket that is ready first; it is one like the others where a stack fixes their size, and
-    where every block is reduced by itself."""
-    if layout.shards_weights or stack.bucket_elements:
-        return bytes_together(layout, stack)
-    return float(layout.bucket_limits[0])
-
-
-def bytes_together(layout: Layout, stack: Stack) -> float:
-    """Return the bytes of gradients that are reduced together; what ZeRO-3 sums over its copies comes block by block,
-    of which the usual bucket stands."""
-    if layout.shards_weights and not layout.compresses:
-        return float(_USUAL_BUCKET_BYTES)
-    elements = max(stack.bucket_elements, stack.bucket_elements_per_rank * layout.data * layout.context)
-    return float(max(layout.bucket_limits[1], elements * layout.gradient_bytes))
-
-
-def beside(layout: Layout, whole: Column, window: Column) -> tuple[Column, Column]:
-    """Return the exposed and the hidden part of a step's communication; `window` is a microbatch's computation.
-
-    With chunks, what belongs to one stage of a rank also has all the time that its other stages need for a round of
-    microbatches; only the last stage's share must hide in its own.
-    """
-    chunks = layout.chunks
-    round_size = smaller(layout.pipeline, layout.microbatches)
-    wide = window * (1.0 + (round_size - 1) * (chunks - 1) / chunks)
-    exposed = larger(0.0, larger(whole - wide, (whole - window) / chunks))
-    return exposed, whole - exposed
 
 
 def optimizer_seconds(layout: Layout, dense: Column, experts: Column, device: Device) -> tuple[Column, Column]:

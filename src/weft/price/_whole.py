@@ -31,8 +31,11 @@ class Whole:
         """`weights`: whether weights get gradients."""
         kinds: list[Recompute] = ["none", *recompute, "none"]
         pairs = list(zip(costs, kinds, strict=True))
-        of_pair = {(id(cost), kind): cost.again(kind) for cost, kind in {(id(c), k): (c, k) for c, k in pairs}.values()}
-        again = [of_pair[id(cost), kind] for cost, kind in pairs]
+        again_of: dict[tuple[int, Recompute], PassCost] = {}
+        for cost, kind in pairs:
+            if (id(cost), kind) not in again_of:  # alike blocks are one object
+                again_of[id(cost), kind] = cost.again(kind)
+        again = [again_of[id(cost), kind] for cost, kind in pairs]
         self.sums = _total(costs, again, weights=weights)
         """PassCost sums of a whole microbatch: of the passes, and of what is computed again."""
         self._tables = Stages(

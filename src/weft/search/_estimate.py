@@ -19,7 +19,6 @@ from weft.price import (
     Pricer,
     RankMemory,
     RankShare,
-    beside,
     optimizer_seconds,
 )
 from weft.search._bounds import Floats
@@ -29,6 +28,7 @@ from weft.search._pipelines import StageBlocks, pipeline_seconds, stage_blocks
 from weft.search._space import Offload, Space
 from weft.search._splits import Ints
 from weft.search._variants import has_even_islands
+from weft.techniques.buckets.cost import beside
 from weft.techniques.buckets.sizes import LARGEST_BUCKET, SMALLEST_BUCKET
 from weft.techniques.offload.cost import unloading
 from weft.techniques.pipeline.cost import flights

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from weft.plan import (
     TensorParallelPlan,
     check_plan,
     check_runnable,
-    keeps_whole_gradients,
     parse_plan,
     reduction_conflict,
     reduction_rounds,
@@ -387,8 +385,6 @@ def test_how_often_a_step_reduces() -> None:
         data = DataParallelPlan(zero=zero, reduce_every=every)  # pyright: ignore[reportArgumentType]
         plan = plan_of({"shard": 2, "pipeline": pipeline}, per_step=(5, 3), data_parallel=data)
         assert reduction_rounds(plan) == rounds, plan
-        assert keeps_whole_gradients(plan) == (zero >= 2)  # the first two of five wait in any case
-        assert keeps_whole_gradients(replace(plan, microbatch=MicrobatchPlan(per_step=3))) == (zero >= 2 and rounds < 3)
 
 
 def test_plans_that_are_only_predictable_say_so() -> None:

@@ -10,9 +10,10 @@ import pytest
 from benchmarks.published import HABITS
 from hypothesis import given
 from hypothesis import strategies as st
+from memories import memory_of
 
 from weft.plan import PricedSchedule, peak_activations, schedule_orders
-from weft.price import WEFT, Layout, Memories, StageMemory, memory_of
+from weft.price import WEFT, Layout, Memories, StageMemory
 from weft.profile import ModelSizes, Profile, profile_of_sizes
 from weft.profile.known import KNOWN_MODELS, known_model
 from weft.techniques.pipeline.cost import in_flight

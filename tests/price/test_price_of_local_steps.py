@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from memories import memory_of
 
 from weft.cluster import parse_cluster_spec
 from weft.plan import DataParallelPlan, MeshPlan, Plan
-from weft.price import Layout, Pricer, memory_of
+from weft.price import Layout, Pricer
 from weft.profile import ModelSizes, profile_of_sizes
 from weft.techniques.registry import held
 

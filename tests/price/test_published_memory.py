@@ -7,8 +7,9 @@ from typing import Literal, NamedTuple
 
 import pytest
 from benchmarks.published import HABITS
+from memories import memory_of
 
-from weft.price import WEFT, Layout, memory_of
+from weft.price import WEFT, Layout
 from weft.profile import ModelSizes, profile_of_sizes
 from weft.profile.known import known_model
 

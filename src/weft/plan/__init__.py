@@ -50,7 +50,6 @@ from weft.techniques.pipeline.schedules import simulate as simulate
 from weft.techniques.pipeline.schedules import stage_ranks as stage_ranks
 from weft.techniques.recompute.contract import Recompute as Recompute
 from weft.techniques.zero.contract import ReduceEvery as ReduceEvery
-from weft.techniques.zero.contract import keeps_whole_gradients as keeps_whole_gradients
 from weft.techniques.zero.contract import reduces_every_microbatch as reduces_every_microbatch
 from weft.techniques.zero.contract import reduction_conflict as reduction_conflict
 from weft.techniques.zero.contract import reduction_rounds as reduction_rounds

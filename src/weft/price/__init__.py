@@ -19,7 +19,6 @@ from weft.price._layout import Layout as Layout
 from weft.price._layout import PricedPrecision as PricedPrecision
 from weft.price._layout import layout_settings as layout_settings
 from weft.price._memory import Memories as Memories
-from weft.price._memory import memory_of as memory_of
 from weft.price._network import slot_numbers as slot_numbers
 from weft.price._placement import AxisGroup as AxisGroup
 from weft.price._placement import Groups as Groups

@@ -6,7 +6,7 @@ choice, or the algorithm that a plan names."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,8 +34,6 @@ from weft.price._placement import AxisGroup, CostLine, Leg
 
 _COPIES = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_gather": 0.5, "all_to_all": 0.5, "broadcast": 0.5}
 """Multiples of γ: an all-reduce passes over its tensor twice, the others once."""
-
-HalfCost = Callable[[int, float, float, float], float]
 
 
 class CollectiveChoice(NamedTuple):

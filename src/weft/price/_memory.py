@@ -174,15 +174,3 @@ class _Tables:
 def _distinct(memories: Sequence[BlockMemory]) -> list[BlockMemory]:
     """Each object once: alike blocks share theirs."""
     return list({id(memory): memory for memory in memories}.values())
-
-
-def memory_of(
-    profile: Profile,
-    layout: Layout,
-    stack: Stack = WEFT,
-    *,
-    cuts: Sequence[int] | None = None,
-    on_accelerator: bool = True,
-) -> tuple[StageMemory, ...]:
-    """Return the memory of every pipeline rank; `Memories` does so for many layouts of one model."""
-    return Memories(profile, stack, on_accelerator=on_accelerator).of(layout, cuts)

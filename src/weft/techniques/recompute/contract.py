@@ -7,7 +7,7 @@ Source: Chen et al., "Training deep nets with sublinear memory cost" (arXiv 1604
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self, final
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_KEY = "memory.recompute"
 """The setting as a plan file spells it."""
-_KEPT_SHARES: Mapping[Recompute, float] = {"none": 1.0, "selective": 0.6, "full": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +65,6 @@ class RecomputeSettings:
         """Words for a table: `full`, or `full 12/126`."""
         blocks = len(self.block_words)
         return " + ".join(f"{word} {count}/{blocks}" for word, count in self._mixture()) or self.block_words[0]
-
-    @property
-    def kept_share(self) -> float:
-        """Share of a block's activations that waits for its backward, about, of the blocks that keep most."""
-        return max(_KEPT_SHARES[word] for word in self.block_words)
 
     def recomputing(self, words: Recompute | tuple[Recompute, ...]) -> Self:
         """Return the same with one word for all blocks, or one per block."""

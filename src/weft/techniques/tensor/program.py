@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from weft.outline import ModelShare, ModuleCall, Part, RankSend
 from weft.techniques.tensor.contract import Tensor
 
-_Operations = tuple[str, int]
-
 
 def sends(share: ModelShare) -> Iterator[RankSend]:
     """Yield what a rank sends over the tensor axis around its modules, in all microbatches of a step."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh, shard_bounds
+from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
 from weft.models import Blueprint
 from weft.parallel import ModelLayout, StepContext, is_own
@@ -23,14 +23,6 @@ from weft.parallel.autograd import gather_sequence, scatter_sequence
 from weft.parallel.region import SequenceRegion, sequence_region
 from weft.plan import Plan
 from weft.techniques.tensor.cuts import mark_partial
-
-
-def sequence_shard_length(length: int, plan: Plan, mesh: Mesh) -> int:
-    """Return how long dim 1 is on this rank between the blocks: what a pipeline stage sends and receives."""
-    if not plan.tensor_parallel.sequence:
-        return length
-    start, stop = shard_bounds(length, mesh["tensor"])
-    return stop - start
 
 
 def apply_sequence(

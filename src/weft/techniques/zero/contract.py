@@ -91,10 +91,6 @@ class ZeroSettings:
         """The stage of parameters whose weights stay whole: ZeRO-3 over one shard is ZeRO-1 over the replicas."""
         return 1 if self.zero == 3 else self.zero
 
-    def at_stage(self, stage: Stage) -> Self:
-        """Return the same with another stage."""
-        return replace(self, zero=stage)
-
     def unsharded(self) -> Self:
         """Return the same with everything whole on every data rank."""
         return replace(self, zero=0)
@@ -186,12 +182,6 @@ def reduces_every_microbatch(plan: Plan) -> bool:
     if plan.data_parallel.reduce_every == "auto":
         return plan.data_parallel.shards_gradients and plan.mesh.pipeline == 1
     return plan.data_parallel.reduce_every == "microbatch"
-
-
-def keeps_whole_gradients(plan: Plan) -> bool:
-    """Whether some rank holds all of its gradients between two microbatches although ZeRO-2 or 3 shares them out."""
-    shares = plan.microbatch.shares(plan.mesh.data)
-    return plan.data_parallel.shards_gradients and max(shares) > reduction_rounds(plan)
 
 
 def reduction_conflict(plan: Plan) -> str | None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from weft.cluster import parse_cluster_spec
-from weft.price import FITTED, WEFT, Layout, Pricer
-from weft.price._compute import Device, Share, operator_work
+from weft.price import FITTED, WEFT, Device, Layout, Pricer
+from weft.price._compute import Share, operator_work
 from weft.profile import profile_of_sizes
 from weft.profile.known import KNOWN_MODELS
 

@@ -16,9 +16,8 @@ from weft.cluster import (
     MemorySpeed,
     parse_cluster_spec,
 )
-from weft.price import DATASHEET, WEFT, Layout, predict
+from weft.price import DATASHEET, WEFT, Device, Layout, predict
 from weft.price._block_factors import BlockFit, _block, _summed, block_fit
-from weft.price._compute import Device
 from weft.price._measured import Speeds
 from weft.profile import ModelSizes, profile_of_sizes
 

@@ -52,9 +52,9 @@ def run_rank(rank_info: RankInfo, *, sizes: Sequence[int], rounds: int) -> dict[
             for collective, ways in _ways(size, shared, gloo).items():
                 for way, samples in _interleaved(ways, rounds).items():
                     found.setdefault(collective, {}).setdefault(way, {})[str(size)] = samples
-        manner: Any = shared.transport.manner  # pyright: ignore[reportAttributeAccessIssue]  # the engine's
+        manner = shared.engine.manner
         told = {name: getattr(manner, name) for name in manner.__slots__}
-        told["kernel_variant"] = shared.transport.kernel_variant  # pyright: ignore[reportAttributeAccessIssue]
+        told["kernel_variant"] = shared.engine.kernel_variant
     return {"seconds": found, "manner": told}
 
 
@@ -65,7 +65,7 @@ def _ways(size: int, shared: SharedMemoryGroup, gloo: dist.ProcessGroup) -> dict
     inside = shared.allocate(count).fill_(1.0)
     part, part_inside = torch.ones(count // world), inside[: count // world]
     mean = dist.ReduceOp.AVG  # of ones: the values stay what they are however often it is called
-    at, engine = tensor.data_ptr(), shared.transport
+    at, engine = tensor.data_ptr(), shared.engine
     return {
         "all_reduce": [
             _Way("engine", lambda: engine.all_reduce(at, count * 4, 0, 1, 60.0)),

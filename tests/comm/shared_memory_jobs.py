@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import all_gather_single, reduce_scatter_single, shared_memory_group
-from weft.comm.shared_memory import SharedMemoryGroup
+from weft.comm.shared_memory.group import SharedMemoryGroup
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

@@ -23,10 +23,10 @@ from shared_memory_jobs import traces
 
 import pool
 from weft.comm import register_shared_memory_backend, shared_memory_group
-from weft.comm.shared_memory import Engine, Manner, SharedMemoryGroup, _fallback
-from weft.comm.shared_memory._fallback import PythonTransport
-from weft.comm.shared_memory._meeting import Meeting
-from weft.comm.shared_memory._roll import RollCall
+from weft.comm._rendezvous import Rendezvous
+from weft.comm.shared_memory._handshake import Handshake
+from weft.comm.shared_memory.engine import Engine, Manner
+from weft.comm.shared_memory.group import SharedMemoryGroup
 from weft.errors import CollectiveError
 
 VICTIM = 1
@@ -35,19 +35,12 @@ PAUSE_SECONDS = 1.5
 LONG = timedelta(seconds=20)
 FORMING = {
     "before it comes": None,
-    "once it has come": (RollCall, "during"),
-    "before it has mapped": (Meeting, "_segment"),
-    "once it has mapped": (Meeting, "_levels"),
-    "before it opens": (Meeting, "_open"),
+    "once it has come": (Rendezvous, "during"),
+    "before it has mapped": (Handshake, "_segment"),
+    "once it has mapped": (Handshake, "_reasons"),
+    "before it opens": (Handshake, "_open"),
 }
 """Phase of a group's forming → the method at whose beginning the victim halts."""
-PYTHON_PHASES = {
-    "copying": (PythonTransport, "_stage", 5),
-    "between phases": (PythonTransport, "_pass", 5),
-    "waiting": (PythonTransport, "_wait_for", 5),
-    "reducing": (_fallback, "_reduce", 5),
-}
-"""Phase of a collective in pure Python → the function at whose nth call the victim halts."""
 
 
 @dataclass(slots=True)
@@ -150,9 +143,9 @@ def halting(owner: Any, name: str, deed: Callable[[], None], *, nth: int = 1, af
 
 
 def own_turn(group: SharedMemoryGroup) -> int:
-    """The word in which this rank counts its turns, in the page that it has in the segment of either transport."""
-    transport: Any = group.transport
-    memory = transport._segment.memory if isinstance(transport, Engine) else transport._memory
+    """The word in which this rank counts its turns, in the page that it has in the segment."""
+    engine: Any = group.engine
+    memory = engine._segment.memory
     at = 4096 * (1 + dist.get_rank())
     return int.from_bytes(memory[at : at + 4], "little")
 
@@ -226,12 +219,11 @@ def form(timeout: timedelta, *, engine: bool = True, ranks: list[int] | None = N
     register_shared_memory_backend(use_engine=engine)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pure Python
+            warnings.simplefilter("ignore")  # of Gloo
             made = shared_memory_group(dist.new_group(ranks, timeout=timeout))
     finally:
         register_shared_memory_backend()
     assert made is not None
-    assert isinstance(made.transport, Engine if engine else PythonTransport)
     return made
 
 
@@ -278,19 +270,18 @@ def form_with_a_victim(folder: str, phase: str, kind: str, engine: bool) -> None
     tell(folder, told)
 
 
-def call_with_a_victim(folder: str, phase: str, kind: str, operation: str, engine: bool) -> None:
+def call_with_a_victim(folder: str, phase: str, kind: str, operation: str) -> None:
     """The whole life of a rank in which a collective is not finished."""
     deed = Deed(kind, folder, PAUSE_SECONDS + (0.5 if phase in ("between phases", "end") else 0.0))
     before = warmed_up()
-    group = form(LONG, engine=engine)
-    if isinstance(group.transport, Engine):
-        group.transport.set_manner(Manner(4096, False))  # so small a slot makes many turns
+    group = form(LONG)
+    group.engine.set_manner(Manner(4096, False))  # so small a slot makes many turns
     call = operation_of(operation, group)
     dist.barrier()
     if kind != "killed" and dist.get_rank() != VICTIM:
-        more = 0.6 if phase == "between phases" and engine else 0.0
+        more = 0.6 if phase == "between phases" else 0.0
         group.set_timeout(timedelta(seconds=DEADLINE_SECONDS + more))
-    told = PHASES[phase](folder, deed, group, call) if engine else _in_python(phase, folder, deed, group, call)
+    told = PHASES[phase](folder, deed, group, call)
     start = time.monotonic()
     dist.destroy_process_group(group)
     told.closing_seconds = time.monotonic() - start
@@ -388,7 +379,7 @@ def _before_it_leaves(folder: str, deed: Deed, group: SharedMemoryGroup, call: C
     if dist.get_rank() != VICTIM:
         return failing(folder, deed, call)
     with halting(Engine, "leave", deed):
-        group.transport.close()
+        group.engine.close()
     return Told("left")
 
 
@@ -396,7 +387,7 @@ def _once_it_has_left(folder: str, deed: Deed, group: SharedMemoryGroup, call: C
     if dist.get_rank() != VICTIM:
         return failing(folder, deed, call)
     with halting(Engine, "leave", deed, after=True):
-        group.transport.close()
+        group.engine.close()
     return Told("left")
 
 
@@ -409,24 +400,13 @@ PHASES = {
     "before it leaves": _before_it_leaves,
     "once it has left": _once_it_has_left,
 }
-"""Phase of a call in C++, or of a group's end → what a rank does."""
+"""Phase of a call, or of a group's end → what a rank does."""
 
 
-def _in_python(phase: str, folder: str, deed: Deed, group: SharedMemoryGroup, call: Callable[[], Any]) -> Told:
-    if phase in ("entry", "end"):
-        return PHASES[phase](folder, deed, group, call)
-    if dist.get_rank() != VICTIM:
-        return failing(folder, deed, call)
-    owner, name, nth = PYTHON_PHASES[phase]
-    with halting(owner, name, deed, nth=nth):
-        return failing(folder, deed, call)
-
-
-def pause_within_the_deadline(turns: int, engine: bool) -> float:
+def pause_within_the_deadline(turns: int) -> float:
     """A rank that is stopped for a moment, in the middle or at the end, is waited for."""
-    group = form(LONG, engine=engine)
-    if isinstance(group.transport, Engine):
-        group.transport.set_manner(Manner(4096, False))
+    group = form(LONG)
+    group.engine.set_manner(Manner(4096, False))
     value = torch.ones(3 << 20)
     pauses = watching(group, turns, lambda: stop_for(0.4)) if dist.get_rank() == VICTIM else contextlib.nullcontext()
     with pauses:

@@ -61,7 +61,7 @@ def test_eight_ranks(ranks: RankPool) -> None:
 def _large() -> list[str]:
     """Above the size from which copying is measured first; then sizes around a slot's."""
     wrong = reductions([(torch.float32, "SUM"), (torch.bfloat16, "SUM")], (5_000_011,))
-    slot = group().transport.manner.slot_bytes
+    slot = group().engine.manner.slot_bytes
     return wrong + reductions([(torch.uint8, "SUM")], [slot + more for more in (-1, 0, 1)] + [2 * slot, 2 * slot + 1])
 
 
@@ -172,7 +172,7 @@ def _in_place(sizes: list[int]) -> tuple[list[str], int]:
             group().all_gather_regions(parts[rank], parts).wait()
             if not same(shared, expected):
                 wrong.append(f"all_gather {size} {holders}")
-    return wrong, group().transport.in_place_calls
+    return wrong, group().engine.in_place_calls
 
 
 def test_tensors_in_the_arena_are_reduced_where_they_lie(ranks: RankPool) -> None:
@@ -185,17 +185,17 @@ def test_tensors_in_the_arena_are_reduced_where_they_lie(ranks: RankPool) -> Non
 
 def _allocations() -> tuple[int, int, bool, str]:
     first = group().allocate(1000, 1000)
-    taken = group().transport.arena_taken_bytes
+    taken = group().engine.arena_taken_bytes
     part = first[10:20]
     del first
     gc.collect()
-    kept = group().transport.arena_taken_bytes
+    kept = group().engine.arena_taken_bytes
     part.fill_(3.0)
     del part
     gc.collect()
     with pytest.raises(CollectiveError, match=r"do not fit any more .* make this one with torch\.empty") as caught:
         group().allocate(1 << 29)
-    return taken, kept, group().transport.arena_taken_bytes == 0, str(caught.value)[:20]
+    return taken, kept, group().engine.arena_taken_bytes == 0, str(caught.value)[:20]
 
 
 def test_memory_of_the_arena_comes_back(ranks: RankPool) -> None:
@@ -270,17 +270,17 @@ def _dropped_groups() -> tuple[dict[str, int], dict[str, int]]:
     """Engines that nobody closed end with their last reference."""
     dist.all_reduce(torch.ones(3), async_op=True).wait()
     before = traces()
-    transport = group().transport
-    group().transport, group()._post = _NoTransport(), None  # what a group holds is all that holds its engine
+    engine = group().engine
+    group().engine = group()._mailbox = _Nothing()  # what a group holds is all that holds its engine
     assert traces()["mappings"] == 1
-    del transport
+    del engine
     gc.collect()
     after = traces()
     dist.destroy_process_group()
     return before, after
 
 
-class _NoTransport:
+class _Nothing:
     def leave(self) -> None:
         """There is none."""
 

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from shared_memory_jobs import data_of, everyones, reduced, same, traces
 
 from pool import RankPool
-from weft.comm import GroupView, new_flat, register_shared_memory_backend, shared_memory_group
-from weft.comm.shared_memory import Engine, SharedMemoryGroup, _engine, _meeting
+from weft.comm import GroupView, new_flat, shared_memory_group
+from weft.comm.shared_memory import _handshake
 from weft.comm.shared_memory._segment import create_segment
+from weft.comm.shared_memory.engine import REBUILD, Engine, load_library, prepare
+from weft.comm.shared_memory.group import SharedMemoryGroup
 from weft.errors import CollectiveError
 
 WEFT = "cpu:weft"
@@ -68,13 +70,13 @@ def test_a_tensor_outlives_its_group(ranks: RankPool) -> None:
 
 def test_memory_that_is_not_there_is_no_bus_error() -> None:
     """Beyond the file's end, as where the machine has no page left: a write would end this process."""
-    library = _engine.load_library()
-    assert library is not None, f"not built; run {_engine.REBUILD}"
+    library = load_library()
+    assert library is not None, f"not built; run {REBUILD}"
     arena = 1 << 20
     whole = int(library.weft_segment_bytes(1, arena))
     segment = create_segment(whole)
     try:
-        _engine.prepare(library, segment, 1, arena)
+        prepare(library, segment, 1, arena)
         engine = Engine(library, segment, rank=0, num_ranks=1, num_local_ranks=1, arena_bytes=arena)
         os.ftruncate(segment.descriptor, engine._arena_offset + arena // 2)
         first = engine.allocate(arena // 4)
@@ -90,12 +92,12 @@ def test_memory_that_is_not_there_is_no_bus_error() -> None:
 
 def _full() -> tuple[bool, list[str], int]:
     """A group whose arena holds three pages."""
-    size, before = 3000, _meeting.ARENA_BYTES
-    _meeting.ARENA_BYTES = 3 * 4096
+    size, before = 3000, _handshake.ARENA_BYTES
+    _handshake.ARENA_BYTES = 3 * 4096
     try:
         other = _another_group()
     finally:
-        _meeting.ARENA_BYTES = before
+        _handshake.ARENA_BYTES = before
     view = GroupView((0, 1), dist.get_rank(), other)
     cpu = torch.device("cpu")
     with warnings.catch_warnings(record=True) as caught:
@@ -105,7 +107,7 @@ def _full() -> tuple[bool, list[str], int]:
         flat.copy_(data_of(dist.get_rank(), size, torch.float32))
         dist.all_reduce(flat, group=other)
     is_right = all(same(flat, reduced(everyones(size, torch.float32), "SUM")) for flat in held)
-    taken = other.transport.arena_taken_bytes
+    taken = other.engine.arena_taken_bytes
     dist.destroy_process_group(other)
     return is_right, [str(warning.message) for warning in caught], taken
 
@@ -117,27 +119,6 @@ def test_a_full_arena_is_said_once(ranks: RankPool) -> None:
         assert taken == 3 * 4096
     assert [len(said) for _, said, _ in outcomes] == [1, 0]
     assert "Buffers of 12,000 bytes do not fit any more into the shared memory of ranks 0, 1" in outcomes[0][1][0]
-
-
-def _without_an_engine() -> tuple[bool, list[str]]:
-    """Pure Python has no such memory; that it is slower was said when the group was formed."""
-    register_shared_memory_backend(use_engine=False)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            other = _another_group()
-    finally:
-        register_shared_memory_backend()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        flat = new_flat(100, torch.float32, torch.device("cpu"), GroupView((0, 1), dist.get_rank(), other))
-    dist.all_reduce(flat.fill_(1.0), group=other)
-    dist.destroy_process_group(other)
-    return bool((flat == 2.0).all()), [str(warning.message) for warning in caught]
-
-
-def test_pure_python_takes_ordinary_memory(ranks: RankPool) -> None:
-    assert ranks.run(2, _without_an_engine, backend=WEFT) == [(True, [])] * 2
 
 
 _SMALL = """

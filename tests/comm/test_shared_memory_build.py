@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.comm.shared_memory import DTYPES, _engine
+from weft.comm.shared_memory import engine
 from weft.comm.shared_memory._arena import Arena
-from weft.comm.shared_memory._call import OPS
+from weft.comm.shared_memory._call import DTYPES, OPS
 from weft.comm.shared_memory._sources import COMPILE_FLAGS, FOLDER, HEADERS, LIBRARY, SOURCES, digest
 from weft.errors import CollectiveError
 
@@ -28,8 +28,8 @@ def test_every_source_is_listed() -> None:
 
 
 def test_the_library_here_is_built_from_the_sources_here() -> None:
-    library = _engine.load_library()
-    assert library is not None, f"not built; run {_engine.REBUILD}"
+    library = engine.load_library()
+    assert library is not None, f"not built; run {engine.REBUILD}"
     assert library.weft_digest().decode() == digest()
 
 
@@ -38,15 +38,15 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch: pyte
     source = tmp_path / "other.cpp"
     source.write_text('extern "C" const char* weft_digest() { return "0123456789abcdef"; }\n')
     subprocess.run([str(COMPILER), "-shared", "-fPIC", str(source), "-o", str(tmp_path / LIBRARY)], check=True)
-    monkeypatch.setattr(_engine, "FOLDER", tmp_path)
+    monkeypatch.setattr(engine, "FOLDER", tmp_path)
     with pytest.raises(CollectiveError, match=r"built from other sources \(0123456789abcdef\) .* build_ext --inplace"):
-        _engine.load_library()
-    monkeypatch.setattr(_engine, "FOLDER", tmp_path / "nowhere")
-    assert _engine.load_library() is None
+        engine.load_library()
+    monkeypatch.setattr(engine, "FOLDER", tmp_path / "nowhere")
+    assert engine.load_library() is None
 
 
 def test_which_reductions_are_defined() -> None:
-    library = _engine.load_library()
+    library = engine.load_library()
     assert library is not None
     for dtype, number in DTYPES.items():
         defined = {op for index, op in enumerate(OPS) if library.weft_is_defined(number, index)}

@@ -85,8 +85,8 @@ def _forked() -> tuple[int, float]:
     if child == 0:
         # What a data loader's worker does with a group that it has inherited: nothing, and then forget it.
         try:
-            group().transport.abort()
-            group().transport.close()
+            group().engine.abort()
+            group().engine.close()
         finally:
             os._exit(0)
     status = os.waitpid(child, 0)[1]

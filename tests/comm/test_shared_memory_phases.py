@@ -14,7 +14,6 @@ import torch.distributed as dist
 from shared_memory_phases import (
     DEADLINE_SECONDS,
     FORMING,
-    PYTHON_PHASES,
     VICTIM,
     Told,
     call_with_a_victim,
@@ -24,8 +23,8 @@ from shared_memory_phases import (
 )
 
 from pool import RankError, RankPool
-from weft.comm.shared_memory._process import Process
-from weft.comm.shared_memory._roll import RollCall
+from weft.comm._process import Process
+from weft.comm._rendezvous import Rendezvous
 from weft.errors import CollectiveError
 
 WEFT = "cpu:weft"
@@ -42,8 +41,6 @@ ENGINE_PHASES = [
     *(("end", deed, "all_reduce") for deed in DEEDS[:2]),
     *(("before it leaves", deed, "all_reduce") for deed in DEEDS),
 ]
-PYTHON_CALLS = [(phase, deed) for phase in ("entry", *PYTHON_PHASES) for deed in DEEDS]
-PYTHON_CALLS += [("end", deed) for deed in DEEDS[:2]]
 
 
 def judge(told: Told, deed: str, deadline: float, *, doing: str) -> None:
@@ -80,15 +77,15 @@ def test_forming_a_group(ranks: RankPool, tmp_path: Path, phase: str, deed: str)
 
 
 @pytest.mark.parametrize("deed", DEEDS)
-def test_forming_a_group_in_pure_python(ranks: RankPool, tmp_path: Path, deed: str) -> None:
-    run(ranks, deed, form_with_a_victim, str(tmp_path), "before it opens", deed, False)
+def test_forming_a_group_without_the_engine(ranks: RankPool, tmp_path: Path, deed: str) -> None:
+    run(ranks, deed, form_with_a_victim, str(tmp_path), "once it has mapped", deed, False)
     for rank in SURVIVORS:
         judge(heard(tmp_path, rank), deed, DEADLINE_SECONDS, doing="The group of ranks 0, 1, 2")
 
 
 @pytest.mark.parametrize(("phase", "deed", "operation"), ENGINE_PHASES)
 def test_a_call(ranks: RankPool, tmp_path: Path, phase: str, deed: str, operation: str) -> None:
-    run(ranks, deed, call_with_a_victim, str(tmp_path), phase, deed, operation, True)
+    run(ranks, deed, call_with_a_victim, str(tmp_path), phase, deed, operation)
     name = operation.removeprefix("asynchronous ").partition(" ")[0].replace("_", "-").capitalize()
     deadline = DEADLINE_SECONDS + (0.6 if phase == "between phases" else 0.0)
     for rank in SURVIVORS:
@@ -101,7 +98,7 @@ def test_a_call(ranks: RankPool, tmp_path: Path, phase: str, deed: str, operatio
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_rank_that_has_left(ranks: RankPool, tmp_path: Path, deed: str) -> None:
     """Whatever becomes of it afterwards, the others are told at once that it has left."""
-    run(ranks, deed, call_with_a_victim, str(tmp_path), "once it has left", deed, "all_reduce", True)
+    run(ranks, deed, call_with_a_victim, str(tmp_path), "once it has left", deed, "all_reduce")
     for rank in SURVIVORS:
         told = heard(tmp_path, rank)
         assert f"rank {VICTIM} has left the group" in told.text
@@ -110,22 +107,14 @@ def test_a_rank_that_has_left(ranks: RankPool, tmp_path: Path, deed: str) -> Non
         assert told.left == ""
 
 
-@pytest.mark.parametrize(("phase", "deed"), PYTHON_CALLS)
-def test_a_call_in_pure_python(ranks: RankPool, tmp_path: Path, phase: str, deed: str) -> None:
-    run(ranks, deed, call_with_a_victim, str(tmp_path), phase, deed, "all_reduce", False)
-    for rank in SURVIVORS:
-        judge(heard(tmp_path, rank), deed, DEADLINE_SECONDS, doing="All-reduce")
-
-
-@pytest.mark.parametrize("engine", [True, False], ids=["engine", "python"])
 @pytest.mark.parametrize("turns", [1, 5])
-def test_a_short_pause_is_no_failure(ranks: RankPool, turns: int, engine: bool) -> None:
-    assert ranks.run(WORLD, pause_within_the_deadline, turns, engine, backend=WEFT) == [float(WORLD)] * WORLD
+def test_a_short_pause_is_no_failure(ranks: RankPool, turns: int) -> None:
+    assert ranks.run(WORLD, pause_within_the_deadline, turns, backend=WEFT) == [float(WORLD)] * WORLD
 
 
 _HOST = """
 import sys, time, torch.distributed as dist
-from weft.comm.shared_memory._process import Process
+from weft.comm._process import Process
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, Process.own().describe(), flush=True)
 time.sleep(60)
@@ -139,7 +128,7 @@ def test_the_rank_that_holds_the_store_dies() -> None:
         assert host.stdout is not None
         port, _, card = host.stdout.readline().partition(" ")
         store = dist.TCPStore("127.0.0.1", int(port), wait_for_workers=False)
-        roll = RollCall(store, rank=1, ranks=(0, 1), seconds=30, processes={0: Process.read(card)})
+        roll = Rendezvous(store, rank=1, ranks=(0, 1), seconds=30, processes={0: Process.read(card)})
         roll.say("here", "1")
         host.kill()
         start = time.monotonic()

@@ -13,7 +13,7 @@ from engine_kit import Seen, Training, plan_of, recipe_of
 
 from pool import RankPool
 from weft.comm import shared_memory_group
-from weft.comm.shared_memory import SharedMemoryGroup
+from weft.comm.shared_memory.group import SharedMemoryGroup
 
 STEPS = 3
 
@@ -41,17 +41,17 @@ def _trained(layout: dict[str, int], precision: str) -> tuple[Seen, int, int, in
     training = Training(recipe, plan_of(precision, bucket_bytes=1 << 18, **layout))
     groups = _groups(training)
     assert groups, "these ranks share no memory"
-    before = sum(group.transport.in_place_calls for group in groups)  # the default group stays for the next
+    before = sum(group.engine.in_place_calls for group in groups)  # the default group stays for the next
     for step in range(STEPS):
         training.step(step)
     seen = training.finished()
     training.state.close()
     gc.collect()
-    closed = sum(group.transport.arena_taken_bytes for group in groups)
-    calls = sum(group.transport.in_place_calls for group in groups) - before
+    closed = sum(group.engine.arena_taken_bytes for group in groups)
+    calls = sum(group.engine.in_place_calls for group in groups) - before
     del training
     gc.collect()
-    return seen, calls, closed, sum(group.transport.arena_taken_bytes for group in groups)
+    return seen, calls, closed, sum(group.engine.arena_taken_bytes for group in groups)
 
 
 def _both(layout: dict[str, int], precision: str) -> dict[str, Any]:

@@ -37,11 +37,11 @@ from weft.comm._reduce import start_all_gather as start_all_gather
 from weft.comm._reduce import start_all_reduce as start_all_reduce
 from weft.comm._reduce import start_reduce_scatter as start_reduce_scatter
 from weft.comm._release import release_groups as release_groups
+from weft.comm._rendezvous import rendezvous as rendezvous
 from weft.comm._watch import Seen as Seen
 from weft.comm._watch import Sink as Sink
 from weft.comm._watch import Watch as Watch
 from weft.comm._watched_group import WatchedGroup as WatchedGroup
 from weft.comm._watched_group import hold as hold
-from weft.comm.shared_memory import meet as meet
 from weft.comm.shared_memory import register_shared_memory_backend as register_shared_memory_backend
 from weft.comm.shared_memory import shared_memory_group as shared_memory_group

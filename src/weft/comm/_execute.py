@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm._failure import ErrorCode, Failure
 from weft.comm._node import NodeMemory
 from weft.comm._program import Combine, ElementStep, NodeCall, Program, add_up, padded
 from weft.comm._trouble import Board, FailureReport, Reason
 from weft.comm._watched_group import close_connections
-from weft.comm.shared_memory import Failure, GroupFailed, SharedMemoryGroup, Trouble, explain
+from weft.comm.shared_memory._call import GroupFailed
+from weft.comm.shared_memory._failure import explain
+from weft.comm.shared_memory.group import SharedMemoryGroup
 from weft.errors import CollectiveError
 
 _GRACE_SHARE = 0.25
@@ -133,13 +136,13 @@ def _call_node(call: NodeCall, flat: Tensor, combine: Combine | None, turn: _Tur
 def _broken_inside(failure: Failure, node: NodeMemory, turn: _Turn) -> _BrokenError:
     """Return the error that names the rank which this one waited for.  A rank that has given up is not missing: its own
     report names the rank for which it waited."""
-    who = failure.reporter if failure.trouble is Trouble.ABORTED else failure.culprit
+    who = failure.reporter if failure.code is ErrorCode.ABORTED else failure.culprit
     waits_for = (node.members[who],) if 0 <= who < len(node.members) and who != node.index else ()
     # The engine blames this rank itself: the others' reports, which it reads next, say what it is late for.
-    is_late = failure.trouble is Trouble.DEADLINE and failure.culprit == node.index
-    reason: Reason = "deadline" if failure.trouble is Trouble.DEADLINE and not is_late else "closed"
-    broken = _BrokenError(reason, waits_for, failure.trouble.name)
-    if failure.trouble is Trouble.MISMATCH:
+    is_late = failure.code is ErrorCode.DEADLINE and failure.culprit == node.index
+    reason: Reason = "deadline" if failure.code is ErrorCode.DEADLINE and not is_late else "closed"
+    broken = _BrokenError(reason, waits_for, failure.code.name)
+    if failure.code is ErrorCode.MISMATCH:
         ranks = [turn.wire.ranks[member] for member in node.members]
         broken.told = explain(failure, None, ranks, turn.deadline_seconds)
     return broken
@@ -224,7 +227,7 @@ def give_up(wire: Wire, given_up: GivenUp) -> None:
     if wire.node is not None:
         wire.node.abort()
     if wire.shared is not None:
-        wire.shared.transport.abort()
+        wire.shared.engine.abort()
     close_connections(wire.group)
 
 

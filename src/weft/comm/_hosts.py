@@ -12,6 +12,7 @@ import torch
 from weft.collective import Arrangement, near_square
 from weft.comm._collectives import all_gather
 from weft.comm._mesh import GroupView
+from weft.comm._process import boot_id
 
 _BITS = 62
 
@@ -59,10 +60,7 @@ def _host_number() -> int:
 
 
 def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"{platform.node()} {uuid.getnode()}"
+    return boot_id() or f"{platform.node()} {uuid.getnode()}"
 
 
 def _number(text: str) -> int:

@@ -24,7 +24,9 @@ from weft.comm._device import group_store
 from weft.comm._hosts import kernel_number
 from weft.comm._mesh import GroupView
 from weft.comm._program import Combine, NodeCall
-from weft.comm.shared_memory import DTYPES, Call, Kind, Region, Transport, open_transport
+from weft.comm.shared_memory._call import DTYPES, Call, Kind, Region
+from weft.comm.shared_memory.engine import Engine
+from weft.comm.shared_memory.forming import open_engine
 
 _NONCE_BITS = 62
 
@@ -33,7 +35,7 @@ _NONCE_BITS = 62
 class NodeMemory:
     """The memory that this rank's node shares, as one rank sees it.  Build it with `share_node_memory`."""
 
-    transport: Transport
+    engine: Engine
     place: Arrangement
     """How the ranks of the group lie on hosts."""
     members: tuple[int, ...]
@@ -47,7 +49,7 @@ class NodeMemory:
             return False
         if arrangement.nodes != self.place.nodes:
             return False
-        return combine is None or (dtype in DTYPES and self.transport.supports(DTYPES[dtype], combine.number))
+        return combine is None or (dtype in DTYPES and self.engine.supports(DTYPES[dtype], combine.number))
 
     def perform(self, call: NodeCall, flat: Tensor, combine: Combine | None, patience_seconds: float) -> None:
         """Do one call on a flat CPU tensor.  On every rank of the node, in one order.
@@ -63,16 +65,16 @@ class NodeMemory:
         else:
             assert combine is not None, "only reductions sum"
             asked = Call(Kind.REDUCE_SCATTER, DTYPES[flat.dtype], combine.number, output=own, send=regions)
-        ticket = self.transport.submit(asked, patience_seconds, background=False)
-        self.transport.wait(ticket, patience_seconds)
+        ticket = self.engine.submit(asked, patience_seconds, background=False)
+        self.engine.wait(ticket, patience_seconds)
 
     def abort(self) -> None:
         """Release every rank of the node that waits here; nothing can be done over it afterwards."""
-        self.transport.abort()
+        self.engine.abort()
 
     def close(self) -> None:
         """Leave.  Closing again does nothing."""
-        self.transport.close()
+        self.engine.close()
 
 
 def share_node_memory(
@@ -96,16 +98,16 @@ def share_node_memory(
         return None
     # Ranks of other groups compute on this machine, too: as many for each of this group's as there are groups.
     here = int((told[:, 0] == mine[0]).sum())
-    transport = open_transport(
+    engine = open_engine(
         dist.PrefixStore(f"weft/node/{int(told[0, 1]):x}/{node}", group_store()),
         rank=members.index(view.index),
         ranks=[view.ranks[member] for member in members],
         num_local_ranks=-(-here * dist.get_world_size() // view.size),
         timeout=timedelta(seconds=view.timeout_seconds if timeout_seconds is None else timeout_seconds),
-        speaks=members[0] == view.index,
+        warns=members[0] == view.index,
         use_engine=use_engine,
     )
-    return None if transport is None else NodeMemory(transport, place, members, members.index(view.index))
+    return None if engine is None else NodeMemory(engine, place, members, members.index(view.index))
 
 
 def _node_of(place: Arrangement, rank: int) -> tuple[int, tuple[int, ...]]:

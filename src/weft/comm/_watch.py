@@ -200,6 +200,6 @@ def num_bytes(tensors: object) -> int:
     """Bytes of a tensor, or of all in lists of them."""
     if isinstance(tensors, Tensor):
         return tensors.numel() * tensors.element_size()
-    if isinstance(tensors, list):
+    if isinstance(tensors, list | tuple):
         return sum(map(num_bytes, cast("list[object]", tensors)))
     return 0

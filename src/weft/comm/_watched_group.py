@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,55 +31,76 @@ _BREAKING_TAG = (1 << 31) - 7
 """Tag of messages that nobody sends: see `close_connections`."""
 _TINY = timedelta(milliseconds=1)
 
-OPERATIONS: Mapping[str, tuple[Operation, int | None]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "reduce": ("reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_regions": ("reduce_scatter", 0),
-    "all_gather_regions": ("all_gather", 0),
-    "allgather": ("all_gather", 0),
-    "allgather_coalesced": ("all_gather", 0),
-    "all_gather_single": ("all_gather", 0),
-    "all_gather_single_coalesced": ("all_gather", 0),
-    "_allgather_base": ("all_gather", 0),
-    "allgather_into_tensor_coalesced": ("all_gather", 0),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "send": ("send", 0),
-    "recv": ("receive", 0),
-    "recv_anysource": ("receive", 0),
-    "barrier": ("barrier", None),
+
+class Method(NamedTuple):
+    """A method of a process group, for whoever watches."""
+
+    operation: Operation
+    whole: int | None
+    """Which argument is the whole tensor, on every rank; None: there is none."""
+    title: str
+    """As profilers name it, after Gloo."""
+    given: int | None
+    """Which argument holds what this rank gives."""
+
+
+METHODS: Mapping[str, Method] = {
+    "allreduce": Method("all_reduce", 0, "all_reduce", 0),
+    "allreduce_coalesced": Method("all_reduce", 0, "all_reduce", 0),
+    "reduce": Method("reduce", 0, "reduce", 0),
+    "broadcast": Method("broadcast", 0, "broadcast", 0),
+    "reduce_scatter": Method("reduce_scatter", 1, "reduce_scatter", 1),
+    "reduce_scatter_single": Method("reduce_scatter", 1, "reduce_scatter_tensor", 1),
+    "reduce_scatter_single_coalesced": Method("reduce_scatter", 1, "reduce_scatter_tensor", 1),
+    "allgather": Method("all_gather", 0, "all_gather", 1),
+    "allgather_coalesced": Method("all_gather", 0, "all_gather", 1),
+    "all_gather_single": Method("all_gather", 0, "all_gather_into_tensor", 1),
+    "all_gather_single_coalesced": Method("all_gather", 0, "all_gather_into_tensor", 1),
+    "alltoall": Method("all_to_all", 1, "all_to_all", 1),
+    "all_to_all_single": Method("all_to_all", 1, "all_to_all", 1),
+    "gather": Method("gather", 1, "gather", 1),
+    "scatter": Method("scatter", 0, "scatter", 1),
+    "send": Method("send", 0, "send", 0),
+    "recv": Method("receive", 0, "recv", 0),
+    "recv_anysource": Method("receive", 0, "recvAnySource", 0),
+    "barrier": Method("barrier", None, "barrier", None),
 }
-"""Methods of a process group, and two of `SharedMemoryGroup`: what they do, and which argument is the whole tensor."""
+"""By their names in torch 2.13."""
+OLDER_NAMES: Mapping[str, str] = {
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+"""Names in torch 2.11 and 2.12."""
 
 
-def _passed_on(name: str) -> Any:
-    """The method of that name: the plain group's, watched."""
-    whole = OPERATIONS[name][1]
+def _passing_on(kind: type[WatchedGroup]) -> type[WatchedGroup]:
+    """Give a class every method of `METHODS`, under all of its names: the plain group's, watched."""
 
-    def method(self: WatchedGroup, *args: Any, **options: Any) -> dist.Work:
-        seen = self.launch(name, None if whole is None else args[whole])
-        work: dist.Work = getattr(self.plain, name)(*args, **options)
-        return work if seen is None else WatchedWork(work, seen)
+    def passed_on(name: str, about: Method) -> Callable[..., dist.Work]:
+        def method(self: WatchedGroup, *args: Any, **options: Any) -> dist.Work:
+            seen = self.launch(about, None if about.whole is None else args[about.whole])
+            work: dist.Work = getattr(self.plain, name)(*args, **options)
+            return work if seen is None else WatchedWork(work, seen)
 
-    method.__name__ = name
-    return method
+        method.__name__ = name
+        return method
+
+    for name in (*METHODS, *OLDER_NAMES):
+        setattr(kind, name, passed_on(name, METHODS[OLDER_NAMES.get(name, name)]))
+    return kind
 
 
 @untraced
+@_passing_on
 class WatchedGroup(dist.ProcessGroup):
     """A group over Gloo.  With a `watch` everything that it carries is seen; without one it only passes on."""
 
     watch: Watch | None = None
+    shares_memory = False
+    """Whether something else than Gloo carries it: see `shared_memory_group`."""
 
     def __init__(self, gloo: dist.ProcessGroupGloo, *, rank: int, num_ranks: int) -> None:
         # The stub knows only the form with a store, which leaves the object without what Python needs of it.
@@ -98,35 +119,10 @@ class WatchedGroup(dist.ProcessGroup):
         close_connections(self.plain)
         super().abort()
 
-    def launch(self, method: str, tensors: object) -> Seen | None:
+    def launch(self, method: Method, tensors: object) -> Seen | None:
         """Note that a method is called on `tensors`; None where nobody watches, or it is a part of what was seen."""
         watch = self.watch
-        return None if watch is None else watch.launch(OPERATIONS[method][0], num_bytes(tensors), by_torch=True)
-
-    allreduce = _passed_on("allreduce")
-    allreduce_coalesced = _passed_on("allreduce_coalesced")
-    reduce = _passed_on("reduce")
-    broadcast = _passed_on("broadcast")
-    reduce_scatter = _passed_on("reduce_scatter")
-    reduce_scatter_single = _passed_on("reduce_scatter_single")
-    reduce_scatter_single_coalesced = _passed_on("reduce_scatter_single_coalesced")
-    _reduce_scatter_base = _passed_on("_reduce_scatter_base")
-    reduce_scatter_tensor_coalesced = _passed_on("reduce_scatter_tensor_coalesced")
-    allgather = _passed_on("allgather")
-    allgather_coalesced = _passed_on("allgather_coalesced")
-    all_gather_single = _passed_on("all_gather_single")
-    all_gather_single_coalesced = _passed_on("all_gather_single_coalesced")
-    _allgather_base = _passed_on("_allgather_base")
-    allgather_into_tensor_coalesced = _passed_on("allgather_into_tensor_coalesced")
-    alltoall = _passed_on("alltoall")
-    alltoall_base = _passed_on("alltoall_base")
-    all_to_all_single = _passed_on("all_to_all_single")
-    gather = _passed_on("gather")
-    scatter = _passed_on("scatter")
-    send = _passed_on("send")
-    recv = _passed_on("recv")
-    recv_anysource = _passed_on("recv_anysource")
-    barrier = _passed_on("barrier")
+        return None if watch is None else watch.launch(method.operation, num_bytes(tensors), by_torch=True)
 
 
 def close_connections(group: dist.ProcessGroup) -> None:

@@ -133,7 +133,7 @@ def _join(rank_info: RankInfo, device: torch.device, timeout: timedelta, request
     from weft.comm import backend_for, ranks_share_device, register_shared_memory_backend
     from weft.plan import COLLECTIVE_TIMEOUT_SECONDS
 
-    register_shared_memory_backend(speaks_of_hosts=requested == "weft")
+    register_shared_memory_backend(warns_of_hosts=requested == "weft")
     if requested == "auto" and rank_info.world_size == 1:
         requested = "gloo"  # nobody to share memory with
     backend = backend_for(device, shared=ranks_share_device(device, rank_info.local_world_size), wanted=requested)

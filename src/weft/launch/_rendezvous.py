@@ -47,13 +47,13 @@ def _store_of_group(store: Store, rank_info: RankInfo, timeout: timedelta) -> St
     """The part of the store for the group that this rank forms now."""
     import torch.distributed as dist
 
-    from weft.comm import meet
+    from weft.comm import rendezvous
 
     if rank_info.world_size == 1:
         return store
     number = store.add(f"weft/joined/{rank_info.rank}", 1)
     earlier = dist.PrefixStore(f"weft/meeting/{number - 1}", store) if number > 1 else None
-    meet(
+    rendezvous(
         dist.PrefixStore(f"weft/meeting/{number}", store),
         rank=rank_info.rank,
         num_ranks=rank_info.world_size,

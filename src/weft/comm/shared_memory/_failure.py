@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.comm.shared_memory._call import OPS, Call, Failure, Kind, Message, Trouble
+from weft.comm._failure import ErrorCode, Failure, name_of
+from weft.comm.shared_memory._call import OPS, Call, Kind, Message
 from weft.errors import CollectiveError
 
 _AGAIN = "The group cannot be used any more: leave it on every rank (destroy_process_group) and form a new one"
@@ -18,61 +19,39 @@ def explain(failure: Failure, call: Call | Message | None, ranks: Sequence[int],
         what = _spell_message(call, ranks)
     else:
         what = "The group's last call" if call is None else _spell(call)
-    who = _name(failure.culprit, ranks)
-    match failure.trouble:
-        case Trouble.DIED:
+    who = name_of(failure.culprit, ranks)
+    match failure.code:
+        case ErrorCode.DIED:
             text = f"{what} cannot be finished: the process of {who} has died."
-        case Trouble.LEFT:
+        case ErrorCode.LEFT:
             text = (
                 f"{what} cannot be finished: {who} has left the group (destroy_process_group, or the end of its"
                 f" program) without making this call."
             )
-        case Trouble.DEADLINE:
+        case ErrorCode.DEADLINE:
             text = (
                 f"{what} timed out: it was not finished in {seconds:g} s: {who} has not come. It may be stopped, busy,"
                 f" or waiting in another group. If it was only slow, give its groups a longer timeout"
                 f" (compute.collective_timeout_seconds in the plan)."
             )
-        case Trouble.MISMATCH if isinstance(call, Message):
+        case ErrorCode.MISMATCH if isinstance(call, Message):
             detail = f", which {failure.detail}" if failure.detail else ""
             text = (
                 f"{what} does not fit what {who} did{detail}. A message must be received in a tensor of as many bytes"
                 f" as were sent, and messages of one tag in the order in which they are sent."
             )
-        case Trouble.MISMATCH:
+        case ErrorCode.MISMATCH:
             detail = f": {failure.detail}" if failure.detail else ""
             text = (
                 f"{what} does not fit what {who} called at the same place in their order{detail}. All ranks of a group"
                 f" must make the same calls, in one order, with equal sizes."
             )
-        case Trouble.ABORTED:
-            text = f"{what} was given up: {_name(failure.reporter, ranks)} aborted the group."
+        case ErrorCode.ABORTED:
+            text = f"{what} was given up: {name_of(failure.reporter, ranks)} aborted the group."
         case _:
             return CollectiveError(f"{what} cannot be made: this rank has left the group.", status=1)
-    another = ", with another in its place" if failure.trouble is Trouble.DIED else ""
+    another = ", with another in its place" if failure.code is ErrorCode.DIED else ""
     return CollectiveError(text, advice=f"{_AGAIN}{another}.", status=1)
-
-
-def explain_forming(failure: Failure, ranks: Sequence[int], here: int, seconds: float) -> CollectiveError:
-    """Return the error for a group of `ranks` (global ranks) that was not formed; `here` is this one's position."""
-    what = f"The group of ranks {', '.join(map(str, ranks))}"
-    who = _name(failure.culprit, ranks)
-    told = "" if failure.reporter == here else f" ({_name(failure.reporter, ranks)} says so and has given up)"
-    match failure.trouble:
-        case Trouble.DIED:
-            text = (
-                f"{what} cannot be formed: the process of {who} has died{told}. Form it again with another in its"
-                " place, or without it."
-            )
-        case Trouble.DEADLINE:
-            text = (
-                f"{what} timed out: it was not formed in {seconds:g} s: {who} has not come{told}. It may be stopped,"
-                " busy, or forming its groups in another order. If it was only slow, give its groups a longer timeout"
-                " (compute.collective_timeout_seconds in the plan)."
-            )
-        case _:
-            text = f"{what} cannot be formed: {_name(failure.reporter, ranks)} has given up, for a reason of its own."
-    return CollectiveError(text, status=1)
 
 
 def undefined(dtype: torch.dtype, op: int) -> CollectiveError:
@@ -90,12 +69,8 @@ def undefined(dtype: torch.dtype, op: int) -> CollectiveError:
     )
 
 
-def _name(rank: int, ranks: Sequence[int]) -> str:
-    return f"rank {ranks[rank]}" if 0 <= rank < len(ranks) else "another rank"
-
-
 def _spell_message(message: Message, ranks: Sequence[int]) -> str:
-    other = _name(message.peer, ranks) if message.peer >= 0 else "any rank"
+    other = name_of(message.peer, ranks) if message.peer >= 0 else "any rank"
     done = (
         f"Sending {message.num_bytes:,} bytes to" if message.is_sent else f"Receiving {message.num_bytes:,} bytes from"
     )

@@ -13,21 +13,19 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from weft.comm._process import boot_id
+
 NONCE_AT = 8
-"""Offset behind the magic number; the first page is a header for every transport."""
+"""Offset behind the magic number; the first page is a header for the engine."""
 NONCE_BYTES = 16
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+OTHER_HOSTS = "the group's ranks are on different hosts"
+"""Reason for which a rank can never share memory with another."""
 
 
 class Unreachable(Exception):
     """This rank cannot share memory with the one that made the segment; the text says why."""
-
-
-class OnAnotherHost(Unreachable):
-    """Nor could it ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +52,6 @@ class SharedSegment:
         """Nobody else can map it from here on.  By the rank that made it, once all have mapped it or given up."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
-
-
-def boot_id() -> str:
-    """Differs between hosts, and on one host between boots; containers of one host have the same."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
 
 
 def create_segment(num_bytes: int) -> SharedSegment:
@@ -94,7 +84,7 @@ def open_segment(description: str) -> SharedSegment:
     if "reason" in told:
         raise Unreachable(str(told["reason"]))
     if not told["boot_id"] or told["boot_id"] != boot_id():
-        raise OnAnotherHost("the group's ranks are on different hosts")
+        raise Unreachable(OTHER_HOSTS)
     path = f"/proc/{int(told['process'])}/fd/{int(told['descriptor'])}"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""Tensors as the transports see them: dense memory of the CPU, by address and bytes."""
+"""Tensors as the engine sees them: dense memory of the CPU, by address and bytes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A call that is under way, as torch sees it, and the futures that are made of it."""
+"""What is under way over shared memory, as torch sees it, and the futures that are made of it."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,60 +14,102 @@ from torch.futures import Future
 
 from weft.comm._untraced import untraced
 from weft.comm._watch import Seen
-from weft.comm.shared_memory._call import Call
 from weft.comm.shared_memory._future import of_tensors
-from weft.comm.shared_memory._tensors import CopyBack
+from weft.comm.shared_memory._profiler import Record
 from weft.errors import CollectiveError
 
-if TYPE_CHECKING:
-    from weft.comm.shared_memory._group import SharedMemoryGroup
+
+class UnderWay(Protocol):
+    """A call of the engine, or a message, that has begun."""
+
+    @property
+    def seconds(self) -> float:
+        """How long a wait waits that says nothing else."""
+        ...
+
+    @property
+    def completer(self) -> Completer:
+        """The thread that waits for futures of it."""
+        ...
+
+    def finish(self, seconds: float) -> tuple[int, int]:
+        """Wait for the end and put what has come where it belongs.
+
+        Return the position of the rank that sent it (-1 of a collective), and when it ended by `perf_counter_ns` (0
+        where that is not known any more).
+
+        Raises:
+            CollectiveError: it could not be carried out.
+        """
+        ...
+
+    def has_done(self) -> bool:
+        """Whether `finish` would return, or raise, at once."""
+        ...
 
 
 @untraced
-class WorkUnderWay(dist.Work):
-    """What torch is given of something that goes on over shared memory; its end may be waited for more than once."""
+class SharedMemoryWork(dist.Work):
+    """A call or a message under way.  `wait` raises `CollectiveError` where it could not be carried out; it may be
+    waited for more than once, and by several threads, of which one finishes it."""
 
-    def __init__(self, tensors: list[Tensor], seen: Seen | None) -> None:
+    record: Record | None = None
+    """What a profiler hears of the end."""
+
+    def __init__(self, tensors: list[Tensor], under_way: UnderWay | None, seen: Seen | None) -> None:
+        """With nothing `under_way` it is over."""
         super().__init__()
         self._tensors = tensors
+        self._under_way = under_way  # None: there is nothing to wait for any more
         self._seen = seen
         self._error: CollectiveError | None = None
+        self._source = -1
         self._waiting = threading.Lock()
 
-    def _is_over(self) -> bool:
-        """Whether somebody has waited for it to the end."""
-        raise NotImplementedError
-
-    def _has_done(self) -> bool:
-        """Whether a wait would return, or raise, at once."""
-        raise NotImplementedError
-
-    def _wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait without being seen to; raise what went wrong, each time."""
-        raise NotImplementedError
-
-    def _complete_later(self, future: Future[Any]) -> bool:
-        """Let a thread complete a future; False where this one has to."""
-        raise NotImplementedError
+    def __del__(self) -> None:
+        if self.record is not None:  # of what nobody has waited for
+            self.record.tell()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        seen = None if self._is_over() else self._seen
-        if seen is None:
-            return self._wait(timeout)
-        entered = seen.enter_wait()
+        seen = None if self._under_way is None else self._seen
+        entered = 0 if seen is None else seen.enter_wait()
         try:
             return self._wait(timeout)
         finally:
-            seen.exit_wait(entered)
+            if seen is not None:
+                seen.exit_wait(entered)
+            if self.record is not None:
+                self.record.end()
+
+    def _wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait without being seen to; raise what went wrong, each time."""
+        with self._waiting:
+            if self._under_way is not None:
+                self._finish(self._under_way, timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _finish(self, under_way: UnderWay, timeout: timedelta | None) -> None:
+        try:
+            self._source, done_ns = under_way.finish(timeout.total_seconds() if timeout else under_way.seconds)
+        except CollectiveError as error:
+            # Not `error` itself: its traceback and context hold the group, and torch's futures hold on to errors.
+            self._error, self._under_way = CollectiveError(str(error), status=error.status), None
+            raise
+        if self._seen is not None and done_ns:
+            self._seen.done(done_ns)
+        self._under_way = None
 
     def is_completed(self) -> bool:
-        return self._is_over() or self._has_done()
+        under_way = self._under_way
+        return under_way is None or under_way.has_done()
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> CollectiveError | None:
-        if self.is_completed() and not self._is_over():
+        if self.is_completed() and self._under_way is not None:
             try:
                 self.wait()
             except CollectiveError as error:
@@ -80,6 +122,9 @@ class WorkUnderWay(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
+    def _source_rank(self) -> int:  # `dist.recv` asks for it by this name
+        return self._source
+
     def get_future(self) -> Future[Any]:
         """A future that is completed when this is, by a thread that waits for such futures.
 
@@ -88,7 +133,8 @@ class WorkUnderWay(dist.Work):
         comes).
         """
         future: Future[Any] = Future()
-        if self._is_over() or not self._complete_later(future):
+        under_way = self._under_way
+        if under_way is None or not under_way.completer.add(self, future):
             self.complete(future)
         is_half = len(self._tensors) == 1 and self._tensors[0].dtype is torch.float16
         return of_tensors(future) if is_half else future  # DDP's own hook for fp16 asserts that
@@ -105,80 +151,34 @@ class WorkUnderWay(dist.Work):
             future.set_result(self._tensors)
 
 
-@untraced
-class SharedMemoryWork(WorkUnderWay):
-    """A call under way.  `wait` raises `CollectiveError` where it could not be carried out."""
-
-    def __init__(
-        self,
-        group: SharedMemoryGroup | None,
-        ticket: int,
-        call: Call | None,
-        tensors: list[Tensor],
-        copy_back: CopyBack,
-        seen: Seen | None,
-    ) -> None:
-        super().__init__(tensors, seen)
-        self._group = group  # None: there is nothing to wait for any more
-        self._ticket = ticket
-        self._call = call
-        self._copy_back = copy_back
-
-    def _wait(self, timeout: timedelta | None = None) -> bool:
-        group = self._group
-        if group is not None:
-            seconds = timeout.total_seconds() if timeout else group.seconds
-            try:
-                group.finish(self._ticket, self._call, seconds)
-            except CollectiveError as error:
-                # Not `error` itself: its traceback and context hold the group, and torch's futures hold on to errors.
-                self._error, self._group = CollectiveError(str(error), status=error.status), None
-                raise
-            finally:
-                if self._seen is not None and (done_ns := group.done_ns(self._ticket)):
-                    self._seen.done(done_ns)
-            with self._waiting:
-                if self._group is not None:  # else another thread that waited has done so, and the caller goes on
-                    for target, source in self._copy_back:
-                        target.copy_(source)
-                    self._group = None
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def _is_over(self) -> bool:
-        return self._group is None
-
-    def _has_done(self) -> bool:
-        group = self._group
-        return group is None or group.has_done(self._ticket)
-
-    def _complete_later(self, future: Future[Any]) -> bool:
-        group = self._group
-        return group is not None and group.complete_later(self, future)
-
-
 class Completer:
-    """A thread that waits for works and completes their futures, in the order of the calls."""
+    """A thread that waits for works and completes their futures, in the order of the calls.  It starts with the first
+    of them."""
 
     def __init__(self) -> None:
-        self._works: queue.SimpleQueue[tuple[WorkUnderWay, Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._complete, name="weft-futures", daemon=True)
-        self._thread.start()
+        self._works: queue.SimpleQueue[tuple[SharedMemoryWork, Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
-    def add(self, work: WorkUnderWay, future: Future[Any]) -> bool:
+    def add(self, work: SharedMemoryWork, future: Future[Any]) -> bool:
         """False on the very thread that would complete it: what is chained to a future may wait for another."""
         if threading.current_thread() is self._thread:
             return False
+        if self._thread is None:
+            self._thread = threading.Thread(target=_complete, args=(self._works,), name="weft-futures", daemon=True)
+            self._thread.start()
         self._works.put((work, future))
         return True
 
     def close(self) -> None:
-        self._works.put(None)
-        self._thread.join()
+        """End the thread once it has completed what it was given."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._works.put(None)
+            thread.join()
 
-    def _complete(self) -> None:
-        while (item := self._works.get()) is not None:
-            work, future = item
-            work.complete(future)
-            del item, work, future  # nothing is kept while waiting for the next
+
+def _complete(works: queue.SimpleQueue[tuple[SharedMemoryWork, Future[Any]] | None]) -> None:
+    while (item := works.get()) is not None:
+        work, future = item
+        work.complete(future)
+        del item, work, future  # nothing is kept while waiting for the next

@@ -1,7 +1,6 @@
-"""`torch.distributed`'s view of the shared-memory transports: the process group of the backend `weft`.
+"""`torch.distributed`'s view of the shared-memory engine: the process group of the backend `weft`.
 
-Gloo, of which it is made (see `WatchedGroup`), carries what is left: sparse tensors, and messages where the transport
-is not the engine.
+Gloo, of which it is made (see `WatchedGroup`), carries what is left: sparse tensors.
 """
 
 # torch's stubs overload these methods by what Python may pass; what arrives here is always options.
@@ -12,34 +11,110 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import wraps
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from weft.comm._process import Process
 from weft.comm._untraced import untraced
 from weft.comm._watch import Seen
-from weft.comm._watched_group import WatchedGroup
-from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region, Transport
+from weft.comm._watched_group import METHODS, Method, WatchedGroup
+from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region
 from weft.comm.shared_memory._failure import explain, undefined
-from weft.comm.shared_memory._post import Post
-from weft.comm.shared_memory._process import Process
-from weft.comm.shared_memory._recorded import recorded
+from weft.comm.shared_memory._mailbox import Mailbox
+from weft.comm.shared_memory._profiler import Record, is_profiling
 from weft.comm.shared_memory._tensors import CopyBack, check_memory, contiguous, is_as_stored, region
 from weft.comm.shared_memory._work import Completer, SharedMemoryWork
+from weft.comm.shared_memory.engine import Engine
 from weft.errors import CollectiveError
 
 _SUM, _AVG = OPS.index("sum"), OPS.index("avg")
+_ABOUT: Mapping[str, Method] = {
+    **METHODS,
+    "reduce_scatter_regions": Method("reduce_scatter", 0, "reduce_scatter", 0),
+    "all_gather_regions": Method("all_gather", 1, "all_gather", 0),
+}
+_MESSAGES = ("send", "recv", "recv_anysource")
 _MANY = 32
 """Works under way before it is looked which of them are done."""
 
 
+_Prepared = tuple[Call, list[Tensor], CopyBack]
+"""A call, the tensors that it works on, and the contiguous copies among them whose content goes back at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CallsUnderWay:
+    """Calls that have begun, as one; see `UnderWay`.  They are carried out in the order of their numbers, so the last
+    one's end is the end of all."""
+
+    group: SharedMemoryGroup
+    ticket: int
+    """Number of the last call."""
+    call: Call | None
+    copy_back: CopyBack
+
+    @property
+    def seconds(self) -> float:
+        return self.group.seconds
+
+    @property
+    def completer(self) -> Completer:
+        return self.group.completer
+
+    def finish(self, seconds: float) -> tuple[int, int]:
+        group = self.group
+        try:
+            group.engine.wait(self.ticket, seconds)
+            group.let_go()
+        except GroupFailed as failed:
+            raise explain(failed.failure, self.call, group.ranks, seconds) from None
+        for target, source in self.copy_back:
+            target.copy_(source)
+        return -1, group.engine.done_ns(self.ticket)
+
+    def has_done(self) -> bool:
+        try:
+            return self.group.engine.completed() >= self.ticket
+        except GroupFailed:
+            return True
+
+
+def _shown(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """Let a method of the group be seen by a profiler where one runs."""
+    about = _ABOUT[method.__name__]
+
+    @wraps(method)
+    def launch(self: Any, *args: Any, **options: Any) -> dist.Work:
+        if not is_profiling():
+            return method(self, *args, **options)
+        record = Record(about.title, None if about.given is None else args[about.given])
+        try:
+            work = method(self, *args, **options)
+        except BaseException:
+            record.end()
+            raise
+        if (
+            method.__name__ not in _MESSAGES
+        ):  # which end in any order: a thread that waited for one would hold up others
+            cast("Future[Any]", work.get_future()).add_done_callback(lambda _: record.tell())
+        if work.is_completed():
+            record.end()
+        elif isinstance(work, SharedMemoryWork):
+            work.record = record
+        return work
+
+    return launch
+
+
 @untraced
-@recorded
 class SharedMemoryGroup(WatchedGroup):
     """The ranks of one host as a process group.  Reductions are summed in the order of the ranks: the result is the
     same on all, and at 2 ranks Gloo's to the last bit; bf16 and fp16 are summed in fp32 and rounded once.
@@ -48,9 +123,11 @@ class SharedMemoryGroup(WatchedGroup):
     ranks, by global rank: by them a later group's ranks are watched while it is formed.
     """
 
+    shares_memory = True
+
     def __init__(
         self,
-        transport: Transport,
+        engine: Engine,
         gloo: dist.ProcessGroupGloo,
         *,
         rank: int,
@@ -59,7 +136,7 @@ class SharedMemoryGroup(WatchedGroup):
         processes: Mapping[int, Process],
     ) -> None:
         super().__init__(gloo, rank=rank, num_ranks=len(ranks))
-        self.transport = transport
+        self.engine = engine
         self.seconds = timeout.total_seconds()
         self.ranks = tuple(ranks)
         self.processes = processes
@@ -68,34 +145,9 @@ class SharedMemoryGroup(WatchedGroup):
         self._has_warned = False
         self._held: deque[tuple[int, Any]] = deque()
         self._letting_go = threading.Lock()
-        self._completer: Completer | None = None
-        self._post = None if transport.mail is None else Post(transport.mail, self.ranks, self.seconds)
-        self._done = SharedMemoryWork(None, 0, None, [], (), None)
-
-    # ── what the works need ───────────────────────────────────────────────────────────────────────────────────────────
-
-    def finish(self, ticket: int, call: Call | None, seconds: float) -> None:
-        try:
-            self.transport.wait(ticket, seconds)
-            self._let_go()
-        except GroupFailed as failed:
-            raise explain(failed.failure, call, self.ranks, seconds) from None
-
-    def done_ns(self, ticket: int) -> int:
-        """When a call was done, by `perf_counter_ns`; 0 where that is not known any more."""
-        return self.transport.done_ns(ticket)
-
-    def has_done(self, ticket: int) -> bool:
-        try:
-            return self.transport.completed() >= ticket
-        except GroupFailed:
-            return True
-
-    def complete_later(self, work: SharedMemoryWork, future: Future[Any]) -> bool:
-        """False on the very thread that would do so: what is chained to a future may wait for another."""
-        if self._completer is None:
-            self._completer = Completer()
-        return self._completer.add(work, future)
+        self.completer = Completer()
+        self._mailbox = Mailbox(engine, self.ranks, self.seconds)
+        self._done = SharedMemoryWork([], None, None)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -128,7 +180,7 @@ class SharedMemoryGroup(WatchedGroup):
             found = self._allocated(torch.Size((num_elements,)), dtype)
         except GroupFailed:  # it has been left: a collective will say so
             return None
-        if found is None and self.transport.has_arena and self._place == 0 and not self._has_warned:
+        if found is None and self._place == 0 and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"Buffers of {num_elements * dtype.itemsize:,} bytes do not fit any more into the shared memory of"
@@ -140,48 +192,45 @@ class SharedMemoryGroup(WatchedGroup):
 
     def _allocated(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         count = shape.numel()
-        memory = self.transport.allocate(max(count, 1) * dtype.itemsize)
+        memory = self.engine.allocate(max(count, 1) * dtype.itemsize)
         if memory is None:
             return None
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape) if count else torch.empty(shape).to(dtype)
 
     def abort(self) -> None:
         """Release every rank that waits in this group, with `CollectiveError`.  By any one rank."""
-        self.transport.abort()
+        self.engine.abort()
         super().abort()  # what Gloo carries
 
     def shutdown(self) -> None:
         """Leave the group.  Calls that are under way fail, on every rank."""
-        completer, self._completer = self._completer, None
-        self.transport.leave()
-        if completer is not None:
-            completer.close()
-        if self._post is not None:
-            self._post.close()
-        self.transport.close()
+        self.engine.leave()
+        self.completer.close()
+        self._mailbox.close()
+        self.engine.close()
         self._held.clear()
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.seconds = timeout.total_seconds()
-        if self._post is not None:
-            self._post.seconds = self.seconds
+        self._mailbox.seconds = self.seconds
 
     # ── reductions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @_shown
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
         if tensor.is_sparse:
             return super().allreduce(tensors, opts)
         op = _op(opts)
         dtype = self._reducible(tensor, op)
-        seen = self._serve("allreduce", tensors)
         if opts is not None and not opts.asyncOp and is_as_stored(tensor):
+            seen = self._serve("allreduce", tensors)
             check_memory(tensor)
             size = tensor.numel() * tensor.itemsize
             entered = 0 if seen is None else seen.enter_wait()
             try:
-                self._let_go()  # of works that nobody waited for
-                self.transport.all_reduce(tensor.data_ptr(), size, dtype, op, self.seconds)
+                self.let_go()  # of works that nobody waited for
+                self.engine.all_reduce(tensor.data_ptr(), size, dtype, op, self.seconds)
             except GroupFailed as failed:
                 call = Call(Kind.ALL_REDUCE, dtype, op, num_bytes=size)
                 raise explain(failed.failure, call, self.ranks, self.seconds) from None
@@ -189,29 +238,32 @@ class SharedMemoryGroup(WatchedGroup):
                 if seen is not None:
                     seen.exit_wait(entered)
             return self._done
-        return self._submit(*self._reducing(tensor, dtype, op), tensors, opts, seen)
+        return self._submit("allreduce", tensors, [self._reducing(tensor, dtype, op)], tensors, opts)
 
-    def _reducing(self, tensor: Tensor, dtype: int, op: int) -> tuple[Call, list[Tensor], CopyBack]:
+    def _reducing(self, tensor: Tensor, dtype: int, op: int) -> _Prepared:
         flat, back = contiguous(tensor)
         at, size = region(flat)
         return Call(Kind.ALL_REDUCE, dtype, op, at, at, size), [flat], back
 
+    @_shown
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         op = _op(opts)
-        seen = self._serve("allreduce_coalesced", tensors)
-        return self._submit_all([self._reducing(t, self._reducible(t, op), op) for t in tensors], tensors, opts, seen)
+        calls = [self._reducing(tensor, self._reducible(tensor, op), op) for tensor in tensors]
+        return self._submit("allreduce_coalesced", tensors, calls, tensors, opts)
 
+    @_shown
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
         op = _op(opts)
         dtype = self._reducible(tensor, op)
-        seen = self._serve("reduce", tensors)
         flat, back = contiguous(tensor)
         at, size = region(flat)
         send = [(at, size if rank == opts.rootRank else 0) for rank in range(len(self.ranks))]
         call = Call(Kind.REDUCE_SCATTER, dtype, op, output=at, send=send)
-        return self._submit(call, [flat], back if self._place == opts.rootRank else (), tensors, opts, seen)
+        prepared = call, [flat], back if self._place == opts.rootRank else ()
+        return self._submit("reduce", tensors, [prepared], tensors, opts)
 
+    @_shown
     def reduce_scatter_regions(
         self, parts: Sequence[Tensor], output: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> dist.Work:
@@ -220,10 +272,10 @@ class SharedMemoryGroup(WatchedGroup):
 
         All tensors must be contiguous and of one dtype.
         """
-        seen = self._serve("reduce_scatter_regions", list(parts))
-        return self._submit(*self._scattering(parts, output, _number(op)), [output], None, seen)
+        number = int(op)  # pyright: ignore[reportArgumentType]  # an enum of C++
+        return self._submit("reduce_scatter_regions", parts, [self._scattering(parts, output, number)], [output], None)
 
-    def _scattering(self, parts: Sequence[Tensor], output: Tensor, op: int) -> tuple[Call, list[Tensor], CopyBack]:
+    def _scattering(self, parts: Sequence[Tensor], output: Tensor, op: int) -> _Prepared:
         dtype = self._reducible(output, op)
         flat_parts = [contiguous(part)[0] for part in parts]
         flat, back = contiguous(output)
@@ -236,16 +288,17 @@ class SharedMemoryGroup(WatchedGroup):
         call = Call(Kind.REDUCE_SCATTER, dtype, op, output=flat.data_ptr(), send=[region(part) for part in flat_parts])
         return call, [*flat_parts, flat], back
 
+    @_shown
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         (output,), (parts,) = outputs, inputs
-        seen = self._serve("reduce_scatter", inputs)
-        return self._submit(*self._scattering(parts, output, _op(opts)), outputs, opts, seen)
+        return self._submit("reduce_scatter", inputs, [self._scattering(parts, output, _op(opts))], outputs, opts)
 
+    @_shown
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
-        seen = self._serve("reduce_scatter_single", whole)
-        return self._submit(*self._scattering_evenly(output, whole, _op(opts)), [output], opts, seen)
+        calls = [self._scattering_evenly(output, whole, _op(opts))]
+        return self._submit("reduce_scatter_single", whole, calls, [output], opts)
 
-    def _scattering_evenly(self, output: Tensor, whole: Tensor, op: int) -> tuple[Call, list[Tensor], CopyBack]:
+    def _scattering_evenly(self, output: Tensor, whole: Tensor, op: int) -> _Prepared:
         dtype = self._reducible(output, op)
         flat_whole, (flat, back) = contiguous(whole)[0], contiguous(output)
         at, size = region(flat_whole)
@@ -259,23 +312,23 @@ class SharedMemoryGroup(WatchedGroup):
         call = Call(Kind.REDUCE_SCATTER, dtype, op, output=flat.data_ptr(), send=send)
         return call, [flat_whole, flat], back
 
+    @_shown
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        seen = self._serve("reduce_scatter_single_coalesced", inputs)
         op = _op(opts)
         calls = [self._scattering_evenly(output, whole, op) for output, whole in zip(outputs, inputs, strict=True)]
-        return self._submit_all(calls, outputs, opts, seen)
+        return self._submit("reduce_scatter_single_coalesced", inputs, calls, outputs, opts)
 
     # ── what only moves ───────────────────────────────────────────────────────────────────────────────────────────────
 
+    @_shown
     def all_gather_regions(self, given: Tensor, parts: Sequence[Tensor]) -> dist.Work:
         """Fill `parts[rank]` with what rank `rank` gives; sizes may differ from rank to rank, and `given` may be this
         rank's part.  Call on every rank; returns at once.  All tensors must be contiguous and of one dtype."""
-        seen = self._serve("all_gather_regions", list(parts))
-        return self._submit(*self._gathering(given, parts), list(parts), None, seen)
+        return self._submit("all_gather_regions", parts, [self._gathering(given, parts)], list(parts), None)
 
-    def _gathering(self, given: Tensor, parts: Sequence[Tensor]) -> tuple[Call, list[Tensor], CopyBack]:
+    def _gathering(self, given: Tensor, parts: Sequence[Tensor]) -> _Prepared:
         flat_given = contiguous(given)[0]
         flats = [contiguous(part) for part in parts]
         receive = [region(flat) for flat, _ in flats]
@@ -287,21 +340,21 @@ class SharedMemoryGroup(WatchedGroup):
         call = Call(Kind.ALL_GATHER, input=flat_given.data_ptr(), receive=receive)
         return call, [flat_given, *(flat for flat, _ in flats)], [pair for _, back in flats for pair in back]
 
+    @_shown
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         (parts,), (given,) = outputs, inputs
-        seen = self._serve("allgather", outputs)
-        return self._submit(*self._gathering(given, parts), parts, opts, seen)
+        return self._submit("allgather", outputs, [self._gathering(given, parts)], parts, opts)
 
+    @_shown
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        seen = self._serve("allgather_coalesced", outputs)
         calls = [self._gathering(given, [parts[place] for parts in outputs]) for place, given in enumerate(inputs)]
-        return self._submit_all(calls, [part for parts in outputs for part in parts], opts, seen)
+        return self._submit("allgather_coalesced", outputs, calls, [part for parts in outputs for part in parts], opts)
 
+    @_shown
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        seen = self._serve("all_gather_single", output)
-        return self._submit(*self._gathering_evenly(output, given), [output], opts, seen)
+        return self._submit("all_gather_single", output, [self._gathering_evenly(output, given)], [output], opts)
 
-    def _gathering_evenly(self, output: Tensor, given: Tensor) -> tuple[Call, list[Tensor], CopyBack]:
+    def _gathering_evenly(self, output: Tensor, given: Tensor) -> _Prepared:
         flat_given, (flat, back) = contiguous(given)[0], contiguous(output)
         at, own = region(flat_given)
         if own * len(self.ranks) != flat.numel() * flat.itemsize or given.dtype != output.dtype:
@@ -313,22 +366,24 @@ class SharedMemoryGroup(WatchedGroup):
         receive = [(start + rank * own, own) for rank in range(len(self.ranks))]
         return Call(Kind.ALL_GATHER, input=at, receive=receive), [flat_given, flat], back
 
+    @_shown
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        seen = self._serve("all_gather_single_coalesced", outputs)
         calls = [self._gathering_evenly(output, given) for output, given in zip(outputs, inputs, strict=True)]
-        return self._submit_all(calls, outputs, opts, seen)
+        return self._submit("all_gather_single_coalesced", outputs, calls, outputs, opts)
 
+    @_shown
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
         if tensor.is_sparse:
             return super().broadcast(tensors, opts)
-        seen = self._serve("broadcast", tensors)
         flat, back = contiguous(tensor)
         at, size = region(flat)
         receive = [(at, size if rank == opts.rootRank else 0) for rank in range(len(self.ranks))]
-        return self._submit(Call(Kind.ALL_GATHER, input=at, receive=receive), [flat], back, tensors, opts, seen)
+        calls = [(Call(Kind.ALL_GATHER, input=at, receive=receive), [flat], back)]
+        return self._submit("broadcast", tensors, calls, tensors, opts)
 
-    def alltoall_base(
+    @_shown
+    def all_to_all_single(
         self,
         output: Tensor,
         given: Tensor,
@@ -336,7 +391,6 @@ class SharedMemoryGroup(WatchedGroup):
         input_splits: list[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        seen = self._serve("all_to_all_single", given)
         (flat, back), flat_given = contiguous(output), contiguous(given)[0]
         send = self._split(flat_given, given, input_splits or [])
         receive = self._split(flat, output, output_splits or [])
@@ -346,106 +400,84 @@ class SharedMemoryGroup(WatchedGroup):
                 f" {receive[self._place][1]:,} of {output.dtype} from it: they must agree."
             )
         call = Call(Kind.ALL_TO_ALL, send=send, receive=receive)
-        return self._submit(call, [flat_given, flat], back, [output], opts, seen)
+        return self._submit("all_to_all_single", given, [(call, [flat_given, flat], back)], [output], opts)
 
+    @_shown
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        seen = self._serve("alltoall", inputs)
-        return self._exchange(inputs, outputs, opts, seen)
+        return self._submit("alltoall", inputs, [_exchange(inputs, outputs)], outputs, opts)
 
+    @_shown
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        seen = self._serve("gather", inputs)
         (given,) = inputs
         nothing = given.new_empty(0)
         given_to = [given if rank == opts.rootRank else nothing for rank in range(len(self.ranks))]
         taken = outputs[0] if self._place == opts.rootRank else [nothing] * len(self.ranks)
-        return self._exchange(given_to, taken, opts, seen)
+        return self._submit("gather", inputs, [_exchange(given_to, taken)], taken, opts)
 
+    @_shown
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        seen = self._serve("scatter", outputs)
         (output,) = outputs
         nothing = output.new_empty(0)
         given = inputs[0] if self._place == opts.rootRank else [nothing] * len(self.ranks)
-        return self._exchange(
-            given, [output if rank == opts.rootRank else nothing for rank in range(len(self.ranks))], opts, seen
-        )
+        taken = [output if rank == opts.rootRank else nothing for rank in range(len(self.ranks))]
+        return self._submit("scatter", outputs, [_exchange(given, taken)], taken, opts)
 
-    def _exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor], opts: Any, seen: Seen | None) -> dist.Work:
-        flats, flats_given = [contiguous(tensor) for tensor in taken], [contiguous(tensor)[0] for tensor in given]
-        call = Call(
-            Kind.ALL_TO_ALL,
-            send=[region(flat) for flat in flats_given],
-            receive=[region(flat) for flat, _ in flats],
-        )
-        back = [pair for _, pairs in flats for pair in pairs]
-        return self._submit(call, [*flats_given, *(flat for flat, _ in flats)], back, list(taken), opts, seen)
-
+    @_shown
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> dist.Work:
-        if self._post is None:
-            return super().send(tensors, target, tag)
-        return self._post.send(tensors, target, tag, self._serve("send", tensors))
+        return self._mailbox.send(tensors, target, tag, self._serve("send", tensors))
 
+    @_shown
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
-        if self._post is None:
-            return super().recv(tensors, source, tag)
-        return self._post.receive(tensors, source, tag, self._serve("recv", tensors))
+        return self._mailbox.receive(tensors, source, tag, self._serve("recv", tensors))
 
+    @_shown
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        if self._post is None:
-            return super().recv_anysource(tensors, tag)
-        return self._post.receive(tensors, -1, tag, self._serve("recv_anysource", tensors))
+        return self._mailbox.receive(tensors, -1, tag, self._serve("recv_anysource", tensors))
 
+    @_shown
     def barrier(self, opts: Any = None) -> dist.Work:
-        seen = self._serve("barrier", None)
-        return self._submit(Call(Kind.BARRIER), [], (), [], opts, seen)
+        return self._submit("barrier", None, [(Call(Kind.BARRIER), [], ())], [], opts)
 
     # torch 2.11 and 2.12 call them by these names.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    all_to_all_single = alltoall_base
+    alltoall_base = all_to_all_single
 
     # ── the queue ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _serve(self, method: str, tensors: object) -> Seen | None:
         """Count a call that takes the shared memory, and let it be seen."""
         self.served[method] += 1
-        return self.launch(method, tensors)
+        return self.launch(_ABOUT[method], tensors)
 
     def _submit(
-        self, call: Call, used: list[Tensor], copy_back: CopyBack, result: list[Tensor], opts: Any, seen: Seen | None
+        self, method: str, whole: object, calls: Sequence[_Prepared], result: list[Tensor], opts: Any
     ) -> dist.Work:
-        return self._submit_all([(call, used, copy_back)], result, opts, seen)
-
-    def _submit_all(
-        self,
-        calls: Sequence[tuple[Call, list[Tensor], CopyBack]],
-        result: list[Tensor],
-        opts: Any,
-        seen: Seen | None,
-    ) -> dist.Work:
-        """Calls are carried out in the order of their numbers, so the last one's end is the end of all."""
+        """Begin calls that are one method's, on tensors that are `whole` on every rank; wait for them if asked to."""
+        seen = self._serve(method, whole)
         is_async = opts is None or opts.asyncOp
         ticket, last, back = 0, None, list[tuple[Tensor, Tensor]]()
         if len(self._held) > _MANY:
-            self._let_go()  # of works that nobody waited for
+            self.let_go()  # of works that nobody waited for
         try:
             for call, used, copy_back in calls:
-                ticket, last = self.transport.submit(call, self.seconds, background=is_async), call
-                self._held.append((ticket, used))  # the transport works on addresses: somebody must keep the tensors
+                ticket, last = self.engine.submit(call, self.seconds, background=is_async), call
+                self._held.append((ticket, used))  # the engine works on addresses: somebody must keep the tensors
                 back += copy_back
         except GroupFailed as failed:
             raise explain(failed.failure, last, self.ranks, self.seconds) from None
-        work = SharedMemoryWork(self, ticket, last, result, back, seen)
+        work = SharedMemoryWork(result, _CallsUnderWay(self, ticket, last, back), seen)
         if not is_async:
             work.wait()
         return work
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Forget the tensors of calls that are done.  By any thread."""
         if self._held:
             with self._letting_go:
-                done = self.transport.completed()
+                done = self.engine.completed()
                 while self._held and self._held[0][0] <= done:
                     self._held.popleft()
 
@@ -453,7 +485,7 @@ class SharedMemoryGroup(WatchedGroup):
         # Sums of complex numbers are those of their parts, which lie one after another.
         kind = tensor.dtype.to_real() if tensor.is_complex() and op in (_SUM, _AVG) else tensor.dtype
         dtype = DTYPES.get(kind)
-        if dtype is None or not 0 <= op < len(OPS) or not self.transport.supports(dtype, op):
+        if dtype is None or not 0 <= op < len(OPS) or not self.engine.supports(dtype, op):
             raise undefined(tensor.dtype, op)
         return dtype
 
@@ -476,14 +508,22 @@ class SharedMemoryGroup(WatchedGroup):
         return regions
 
 
+def _exchange(given: Sequence[Tensor], taken: Sequence[Tensor]) -> _Prepared:
+    """An all-to-all: what each rank gets, and what comes from it."""
+    flats, flats_given = [contiguous(tensor) for tensor in taken], [contiguous(tensor)[0] for tensor in given]
+    call = Call(
+        Kind.ALL_TO_ALL,
+        send=[region(flat) for flat in flats_given],
+        receive=[region(flat) for flat, _ in flats],
+    )
+    back = [pair for _, pairs in flats for pair in pairs]
+    return call, [*flats_given, *(flat for flat, _ in flats)], back
+
+
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
 def _op(opts: Any) -> int:
     """The operation's number.  Not `opts.reduceOp`: compared with a member of `ReduceOp` it is never equal."""
-    return 0 if opts is None else _number(opts.reduceOp.op)
-
-
-def _number(op: Any) -> int:
-    return int(op)
+    return 0 if opts is None else int(opts.reduceOp.op)

@@ -1,4 +1,4 @@
-"""The roll call of a new group: who has come, what each rank has to say, who is missing or dead; by the store alone.
+"""The rendezvous of a new group's ranks: who has come, what each has to say, who is missing or dead; by a store alone.
 
 Gloo and the stores of torch wait for a rank that never comes as long as they are told to, and then name nobody.  Here
 every rank says which process it is as soon as it has come, and whoever waits looks at the others' processes from time
@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from weft.comm.shared_memory._call import Failure, Trouble
-from weft.comm.shared_memory._failure import explain_forming
-from weft.comm.shared_memory._process import Process
+from weft.comm._failure import ErrorCode, Failure, name_of
+from weft.comm._process import Process
+from weft.errors import CollectiveError
 
 T = TypeVar("T")
 
@@ -28,13 +28,29 @@ _GIVEN_UP = "given-up"
 _HERE = "here"
 
 
-def processes_that_came(store: dist.Store, positions: Iterable[int]) -> dict[int, Process]:
-    """Return who has come to a roll call at `store` so far, by position.  Waits for nobody."""
+def rendezvous(
+    store: dist.Store, *, rank: int, num_ranks: int, seconds: float, earlier: dist.Store | None = None
+) -> None:
+    """Wait at `store`, which nobody has used before, until all ranks have come.  Call on each of them.
+
+    `earlier` is the store of these ranks' rendezvous before, if there was one: who has ended since is then seen at
+    once.
+
+    Raises:
+        CollectiveError: a rank did not come in time, or is dead; it is named.
+    """
+    ranks = range(num_ranks)
+    processes = _processes_that_came(earlier, ranks) if earlier is not None else {}
+    Rendezvous(store, rank=rank, ranks=ranks, seconds=seconds, processes=processes).begin()
+
+
+def _processes_that_came(store: dist.Store, positions: Iterable[int]) -> dict[int, Process]:
+    """Return who has come to a rendezvous at `store` so far, by position.  Waits for nobody."""
     came = [position for position in positions if store.check([f"{_HERE}/{position}"])]
     return {position: Process.read(store.get(f"{_HERE}/{position}").decode()) for position in came}
 
 
-class RollCall:
+class Rendezvous:
     """This rank's side.  All ranks of the group must make the same calls in the same order.
 
     `processes` are those of ranks that this one knows from another group, by their position in `ranks`; after `begin`
@@ -119,7 +135,7 @@ class RollCall:
     def give_up(self, failure: Failure) -> None:
         """Leave the note, if nobody has."""
         if not self._store.check([_GIVEN_UP]):
-            self._store.set(_GIVEN_UP, json.dumps([failure.trouble, failure.culprit, failure.reporter]))
+            self._store.set(_GIVEN_UP, json.dumps([failure.code, failure.culprit, failure.reporter]))
 
     def _wait_for(self, what: str, positions: Sequence[int]) -> None:
         missing, nap = self._silent(what, positions), _FIRST_NAP
@@ -141,7 +157,7 @@ class RollCall:
             time.sleep(_DYING_SECONDS)
             for position, process in self.processes.items():
                 if process.is_dead():
-                    raise self._error(Failure(Trouble.DIED, position, self._rank)) from problem
+                    raise self._error(Failure(ErrorCode.DIED, position, self._rank)) from problem
             raise
 
     def _look(self, what: str, missing: Sequence[int], *, together: bool = False) -> None:
@@ -155,24 +171,46 @@ class RollCall:
             process = self.processes.get(position)
             # It may have said so, and ended, between two looks.
             if process is not None and process.is_dead() and self._silent(what, [position]):
-                self._fail(Trouble.DIED, position)
+                self._fail(ErrorCode.DIED, position)
         if moment >= self._limit:
-            self._fail(Trouble.DEADLINE, self._stopped(missing) if together else missing[0])
+            self._fail(ErrorCode.DEADLINE, self._stopped(missing) if together else missing[0])
 
     def _heed_note(self) -> None:
         if self._has(_GIVEN_UP):
-            trouble, culprit, reporter = json.loads(self._store.get(_GIVEN_UP))
-            raise self._error(Failure(Trouble(trouble), culprit, reporter))
+            code, culprit, reporter = json.loads(self._store.get(_GIVEN_UP))
+            raise self._error(Failure(ErrorCode(code), culprit, reporter))
 
     def _stopped(self, missing: Sequence[int]) -> int:
         """The first that a signal holds; -1 where there is none."""
         known = [position for position in missing if position in self.processes]
         return next((position for position in known if self.processes[position].is_stopped()), -1)
 
-    def _fail(self, trouble: Trouble, culprit: int) -> None:
-        failure = Failure(trouble, culprit, self._rank)
+    def _fail(self, code: ErrorCode, culprit: int) -> None:
+        failure = Failure(code, culprit, self._rank)
         self.give_up(failure)
         raise self._error(failure)
 
     def _error(self, failure: Failure) -> Exception:
-        return explain_forming(failure, self._ranks, self._rank, self._seconds)
+        return _explain(failure, self._ranks, self._rank, self._seconds)
+
+
+def _explain(failure: Failure, ranks: Sequence[int], here: int, seconds: float) -> CollectiveError:
+    """Return the error for a group of `ranks` (global ranks) that was not formed; `here` is this one's position."""
+    what = f"The group of ranks {', '.join(map(str, ranks))}"
+    who = name_of(failure.culprit, ranks)
+    told = "" if failure.reporter == here else f" ({name_of(failure.reporter, ranks)} says so and has given up)"
+    match failure.code:
+        case ErrorCode.DIED:
+            text = (
+                f"{what} cannot be formed: the process of {who} has died{told}. Form it again with another in its"
+                " place, or without it."
+            )
+        case ErrorCode.DEADLINE:
+            text = (
+                f"{what} timed out: it was not formed in {seconds:g} s: {who} has not come{told}. It may be stopped,"
+                " busy, or forming its groups in another order. If it was only slow, give its groups a longer timeout"
+                " (compute.collective_timeout_seconds in the plan)."
+            )
+        case _:
+            text = f"{what} cannot be formed: {name_of(failure.reporter, ranks)} has given up, for a reason of its own."
+    return CollectiveError(text, status=1)

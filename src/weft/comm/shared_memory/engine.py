@@ -12,8 +12,9 @@ from ctypes import POINTER, byref, c_char, c_double, c_int, c_int32, c_uint32, c
 from dataclasses import dataclass
 from typing import Any
 
+from weft.comm._failure import ErrorCode, Failure
 from weft.comm.shared_memory._arena import Arena, whole_pages
-from weft.comm.shared_memory._call import DTYPES, OPS, Call, Delivery, Failure, GroupFailed, Kind, Region, Trouble
+from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region
 from weft.comm.shared_memory._segment import SharedSegment
 from weft.comm.shared_memory._sources import FOLDER, LIBRARY, digest
 from weft.errors import CollectiveError
@@ -43,7 +44,7 @@ class _CallStruct(ctypes.Structure):
 
 
 class _FailureStruct(ctypes.Structure):
-    _fields_ = [("trouble", c_int32), ("culprit", c_int32), ("reporter", c_int32)]  # noqa: RUF012
+    _fields_ = [("code", c_int32), ("culprit", c_int32), ("reporter", c_int32)]  # noqa: RUF012
 
 
 class _DeliveryStruct(ctypes.Structure):
@@ -135,10 +136,11 @@ def _address(segment: SharedSegment) -> int:
 
 
 class Engine:
-    """This rank's engine on a segment; a `Transport`."""
+    """This rank's engine on a segment: carries out calls one after another in the order of their submission, and
+    messages, those to one other rank and of one tag in the order in which they were sent.
 
-    name = "shared memory"
-    has_arena = True
+    What waits or begins raises `GroupFailed` where it cannot be carried out, or this rank has left the group.
+    """
 
     def __init__(
         self,
@@ -173,12 +175,10 @@ class Engine:
         # At the interpreter's exit the thread must end before the memory goes; the rest goes with the process.
         self._at_exit = weakref.finalize(self, _leave, library, self._handle, self._process, segment)
 
-    @property
-    def mail(self) -> EngineMail:
-        """What carries this engine's messages.  It keeps the engine, not the engine it."""
-        return EngineMail(self._library, self._alive, self._rank)
+    # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(self, call: Call, patience_seconds: float, *, background: bool) -> int:
+        """Put a call in the queue and return its number; `background`: begin although nobody waits for it yet."""
         send, receive = self._arrays(call.send), self._arrays(call.receive)
         given = _CallStruct(
             call.kind,
@@ -194,25 +194,67 @@ class Engine:
         return int(self._library.weft_submit(self._alive(), byref(given)))
 
     def wait(self, ticket: int, patience_seconds: float) -> None:
+        """Return when the call is done."""
         failure = _FailureStruct()
         if self._library.weft_wait(self._alive(), ticket, patience_seconds, byref(failure)):
             raise GroupFailed(self._described(failure))
 
     def all_reduce(self, address: int, num_bytes: int, dtype: int, op: int, patience_seconds: float) -> None:
+        """An all-reduce in place that the caller waits for: the same as `submit` and `wait`, with less ado."""
         handle = self._alive()
         if self._reduce(handle, address, address, num_bytes, dtype, op, patience_seconds, self._failure_at):
             raise GroupFailed(self._described(self._failure))
 
     def completed(self) -> int:
+        """The number up to which calls are done, in whatever way."""
         return int(self._library.weft_completed(self._alive()))
 
     def done_ns(self, ticket: int) -> int:
+        """When a call was done, by the clock of `perf_counter_ns`; 0 where it is not, or too long ago to be known."""
         return int(self._library.weft_done_ns(self._handle, ticket)) if self._handle else 0
 
     def supports(self, dtype: int, op: int) -> bool:
+        """Whether the reduction is defined: bitwise ones are not for floats, averages not for truth values."""
         return (dtype, op) in self._defined
 
+    # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, target: int, tag: int, address: int, num_bytes: int) -> int:
+        """Begin to send, and return the message's number.  It is done when its memory can be used again: it may still
+        lie in the shared memory then."""
+        return self._begun(self._library.weft_send(self._alive(), target, tag, address, num_bytes))
+
+    def receive(self, source: int, tag: int, address: int, num_bytes: int) -> int:
+        """Begin to receive from a rank, or (-1) from any, and return the message's number."""
+        return self._begun(self._library.weft_receive(self._alive(), source, tag, address, num_bytes))
+
+    def _begun(self, number: int) -> int:
+        if number == 0:  # left by another thread, just now
+            raise GroupFailed(Failure(ErrorCode.CLOSED, self._rank, self._rank))
+        return number
+
+    def wait_for_message(self, number: int, patience_seconds: float) -> tuple[int, int]:
+        """Wait until a message is done, and forget it; return the position in the group of the rank that sent it, and
+        its end by `perf_counter_ns` (0 where another thread had waited for it before)."""
+        told = _DeliveryStruct()
+        if self._library.weft_wait_for_message(self._alive(), number, patience_seconds, byref(told)):
+            failure = told.failure
+            detail = "" if told.sent_bytes == _NOT_KNOWN else f"sent {told.sent_bytes:,}"
+            raise GroupFailed(Failure(ErrorCode(failure.code), failure.culprit, failure.reporter, detail))
+        return told.source, told.done_ns
+
+    def is_message_done(self, number: int) -> bool:
+        """Whether a wait would return, or raise, at once."""
+        return bool(self._library.weft_is_message_done(self._alive(), number))
+
+    def forget_message(self, number: int) -> None:
+        """Forget one that is done and that nobody will wait for."""
+        self._library.weft_forget_message(self._alive(), number)
+
+    # ── memory and life ───────────────────────────────────────────────────────────────────────────────────────────────
+
     def allocate(self, num_bytes: int) -> memoryview | None:
+        """Return memory that the other ranks of the group can reach; None where there is no more."""
         self._alive()
         segment, start = self._segment, self._arena.take(num_bytes)
         if segment is None or start is None:
@@ -250,11 +292,12 @@ class Engine:
         return True
 
     def abort(self) -> None:
+        """Release every rank that waits in this group, with an error; the group cannot be used afterwards."""
         if self._handle is not None and self._process == os.getpid():
             self._library.weft_abort(self._handle)
 
     def leave(self) -> None:
-        """End the thread and fail what waits; the engine can still be asked."""
+        """End the thread and fail what waits; the engine can still be asked.  Twice is as good as once."""
         if self._handle is not None and self._process == os.getpid():
             self._library.weft_leave(self._handle)
 
@@ -302,7 +345,7 @@ class Engine:
 
     def _alive(self) -> int:
         if self._handle is None or self._closed or self._process != os.getpid():
-            raise GroupFailed(Failure(Trouble.CLOSED, self._rank, self._rank))
+            raise GroupFailed(Failure(ErrorCode.CLOSED, self._rank, self._rank))
         return self._handle
 
     def _arrays(self, regions: Sequence[Region]) -> tuple[Any, Any]:
@@ -312,12 +355,12 @@ class Engine:
         return self._array(*(at for at, _ in regions)), self._array(*(size for _, size in regions))
 
     def _described(self, failure: _FailureStruct) -> Failure:
-        trouble = Trouble(failure.trouble)
+        code = ErrorCode(failure.code)
         detail = ""
-        if trouble is Trouble.MISMATCH and failure.culprit >= 0:
+        if code is ErrorCode.MISMATCH and failure.culprit >= 0:
             other = failure.reporter if failure.culprit == self._rank else failure.culprit
             detail = f"{self._announced(self._rank)} here, {self._announced(other)} there"
-        return Failure(trouble, failure.culprit, failure.reporter, detail)
+        return Failure(code, failure.culprit, failure.reporter, detail)
 
     def _announced(self, rank: int) -> str:
         numbers = (c_uint64 * 5)()
@@ -326,41 +369,6 @@ class Engine:
         if kind is Kind.BARRIER:
             return "a barrier"
         return f"{kind.title} of {numbers[3]:,} bytes (dtype {numbers[1]}, op {numbers[2]}, cut {numbers[4]:x})"
-
-
-class EngineMail:
-    """The messages of an engine; a `Mail`.  `handle` returns the engine's, or raises where this rank has left."""
-
-    def __init__(self, library: ctypes.CDLL, handle: Callable[[], int], rank: int) -> None:
-        self._library = library
-        self._handle = handle
-        self._rank = rank
-
-    def send(self, target: int, tag: int, address: int, num_bytes: int) -> int:
-        return self._begun(self._library.weft_send(self._handle(), target, tag, address, num_bytes))
-
-    def receive(self, source: int, tag: int, address: int, num_bytes: int) -> int:
-        return self._begun(self._library.weft_receive(self._handle(), source, tag, address, num_bytes))
-
-    def _begun(self, number: int) -> int:
-        if number == 0:  # left by another thread, just now
-            raise GroupFailed(Failure(Trouble.CLOSED, self._rank, self._rank))
-        return number
-
-    def wait(self, number: int, patience_seconds: float) -> Delivery:
-        told = _DeliveryStruct()
-        if self._library.weft_wait_for_message(self._handle(), number, patience_seconds, byref(told)):
-            failure = told.failure
-            trouble = Trouble(failure.trouble)
-            detail = "" if told.sent_bytes == _NOT_KNOWN else f"sent {told.sent_bytes:,}"
-            raise GroupFailed(Failure(trouble, failure.culprit, failure.reporter, detail))
-        return Delivery(told.source, told.done_ns)
-
-    def is_done(self, number: int) -> bool:
-        return bool(self._library.weft_is_message_done(self._handle(), number))
-
-    def forget(self, number: int) -> None:
-        self._library.weft_forget_message(self._handle(), number)
 
 
 def _leave(library: ctypes.CDLL, handle: int, process: int, segment: SharedSegment) -> None:

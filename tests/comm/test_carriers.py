@@ -67,7 +67,7 @@ def left_alone() -> tuple[str, float]:
     """Rank 0 waits in memory for those that wait for its messages."""
     view, start = replace(world_view(), group=dist.new_group()), time.monotonic()
     flat = torch.ones(9)
-    with Messenger(view, deadline_seconds=1.0) as messenger:
+    with Messenger(view, timeout_seconds=1.0) as messenger:
         by_messages = partial(messenger.run, flat, "all_reduce", "ring")
         act = partial(dist.all_reduce, flat, group=view.group) if view.index == 0 else by_messages
         with pytest.raises(CollectiveError) as caught:

@@ -31,7 +31,7 @@ def _seconds_of(view: GroupView) -> set[float]:
         found.add(shared.seconds)
         return found
     with Messenger(view) as messenger, ChosenCollectives(view) as carrier:
-        found |= {messenger._deadline_seconds}
+        found |= {messenger._timeout_seconds}
         assert carrier._messenger is None
     return found
 

@@ -283,7 +283,7 @@ def test_groups_within_the_world(ranks: RankPool) -> None:
         (torch.ones(4, 4).t()[1:], "all_reduce", {}, r"shape \[3, 4\] is not contiguous"),
         (torch.ones(2), "all_reduce", {"regions": [(0, 2)]}, "all_reduce works on the whole tensor: leave regions out"),
         (torch.ones(2), "all_gather", {"regions": [(0, 1)]}, "must stand side by side, one for each of 1 ranks"),
-        (torch.ones(2), "all_reduce", {"deadline_seconds": 0}, "deadline_seconds = 0: use more than 0"),
+        (torch.ones(2), "all_reduce", {"timeout_seconds": 0}, "timeout_seconds = 0: use more than 0"),
     ],
 )
 def test_calls_that_make_no_sense(tensor: Tensor, collective: str, options: dict[str, object], message: str) -> None:

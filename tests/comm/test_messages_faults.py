@@ -82,7 +82,7 @@ class Struck:
 def message_of(phase: str, messenger: Messenger, tensor: torch.Tensor, kind: str, name: str) -> int:
     options = {"arrangement": place(), "pieces": 4, "servers": 3}
     program, _ = messenger._prepared(tensor, kind, name, options)  # type: ignore[arg-type]
-    total = sum(message.peer != VICTIM for act in program.actions for message in (*act.sends, *act.receives))
+    total = sum(message.peer != VICTIM for act in program.steps for message in (*act.sends, *act.receives))
     return {"first": 0, "middle": total // 2, "last": total - 1}[phase]
 
 
@@ -94,7 +94,7 @@ def take_part(name: str, kind: str, fault: str, phase: str, folder: Path) -> tup
     struck = Struck(group.plain)
     group.plain = struck  # type: ignore[assignment]
     tensor = torch.ones(4096)
-    with Messenger(GroupView((0, 1, 2, 3), rank, group), deadline_seconds=PATIENT) as messenger:
+    with Messenger(GroupView((0, 1, 2, 3), rank, group), timeout_seconds=PATIENT) as messenger:
         run = partial(messenger.run, tensor, arrangement=place(), pieces=4)
         run(kind, name, servers=3)  # type: ignore[arg-type]
         run("all_reduce", "ring")
@@ -106,8 +106,8 @@ def take_part(name: str, kind: str, fault: str, phase: str, folder: Path) -> tup
             struck.before(message_of(phase, messenger, tensor, kind, name), strike)
         start = time.monotonic()
         try:
-            run(kind, name, servers=3, deadline_seconds=DEADLINE)  # type: ignore[arg-type]
-            run("all_reduce", "ring", deadline_seconds=DEADLINE)  # who was done with the first is caught here
+            run(kind, name, servers=3, timeout_seconds=DEADLINE)  # type: ignore[arg-type]
+            run("all_reduce", "ring", timeout_seconds=DEADLINE)  # who was done with the first is caught here
         except CollectiveError as error:
             return time.monotonic() - start, str(error)
         raise AssertionError("nobody was missed")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pool import RankError, RankPool
 from weft.comm import GroupView
-from weft.comm._execute import execute
+from weft.comm._execute import Task, execute
 from weft.comm.messages import Messenger
 from weft.errors import CollectiveError
 
@@ -40,18 +40,14 @@ def do_some_steps(messenger: Messenger, tensor: torch.Tensor, algorithm: str, st
     """Take part in a collective's first steps only."""
     flat = tensor.view(-1)
     program, combine = messenger._prepared(flat, "all_reduce", algorithm, {"pieces": 4})
-    cut = replace(program, actions=program.actions[:steps])
+    cut = replace(program, steps=program.steps[:steps])
     messenger._num_jobs += 1
-    lane = messenger._lane
-    execute(
-        cut, flat, combine, lane.wire, lane.given_up, torch.empty(cut.scratch_bytes, dtype=torch.uint8),
-        title="", tag=(1 << 30) + messenger._num_jobs, deadline_seconds=PATIENT,
-    )  # fmt: skip
+    execute(Task(cut, flat, combine, "", (1 << 30) + messenger._num_jobs, PATIENT), messenger._queue.channel)
 
 
 def survive(algorithm: str, steps: int, how: int, folder: str) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
-    messenger = Messenger(GroupView(tuple(range(n)), rank, dist.group.WORLD), deadline_seconds=PATIENT)
+    messenger = Messenger(GroupView(tuple(range(n)), rank, dist.group.WORLD), timeout_seconds=PATIENT)
     tensor = torch.ones(4096)
     messenger.run(tensor, "all_reduce", algorithm, pieces=4)
     dist.barrier()
@@ -63,7 +59,7 @@ def survive(algorithm: str, steps: int, how: int, folder: str) -> None:
     start = time.monotonic()
     try:
         for _ in range(2):  # who was done with the first is caught by the second
-            messenger.run(tensor, "all_reduce", algorithm, pieces=4, deadline_seconds=DEADLINE)
+            messenger.run(tensor, "all_reduce", algorithm, pieces=4, timeout_seconds=DEADLINE)
     except CollectiveError as error:
         (Path(folder) / f"rank{rank}").write_text(f"{time.monotonic() - start:.3f} {error}")
     messenger.close()
@@ -94,7 +90,7 @@ def test_every_survivor_names_the_missing_rank(
 
 def come_late(algorithm: str) -> str:
     rank, n = dist.get_rank(), dist.get_world_size()
-    messenger = Messenger(GroupView(tuple(range(n)), rank, dist.group.WORLD), deadline_seconds=PATIENT)
+    messenger = Messenger(GroupView(tuple(range(n)), rank, dist.group.WORLD), timeout_seconds=PATIENT)
     tensor = torch.ones(1000)
     messenger.run(tensor, "all_reduce", algorithm)
     dist.barrier()
@@ -103,7 +99,7 @@ def come_late(algorithm: str) -> str:
         time.sleep(DEADLINE + 0.5)
         start = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
-        messenger.run(tensor, "all_reduce", algorithm, deadline_seconds=DEADLINE)
+        messenger.run(tensor, "all_reduce", algorithm, timeout_seconds=DEADLINE)
     assert time.monotonic() - start < DEADLINE + SLACK
     with pytest.raises(CollectiveError, match="was given up before"):
         messenger.run(tensor, "all_reduce", algorithm)
@@ -122,7 +118,7 @@ def test_a_late_rank_is_named_and_told(ranks: RankPool, algorithm: str) -> None:
 
 def late_within_the_deadline() -> float:
     rank, n = dist.get_rank(), dist.get_world_size()
-    with Messenger(GroupView(tuple(range(n)), rank, dist.group.WORLD), deadline_seconds=5.0) as messenger:
+    with Messenger(GroupView(tuple(range(n)), rank, dist.group.WORLD), timeout_seconds=5.0) as messenger:
         if rank == 1:
             time.sleep(0.7)
         return messenger.run(torch.ones(10), "all_reduce", "ring").sum().item()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pool import RankError, RankPool
 from weft.comm import GroupView
-from weft.comm._trouble import Board, FailureReport
+from weft.comm._failure_table import FailureReport, FailureTable
 from weft.comm.messages import Messenger
 from weft.errors import CollectiveError
 
@@ -39,9 +39,9 @@ def lose_the_host(how: int, folder: str) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     store = served_by_the_first(Path(folder) / "port")
     before = threading.active_count()
-    messenger = Messenger(GroupView(tuple(range(n)), rank, dist.group.WORLD), deadline_seconds=DEADLINE, store=store)
+    messenger = Messenger(GroupView(tuple(range(n)), rank, dist.group.WORLD), timeout_seconds=DEADLINE, store=store)
     tensor = torch.ones(1000)
-    messenger.run(tensor, "all_reduce", "ring", deadline_seconds=30.0)
+    messenger.run(tensor, "all_reduce", "ring", timeout_seconds=30.0)
     dist.barrier()
     if rank == 0:
         os.kill(os.getpid(), how)
@@ -85,14 +85,14 @@ def test_the_host_of_the_store_is_named(ranks: RankPool, how: signal.Signals, tm
 def test_what_was_reported_before_the_store_went_counts() -> None:
     """The store's host says for whom it waited and ends; who reads that later must not think that it was the cause."""
     host = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=5))
-    board = Board(dist.TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=5)), "board", 3)
-    Board(host, "board", 3).leave(0, FailureReport((2,), "closed"))
-    assert board.has_alarm()
-    assert board.reports() == {0: FailureReport((2,), "closed")}
+    table = FailureTable(dist.TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=5)), "board", 3)
+    FailureTable(host, "board", 3).leave(0, FailureReport((2,), "closed"))
+    assert table.has_alarm()
+    assert table.reports() == {0: FailureReport((2,), "closed")}
     del host
-    assert board.missing(1, FailureReport((0,), "closed"), 5.0) == (
+    assert table.missing(1, FailureReport((0,), "closed"), 5.0) == (
         (2,),
         {0: FailureReport((2,), "closed"), 1: FailureReport((0,), "closed")},
     )
-    assert board.state == "gone"
-    assert not board.has_alarm()
+    assert table.state == "gone"
+    assert not table.has_alarm()

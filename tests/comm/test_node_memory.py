@@ -23,9 +23,10 @@ from test_messages import TYPES, cases, expected, region, uneven, values, world_
 from test_messages_missing import DEADLINE, PATIENT, SLACK
 
 from pool import RankError, RankPool
-from weft.collective import Arrangement, Levels, build_levels, build_schedule, flat
+from weft.collective import Arrangement, build_schedule, flat
 from weft.comm import collectives_for
-from weft.comm._execute import execute
+from weft.comm._execute import Task, execute
+from weft.comm._program import ElementStep
 from weft.comm.messages import Messenger
 from weft.comm.selector import ChosenCollectives, NodeMemory, share_node_memory
 from weft.errors import CollectiveError
@@ -200,15 +201,27 @@ def test_nothing_inside_a_node_is_sent(ranks: RankPool, nodes: tuple[int, ...]) 
 def test_levels_send_across_what_the_schedule_sends(nodes: tuple[int, ...], name: str, collective: str) -> None:
     n, place = sum(nodes), flat(sum(nodes), nodes=nodes)
     for rank in range(n):
-        levels = build_levels(name, collective, rank, n, arrangement=place, root=n - 1, pieces=2)  # type: ignore[arg-type]
-        schedule = build_schedule(name, collective, rank, n, arrangement=place, root=n - 1, pieces=2)  # type: ignore[arg-type]
-        assert isinstance(levels, Levels)
-        assert levels.across.steps == tuple(step for step in schedule.steps if step.phase == "across nodes")
-        assert replace(levels.across, steps=()) == replace(schedule, steps=())
+        schedule, levels = (
+            build_schedule(
+                name,
+                collective,
+                rank,
+                n,
+                arrangement=place,
+                root=n - 1,
+                pieces=2,
+                shares_node=shares_node,  # type: ignore[arg-type]
+            )
+            for shares_node in (False, True)
+        )
+        assert levels.steps == tuple(step for step in schedule.steps if step.phase == "across nodes")
+        assert replace(levels, steps=(), before=(), after=()) == replace(schedule, steps=())
+        assert levels.before or levels.after
         at = next(index for index, stop in enumerate(itertools.accumulate(nodes)) if rank < stop)
         assert all(len(each.regions) == nodes[at] for each in (*levels.before, *levels.after))
-    assert build_levels("ring", "all_reduce", 0, n, arrangement=place) is None
-    assert build_levels("hierarchical", "all_to_all", 0, n, arrangement=place) is None
+    for other, what in (("ring", "all_reduce"), ("hierarchical", "all_to_all")):
+        apart = build_schedule(other, what, 0, n, arrangement=place)  # type: ignore[arg-type]
+        assert build_schedule(other, what, 0, n, arrangement=place, shares_node=True) == apart  # type: ignore[arg-type]
 
 
 def where_it_serves_nothing() -> None:
@@ -303,25 +316,18 @@ PARTS = ("nothing", "before", "across")
 def do_a_part(messenger: Messenger, tensor: torch.Tensor, place: Arrangement, part: str) -> None:
     """Take part in a collective up to a point."""
     program, combine = messenger._prepared(tensor, "all_reduce", "hierarchical", {"arrangement": place})
-    cut = replace(
-        program,
-        before=program.before if part != "nothing" else (),
-        actions=program.actions if part == "across" else (),
-        after=(),
-    )
+    inside = next(number for number, step in enumerate(program.steps) if isinstance(step, ElementStep))
+    across = sum(isinstance(step, ElementStep) for step in program.steps)
+    cut = replace(program, steps=program.steps[: {"nothing": 0, "before": inside, "across": inside + across}[part]])
     messenger._num_jobs += 1
-    lane = messenger._lane
-    execute(
-        cut, tensor, combine, lane.wire, lane.given_up, torch.empty(cut.scratch_bytes, dtype=torch.uint8),
-        title="", tag=(1 << 30) + messenger._num_jobs, deadline_seconds=PATIENT,
-    )  # fmt: skip
+    execute(Task(cut, tensor, combine, "", (1 << 30) + messenger._num_jobs, PATIENT), messenger._queue.channel)
 
 
 def survive(part: str, how: int, folder: str) -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     place, node = given((2, 2))
     assert node is not None
-    messenger = Messenger(world_view(), deadline_seconds=PATIENT, node=node)
+    messenger = Messenger(world_view(), timeout_seconds=PATIENT, node=node)
     tensor = torch.ones(4096)
     messenger.run(tensor, "all_reduce", "hierarchical", arrangement=place)
     dist.barrier()
@@ -333,7 +339,7 @@ def survive(part: str, how: int, folder: str) -> None:
     start = time.monotonic()
     try:
         for _ in range(2):  # who was done with the first is caught by the second
-            messenger.run(tensor, "all_reduce", "hierarchical", arrangement=place, deadline_seconds=DEADLINE)
+            messenger.run(tensor, "all_reduce", "hierarchical", arrangement=place, timeout_seconds=DEADLINE)
     except CollectiveError as error:
         (Path(folder) / f"rank{rank}").write_text(f"{time.monotonic() - start:.3f} {error}")
     messenger.close()
@@ -365,7 +371,7 @@ def come_late() -> str:
     rank = dist.get_rank()
     place, node = given((2, 2))
     assert node is not None
-    messenger = Messenger(world_view(), deadline_seconds=PATIENT, node=node)
+    messenger = Messenger(world_view(), timeout_seconds=PATIENT, node=node)
     tensor = torch.ones(1000)
     messenger.run(tensor, "all_reduce", "hierarchical", arrangement=place)
     dist.barrier()
@@ -374,7 +380,7 @@ def come_late() -> str:
         time.sleep(DEADLINE + 0.5)
         start = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
-        messenger.run(tensor, "all_reduce", "hierarchical", arrangement=place, deadline_seconds=DEADLINE)
+        messenger.run(tensor, "all_reduce", "hierarchical", arrangement=place, timeout_seconds=DEADLINE)
     assert time.monotonic() - start < DEADLINE + SLACK
     with pytest.raises(CollectiveError, match="was given up before"):
         messenger.run(tensor, "all_reduce", "hierarchical", arrangement=place)
@@ -396,7 +402,7 @@ def call_something_else() -> str:
     place, node = given((2, 2))
     assert node is not None
     given_tensor = torch.ones(1000 if rank != 1 else 1200)
-    messenger = Messenger(world_view(), deadline_seconds=DEADLINE, node=node)
+    messenger = Messenger(world_view(), timeout_seconds=DEADLINE, node=node)
     with pytest.raises(CollectiveError) as caught:
         messenger.run(given_tensor, "all_reduce", "hierarchical", arrangement=place)
     messenger.close()

@@ -8,7 +8,6 @@ from weft.collective._arrange import arrange as arrange
 from weft.collective._arrange import flat as flat
 from weft.collective._arrange import near_square as near_square
 from weft.collective._arrange import snake as snake
-from weft.collective._build import build_levels as build_levels
 from weft.collective._build import build_schedule as build_schedule
 from weft.collective._choices import BUILT_IN as BUILT_IN
 from weft.collective._choices import AlgorithmsBySize as AlgorithmsBySize
@@ -22,7 +21,6 @@ from weft.collective._method import Algorithm as Algorithm
 from weft.collective._method import Links as Links
 from weft.collective._registry import ALGORITHMS as ALGORITHMS
 from weft.collective._registry import find_algorithm as find_algorithm
-from weft.collective._schedule import Levels as Levels
 from weft.collective._schedule import NodeRound as NodeRound
 from weft.collective._schedule import Receive as Receive
 from weft.collective._schedule import Run as Run

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weft.collective._arrange import Arrangement, flat
 from weft.collective._method import Method, Task
 from weft.collective._registry import ALGORITHMS, find_algorithm
-from weft.collective._schedule import Levels, Line, Runs, Schedule, Step, singles
+from weft.collective._schedule import Line, Runs, Schedule, singles
 from weft.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ def build_schedule(
     root: int = 0,
     pieces: int = 1,
     servers: int = 1,
+    shares_node: bool = False,
 ) -> Schedule:
     """Return what one rank does.  A pure function: ranks that call it alike get schedules that fit together.
 
@@ -37,6 +37,9 @@ def build_schedule(
         pieces: into which pipelined algorithms cut what one tree or chain takes: double_tree, and broadcasts by ring,
             double_ring and torus.
         servers: of parameter_server, the first of the order.
+        shares_node: whether the ranks of this rank's node share memory, and do their part of an algorithm that knows
+            nodes there (but of an all-to-all).  That concerns nobody outside of the node, whose ranks must do alike:
+            the messages between nodes are the same.
 
     Raises:
         CollectiveError: the algorithm does not exist or does not define the collective, or a number is out of range.
@@ -44,33 +47,18 @@ def build_schedule(
     method = _method(name, collective)
     task = _task(rank, members, arrangement, root, pieces, servers)
     blocks = _blocks(method, task, collective)
-    return _schedule(name, collective, rank, task, len(blocks), method.steps(task, blocks))
-
-
-def build_levels(
-    name: str,
-    collective: Collective,
-    rank: int,
-    members: int,
-    *,
-    arrangement: Arrangement,
-    root: int = 0,
-    pieces: int = 1,
-) -> Levels | None:
-    """Return what one rank does where the ranks of its node share memory; None: the algorithm knows no nodes.
-
-    Whether a rank takes this or `build_schedule` is up to its node, whose ranks must do alike.
-
-    Raises:
-        CollectiveError: as `build_schedule`.
-    """
-    method = _method(name, collective)
-    if method.in_levels is None:
-        return None
-    task = _task(rank, members, arrangement, root, pieces, 1)
-    blocks = _blocks(method, task, collective)
-    before, steps, after = method.in_levels(task, blocks)
-    return Levels(before, _schedule(name, collective, rank, task, len(blocks), steps), after)
+    levels = method.levels(task, blocks) if shares_node and method.levels is not None else None
+    return Schedule(
+        name,
+        collective,
+        rank,
+        members,
+        num_parts=len(blocks),
+        root=root if collective == "broadcast" else 0,
+        steps=tuple(method.steps(task, blocks) if levels is None else levels.across),
+        before=() if levels is None else levels.before.rounds,
+        after=() if levels is None else levels.after.rounds,
+    )
 
 
 def _method(name: str, collective: Collective) -> Method:
@@ -104,14 +92,6 @@ def _blocks(method: Method, task: Task, collective: Collective) -> list[Runs]:
     if collective in _REGIONS:
         return [block for owner in task.arrangement.order for block in singles(owner * count, count)]
     return singles(0, count)
-
-
-def _schedule(
-    name: str, collective: Collective, rank: int, task: Task, num_parts: int, steps: Sequence[Step]
-) -> Schedule:
-    order = task.arrangement.order
-    root = order[task.root] if collective == "broadcast" else 0
-    return Schedule(name, collective, rank, len(order), num_parts, root, tuple(steps))
 
 
 def _check(rank: int, members: int, place: Arrangement, root: int, pieces: int, servers: int) -> None:

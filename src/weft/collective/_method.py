@@ -63,8 +63,8 @@ class Method:
     """Blocks into which it cuts the buffer; where each rank has a region, that region."""
     steps: Callable[[Task, Sequence[Runs]], list[Step]]
     """Steps of the rank that the task's line points to."""
-    in_levels: Callable[[Task, Sequence[Runs]], hierarchical.InLevels] | None = None
-    """The same for a rank whose node shares memory, where the algorithm knows nodes."""
+    levels: Callable[[Task, Sequence[Runs]], hierarchical.Levels] | None = None
+    """The same level by level, where the algorithm knows nodes whose ranks may share memory."""
 
 
 @dataclass(frozen=True, slots=True)

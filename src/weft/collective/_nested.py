@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING
 from weft.collective import hierarchical
 from weft.collective._arrange import Arrangement, flat
 from weft.collective._method import Algorithm, Links, Method, Task
-from weft.collective._schedule import Line, Runs, Step
+from weft.collective._schedule import Line, Runs
 
 if TYPE_CHECKING:
     from weft.cluster import Collective
+
+
+_Formula = Callable[[Sequence[int], float, tuple[float, float], tuple[float, float], hierarchical.OuterCost], float]
+"""(ranks of each node, bytes, links inside, links across, what prices the collective across) → seconds."""
 
 
 def _outer_task(task: Task, line: Line) -> Task:
@@ -36,11 +40,17 @@ def _outer_cost(method: Method) -> hierarchical.OuterCost:
     return seconds
 
 
-def _priced(
-    formula: Callable[[Sequence[int], float, tuple[float, float], tuple[float, float], hierarchical.OuterCost], float],
-    outer: Method,
-) -> Callable[[Arrangement, float, Links], float]:
+def _priced(formula: _Formula, outer: Method) -> Callable[[Arrangement, float, Links], float]:
     return lambda place, size, links: formula(place.nodes, size, links.inside, links.across, _outer_cost(outer))
+
+
+def _in_levels(
+    formula: _Formula,
+    outer: Method,
+    num_blocks: Callable[[Task], int],
+    levels: Callable[[Task, Sequence[Runs]], hierarchical.Levels],
+) -> Method:
+    return Method(_priced(formula, outer), num_blocks, lambda task, blocks: levels(task, blocks).steps, levels)
 
 
 def _hierarchical_all_reduce(outer: Method) -> Method:
@@ -49,42 +59,33 @@ def _hierarchical_all_reduce(outer: Method) -> Method:
         each = len(blocks) // count
         return [blocks[column * each : (column + 1) * each] for column in range(count)]
 
-    def num_blocks(task: Task) -> int:
-        return min(task.arrangement.nodes) * _outer_blocks(outer, task, len(task.arrangement.nodes))
-
-    return Method(
-        _priced(hierarchical.all_reduce_seconds, outer),
-        num_blocks,
+    return _in_levels(
+        hierarchical.all_reduce_seconds,
+        outer,
+        lambda task: min(task.arrangement.nodes) * _outer_blocks(outer, task, len(task.arrangement.nodes)),
         lambda task, blocks: hierarchical.all_reduce(
-            task.line, task.arrangement.nodes, columns_of(task, blocks), _outer_steps(outer, task)
-        ),
-        lambda task, blocks: hierarchical.all_reduce_in_levels(
             task.line, task.arrangement.nodes, columns_of(task, blocks), _outer_steps(outer, task)
         ),
     )
 
 
 def _hierarchical_half(
-    outer: Method,
-    steps: Callable[[Line, tuple[int, ...], Sequence[Runs], hierarchical.Outer], list[Step]],
-    in_levels: Callable[[Line, tuple[int, ...], Sequence[Runs], hierarchical.Outer], hierarchical.InLevels],
+    outer: Method, levels: Callable[[Line, tuple[int, ...], Sequence[Runs], hierarchical.Outer], hierarchical.Levels]
 ) -> Method:
-    return Method(
-        _priced(hierarchical.half_seconds, outer),
+    return _in_levels(
+        hierarchical.half_seconds,
+        outer,
         lambda task: _outer_blocks(outer, task, len(task.arrangement.nodes)),
-        lambda task, blocks: steps(task.line, task.arrangement.nodes, blocks, _outer_steps(outer, task)),
-        lambda task, blocks: in_levels(task.line, task.arrangement.nodes, blocks, _outer_steps(outer, task)),
+        lambda task, blocks: levels(task.line, task.arrangement.nodes, blocks, _outer_steps(outer, task)),
     )
 
 
 def _hierarchical_broadcast(outer: Method) -> Method:
-    return Method(
-        _priced(hierarchical.broadcast_seconds, outer),
+    return _in_levels(
+        hierarchical.broadcast_seconds,
+        outer,
         lambda task: _outer_blocks(outer, task, len(task.arrangement.nodes)),
         lambda task, blocks: hierarchical.broadcast(
-            task.line, task.arrangement.nodes, blocks, task.root, _outer_steps(outer, task)
-        ),
-        lambda task, blocks: hierarchical.broadcast_in_levels(
             task.line, task.arrangement.nodes, blocks, task.root, _outer_steps(outer, task)
         ),
     )
@@ -103,19 +104,13 @@ def _hierarchical_all_to_all(outer: Method) -> Method:
 
 def hierarchical_with(name: str, across: str, outer: Mapping[Collective, Method]) -> Algorithm:
     """Return hierarchical with the collectives of `outer`, which is called `across` and does them across nodes."""
-    methods: dict[Collective, Method] = {}
-    for collective, method in outer.items():
-        if collective == "all_reduce":
-            methods[collective] = _hierarchical_all_reduce(method)
-        elif collective == "reduce_scatter":
-            methods[collective] = _hierarchical_half(
-                method, hierarchical.reduce_scatter, hierarchical.reduce_scatter_in_levels
-            )
-        elif collective == "all_gather":
-            methods[collective] = _hierarchical_half(method, hierarchical.all_gather, hierarchical.all_gather_in_levels)
-        elif collective == "broadcast":
-            methods[collective] = _hierarchical_broadcast(method)
-        else:
-            methods[collective] = _hierarchical_all_to_all(method)
+    forms: Mapping[Collective, Callable[[Method], Method]] = {
+        "all_reduce": _hierarchical_all_reduce,
+        "reduce_scatter": lambda method: _hierarchical_half(method, hierarchical.reduce_scatter),
+        "all_gather": lambda method: _hierarchical_half(method, hierarchical.all_gather),
+        "broadcast": _hierarchical_broadcast,
+        "all_to_all": _hierarchical_all_to_all,
+    }
+    methods: dict[Collective, Method] = {collective: forms[collective](method) for collective, method in outer.items()}
     summary = f"slow links between nodes, fast ones inside: {across} across nodes, direct inside"
     return Algorithm(name, summary, ("rails", "tree", "switch"), methods)

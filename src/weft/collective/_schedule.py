@@ -54,6 +54,17 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeRound:
+    """What the ranks of one node do in one go where they share memory, in place of the messages between them."""
+
+    kind: Literal["sum", "spread"]
+    """`sum`: parts are summed over the node and come to lie with their owner.  `spread`: they go from their owner to
+    all ranks of the node."""
+    regions: tuple[Runs, ...]
+    """Parts that each rank of the node owns, by its position within the node; nothing where it owns none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """All that one rank does in a collective."""
 
@@ -66,6 +77,11 @@ class Schedule:
     root: int
     """Root of a broadcast; 0 otherwise."""
     steps: tuple[Step, ...]
+    before: tuple[NodeRound, ...] = ()
+    """Rounds of this rank's node before all steps, where its ranks share memory; the steps are then between nodes.  All
+    ranks of a node take part in all of its rounds."""
+    after: tuple[NodeRound, ...] = ()
+    """Rounds of this rank's node after all steps."""
 
     @property
     def parts_per_member(self) -> int:
@@ -89,31 +105,6 @@ class Schedule:
             assert start == bounds[-1], "regions must stand side by side"
             bounds += cut(start, stop, self.parts_per_member)[1:]
         return tuple(bounds)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeRound:
-    """What the ranks of one node do in one go where they share memory, in place of the messages between them."""
-
-    kind: Literal["sum", "spread"]
-    """`sum`: parts are summed over the node and come to lie with their owner.  `spread`: they go from their owner to
-    all ranks of the node."""
-    regions: tuple[Runs, ...]
-    """Parts that each rank of the node owns, by its position within the node; nothing where it owns none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Levels:
-    """A collective in two levels: rounds inside the node, then messages between nodes, then rounds inside again.
-
-    All ranks of a node take part in all of its rounds.  Whether a node does its part so or by messages concerns nobody
-    outside of it: the messages between nodes are those of the schedule without levels.
-    """
-
-    before: tuple[NodeRound, ...]
-    across: Schedule
-    """The messages between nodes alone."""
-    after: tuple[NodeRound, ...]
 
 
 @dataclass(frozen=True, slots=True)

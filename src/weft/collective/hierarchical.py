@@ -17,8 +17,8 @@ exchange it, in one message for a whole node.  For that nodes count as several o
 Nodes may be of unequal size.  There are as many columns as the smallest node has ranks; the other ranks of larger nodes
 hand in what they have and are handed the result.  Inside a node all ranks talk to all (`direct`); across, any algorithm
 does that defines the collective: by default a ring, a tree for broadcasts, and `direct` for an all-to-all.  Where the
-ranks of a node share memory, their part (but of an all-to-all) needs no messages: `…_in_levels` say what they sum and
-hand around there, before and after the same messages across.
+ranks of a node share memory, their part (but of an all-to-all) needs no messages: `Inside` says of each level what they
+send one another, or sum and hand around there, before and after the same messages across.
 
 Source: Horovod's hierarchical all-reduce (Sergeev and Del Balso, 2018, arXiv 1802.05799); Jain and Sabharwal, "Optimal
 bucket algorithms for large MPI collectives on torus interconnects", ICS 2010, for one level after the other; the
@@ -40,8 +40,6 @@ OuterCost = Callable[[int, float, float, float], float]
 """Prices a collective across nodes: (nodes, bytes, latency, per_byte) → seconds."""
 Outer = Callable[[Line, Sequence[Runs]], list[Step]]
 """Does it: over one rank of each node, with as many blocks as it needs.  A broadcast's line begins with the root."""
-InLevels = tuple[tuple[NodeRound, ...], list[Step], tuple[NodeRound, ...]]
-"""Rounds inside the node, steps of this rank across nodes, rounds inside the node: see `Levels`."""
 _INSIDE, _ACROSS = "inside the node", "across nodes"
 
 
@@ -149,78 +147,67 @@ class Place:
         return self.line.of(start + self.within for start in self.starts[:-1])
 
 
-def all_reduce(line: Line, nodes: tuple[int, ...], columns: Sequence[Sequence[Runs]], outer: Outer) -> list[Step]:
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What a rank does inside its node at a time: by messages, or over memory that the node's ranks share."""
+
+    steps: list[Step]
+    rounds: tuple[NodeRound, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What a rank does inside its node, across nodes, and inside again."""
+
+    before: Inside
+    across: list[Step]
+    after: Inside
+
+    @property
+    def steps(self) -> list[Step]:
+        """Everything by messages."""
+        return [*self.before.steps, *self.across, *self.after.steps]
+
+
+_NOTHING = Inside([], ())
+
+
+def all_reduce(line: Line, nodes: tuple[int, ...], columns: Sequence[Sequence[Runs]], outer: Outer) -> Levels:
     """`columns[k]` holds the blocks that `outer` needs for an all-reduce over the nodes."""
     place = Place(line, nodes)
-    inner = place.inner()
     shares = [joined(blocks) for blocks in columns]
-    owners = range(place.columns)
-    gathered = _named(direct.gather_sums(inner, owners, shares), _INSIDE)
-    across = _all_reduce_across(place, columns, outer)
-    return [*gathered, *across, *_named(direct.spread_sums(inner, owners, shares), _INSIDE)]
+    across = outer(place.outer(), columns[place.within]) if place.within < place.columns else []
+    return Levels(_summed(place, shares), _named(across, _ACROSS), _spread(place, shares))
 
 
-def all_reduce_in_levels(
-    line: Line, nodes: tuple[int, ...], columns: Sequence[Sequence[Runs]], outer: Outer
-) -> InLevels:
-    """The same where the ranks of this rank's node share memory."""
-    place = Place(line, nodes)
-    shares = _regions(place, dict(enumerate(joined(blocks) for blocks in columns)))
-    across = _all_reduce_across(place, columns, outer)
-    return (NodeRound("sum", shares),), across, (NodeRound("spread", shares),)
-
-
-def reduce_scatter(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> list[Step]:
+def reduce_scatter(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> Levels:
     """After it the rank at position i has the sum of its blocks: the i-th of as many as there are ranks."""
     place, whole = Place(line, nodes), _whole(line, blocks)
-    steps = _named(direct.gather_sums(place.inner(), _columns(place), _shares(place, whole)), _INSIDE)
-    return [*steps, *_half_across(place, blocks, outer), *_hand_out(place, whole)]
-
-
-def reduce_scatter_in_levels(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> InLevels:
-    """The same where the ranks of this rank's node share memory: beyond the columns each gets all that is for them."""
-    place, whole = Place(line, nodes), _whole(line, blocks)
     start, size, columns = place.starts[place.node], place.nodes[place.node], place.columns
-    beyond = {k: joined(whole[start + k + columns : start + size : columns]) for k in _columns(place)}
-    after = (NodeRound("spread", _regions(place, beyond)),) if size > columns else ()
-    before = NodeRound("sum", _regions(place, dict(enumerate(_shares(place, whole)))))
-    return (before,), _half_across(place, blocks, outer), after
+    # Over memory each rank beyond the columns gets all that is for them.
+    beyond = {k: joined(whole[start + k + columns : start + size : columns]) for k in range(columns)}
+    after = Inside(_hand_out(place, whole), _rounds(place, beyond) if size > columns else ())
+    return Levels(_summed(place, _shares(place, whole)), _half_across(place, blocks, outer), after)
 
 
-def all_gather(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> list[Step]:
+def all_gather(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> Levels:
     """Before it the rank at position i has its blocks: inside a node the reduce-scatter backwards."""
     place, whole = Place(line, nodes), _whole(line, blocks)
-    spread = _named(direct.spread_sums(place.inner(), _columns(place), _shares(place, whole)), _INSIDE)
-    return [*mirrored(_hand_out(place, whole), _INSIDE), *_half_across(place, blocks, outer), *spread]
+    start, size = place.starts[place.node], place.nodes[place.node]
+    beyond = {within: whole[start + within] for within in range(place.columns, size)}
+    before = Inside(mirrored(_hand_out(place, whole), _INSIDE), _rounds(place, beyond) if beyond else ())
+    return Levels(before, _half_across(place, blocks, outer), _spread(place, _shares(place, whole)))
 
 
-def all_gather_in_levels(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> InLevels:
-    """The same where the ranks of this rank's node share memory."""
-    place, whole = Place(line, nodes), _whole(line, blocks)
-    start, size, columns = place.starts[place.node], place.nodes[place.node], place.columns
-    beyond = {within: whole[start + within] for within in range(columns, size)}
-    before = (NodeRound("spread", _regions(place, beyond)),) if beyond else ()
-    after = NodeRound("spread", _regions(place, dict(enumerate(_shares(place, whole)))))
-    return before, _half_across(place, blocks, outer), (after,)
-
-
-def broadcast(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], root: int, outer: Outer) -> list[Step]:
+def broadcast(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], root: int, outer: Outer) -> Levels:
     """From the rank at position `root`: over one rank of each node, then down a tree inside each node."""
     place = Place(line, nodes)
     start, size = place.starts[place.node], nodes[place.node]
     head = _heads(place, root)[place.node]
     inner = line.of(start + (head - start + index) % size for index in range(size))
-    return [*_broadcast_across(place, blocks, root, outer), *_named(tree.broadcast(inner, joined(blocks)), _INSIDE)]
-
-
-def broadcast_in_levels(
-    line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], root: int, outer: Outer
-) -> InLevels:
-    """The same where the ranks of this rank's node share memory."""
-    place = Place(line, nodes)
-    head = _heads(place, root)[place.node] - place.starts[place.node]
-    after = NodeRound("spread", _regions(place, {head: joined(blocks)}))
-    return (), _broadcast_across(place, blocks, root, outer), (after,)
+    down = _named(tree.broadcast(inner, joined(blocks)), _INSIDE)
+    after = Inside(down, _rounds(place, {head - start: joined(blocks)}))
+    return Levels(_NOTHING, _broadcast_across(place, blocks, root, outer), after)
 
 
 def all_to_all(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> list[Step]:
@@ -243,9 +230,20 @@ def all_to_all(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer
     return [*inside, *_named(outer(place.outer(), by_node), _ACROSS)]
 
 
-def _all_reduce_across(place: Place, columns: Sequence[Sequence[Runs]], outer: Outer) -> list[Step]:
-    """Between the ranks of this rank's column, if it has one."""
-    return _named(outer(place.outer(), columns[place.within]), _ACROSS) if place.within < place.columns else []
+def _summed(place: Place, shares: Sequence[Runs]) -> Inside:
+    """The node's sum of each column's share comes to lie with the column's rank."""
+    steps = direct.gather_sums(place.inner(), range(place.columns), shares)
+    return Inside(_named(steps, _INSIDE), (NodeRound("sum", _regions(place, dict(enumerate(shares)))),))
+
+
+def _spread(place: Place, shares: Sequence[Runs]) -> Inside:
+    """Each column's share goes from its rank to all of the node."""
+    steps = direct.spread_sums(place.inner(), range(place.columns), shares)
+    return Inside(_named(steps, _INSIDE), _rounds(place, dict(enumerate(shares))))
+
+
+def _rounds(place: Place, owned: Mapping[int, Runs]) -> tuple[NodeRound, ...]:
+    return (NodeRound("spread", _regions(place, owned)),)
 
 
 def _half_across(place: Place, blocks: Sequence[Runs], outer: Outer) -> list[Step]:
@@ -284,13 +282,11 @@ def _heads(place: Place, root: int) -> list[int]:
     return heads
 
 
-def _columns(place: Place) -> range:
-    return range(place.columns)
-
-
 def _shares(place: Place, blocks: Sequence[Runs]) -> list[Runs]:
     """All blocks, of all nodes, that pass through each column."""
-    return [joined(block for node in _owned(place, blocks, column) for block in node) for column in _columns(place)]
+    return [
+        joined(block for node in _owned(place, blocks, column) for block in node) for column in range(place.columns)
+    ]
 
 
 def _regions(place: Place, owned: Mapping[int, Runs]) -> tuple[Runs, ...]:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm._failure import ErrorCode, Failure
+from weft.comm._failure_table import FailureReport, FailureTable, Reason
 from weft.comm._node import NodeMemory
 from weft.comm._program import Combine, ElementStep, NodeCall, Program, add_up, padded
-from weft.comm._trouble import Board, FailureReport, Reason
 from weft.comm._watched_group import close_connections
 from weft.comm.shared_memory._call import GroupFailed
 from weft.comm.shared_memory._failure import explain
@@ -23,48 +23,79 @@ from weft.comm.shared_memory.group import SharedMemoryGroup
 from weft.errors import CollectiveError
 
 _GRACE_SHARE = 0.25
-"""Share of a deadline that is left for ranks to tell each other who is missing, one second at most."""
+"""Share of a timeout that is left for ranks to tell each other who is missing, one second at most."""
 _TINY = timedelta(milliseconds=1)
 _HOST = 0
 """Global rank that serves the store, where no launcher does (`env://` and torch's other ways to meet)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """The group that carries the messages."""
+@dataclass(slots=True)
+class Channel:
+    """What carries the messages of a group's collectives.  Where a rank is missing it is closed, for good."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     """Global ranks, by which errors name them."""
     index: int
-    board: Board
+    failures: FailureTable
     node: NodeMemory | None = None
     """What the ranks of this host share, for collectives in levels."""
     shared: SharedMemoryGroup | None = None
-    """The group itself, where all of its ranks share memory: given up together with the messages."""
-
-
-@dataclass(slots=True)
-class GivenUp:
-    """Whether this rank has given up on its group, which happens once."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    is_up: bool = False
+    """The group itself, where all of its ranks share memory: closed together with the messages."""
     error: CollectiveError | None = None
+    """What the collective said that found a rank missing."""
+    scratch: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    is_closed: bool = False
+    _closing: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        """Close all connections of the group, so that every rank that waits for this one stops waiting, those that wait
+        over memory, the node's or the group's, among them."""
+        with self._closing:
+            if self.is_closed:
+                return
+            self.is_closed = True
+        if self.node is not None:
+            self.node.abort()
+        if self.shared is not None:
+            self.shared.engine.abort()
+        close_connections(self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One collective to be done."""
+
+    program: Program
+    flat: Tensor
+    """On the CPU."""
+    combine: Combine | None
+    """How sums are made; None where the collective makes none."""
+    title: str
+    """How errors name it."""
+    tag: int
+    """Tag of its messages."""
+    timeout_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
     """One collective while it runs."""
 
-    wire: Wire
-    title: str
-    tag: int
+    task: Task
+    channel: Channel
     started: float
-    stop: float
-    """Monotonic second at which it gives up."""
-    grace_seconds: float
-    deadline_seconds: float
+    """Monotonic second at which it began."""
+
+    @property
+    def grace_seconds(self) -> float:
+        """Time at its end in which ranks tell each other who is missing."""
+        return min(1.0, _GRACE_SHARE * self.task.timeout_seconds)
+
+    @property
+    def left_seconds(self) -> float:
+        """Time until it gives up."""
+        return self.started + self.task.timeout_seconds - self.grace_seconds - time.monotonic()
 
 
 class _BrokenError(Exception):
@@ -78,57 +109,40 @@ class _BrokenError(Exception):
         """All there is to say, where nobody is missing."""
 
 
-def execute(
-    program: Program,
-    flat: Tensor,
-    combine: Combine | None,
-    wire: Wire,
-    given_up: GivenUp,
-    scratch: Tensor,
-    *,
-    title: str,
-    tag: int,
-    deadline_seconds: float,
-) -> None:
-    """Do all steps of a program on a flat CPU tensor.
-
-    Args:
-        combine: how sums are made; None where the collective makes none.
-        scratch: bytes, at least as many as the program asks for.
-        title: of the collective, for errors.
-        tag: of its messages.
+def execute(task: Task, channel: Channel) -> None:
+    """Do all steps of a collective.
 
     Raises:
-        CollectiveError: a rank is missing; the group has been given up before.
+        CollectiveError: a rank is missing; the channel was closed before.
     """
-    if given_up.error is not None:
-        raise CollectiveError(f"{title}: the group was given up before. {given_up.error}")
-    now = time.monotonic()
-    grace = min(1.0, _GRACE_SHARE * deadline_seconds)
-    turn = _Turn(wire, title, tag, now, now + deadline_seconds - grace, grace, deadline_seconds)
-    steps = program.steps
-    for number, step in enumerate(steps):
+    program, flat, combine = task.program, task.flat, task.combine
+    if channel.error is not None:
+        raise CollectiveError(f"{task.title}: the group was given up before. {channel.error}")
+    if channel.scratch.numel() < program.scratch_bytes:
+        channel.scratch = torch.empty(program.scratch_bytes, dtype=torch.uint8)
+    turn = _Turn(task, channel, time.monotonic())
+    for number, step in enumerate(program.steps, start=1):
         try:
             if isinstance(step, NodeCall):
-                _call_node(step, flat, combine, turn)
+                _call_node(step, turn)
                 continue
-            buffers = _exchange(step, flat, scratch, turn)
+            buffers = _exchange(step, turn)
         except _BrokenError as error:
-            place = f"step {number + 1} of {len(steps)} ({step.phase})"
-            given_up.error = _diagnosed(error, turn, given_up, place)
-            raise given_up.error from None
+            place = f"step {number} of {len(program.steps)} ({step.phase})"
+            channel.error = _diagnosed(error, turn, place)
+            raise channel.error from None
         add_up(step, flat, buffers, combine)
     if combine is not None and combine.is_mean:
         start, stop = program.own_region
-        flat[start:stop].div_(len(wire.ranks))
+        flat[start:stop].div_(len(channel.ranks))
 
 
-def _call_node(call: NodeCall, flat: Tensor, combine: Combine | None, turn: _Turn) -> None:
-    """One call over the memory of this rank's node; its troubles become those that messages have."""
-    node = turn.wire.node
+def _call_node(call: NodeCall, turn: _Turn) -> None:
+    """One call over the memory of this rank's node; its failures become those that messages have."""
+    node = turn.channel.node
     assert node is not None, "calls of a node are prepared where there is its memory"
     try:
-        node.perform(call, flat, combine, max(0.001, turn.stop - time.monotonic()))
+        node.perform(call, turn.task.flat, turn.task.combine, max(0.001, turn.left_seconds))
     except GroupFailed as failed:
         raise _broken_inside(failed.failure, node, turn) from None
 
@@ -143,20 +157,20 @@ def _broken_inside(failure: Failure, node: NodeMemory, turn: _Turn) -> _BrokenEr
     reason: Reason = "deadline" if failure.code is ErrorCode.DEADLINE and not is_late else "closed"
     broken = _BrokenError(reason, waits_for, failure.code.name)
     if failure.code is ErrorCode.MISMATCH:
-        ranks = [turn.wire.ranks[member] for member in node.members]
-        broken.told = explain(failure, None, ranks, turn.deadline_seconds)
+        ranks = [turn.channel.ranks[member] for member in node.members]
+        broken.told = explain(failure, None, ranks, turn.task.timeout_seconds)
     return broken
 
 
-def _exchange(action: ElementStep, flat: Tensor, scratch: Tensor, turn: _Turn) -> list[Tensor]:
+def _exchange(action: ElementStep, turn: _Turn) -> list[Tensor]:
     """Send and receive the messages of one step; return what has come, by incoming message."""
-    group, me = turn.wire.group, turn.wire.index
+    group, me, flat, tag = turn.channel.group, turn.channel.index, turn.task.flat, turn.task.tag
     taken = 0
 
     def borrowed(size: int) -> Tensor:
         nonlocal taken
         num_bytes = size * flat.element_size()
-        buffer = scratch[taken : taken + num_bytes].view(flat.dtype)
+        buffer = turn.channel.scratch[taken : taken + num_bytes].view(flat.dtype)
         taken += padded(num_bytes)
         return buffer
 
@@ -171,7 +185,7 @@ def _exchange(action: ElementStep, flat: Tensor, scratch: Tensor, turn: _Turn) -
         for message, buffer in zip(action.receives, buffers, strict=True):
             peer = message.peer
             if peer != me:
-                receives.append((peer, group.recv([buffer], peer, turn.tag)))
+                receives.append((peer, group.recv([buffer], peer, tag)))
         for out in action.sends:
             peer = out.peer
             content = flat[slice(*out.runs[0])]
@@ -181,7 +195,7 @@ def _exchange(action: ElementStep, flat: Tensor, scratch: Tensor, turn: _Turn) -
             if peer == me:
                 own.append(content)
             else:
-                sends.append((peer, group.send([content], peer, turn.tag)))
+                sends.append((peer, group.send([content], peer, tag)))
     except RuntimeError as error:  # the connection is closed already
         raise _BrokenError("closed", (peer,), str(error)) from None
     _await(receives, turn)
@@ -198,11 +212,10 @@ def _move_own(action: ElementStep, buffers: Sequence[Tensor], own: Sequence[Tens
 
 def _await(works: Sequence[tuple[int, dist.Work]], turn: _Turn) -> None:
     for index, (peer, work) in enumerate(works):
-        left = max(0.001, turn.stop - time.monotonic())
         try:
-            work.wait(timedelta(seconds=left))
+            work.wait(timedelta(seconds=max(0.001, turn.left_seconds)))
         except RuntimeError as error:
-            if time.monotonic() < turn.stop:
+            if turn.left_seconds > 0:
                 raise _BrokenError("closed", (peer,), str(error)) from None
             # A timeout breaks the whole group, so every receive that is still pending fails at once.
             late = tuple(other for other, pending in works[index + 1 :] if not _has_come(pending))
@@ -217,43 +230,29 @@ def _has_come(work: dist.Work) -> bool:
     return True
 
 
-def give_up(wire: Wire, given_up: GivenUp) -> None:
-    """Close all connections of the group, so that every rank that waits for this one stops waiting, those that wait
-    over memory, the node's or the group's, among them."""
-    with given_up.lock:
-        if given_up.is_up:
-            return
-        given_up.is_up = True
-    if wire.node is not None:
-        wire.node.abort()
-    if wire.shared is not None:
-        wire.shared.engine.abort()
-    close_connections(wire.group)
-
-
-def _diagnosed(error: _BrokenError, turn: _Turn, given_up: GivenUp, place: str) -> CollectiveError:
+def _diagnosed(error: _BrokenError, turn: _Turn, place: str) -> CollectiveError:
     """Tell the others, find out who is missing, and say so."""
-    wire = turn.wire
+    channel = turn.channel
     elapsed = time.monotonic() - turn.started
-    came_late = error.reason == "closed" and elapsed < turn.deadline_seconds / 2
-    blamed_by = _blamed_by(wire.board.reports(), wire.index)
+    came_late = error.reason == "closed" and elapsed < turn.task.timeout_seconds / 2
+    blamed_by = _blamed_by(channel.failures.reports(), channel.index)
     if came_late and blamed_by:
-        give_up(wire, given_up)
+        channel.close()
         return _too_late(turn, blamed_by)
-    own = FailureReport(error.waits_for, "alarm" if given_up.is_up and error.reason == "closed" else error.reason)
-    wire.board.leave(wire.index, own)
-    give_up(wire, given_up)
+    own = FailureReport(error.waits_for, "alarm" if channel.is_closed and error.reason == "closed" else error.reason)
+    channel.failures.leave(channel.index, own)
+    channel.close()
     if error.told is not None:
         return error.told
-    missing, reports = wire.board.missing(wire.index, own, turn.grace_seconds)
+    missing, reports = channel.failures.missing(channel.index, own, turn.grace_seconds)
     # A rank gives up one grace before the deadline; it is later only where something else kept it from looking.
-    was_kept = elapsed > turn.deadline_seconds
-    if was_kept and not missing and (blamed_by := _blamed_by(reports, wire.index)):
+    was_kept = elapsed > turn.task.timeout_seconds
+    if was_kept and not missing and (blamed_by := _blamed_by(reports, channel.index)):
         return _too_late(turn, blamed_by)
     who = _who_is_missing(missing or error.waits_for, reports, turn)
     return CollectiveError(
-        f"{turn.title} over {len(wire.ranks)} ranks: {who}. This rank ({wire.ranks[wire.index]}) was in "
-        f"{place}, waiting for {_ranks(wire, error.waits_for)}, after {elapsed:.1f} s. See what the missing rank "
+        f"{turn.task.title} over {len(channel.ranks)} ranks: {who}. This rank ({channel.ranks[channel.index]}) was in "
+        f"{place}, waiting for {_ranks(channel, error.waits_for)}, after {elapsed:.1f} s. See what the missing rank "
         "printed last; if it was only slow, raise the deadline: compute.collective_timeout_seconds in the plan. The "
         "group is closed and must be built again.",
         status=1,
@@ -268,10 +267,10 @@ def _blamed_by(reports: Mapping[int, FailureReport], index: int) -> list[int]:
 
 
 def _too_late(turn: _Turn, blamed_by: Sequence[int]) -> CollectiveError:
-    wire = turn.wire
+    channel = turn.channel
     return CollectiveError(
-        f"{turn.title}: this rank ({wire.ranks[wire.index]}) came too late. {_ranks(wire, blamed_by)} had waited "
-        "for it and given up. Find out what kept it, or raise the deadline: compute.collective_timeout_seconds in the "
+        f"{turn.task.title}: this rank ({channel.ranks[channel.index]}) came too late. {_ranks(channel, blamed_by)} had "
+        "waited for it and given up. Find out what kept it, or raise the deadline: compute.collective_timeout_seconds in the "
         "plan.",
         status=1,
     )
@@ -279,26 +278,26 @@ def _too_late(turn: _Turn, blamed_by: Sequence[int]) -> CollectiveError:
 
 def _who_is_missing(missing: Sequence[int], reports: Mapping[int, FailureReport], turn: _Turn) -> str:
     """Names and what they did.  Ranks that could not report are not blamed where the store is missing itself."""
-    wire = turn.wire
+    channel = turn.channel
     if any(report.reason == "deadline" for report in reports.values()):
-        what = f"sent nothing within the deadline of {turn.deadline_seconds:g} s"
+        what = f"sent nothing within the deadline of {turn.task.timeout_seconds:g} s"
     else:
         what = "left, or stopped answering"
-    host_has_spoken = any(wire.ranks[index] == _HOST for index in reports if index != wire.index)
-    if wire.board.state == "there" or host_has_spoken:
-        return f"{_ranks(wire, missing)} {what}"
-    store = "is gone" if wire.board.state == "gone" else "does not answer"
-    if any(wire.ranks[index] == _HOST for index in missing):
+    host_has_spoken = any(channel.ranks[index] == _HOST for index in reports if index != channel.index)
+    if channel.failures.state == "there" or host_has_spoken:
+        return f"{_ranks(channel, missing)} {what}"
+    store = "is gone" if channel.failures.state == "gone" else "does not answer"
+    if any(channel.ranks[index] == _HOST for index in missing):
         return f"rank {_HOST} {what}, and the group's store {store}"
-    host = "the launcher" if wire.ranks[wire.index] == _HOST else f"rank {_HOST}, unless a launcher serves it"
+    host = "the launcher" if channel.ranks[channel.index] == _HOST else f"rank {_HOST}, unless a launcher serves it"
     return (
         f"the group's store {store}, in which ranks say for whom they wait; so who is missing is not known, but most "
         f"likely it is the store's host: {host}"
     )
 
 
-def _ranks(wire: Wire, indices: Sequence[int]) -> str:
+def _ranks(channel: Channel, indices: Sequence[int]) -> str:
     if not indices:
         return "another rank"
-    names = ", ".join(str(wire.ranks[index]) for index in sorted(indices))
+    names = ", ".join(str(channel.ranks[index]) for index in sorted(indices))
     return f"rank {names}" if len(indices) == 1 else f"ranks {names}"

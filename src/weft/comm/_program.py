@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.collective import Levels, NodeRound, Run, Runs, Schedule, Step
+from weft.collective import NodeRound, Run, Runs, Schedule, Step
 from weft.errors import CollectiveError
 
 _ALIGNMENT = 64
@@ -98,17 +98,14 @@ class Program:
     moves: Schedule
     bounds: tuple[int, ...]
     """Elements at which parts begin."""
-    actions: tuple[ElementStep, ...]
+    steps: tuple[NodeCall | ElementStep, ...]
     scratch_bytes: int
-    before: tuple[NodeCall, ...] = ()
-    """Rounds over the memory of this rank's node, where its ranks share some, before all messages."""
-    after: tuple[NodeCall, ...] = ()
-    """Rounds after all messages."""
 
     @property
-    def steps(self) -> tuple[NodeCall | ElementStep, ...]:
-        """Everything in order."""
-        return (*self.before, *self.actions, *self.after)
+    def num_messages(self) -> int:
+        """Messages that this rank sends to others."""
+        steps = [step for step in self.steps if isinstance(step, ElementStep)]
+        return sum(message.peer != self.moves.rank for step in steps for message in step.sends)
 
     @property
     def own_region(self) -> Run:
@@ -123,15 +120,11 @@ def prepare(moves: Schedule, bounds: tuple[int, ...], element_bytes: int) -> Pro
     """Make a schedule ready for a buffer whose parts begin at `bounds`.  Empty messages are left out on both sides."""
     actions = tuple(_action(step, moves.rank, bounds) for step in moves.steps)
     scratch = max((_scratch_bytes(action, element_bytes) for action in actions), default=0)
-    return Program(moves, bounds, tuple(a for a in actions if a.sends or a.receives), scratch)
-
-
-def prepare_levels(levels: Levels, bounds: tuple[int, ...], element_bytes: int) -> Program:
-    """The same for a rank whose node shares memory."""
+    messages = tuple(action for action in actions if action.sends or action.receives)
     before, after = (
-        tuple(call for each in rounds for call in _node_calls(each, bounds)) for rounds in (levels.before, levels.after)
+        tuple(call for each in rounds for call in _node_calls(each, bounds)) for rounds in (moves.before, moves.after)
     )
-    return replace(prepare(levels.across, bounds, element_bytes), before=before, after=after)
+    return Program(moves, bounds, (*before, *messages, *after), scratch)
 
 
 def _node_calls(given: NodeRound, bounds: tuple[int, ...]) -> Iterator[NodeCall]:

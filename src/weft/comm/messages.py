@@ -24,18 +24,17 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.collective import Arrangement, Levels, build_levels, build_schedule
+from weft.collective import Arrangement, build_schedule
 from weft.comm._device import group_store
-from weft.comm._execute import GivenUp, Wire, execute, give_up
+from weft.comm._execute import Channel, Task, execute
+from weft.comm._failure_table import FailureTable
 from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory
-from weft.comm._program import Combine, Program, combiner, prepare, prepare_levels
+from weft.comm._program import Combine, Program, combiner, prepare
 from weft.comm._reduce import Wait, nothing_to_wait_for
-from weft.comm._trouble import Board
 from weft.comm._watch import Seen, num_bytes
 from weft.comm._watched_group import messages_group, watch_of
 from weft.comm.shared_memory import shared_memory_group
@@ -59,28 +58,21 @@ _AWAKE_SECONDS = 1.0
 class _Job:
     """One collective, from the call to its end."""
 
-    program: Program
-    combine: Combine | None
-    flat: Tensor
-    title: str
-    deadline_seconds: float
-    tag: int
+    task: Task
     seen: Seen | None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Queue:
     """What the messenger and its thread share.  The thread must not hold the messenger, which then never ends."""
 
-    wire: Wire
-    given_up: GivenUp
-    jobs: queue.SimpleQueue[_Job | Literal["wake"] | None]
+    channel: Channel
+    jobs: queue.SimpleQueue[_Job | Literal["wake"] | None] = field(default_factory=queue.SimpleQueue)
     """None ends the thread."""
     turn: threading.Lock = field(default_factory=threading.Lock)
     """Held by whoever runs a collective: the thread, or the caller if nothing else is under way."""
-    scratch: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     began: float | None = None
     """When the collective that a caller runs itself began."""
     ended: float = 0.0
@@ -90,13 +82,8 @@ class _Lane:
     def perform(self, job: _Job) -> None:
         """Run a job and keep its error for whoever waits."""
         with self.turn:
-            if self.scratch.numel() < job.program.scratch_bytes:
-                self.scratch = torch.empty(job.program.scratch_bytes, dtype=torch.uint8)
             try:
-                execute(
-                    job.program, job.flat, job.combine, self.wire, self.given_up, self.scratch,
-                    title=job.title, tag=job.tag, deadline_seconds=job.deadline_seconds,
-                )  # fmt: skip
+                execute(job.task, self.channel)
             except BaseException as error:  # whoever waits gets it
                 job.error = error
         if job.seen is not None:
@@ -118,8 +105,8 @@ class _Lane:
 
     def look(self) -> None:
         """Stop a collective that waits for a rank if another rank has given up, which a waiting thread cannot see."""
-        if self.wire.board.has_alarm():
-            give_up(self.wire, self.given_up)
+        if self.channel.failures.has_alarm():
+            self.channel.close()
 
 
 class CollectiveOptions(TypedDict, total=False):
@@ -138,7 +125,7 @@ class CollectiveOptions(TypedDict, total=False):
     """Number of pieces of pipelined algorithms; by default √(bytes / 128 KiB), at most 64."""
     servers: int
     """Number of servers of parameter_server; by default 1."""
-    deadline_seconds: float
+    timeout_seconds: float
     """Timeout from the moment at which it is this collective's turn; by default the messenger's."""
 
 
@@ -156,16 +143,16 @@ class Messenger:
         self,
         view: GroupView,
         *,
-        deadline_seconds: float | None = None,
+        timeout_seconds: float | None = None,
         store: dist.Store | None = None,
         node: NodeMemory | None = None,
     ) -> None:
-        """`deadline_seconds` is the default of all calls; by default the group's.  `store` is where ranks report what
+        """`timeout_seconds` is the default of all calls; by default the group's.  `store` is where ranks report what
         went wrong; by default the one of the default group.  `node` carries what algorithms in levels do inside this
         rank's host; close it after the messenger."""
         self.view = view
         self._node = node
-        self._deadline_seconds = _positive(view.timeout_seconds if deadline_seconds is None else deadline_seconds)
+        self._timeout_seconds = _positive(view.timeout_seconds if timeout_seconds is None else timeout_seconds)
         self._programs: OrderedDict[tuple[object, ...], tuple[Program, Combine | None]] = OrderedDict()
         self._num_jobs = 0
         self.num_messages = 0
@@ -175,14 +162,12 @@ class Messenger:
         self._finalizer: Callable[[], object] = nothing_to_wait_for
         if view.group is None:
             return
-        board = Board(store or group_store(), f"weft/messages/{view.group.group_name}", view.size)
-        wire = Wire(
-            messages_group(view.group), view.ranks, view.index, board, node, shared=shared_memory_group(view.group)
-        )
-        self._lane = _Lane(wire, GivenUp(), queue.SimpleQueue())
-        self._thread = threading.Thread(target=_serve, args=(self._lane,), name="weft-messages", daemon=True)
+        failures = FailureTable(store or group_store(), f"weft/messages/{view.group.group_name}", view.size)
+        group, shared = messages_group(view.group), shared_memory_group(view.group)
+        self._queue = _Queue(Channel(group, view.ranks, view.index, failures, node, shared))
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name="weft-messages", daemon=True)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, self._lane.jobs.put, None)
+        self._finalizer = weakref.finalize(self, self._queue.jobs.put, None)
 
     def __enter__(self) -> Messenger:
         return self
@@ -207,10 +192,10 @@ class Messenger:
         if job is None:
             return tensor
         if self._last is None or self._last.done.is_set():
-            self._lane.perform_here(job)
+            self._queue.perform_here(job)
         else:
             self._enqueue(job)
-        _Waiting(job, self._lane)()
+        _Waiting(job, self._queue)()
         return tensor
 
     def start(
@@ -234,27 +219,27 @@ class Messenger:
         if job is None:
             return nothing_to_wait_for
         self._enqueue(job)
-        return _Waiting(job, self._lane)
+        return _Waiting(job, self._queue)
 
     def _enqueue(self, job: _Job) -> None:
         self._last = job
-        self._lane.jobs.put(job)
+        self._queue.jobs.put(job)
 
     def _job(self, tensor: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions) -> _Job | None:
         """Check a call; None where the group has one rank, and nothing is to be done."""
         flat = _flattened(tensor)
-        limit = _positive(options.get("deadline_seconds", self._deadline_seconds))
+        timeout = _positive(options.get("timeout_seconds", self._timeout_seconds))
         program, combine = self._prepared(flat, collective, algorithm, options)
         if self.view.group is None:
             return None
         if self._thread is None:
             raise CollectiveError(f"{collective} on a messenger that is closed. Build a new one for the group.")
         self._num_jobs += 1
-        self.num_messages += sum(out.peer != self.view.index for act in program.actions for out in act.sends)
+        self.num_messages += program.num_messages
         title = f"{collective} of {flat.numel() * flat.element_size():,} bytes by {algorithm}"
         watch = watch_of(self.view.group)
         seen = None if watch is None else watch.launch(collective, num_bytes(flat))
-        return _Job(program, combine, flat, title, limit, _tag(self._num_jobs), seen)
+        return _Job(Task(program, flat, combine, title, _tag(self._num_jobs), timeout), seen)
 
     def _prepared(
         self, flat: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions
@@ -292,15 +277,17 @@ class Messenger:
         """All that this rank does: over the memory of its node as well, where that carries the collective."""
         n, me = self.view.size, self.view.index
         arrangement, root, regions = options.get("arrangement"), options.get("root", 0), options.get("regions")
-        levels: Levels | None = None
-        if self._node is not None and arrangement is not None and self._node.carries(arrangement, flat.dtype, combine):
-            levels = build_levels(algorithm, collective, me, n, arrangement=arrangement, root=root, pieces=pieces)
-        moves = levels.across if levels is not None else None
-        if moves is None:
-            servers = options.get("servers", 1)
-            moves = build_schedule(
-                algorithm, collective, me, n, arrangement=arrangement, root=root, pieces=pieces, servers=servers
-            )
+        moves = build_schedule(
+            algorithm,
+            collective,
+            me,
+            n,
+            arrangement=arrangement,
+            root=root,
+            pieces=pieces,
+            servers=options.get("servers", 1),
+            shares_node=self._node is not None and self._node.carries(arrangement, flat.dtype, combine),
+        )
         if regions is not None:
             _check_regions(regions, flat.numel(), n, collective)
         bounds = moves.bounds(flat.numel()) if regions is None else moves.bounds_of_regions(regions)
@@ -309,8 +296,6 @@ class Messenger:
                 f"all_to_all in place needs regions of one size: {flat.numel()} elements do not divide by {n} ranks. "
                 f"Pad the tensor to {-(-flat.numel() // n) * n}."
             )
-        if levels is not None:
-            return prepare_levels(levels, bounds, flat.element_size())
         return prepare(moves, bounds, flat.element_size())
 
 
@@ -319,37 +304,37 @@ class _Waiting:
     """The wait of one job."""
 
     job: _Job
-    lane: _Lane
+    shared: _Queue
 
     def __call__(self) -> None:
         seen = self.job.seen
         entered = 0 if seen is None else seen.enter_wait()
         while not self.job.done.wait(_POLL_SECONDS):
-            self.lane.look()
+            self.shared.look()
         if seen is not None:
             seen.exit_wait(entered)
         if self.job.error is not None:
             raise self.job.error
 
 
-def _serve(lane: _Lane) -> None:
+def _serve(shared: _Queue) -> None:
     """Body of the thread: one job after another until None comes; between them it looks after the caller's."""
     while True:
-        lane.is_asleep = True
-        if lane.began is not None or time.monotonic() - lane.ended < _AWAKE_SECONDS:
-            lane.is_asleep = False
+        shared.is_asleep = True
+        if shared.began is not None or time.monotonic() - shared.ended < _AWAKE_SECONDS:
+            shared.is_asleep = False
         try:
-            job = lane.jobs.get(timeout=None if lane.is_asleep else _POLL_SECONDS)
+            job = shared.jobs.get(timeout=None if shared.is_asleep else _POLL_SECONDS)
         except queue.Empty:
-            if (began := lane.began) is not None and time.monotonic() - began > _POLL_SECONDS:
-                lane.look()
+            if (began := shared.began) is not None and time.monotonic() - began > _POLL_SECONDS:
+                shared.look()
             continue
         finally:
-            lane.is_asleep = False
+            shared.is_asleep = False
         if job is None:
             return
         if job != "wake":
-            lane.perform(job)
+            shared.perform(job)
         del job
 
 
@@ -387,7 +372,7 @@ def _pieces(size_bytes: int) -> int:
 
 def _positive(seconds: float) -> float:
     if not seconds > 0:
-        raise CollectiveError(f"deadline_seconds = {seconds:g}: use more than 0.")
+        raise CollectiveError(f"timeout_seconds = {seconds:g}: use more than 0.")
     return seconds
 
 

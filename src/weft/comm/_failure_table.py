@@ -23,7 +23,7 @@ Reason = Literal["deadline", "closed", "alarm"]
 """A peer sent nothing in time; its connection broke; another rank has given up."""
 State = Literal["there", "gone", "silent"]
 """It answers; its host has closed the connection; it has not answered yet."""
-_PATIENCE_SECONDS = 0.5
+_STORE_SECONDS = 0.5
 """Time to wait for a store that says nothing."""
 _Answer = TypeVar("_Answer")
 
@@ -38,7 +38,7 @@ class FailureReport:
 
 
 @dataclass(slots=True)
-class Board:
+class FailureTable:
     """Where the ranks of a group leave their last words: after the first the group is of no use.
 
     The store may go while it is needed, because the rank that served it has died; and it may fall silent, because that
@@ -105,9 +105,9 @@ class Board:
         with self._lock:
             if self._asking is not None and self._asking.is_alive():
                 return otherwise
-            self._asking = threading.Thread(target=ask, name="weft-board", daemon=True)
+            self._asking = threading.Thread(target=ask, name="weft-failures", daemon=True)
             self._asking.start()
-            self._asking.join(_PATIENCE_SECONDS)
+            self._asking.join(_STORE_SECONDS)
             self.state = "there" if answers else "silent" if self._asking.is_alive() else "gone"
         return answers[0] if answers else otherwise
 

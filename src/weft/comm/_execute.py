@@ -269,9 +269,9 @@ def _blamed_by(reports: Mapping[int, FailureReport], index: int) -> list[int]:
 def _too_late(turn: _Turn, blamed_by: Sequence[int]) -> CollectiveError:
     channel = turn.channel
     return CollectiveError(
-        f"{turn.task.title}: this rank ({channel.ranks[channel.index]}) came too late. {_ranks(channel, blamed_by)} had "
-        "waited for it and given up. Find out what kept it, or raise the deadline: compute.collective_timeout_seconds in the "
-        "plan.",
+        f"{turn.task.title}: this rank ({channel.ranks[channel.index]}) came too late. {_ranks(channel, blamed_by)}"
+        " had waited for it and given up. Find out what kept it, or raise the deadline:"
+        " compute.collective_timeout_seconds in the plan.",
         status=1,
     )
 

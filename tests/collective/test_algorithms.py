@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collective_counts import COUNTS, log2, power
+from schedule_simulator import Playback, ScheduleError, simulate
 from weft.cluster import Collective
 from weft.collective import (
     ALGORITHMS,
@@ -26,8 +27,6 @@ from weft.collective import (
     find_algorithm,
     flat,
 )
-from weft.collective.drawing import Playback, simulate
-from weft.collective.drawing._simulate import ScheduleError
 from weft.errors import CollectiveError
 
 WORLDS = range(1, 18)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from schedule_simulator import simulate
 from weft.cluster import LinkTier, parse_cluster_spec
 from weft.collective import ALGORITHMS, arrange, build_schedule, snake
-from weft.collective.drawing import simulate
 
 
 def torus(*shape: int) -> LinkTier:

@@ -2,8 +2,6 @@
 
 from weft.collective.drawing._picture import draw_rounds as draw_rounds
 from weft.collective.drawing._rounds import Drawing as Drawing
+from weft.collective.drawing._rounds import Flight as Flight
 from weft.collective.drawing._rounds import drawing_lines as drawing_lines
 from weft.collective.drawing._rounds import play_out as play_out
-from weft.collective.drawing._simulate import Flight as Flight
-from weft.collective.drawing._simulate import Playback as Playback
-from weft.collective.drawing._simulate import simulate as simulate

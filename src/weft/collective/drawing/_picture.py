@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.collective.double_tree import spot
-from weft.collective.drawing._rounds import Drawing
-from weft.collective.drawing._simulate import Flight
+from weft.collective.drawing._rounds import Drawing, Flight
 from weft.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -62,10 +61,9 @@ def draw_rounds(drawing: Drawing, path: str | Path) -> None:
 
 def _headline(drawing: Drawing) -> str:
     name = f"{drawing.algorithm} {drawing.collective}".replace("_", " ")
-    most = max(drawing.outcome.bytes_sent, default=0.0) / drawing.num_bytes
     return (
         f"{name}: {drawing.arrangement.members} ranks, {len(drawing.rounds)} rounds, "
-        f"a rank sends up to {most:.3g} × the buffer"
+        f"a rank sends up to {drawing.most_sent:.3g} × the buffer"
     )
 
 

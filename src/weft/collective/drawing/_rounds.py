@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
+from operator import attrgetter
 
 from weft.cluster import Collective
 from weft.collective._arrange import Arrangement
 from weft.collective._build import build_schedule
 from weft.collective._registry import find_algorithm
 from weft.collective._schedule import Runs, Schedule
-from weft.collective.drawing._simulate import Flight, Playback, simulate
 
 _MOST_MESSAGES = 16
 """Messages in a line of text, at most."""
-_PART_BYTES = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A message on its way from one rank to another."""
+
+    source: int
+    target: int
+    runs: Runs
+    """Parts that it carries."""
+    phase: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +38,22 @@ class Drawing:
     arrangement: Arrangement
     schedules: tuple[Schedule, ...]
     """Schedule of each rank."""
-    outcome: Playback
-    num_bytes: int
-    """Bytes of the buffer that was played: equal parts."""
+    rounds: list[list[Flight]]
+    """Messages that travel at a time, if all take as long: the first that can go are the first round."""
 
     @property
-    def rounds(self) -> list[list[Flight]]:
-        """Messages that travel at a time, if all take as long: the first that can go are the first round."""
-        found: dict[float, list[Flight]] = {}
-        for flight in self.outcome.flights:
-            found.setdefault(flight.arrived, []).append(flight)
-        return [sorted(found[when], key=_ends) for when in sorted(found)]
+    def most_messages(self) -> int:
+        """Messages of the rank that sends most."""
+        return max(Counter(flight.source for flights in self.rounds for flight in flights).values(), default=0)
 
-
-def _ends(flight: Flight) -> tuple[int, int, Runs]:
-    return flight.source, flight.target, flight.runs
+    @property
+    def most_sent(self) -> float:
+        """What the rank sends that sends most, in buffers of equal parts."""
+        parts: Counter[int] = Counter()
+        for flights in self.rounds:
+            for flight in flights:
+                parts[flight.source] += sum(stop - first for first, stop in flight.runs)
+        return max(parts.values(), default=0) / self.schedules[0].num_parts
 
 
 def play_out(
@@ -64,27 +77,62 @@ def play_out(
         )
         for rank in range(n)
     )
-    size = schedules[0].num_parts * _PART_BYTES
-    outcome = simulate(schedules, size, link=lambda source, target: (1.0, 0.0), has_one_port=False, step_seconds=1.0)
-    return Drawing(algorithm, collective, arrangement, schedules, outcome, size)
+    return Drawing(algorithm, collective, arrangement, schedules, _rounds(schedules))
+
+
+def _rounds(schedules: Sequence[Schedule]) -> list[list[Flight]]:
+    """Let every rank do its steps, of which each takes one tick, as a message does, or as long as it has to wait."""
+    flights: defaultdict[int, list[Flight]] = defaultdict(list)
+    arrivals: defaultdict[tuple[int, int], deque[int]] = defaultdict(deque)
+    """Ticks of the messages that have been sent, by sender and receiver."""
+    ranks = {moves.rank: _Rank(moves) for moves in schedules}
+    while any(rank.at < len(rank.moves.steps) for rank in ranks.values()):
+        for me, rank in ranks.items():
+            for number in count(rank.at):
+                if number == len(rank.moves.steps):
+                    break
+                step = rank.moves.steps[number]
+                if not rank.has_sent:
+                    for send in step.sends:
+                        if send.peer != me:
+                            flights[rank.tick + 1].append(Flight(me, send.peer, send.runs, step.phase))
+                        arrivals[me, send.peer].append(rank.tick + (send.peer != me))
+                    rank.has_sent = True
+                wanted = Counter(receive.peer for receive in step.receives)
+                if any(len(arrivals[peer, me]) < messages for peer, messages in wanted.items()):
+                    break
+                came = [arrivals[receive.peer, me].popleft() for receive in step.receives]
+                rank.tick = max([rank.tick + 1, *came])
+                rank.at, rank.has_sent = number + 1, False
+    return [sorted(flights[tick], key=attrgetter("source", "target", "runs")) for tick in sorted(flights)]
+
+
+@dataclass(slots=True)
+class _Rank:
+    moves: Schedule
+    at: int = 0
+    """Number of the step that it is in."""
+    has_sent: bool = False
+    """Whether the messages of that step are on their way."""
+    tick: int = 0
+    """When that step began."""
 
 
 def drawing_lines(drawing: Drawing) -> list[str]:
     """Return the drawing as text: what it is, what it costs, and who sends which parts to whom in every round."""
     found = find_algorithm(drawing.algorithm)
-    n, outcome = drawing.arrangement.members, drawing.outcome
+    n = drawing.arrangement.members
     rounds = drawing.rounds
     note = drawing.arrangement.note or "as the ranks are numbered"
     parts = drawing.schedules[0].num_parts
-    most = max(outcome.bytes_sent, default=0.0) / drawing.num_bytes
     lines = [
         f"{drawing.algorithm} {drawing.collective} over {_counted(n, 'rank')}, {note}",
         f"for       {found.summary}",
         f"order     {_shortened([str(rank) for rank in drawing.arrangement.order], 24, ' ')}",
         *_places(drawing),
         f"buffer    {_counted(parts, 'part')}, numbered from 0",
-        f"cost      {_counted(len(rounds), 'round')}; a rank sends up to {_counted(max(outcome.messages), 'message')} "
-        f"and {most:.3g} × the buffer",
+        f"cost      {_counted(len(rounds), 'round')}; a rank sends up to "
+        f"{_counted(drawing.most_messages, 'message')} and {drawing.most_sent:.3g} × the buffer",
         "",
     ]
     for number, flights in enumerate(rounds, start=1):

@@ -19,7 +19,7 @@ LinkSeconds = Callable[[int, int], tuple[float, float]]
 
 
 class ScheduleError(AssertionError):
-    """A schedule does not do what its collective promises: a fault in Weft, never in what a user gave."""
+    """A schedule does not do what its collective promises."""
 
 
 @dataclass(frozen=True, slots=True)

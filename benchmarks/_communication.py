@@ -13,14 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm import (
-    GroupView,
-    SharedMemoryGroup,
-    all_gather_single,
-    reduce_scatter_single,
-    register_shared_memory_backend,
-    shared_memory_group,
-)
+from weft.comm import GroupView, SharedMemoryGroup, all_gather_single, reduce_scatter_single
+from weft.comm.shared_memory import register_shared_memory_backend, shared_memory_group
 from weft.launch import RankInfo, initialise_distributed
 from weft.parallel.shared_buffers import share_buffers
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks._llama import POOL, SEED, pool_of, samples_of, shape_of, world_size
-from weft.comm import Mesh, backend_for, register_shared_memory_backend
+from weft.comm import Mesh, backend_for
+from weft.comm.shared_memory import register_shared_memory_backend
 from weft.data import rank_range
 from weft.engine import TrainingState, create_training
 from weft.models.decoder import build_decoder

@@ -290,7 +290,8 @@ def _call(job: _Job) -> Any:
     import torch
     import torch.distributed as dist
 
-    from weft.comm import forget_meshes, register_shared_memory_backend
+    from weft.comm import forget_meshes
+    from weft.comm.shared_memory import register_shared_memory_backend
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import all_gather_single, reduce_scatter_single, shared_memory_group
+from weft.comm import all_gather_single, reduce_scatter_single
+from weft.comm.shared_memory import shared_memory_group
 from weft.comm.shared_memory.group import SharedMemoryGroup
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from shared_memory_jobs import traces
 
 import pool
-from weft.comm import register_shared_memory_backend, shared_memory_group
 from weft.comm._rendezvous import Rendezvous
+from weft.comm.shared_memory import register_shared_memory_backend, shared_memory_group
 from weft.comm.shared_memory._handshake import Handshake
 from weft.comm.shared_memory.engine import Engine, Manner
 from weft.comm.shared_memory.group import SharedMemoryGroup

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from pool import RankPool
 from weft.collective import find_table, keep_table
-from weft.comm import GroupView, collectives_for, shared_memory_group
+from weft.comm import GroupView, collectives_for
 from weft.comm.messages import Messenger
 from weft.comm.selector import measure_table
+from weft.comm.shared_memory import shared_memory_group
 from weft.errors import CollectiveError
 
 CPU = torch.device("cpu")

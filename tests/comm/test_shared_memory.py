@@ -25,7 +25,8 @@ from shared_memory_jobs import (
 )
 
 from pool import RankPool
-from weft.comm import Mesh, shared_memory_group, start_all_gather, start_all_reduce, start_reduce_scatter
+from weft.comm import Mesh, start_all_gather, start_all_reduce, start_reduce_scatter
+from weft.comm.shared_memory import shared_memory_group
 from weft.errors import CollectiveError
 from weft.plan import MeshPlan
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from shared_memory_jobs import data_of, everyones, reduced, same, traces
 
 from pool import RankPool
-from weft.comm import GroupView, new_flat, shared_memory_group
-from weft.comm.shared_memory import _handshake
+from weft.comm import GroupView, new_flat
+from weft.comm.shared_memory import _handshake, shared_memory_group
 from weft.comm.shared_memory._segment import create_segment
 from weft.comm.shared_memory.engine import REBUILD, Engine, load_library, prepare
 from weft.comm.shared_memory.group import SharedMemoryGroup
@@ -123,7 +123,7 @@ def test_a_full_arena_is_said_once(ranks: RankPool) -> None:
 
 _SMALL = """
 import os, sys, torch, torch.distributed as dist
-from weft.comm import register_shared_memory_backend
+from weft.comm.shared_memory import register_shared_memory_backend
 rank = int(sys.argv[1])
 free = os.statvfs("/dev/shm")
 assert free.f_blocks * free.f_frsize <= 65536, "the small file system is not there"

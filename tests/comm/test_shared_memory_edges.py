@@ -162,7 +162,7 @@ def test_who_waits_while_the_group_ends_is_told(ranks: RankPool) -> None:
 
 _EXIT = """
 import os, sys, time, torch, torch.distributed as dist
-from weft.comm import register_shared_memory_backend
+from weft.comm.shared_memory import register_shared_memory_backend
 rank = int(sys.argv[1])
 register_shared_memory_backend()
 dist.init_process_group("cpu:weft", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)

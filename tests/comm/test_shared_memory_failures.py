@@ -22,7 +22,8 @@ from shared_memory_jobs import group, traces
 from torch import Tensor
 
 from pool import RankError, RankPool
-from weft.comm import Mesh, shared_memory_group
+from weft.comm import Mesh
+from weft.comm.shared_memory import shared_memory_group
 from weft.errors import CollectiveError
 from weft.plan import MeshPlan
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 from pool import RankPool
-from weft.comm import shared_memory_group
+from weft.comm.shared_memory import shared_memory_group
 from weft.errors import CollectiveError
 from weft.launch import RankInfo, initialise_distributed
 from weft.launch.launcher import launch_function

@@ -27,11 +27,11 @@ from weft.comm import (
     all_gather_single,
     hold,
     reduce_scatter_single,
-    shared_memory_group,
     start_all_gather,
     start_reduce_scatter,
 )
 from weft.comm.selector import ChosenCollectives
+from weft.comm.shared_memory import shared_memory_group
 from weft.errors import CollectiveError
 from weft.plan import MeshPlan
 from weft.techniques.compression.codecs._exchange import start_all_to_all

@@ -68,7 +68,7 @@ def _be_rank(suite: ModuleType, backend: str, test: str, rank: int, folder: Path
     import torch.distributed as dist
     from torch.testing._internal import common_utils
 
-    from weft.comm import register_shared_memory_backend
+    from weft.comm.shared_memory import register_shared_memory_backend
 
     register_shared_memory_backend()
     os.environ.update(TEMP_DIR=str(folder), RANK=str(rank), TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"))

@@ -12,7 +12,7 @@ import torch
 from engine_kit import Seen, Training, plan_of, recipe_of
 
 from pool import RankPool
-from weft.comm import shared_memory_group
+from weft.comm.shared_memory import shared_memory_group
 from weft.comm.shared_memory.group import SharedMemoryGroup
 
 STEPS = 3

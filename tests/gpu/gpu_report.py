@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -15,10 +16,17 @@ from typing import Any
 
 import torch
 
-from weft.comm import total_memory_bytes
-
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def total_memory_bytes(device: torch.device) -> int:
+    """Memory of the device, or of this host."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if hasattr(torch.accelerator, "get_memory_info"):
+        return torch.accelerator.get_memory_info(device)[1]
+    return torch.cuda.mem_get_info(device)[1]
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -27,8 +27,6 @@ from weft.comm import (
     memory_bytes,
     peak_memory_bytes,
     reduce_scatter_shards,
-    release_cached_memory,
-    reset_peak_memory,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -298,9 +296,10 @@ def _batch(shape: DecoderShape, size: int, index: int) -> dict[str, Tensor]:
 def _settled_memory(device: torch.device) -> int:
     """Memory held now, with the peak set back to it where that can be done."""
     gc.collect()
-    release_cached_memory(device)
-    synchronize(device)
-    reset_peak_memory(device)
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+        synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
     return memory_bytes(device)
 
 

@@ -14,7 +14,8 @@ from parity_run import Matrix, with_precision, without_traces_of_compiling
 from torch import Tensor
 
 from pool import RankPool
-from weft.comm import Mesh, shared_memory_group
+from weft.comm import Mesh
+from weft.comm.shared_memory import shared_memory_group
 from weft.description import facts_of
 from weft.models import build_model
 from weft.numerics import Trial, run_trial

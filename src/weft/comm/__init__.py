@@ -18,10 +18,7 @@ from weft.comm._device import memory_bytes as memory_bytes
 from weft.comm._device import peak_memory_bytes as peak_memory_bytes
 from weft.comm._device import ranks_share_device as ranks_share_device
 from weft.comm._device import reduce_scatter_single as reduce_scatter_single
-from weft.comm._device import release_cached_memory as release_cached_memory
-from weft.comm._device import reset_peak_memory as reset_peak_memory
 from weft.comm._device import synchronize as synchronize
-from weft.comm._device import total_memory_bytes as total_memory_bytes
 from weft.comm._fake import fake_world as fake_world
 from weft.comm._fake import group_of as group_of
 from weft.comm._flat import Collectives as Collectives
@@ -43,5 +40,3 @@ from weft.comm._watch import Sink as Sink
 from weft.comm._watch import Watch as Watch
 from weft.comm._watched_group import WatchedGroup as WatchedGroup
 from weft.comm._watched_group import hold as hold
-from weft.comm.shared_memory import register_shared_memory_backend as register_shared_memory_backend
-from weft.comm.shared_memory import shared_memory_group as shared_memory_group

@@ -121,27 +121,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return max(peak * 1024, memory_bytes(device))  # the kernel updates the peak late
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Start a new peak on an accelerator; the CPU's peak is kept by the kernel and cannot be reset."""
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
-
-
-def total_memory_bytes(device: torch.device) -> int:
-    """Memory of the device, or of this host."""
-    if device.type == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if hasattr(torch.accelerator, "get_memory_info"):
-        return torch.accelerator.get_memory_info(device)[1]
-    return torch.cuda.mem_get_info(device)[1]
-
-
-def release_cached_memory(device: torch.device) -> None:
-    """Give memory that the allocator keeps for later back to the device."""
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
-
-
 def all_gather_single(
     output: Tensor, shard: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
 ) -> dist.Work | None:

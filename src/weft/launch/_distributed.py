@@ -130,7 +130,8 @@ def _named(error: Exception, listener: FailureListener | None) -> CollectiveErro
 def _join(rank_info: RankInfo, device: torch.device, timeout: timedelta, requested: BackendKind) -> None:
     import torch.distributed as dist
 
-    from weft.comm import backend_for, ranks_share_device, register_shared_memory_backend
+    from weft.comm import backend_for, ranks_share_device
+    from weft.comm.shared_memory import register_shared_memory_backend
     from weft.plan import COLLECTIVE_TIMEOUT_SECONDS
 
     register_shared_memory_backend(warns_of_hosts=requested == "weft")
@@ -154,7 +155,7 @@ def _set_timeout(timeout: timedelta) -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]
 
-    from weft.comm import shared_memory_group
+    from weft.comm.shared_memory import shared_memory_group
 
     _set_pg_timeout(timeout)
     shared = shared_memory_group(dist.group.WORLD)

@@ -29,16 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm import (
-    GroupView,
-    Mesh,
-    collectives_for,
-    hold,
-    new_flat,
-    nothing_to_wait_for,
-    shared_memory_group,
-    start_all_reduce,
-)
+from weft.comm import GroupView, Mesh, collectives_for, hold, new_flat, nothing_to_wait_for, start_all_reduce
+from weft.comm.shared_memory import shared_memory_group
 from weft.parallel._ahead import await_needs, needs_of
 from weft.parallel._shard import Piece, Shard
 from weft.parallel.buckets import Bucket, BucketMember, LiveBucket, compose_buckets

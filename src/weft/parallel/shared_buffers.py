@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from weft.comm import GroupView, all_gather_single, new_flat, reduce_scatter_single, shared_memory_group
+from weft.comm import GroupView, all_gather_single, new_flat, reduce_scatter_single
+from weft.comm.shared_memory import shared_memory_group
 
 
 def share_buffers(module: FSDPModule, view: GroupView) -> None:

@@ -45,9 +45,7 @@ def measure_choices(
     if place is not None and place.members != world:
         raise CollectiveError(f"the cluster has {place.members} devices, and {world} ranks run: start one for each.")
     arguments: dict[str, Any] = {
-        "order": None if place is None else list(place.order),
-        "nodes": None if place is None else list(place.nodes),
-        "shape": None if place is None else list(place.shape),
+        "place": None if place is None else [list(place.order), list(place.nodes), list(place.shape)],
         "topology": topology,
         "sizes": list(sizes) or list(SIZES),
         "backend": "gloo" if place is not None and len(place.nodes) > 1 else backend,
@@ -63,22 +61,21 @@ def measure_choices(
 def measure_choices_as_rank(
     rank: RankInfo,
     *,
-    order: list[int] | None,
-    nodes: list[int] | None,
-    shape: list[int] | None,
+    place: list[list[int]] | None,
     topology: Topology | None,
     sizes: list[int],
     backend: BackendKind = "auto",
 ) -> str | None:
     """What each rank does; rank 0 returns the table as JSON."""
-    place: Arrangement | None = None
-    if order is not None and nodes is not None and shape is not None:
-        place = Arrangement(order=tuple(order), nodes=tuple(nodes), shape=(shape[0], shape[1]))
+    arrangement: Arrangement | None = None
+    if place is not None:
+        order, nodes, (rows, columns) = place
+        arrangement = Arrangement(order=tuple(order), nodes=tuple(nodes), shape=(rows, columns))
     with initialise_distributed("cpu", rank, backend=backend) as distributed:
         n = distributed.world_size
         view = GroupView(tuple(range(n)), distributed.rank, dist.group.WORLD if n > 1 else None)
         log: Callable[[str], None] | None = _say if distributed.rank == 0 else None
-        table = measure_table(view, place=place, topology=topology, sizes=sizes, tell=log)
+        table = measure_table(view, place=arrangement, topology=topology, sizes=sizes, tell=log)
     return table_to_json(table) if distributed.rank == 0 else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,55 +18,64 @@ from weft.recipe import DecoderShape
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_CPU_SHAPES = (
-    (64, 64, 64),
-    (128, 128, 128),
-    (256, 256, 256),
-    (512, 512, 512),
-    (1024, 1024, 1024),
-    (16, 512, 512),
-    (128, 512, 512),
-    (512, 128, 128),
-    (512, 256, 256),
-    (2048, 256, 256),
-    (2048, 512, 512),
-    (2048, 1536, 512),
-    (512, 1536, 2048),
-    (512, 512, 2048),
-    (1024, 4096, 256),
-)
-"""M, N, K: squares, tokens by layers, weights' gradients (tokens are K), a head."""
-_GPU_SHAPES = (
-    (1024, 1024, 1024),
-    (4096, 4096, 4096),
-    (8192, 8192, 8192),
-    (16, 4096, 4096),
-    (512, 4096, 4096),
-    (4096, 1024, 4096),
-    (4096, 4096, 1024),
-    (4096, 14336, 4096),
-    (8192, 28672, 4096),
-    (4096, 4096, 8192),
-    (2048, 32768, 2048),
-)
-_CPU_ATTENTION = ((4, 8, 128, 32), (4, 8, 256, 64), (1, 8, 1024, 64))
-_GPU_ATTENTION = ((4, 16, 1024, 64), (4, 16, 2048, 128), (1, 32, 8192, 128))
-"""Samples, heads, tokens, head size."""
-_CPU_ELEMENTS = (1 << 14, 1 << 18, 1 << 20, 1 << 24)
-_GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 28)
-_CPU_UPDATES = (1 << 18, 1 << 22)
-_GPU_UPDATES = (1 << 22, 1 << 27)
-_CPU_BLOCKS = ((1, 16, 64, 2), (4, 128, 128, 4), (8, 128, 256, 4), (4, 256, 512, 8))
-_GPU_BLOCKS = ((4, 2048, 2048, 16), (1, 4096, 4096, 32))
-"""Samples, tokens, hidden size, heads.  The smallest shows what a block costs whatever its size."""
-
 
 class _Sizes(NamedTuple):
+    """What is measured of a kind of device."""
+
     shapes: tuple[tuple[int, int, int], ...]
+    """M, N, K: squares, tokens by layers, weights' gradients (tokens are K), a head."""
     attention: tuple[tuple[int, int, int, int], ...]
+    """Samples, heads, tokens, head size."""
     elements: tuple[int, ...]
+    """Elements of tensors that are added."""
     updates: tuple[int, ...]
+    """Elements of parameters that AdamW updates."""
     blocks: tuple[tuple[int, int, int, int], ...]
+    """Samples, tokens, hidden size, heads.  The smallest shows what a block costs whatever its size."""
+
+
+_CPU_FIGURES = _Sizes(
+    shapes=(
+        (64, 64, 64),
+        (128, 128, 128),
+        (256, 256, 256),
+        (512, 512, 512),
+        (1024, 1024, 1024),
+        (16, 512, 512),
+        (128, 512, 512),
+        (512, 128, 128),
+        (512, 256, 256),
+        (2048, 256, 256),
+        (2048, 512, 512),
+        (2048, 1536, 512),
+        (512, 1536, 2048),
+        (512, 512, 2048),
+        (1024, 4096, 256),
+    ),
+    attention=((4, 8, 128, 32), (4, 8, 256, 64), (1, 8, 1024, 64)),
+    elements=(1 << 14, 1 << 18, 1 << 20, 1 << 24),
+    updates=(1 << 18, 1 << 22),
+    blocks=((1, 16, 64, 2), (4, 128, 128, 4), (8, 128, 256, 4), (4, 256, 512, 8)),
+)
+_GPU_FIGURES = _Sizes(
+    shapes=(
+        (1024, 1024, 1024),
+        (4096, 4096, 4096),
+        (8192, 8192, 8192),
+        (16, 4096, 4096),
+        (512, 4096, 4096),
+        (4096, 1024, 4096),
+        (4096, 4096, 1024),
+        (4096, 14336, 4096),
+        (8192, 28672, 4096),
+        (4096, 4096, 8192),
+        (2048, 32768, 2048),
+    ),
+    attention=((4, 16, 1024, 64), (4, 16, 2048, 128), (1, 32, 8192, 128)),
+    elements=(1 << 20, 1 << 24, 1 << 28),
+    updates=(1 << 22, 1 << 27),
+    blocks=((4, 2048, 2048, 16), (1, 4096, 4096, 32)),
+)
 
 
 class Concurrency(NamedTuple):
@@ -102,25 +111,23 @@ class _Figure:
 
     prepare: Callable[[], Sequence[Callable[[], object]]]
     """Builds its tensors and returns pieces of work, each timed on its own."""
-    parts: int
-    write: Callable[[Sequence[Timing]], object]
+    write: Callable[[Sequence[Timing], Concurrency], object]
+    parts: int = 1
+    """Pieces of work."""
 
 
 def measure_devices(bench: Bench, precisions: Sequence[str]) -> Measured:
     """Measure one setting.  Call on all ranks of the job; every rank gets the slowest one's figures."""
     torch.set_num_threads(bench.setting.threads)
-    figures = [*_matrices(bench, precisions), *_attentions(bench, precisions), *_memories(bench)]
-    figures += _blocks(bench, precisions)
+    figures = _figures(bench.device, precisions)
     timings: list[Timing] = []
     for figure in figures:
         if bench.takes_part:
             timings += [bench.run(work) for work in figure.prepare()]
         else:
             timings += [Timing(0.0, 0.0)] * figure.parts
-    rows: list[object] = []
     agreed = iter(slowest(timings))
-    for figure in figures:
-        rows.append(figure.write([next(agreed) for _ in range(figure.parts)]))
+    rows = [figure.write([next(agreed) for _ in range(figure.parts)], bench.setting) for figure in figures]
     return Measured(
         matrix=tuple(row for row in rows if isinstance(row, MatrixSpeed)),
         attention=tuple(row for row in rows if isinstance(row, AttentionSpeed)),
@@ -132,97 +139,93 @@ def measure_devices(bench: Bench, precisions: Sequence[str]) -> Measured:
 
 def number_of_figures(device: torch.device, precisions: Sequence[str]) -> int:
     """How many timings one setting takes."""
-    sizes = _sizes(device)
-    each = len(sizes.shapes) + 2 * len(sizes.attention) + 2 * len(sizes.blocks)
-    return len(precisions) * each + len(sizes.elements) + len(sizes.updates) + 1
+    return sum(figure.parts for figure in _figures(device, precisions))
 
 
-def _sizes(device: torch.device) -> _Sizes:
-    if device.type == "cpu":
-        return _Sizes(_CPU_SHAPES, _CPU_ATTENTION, _CPU_ELEMENTS, _CPU_UPDATES, _CPU_BLOCKS)
-    return _Sizes(_GPU_SHAPES, _GPU_ATTENTION, _GPU_ELEMENTS, _GPU_UPDATES, _GPU_BLOCKS)
+def _figures(device: torch.device, precisions: Sequence[str]) -> list[_Figure]:
+    """Everything that is measured of one setting; nothing of it is prepared yet."""
+    sizes = _CPU_FIGURES if device.type == "cpu" else _GPU_FIGURES
+    return [
+        *(_matrix(device, precision, *shape) for precision in precisions for shape in sizes.shapes),
+        *(
+            _attention(device, precision, *shape, backward=backward)
+            for precision in precisions
+            for shape in sizes.attention
+            for backward in (False, True)
+        ),
+        *(_addition(device, elements) for elements in sizes.elements),
+        *(_update(device, elements) for elements in sizes.updates),
+        _smallest(device),
+        *(_block(device, precision, *shape) for precision in precisions for shape in sizes.blocks),
+    ]
 
 
-def _matrices(bench: Bench, precisions: Sequence[str]) -> list[_Figure]:
-    def figure(precision: str, m: int, n: int, k: int) -> _Figure:
-        def prepare() -> Sequence[Callable[[], object]]:
-            left = torch.randn(m, k, device=bench.device, dtype=DTYPES[precision])
-            right = torch.randn(n, k, device=bench.device, dtype=DTYPES[precision])  # as a linear layer keeps it
-            return [lambda: F.linear(left, right)]
+def _row(kind: Callable[..., object], **fields: object) -> Callable[[Sequence[Timing], Concurrency], object]:
+    """How a figure of one piece of work is written down: as a row of that kind."""
 
-        def write(timings: Sequence[Timing]) -> MatrixSpeed:
-            seconds, spread = _rounded(timings[0])
-            ranks, threads = bench.setting
-            return MatrixSpeed(
-                precision=precision, m=m, n=n, k=k, ranks=ranks, threads=threads, seconds=seconds, spread=spread
-            )
+    def write(timings: Sequence[Timing], setting: Concurrency) -> object:
+        return kind(**fields, **setting._asdict(), **_rounded(timings[0])._asdict())
 
-        return _Figure(prepare, 1, write)
-
-    return [figure(precision, *shape) for precision in precisions for shape in _sizes(bench.device).shapes]
+    return write
 
 
-def _attentions(bench: Bench, precisions: Sequence[str]) -> list[_Figure]:
-    def figure(precision: str, samples: int, heads: int, tokens: int, head_size: int, backward: bool) -> _Figure:
-        def prepare() -> Sequence[Callable[[], object]]:
-            shape = (samples, heads, tokens, head_size)
-            made = [torch.randn(shape, device=bench.device, dtype=DTYPES[precision]) for _ in range(4)]
-            query, key, value = (one.requires_grad_(backward) for one in made[:3])
+def _matrix(device: torch.device, precision: str, m: int, n: int, k: int) -> _Figure:
+    def prepare() -> Sequence[Callable[[], object]]:
+        left = torch.randn(m, k, device=device, dtype=DTYPES[precision])
+        right = torch.randn(n, k, device=device, dtype=DTYPES[precision])  # as a linear layer keeps it
+        return [lambda: F.linear(left, right)]
 
-            def work() -> object:
-                mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-                return torch.autograd.grad(mixed, (query, key, value), made[3]) if backward else mixed
-
-            return [work]
-
-        def write(timings: Sequence[Timing]) -> AttentionSpeed:
-            seconds, spread = _rounded(timings[0])
-            ranks, threads = bench.setting
-            return AttentionSpeed(
-                precision=precision,
-                samples=samples,
-                heads=heads,
-                tokens=tokens,
-                head_size=head_size,
-                backward=backward,
-                ranks=ranks,
-                threads=threads,
-                seconds=seconds,
-                spread=spread,
-            )
-
-        return _Figure(prepare, 1, write)
-
-    shapes = _sizes(bench.device).attention
-    return [figure(precision, *shape, back) for precision in precisions for shape in shapes for back in (False, True)]
+    return _Figure(prepare, _row(MatrixSpeed, precision=precision, m=m, n=n, k=k))
 
 
-def _memories(bench: Bench) -> list[_Figure]:
-    ranks, threads = bench.setting
+def _attention(
+    device: torch.device, precision: str, samples: int, heads: int, tokens: int, head_size: int, *, backward: bool
+) -> _Figure:
+    def prepare() -> Sequence[Callable[[], object]]:
+        shape = (samples, heads, tokens, head_size)
+        made = [torch.randn(shape, device=device, dtype=DTYPES[precision]) for _ in range(4)]
+        query, key, value = (one.requires_grad_(backward) for one in made[:3])
 
-    def add(elements: int) -> _Figure:
-        def prepare() -> Sequence[Callable[[], object]]:
-            left, right = (torch.randn(elements, device=bench.device) for _ in range(2))
-            return [lambda: left + right]
+        def work() -> object:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return torch.autograd.grad(mixed, (query, key, value), made[3]) if backward else mixed
 
-        return _Figure(prepare, 1, lambda timings: row("add", elements, timings[0]))
+        return [work]
 
-    def update(elements: int) -> _Figure:
-        def prepare() -> Sequence[Callable[[], object]]:
-            weight = nn.Parameter(torch.randn(elements, device=bench.device))
-            weight.grad = torch.randn_like(weight)
-            optimizer = torch.optim.AdamW([weight], fused=True)
-            return [optimizer.step]
+    row = _row(
+        AttentionSpeed,
+        precision=precision,
+        samples=samples,
+        heads=heads,
+        tokens=tokens,
+        head_size=head_size,
+        backward=backward,
+    )
+    return _Figure(prepare, row)
 
-        return _Figure(prepare, 1, lambda timings: row("adamw", elements, timings[0]))
 
-    def row(work: str, elements: int, timing: Timing) -> MemorySpeed:
-        seconds, spread = _rounded(timing)
-        speed = MemorySpeed(work="add", elements=elements, ranks=ranks, threads=threads, seconds=seconds, spread=spread)
-        return speed if work == "add" else replace(speed, work="adamw")
+def _addition(device: torch.device, elements: int) -> _Figure:
+    def prepare() -> Sequence[Callable[[], object]]:
+        left, right = (torch.randn(elements, device=device) for _ in range(2))
+        return [lambda: left + right]
 
-    def tiny() -> Sequence[Callable[[], object]]:
-        one = torch.ones(16, device=bench.device, requires_grad=True)
+    return _Figure(prepare, _row(MemorySpeed, work="add", elements=elements))
+
+
+def _update(device: torch.device, elements: int) -> _Figure:
+    def prepare() -> Sequence[Callable[[], object]]:
+        weight = nn.Parameter(torch.randn(elements, device=device))
+        weight.grad = torch.randn_like(weight)
+        return [torch.optim.AdamW([weight], fused=True).step]
+
+    return _Figure(prepare, _row(MemorySpeed, work="adamw", elements=elements))
+
+
+def _smallest(device: torch.device) -> _Figure:
+    """What an operator costs whatever its size: seconds."""
+
+    def prepare() -> Sequence[Callable[[], object]]:
+        one = torch.ones(16, device=device, requires_grad=True)
 
         def hundred() -> Tensor:
             value = one
@@ -232,45 +235,36 @@ def _memories(bench: Bench) -> list[_Figure]:
 
         return [hundred]
 
-    sizes = _sizes(bench.device)
-    smallest = _Figure(tiny, 1, lambda timings: _three_digits(timings[0].seconds / 100))
-    return [*(add(size) for size in sizes.elements), *(update(size) for size in sizes.updates), smallest]
+    return _Figure(prepare, lambda timings, setting: _three_digits(timings[0].seconds / 100))
 
 
-def _blocks(bench: Bench, precisions: Sequence[str]) -> list[_Figure]:
-    def figure(precision: str, samples: int, tokens: int, hidden: int, heads: int) -> _Figure:
-        shape = DecoderShape(
-            num_layers=1,
+def _block(device: torch.device, precision: str, samples: int, tokens: int, hidden: int, heads: int) -> _Figure:
+    shape = DecoderShape(
+        num_layers=1,
+        hidden_size=hidden,
+        num_heads=heads,
+        ffn_size=3 * hidden,
+        vocabulary_size=2,
+        sequence_length=tokens,
+    )
+
+    def write(timings: Sequence[Timing], setting: Concurrency) -> BlockTime:
+        (forward, forward_spread), (both, both_spread) = (_rounded(timing) for timing in timings)
+        return BlockTime(
+            precision=precision,
+            samples=samples,
+            tokens=tokens,
             hidden_size=hidden,
-            num_heads=heads,
+            heads=heads,
             ffn_size=3 * hidden,
-            vocabulary_size=2,
-            sequence_length=tokens,
+            ranks=setting.ranks,
+            threads=setting.threads,
+            forward_seconds=forward,
+            backward_seconds=_three_digits(max(both - forward, 0.1 * forward)),
+            spread=max(forward_spread, both_spread),
         )
 
-        def prepare() -> Sequence[Callable[[], object]]:
-            return _block_works(bench.device, shape, samples, DTYPES[precision])
-
-        def write(timings: Sequence[Timing]) -> BlockTime:
-            (forward, forward_spread), (both, both_spread) = (_rounded(timing) for timing in timings)
-            ranks, threads = bench.setting
-            return BlockTime(
-                precision=precision,
-                samples=samples,
-                tokens=tokens,
-                hidden_size=hidden,
-                heads=heads,
-                ffn_size=3 * hidden,
-                ranks=ranks,
-                threads=threads,
-                forward_seconds=forward,
-                backward_seconds=_three_digits(max(both - forward, 0.1 * forward)),
-                spread=max(forward_spread, both_spread),
-            )
-
-        return _Figure(prepare, 2, write)
-
-    return [figure(precision, *shape) for precision in precisions for shape in _sizes(bench.device).blocks]
+    return _Figure(lambda: _block_works(device, shape, samples, DTYPES[precision]), write, parts=2)
 
 
 def _block_works(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,15 @@ from torch.futures import Future
 
 from weft.comm._untraced import untraced
 from weft.comm._watch import Seen
+from weft.comm.shared_memory._call import Call, GroupFailed
+from weft.comm.shared_memory._failure import explain
 from weft.comm.shared_memory._future import of_tensors
 from weft.comm.shared_memory._profiler import Record
+from weft.comm.shared_memory._tensors import CopyBack
 from weft.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from weft.comm.shared_memory.group import SharedMemoryGroup
 
 
 class UnderWay(Protocol):
@@ -46,6 +53,43 @@ class UnderWay(Protocol):
     def has_done(self) -> bool:
         """Whether `finish` would return, or raise, at once."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallsUnderWay:
+    """Calls that have begun, as one; see `UnderWay`.  They are carried out in the order of their numbers, so the last
+    one's end is the end of all."""
+
+    group: SharedMemoryGroup
+    ticket: int
+    """Number of the last call."""
+    call: Call | None
+    copy_back: CopyBack
+
+    @property
+    def seconds(self) -> float:
+        return self.group.seconds
+
+    @property
+    def completer(self) -> Completer:
+        return self.group.completer
+
+    def finish(self, seconds: float) -> tuple[int, int]:
+        group = self.group
+        try:
+            group.engine.wait(self.ticket, seconds)
+            group.let_go()
+        except GroupFailed as failed:
+            raise explain(failed.failure, self.call, group.ranks, seconds) from None
+        for target, source in self.copy_back:
+            target.copy_(source)
+        return -1, group.engine.done_ns(self.ticket)
+
+    def has_done(self) -> bool:
+        try:
+            return self.group.engine.completed() >= self.ticket
+        except GroupFailed:
+            return True
 
 
 @untraced

@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from typing import Any, cast
@@ -31,7 +30,7 @@ from weft.comm.shared_memory._failure import explain, undefined
 from weft.comm.shared_memory._mailbox import Mailbox
 from weft.comm.shared_memory._profiler import Record, is_profiling
 from weft.comm.shared_memory._tensors import CopyBack, check_memory, contiguous, is_as_stored, region
-from weft.comm.shared_memory._work import Completer, SharedMemoryWork
+from weft.comm.shared_memory._work import CallsUnderWay, Completer, SharedMemoryWork
 from weft.comm.shared_memory.engine import Engine
 from weft.errors import CollectiveError
 
@@ -48,43 +47,6 @@ _MANY = 32
 
 _Prepared = tuple[Call, list[Tensor], CopyBack]
 """A call, the tensors that it works on, and the contiguous copies among them whose content goes back at its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class _CallsUnderWay:
-    """Calls that have begun, as one; see `UnderWay`.  They are carried out in the order of their numbers, so the last
-    one's end is the end of all."""
-
-    group: SharedMemoryGroup
-    ticket: int
-    """Number of the last call."""
-    call: Call | None
-    copy_back: CopyBack
-
-    @property
-    def seconds(self) -> float:
-        return self.group.seconds
-
-    @property
-    def completer(self) -> Completer:
-        return self.group.completer
-
-    def finish(self, seconds: float) -> tuple[int, int]:
-        group = self.group
-        try:
-            group.engine.wait(self.ticket, seconds)
-            group.let_go()
-        except GroupFailed as failed:
-            raise explain(failed.failure, self.call, group.ranks, seconds) from None
-        for target, source in self.copy_back:
-            target.copy_(source)
-        return -1, group.engine.done_ns(self.ticket)
-
-    def has_done(self) -> bool:
-        try:
-            return self.group.engine.completed() >= self.ticket
-        except GroupFailed:
-            return True
 
 
 def _shown(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
@@ -468,7 +430,7 @@ class SharedMemoryGroup(WatchedGroup):
                 back += copy_back
         except GroupFailed as failed:
             raise explain(failed.failure, last, self.ranks, self.seconds) from None
-        work = SharedMemoryWork(result, _CallsUnderWay(self, ticket, last, back), seen)
+        work = SharedMemoryWork(result, CallsUnderWay(self, ticket, last, back), seen)
         if not is_async:
             work.wait()
         return work

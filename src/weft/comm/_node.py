@@ -25,8 +25,9 @@ from weft.comm._hosts import kernel_number
 from weft.comm._mesh import GroupView
 from weft.comm._program import Combine, NodeCall
 from weft.comm.shared_memory._call import DTYPES, Call, Kind, Region
+from weft.comm.shared_memory._handshake import Handshake
 from weft.comm.shared_memory.engine import Engine
-from weft.comm.shared_memory.forming import open_engine
+from weft.comm.shared_memory.forming import arrived
 
 _NONCE_BITS = 62
 
@@ -98,15 +99,18 @@ def share_node_memory(
         return None
     # Ranks of other groups compute on this machine, too: as many for each of this group's as there are groups.
     here = int((told[:, 0] == mine[0]).sum())
-    engine = open_engine(
+    rendezvous = arrived(
         dist.PrefixStore(f"weft/node/{int(told[0, 1]):x}/{node}", group_store()),
-        rank=members.index(view.index),
-        ranks=[view.ranks[member] for member in members],
+        members.index(view.index),
+        [view.ranks[member] for member in members],
+        timedelta(seconds=view.timeout_seconds if timeout_seconds is None else timeout_seconds),
+    )
+    engine = Handshake(
+        rendezvous,
         num_local_ranks=-(-here * dist.get_world_size() // view.size),
-        timeout=timedelta(seconds=view.timeout_seconds if timeout_seconds is None else timeout_seconds),
         warns=members[0] == view.index,
         use_engine=use_engine,
-    )
+    ).open_engine()
     return None if engine is None else NodeMemory(engine, place, members, members.index(view.index))
 
 

@@ -51,7 +51,8 @@ def _processes_that_came(store: dist.Store, positions: Iterable[int]) -> dict[in
 
 
 class Rendezvous:
-    """This rank's side.  All ranks of the group must make the same calls in the same order.
+    """This rank's side; it stands at position `rank` of `ranks`.  All of these must make the same calls in the same
+    order.
 
     `processes` are those of ranks that this one knows from another group, by their position in `ranks`; after `begin`
     it holds all others.  Every method that waits raises `CollectiveError`, naming the rank, when one dies (within a
@@ -68,8 +69,8 @@ class Rendezvous:
         processes: Mapping[int, Process],
     ) -> None:
         self._store = store
-        self._rank = rank
-        self._ranks = tuple(ranks)
+        self.rank = rank
+        self.ranks = tuple(ranks)
         self._seconds = seconds
         self._limit = time.monotonic() + seconds
         self._next_look = 0.0
@@ -78,12 +79,12 @@ class Rendezvous:
     def begin(self) -> None:
         """Say that this rank has come, and wait for the others."""
         for position, told in enumerate(self.gather(_HERE, Process.own().describe())):
-            if position != self._rank:
+            if position != self.rank:
                 self.processes[position] = Process.read(told)
 
     def say(self, what: str, value: str) -> None:
         """Say `what` to whoever asks for it."""
-        self._store.set(f"{what}/{self._rank}", value)
+        self._store.set(f"{what}/{self.rank}", value)
 
     def hear(self, what: str, position: int) -> str:
         """Return what a rank has said, waiting until it has."""
@@ -93,8 +94,8 @@ class Rendezvous:
     def gather(self, what: str, value: str) -> list[str]:
         """Say `value`, and return what each rank has said, in their order."""
         self.say(what, value)
-        self._wait_for(what, range(len(self._ranks)))
-        return [self._store.get(f"{what}/{position}").decode() for position in range(len(self._ranks))]
+        self._wait_for(what, range(len(self.ranks)))
+        return [self._store.get(f"{what}/{position}").decode() for position in range(len(self.ranks))]
 
     def during(self, what: str, make: Callable[[], T]) -> T:
         """Return what `make` returns, in which all ranks wait for one another in a way of its own.
@@ -113,7 +114,7 @@ class Rendezvous:
         self.gather(f"{what}-begun", "")  # as many as possible are missed here, where they can be named
         thread = threading.Thread(target=run, name="weft-forming", daemon=True)
         thread.start()
-        others = [position for position in range(len(self._ranks)) if position != self._rank]
+        others = [position for position in range(len(self.ranks)) if position != self.rank]
         thread.join(_FIRST_NAP)
         while thread.is_alive():
             self._look(what, others, together=True)
@@ -157,7 +158,7 @@ class Rendezvous:
             time.sleep(_DYING_SECONDS)
             for position, process in self.processes.items():
                 if process.is_dead():
-                    raise self._error(Failure(ErrorCode.DIED, position, self._rank)) from problem
+                    raise self._error(Failure(ErrorCode.DIED, position, self.rank)) from problem
             raise
 
     def _look(self, what: str, missing: Sequence[int], *, together: bool = False) -> None:
@@ -186,12 +187,12 @@ class Rendezvous:
         return next((position for position in known if self.processes[position].is_stopped()), -1)
 
     def _fail(self, code: ErrorCode, culprit: int) -> None:
-        failure = Failure(code, culprit, self._rank)
+        failure = Failure(code, culprit, self.rank)
         self.give_up(failure)
         raise self._error(failure)
 
     def _error(self, failure: Failure) -> Exception:
-        return _explain(failure, self._ranks, self._rank, self._seconds)
+        return _explain(failure, self.ranks, self.rank, self._seconds)
 
 
 def _explain(failure: Failure, ranks: Sequence[int], here: int, seconds: float) -> CollectiveError:

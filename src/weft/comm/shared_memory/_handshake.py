@@ -29,10 +29,7 @@ class Handshake:
     """What a rank brings to the forming of a group."""
 
     rendezvous: Rendezvous
-    """At which all ranks of the group have arrived."""
-    rank: int
-    """Position of this rank in the group."""
-    num_ranks: int
+    """Where all ranks of the group have arrived."""
     num_local_ranks: int
     """Ranks that compute on this machine in all: where they outnumber its cores, nobody spins."""
     warns: bool
@@ -50,14 +47,15 @@ class Handshake:
         Raises:
             CollectiveError: a rank died, or did not come in time, on the way.
         """
+        rank = self.rendezvous.rank
         segment: SharedSegment | None = None
         engine: Engine | None = None
         try:
             library, lacking = self._library()
-            if library is not None or self.rank > 0:
+            if library is not None or rank > 0:
                 segment, unreachable = self._segment(library)
                 lacking = unreachable or lacking
-            if self.rank == 0:
+            if rank == 0:
                 told = segment.describe() if segment is not None else json.dumps({"reason": lacking})
                 self.rendezvous.say("segment", told)
             reasons = self._reasons(lacking)
@@ -66,7 +64,7 @@ class Handshake:
             self.rendezvous.gather("opened", "")  # processes are known, and nobody opens the descriptor any more
         except BaseException as problem:
             if not isinstance(problem, CollectiveError):  # else all have been told
-                self.rendezvous.give_up(Failure(ErrorCode.ABORTED, -1, self.rank))
+                self.rendezvous.give_up(Failure(ErrorCode.ABORTED, -1, rank))
             if engine is not None:
                 engine.close()
             raise
@@ -89,7 +87,7 @@ class Handshake:
             library = load_library() if self.use_engine else None
         except CollectiveError as problem:
             reason = str(problem)
-        if self.rank == 0:
+        if self.rendezvous.rank == 0:
             self.rendezvous.say("engine", digest() if library is not None else "")
         elif library is not None and self.rendezvous.hear("engine", 0) not in ("", digest()):
             return None, "rank 0 has another version of the engine: install the same Weft for all ranks"
@@ -98,12 +96,12 @@ class Handshake:
     def _segment(self, library: ctypes.CDLL | None) -> tuple[SharedSegment | None, str]:
         """Map the segment, or say why this rank cannot."""
         try:
-            if self.rank > 0 or library is None:
+            if self.rendezvous.rank > 0 or library is None:
                 return open_segment(self.rendezvous.hear("segment", 0)), ""
-            if self.num_ranks > MAX_RANKS:
+            if len(self.rendezvous.ranks) > MAX_RANKS:
                 raise Unreachable(f"a group of more than {MAX_RANKS} ranks does not fit")
-            segment = create_segment(int(library.weft_segment_bytes(self.num_ranks, ARENA_BYTES)))
-            prepare(library, segment, self.num_ranks, ARENA_BYTES)
+            segment = create_segment(int(library.weft_segment_bytes(len(self.rendezvous.ranks), ARENA_BYTES)))
+            prepare(library, segment, len(self.rendezvous.ranks), ARENA_BYTES)
         except Unreachable as problem:
             return None, str(problem)
         return segment, ""
@@ -114,8 +112,8 @@ class Handshake:
         return Engine(
             library,
             segment,
-            rank=self.rank,
-            num_ranks=self.num_ranks,
+            rank=self.rendezvous.rank,
+            num_ranks=len(self.rendezvous.ranks),
             num_local_ranks=self.num_local_ranks,
             arena_bytes=ARENA_BYTES,
         )
@@ -125,6 +123,6 @@ class Handshake:
         if first is None or (OTHER_HOSTS in reasons and not self.warns_of_hosts):
             return
         warnings.warn(
-            f"A group of {self.num_ranks} ranks uses Gloo instead of shared memory: {reasons[first]} (rank {first}).",
+            f"A group of {len(reasons)} ranks uses Gloo instead of shared memory: {reasons[first]} (rank {first}).",
             stacklevel=2,
         )

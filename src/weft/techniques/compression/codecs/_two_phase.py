@@ -16,85 +16,79 @@ Source: 8-bit two-shot all-reduce as in ZeRO++ (Wang et al., arXiv 2306.10209, Â
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from weft.comm import GroupView, start_all_gather
-from weft.techniques.compression.codecs._compressor import Stages
+from weft.techniques.compression.codecs._compressor import Stages, Stateless
 from weft.techniques.compression.codecs._exchange import part_bounds, places_of, start_all_to_all
 from weft.techniques.compression.codecs._frame import Frame, WireBytes
 
 
-class Packing(Protocol):
-    """Elementwise or blockwise rounding of a run of gradients into bytes."""
+class TwoPhaseCodec(Stateless, ABC):
+    """Elementwise or blockwise rounding of a run of gradients into bytes, summed in two phases."""
 
-    @property
-    def block(self) -> int:
-        """Elements that share something: parts begin at its multiples, counted from the start of a run."""
-        ...
+    block: int
+    """Elements that share something: parts begin at its multiples, counted from the start of a run."""
+    keeps_zeros: bool
+    """Whether what is zero stays so."""
 
-    @property
-    def keeps_zeros(self) -> bool:
-        """Whether what is zero stays so."""
-        ...
-
+    @abstractmethod
     def packed_bytes(self, length: int) -> int:
         """Bytes of a packed run of so many elements; a multiple of 4."""
-        ...
 
+    @abstractmethod
     def pack(self, values: Tensor, packed: Tensor) -> None:
         """Round a run (length,) into `packed` (packed_bytes(length),) of uint8."""
-        ...
 
+    @abstractmethod
     def unpack(self, packed: Tensor, values: Tensor) -> None:
         """Write what `pack` kept into `values` (length,)."""
-        ...
+
+    def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
+        """Replace `flat` by the sum over the members, or this rank's region of it by that region's sum.
+
+        `owed` gets what packing takes away: of the other parts, from this rank's share of them; of its own, from the
+        sum.
+        """
+        parts = _parts(self, frame, view.size)
+        own = slice(*parts[view.index])
+        mine = flat[own]
+        places = places_of([self.packed_bytes(last - first) for first, last in parts])
+        packed = _pack_shares(self, flat, parts, places, view.index, owed)
+        incoming = packed.new_empty((view.size, self.packed_bytes(len(mine))))
+        yield start_all_to_all(packed, places, incoming, view)
+        _add_in_rank_order(self, mine, incoming, view.index)
+        _clear_padding(self, frame, flat, owed)
+        if frame.regions is not None:
+            return
+        gathered = torch.empty_like(packed)
+        self.pack(mine, gathered[slice(*places[view.index])])
+        if owed is not None:
+            owed[own] = mine
+        even = len({last - first for first, last in places}) == 1
+        yield start_all_gather(gathered, places, view, even=even)
+        for part, place in zip(parts, places, strict=True):
+            self.unpack(gathered[slice(*place)], flat[slice(*part)])
+        _clear_padding(self, frame, flat, None)
+        if owed is not None:
+            owed[own].sub_(mine)
+
+    def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
+        """Bytes that member `index` sends: every part but its own, then its own to every other member."""
+        sizes = [self.packed_bytes(last - first) for first, last in _parts(self, frame, members)]
+        first_phase = sum(sizes) - sizes[index]
+        return WireBytes(sent=first_phase + (sizes[index] * (members - 1) if frame.regions is None else 0))
 
 
-def reduce_in_two_phases(packing: Packing, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
-    """Replace `flat` by the sum over the members, or this rank's region of it by that region's sum.
-
-    `owed` gets what packing takes away: of the other parts, from this rank's share of them; of its own, from the sum.
-    """
-    parts = _parts(packing, frame, view.size)
-    own = slice(*parts[view.index])
-    mine = flat[own]
-    places = places_of([packing.packed_bytes(last - first) for first, last in parts])
-    packed = _pack_shares(packing, flat, parts, places, view.index, owed)
-    incoming = packed.new_empty((view.size, packing.packed_bytes(len(mine))))
-    yield start_all_to_all(packed, places, incoming, view)
-    _add_in_rank_order(packing, mine, incoming, view.index)
-    _clear_padding(packing, frame, flat, owed)
-    if frame.regions is not None:
-        return
-    gathered = torch.empty_like(packed)
-    packing.pack(mine, gathered[slice(*places[view.index])])
-    if owed is not None:
-        owed[own] = mine
-    even = len({last - first for first, last in places}) == 1
-    yield start_all_gather(gathered, places, view, even=even)
-    for part, place in zip(parts, places, strict=True):
-        packing.unpack(gathered[slice(*place)], flat[slice(*part)])
-    _clear_padding(packing, frame, flat, None)
-    if owed is not None:
-        owed[own].sub_(mine)
-
-
-def two_phase_bytes(packing: Packing, frame: Frame, members: int, index: int) -> WireBytes:
-    """Bytes that member `index` sends: every part but its own, then its own to every other member."""
-    sizes = [packing.packed_bytes(last - first) for first, last in _parts(packing, frame, members)]
-    first_phase = sum(sizes) - sizes[index]
-    return WireBytes(sent=first_phase + (sizes[index] * (members - 1) if frame.regions is None else 0))
-
-
-def _parts(packing: Packing, frame: Frame, members: int) -> Sequence[tuple[int, int]]:
+def _parts(packing: TwoPhaseCodec, frame: Frame, members: int) -> Sequence[tuple[int, int]]:
     return frame.regions if frame.regions is not None else part_bounds(frame.num_elements, members, packing.block)
 
 
-def _add_in_rank_order(packing: Packing, mine: Tensor, incoming: Tensor, index: int) -> None:
+def _add_in_rank_order(packing: TwoPhaseCodec, mine: Tensor, incoming: Tensor, index: int) -> None:
     """Add up every member's share of this rank's part, in place; of its own, the values as they are."""
     if not len(mine):
         return
@@ -108,7 +102,7 @@ def _add_in_rank_order(packing: Packing, mine: Tensor, incoming: Tensor, index: 
 
 
 def _pack_shares(
-    packing: Packing,
+    packing: TwoPhaseCodec,
     flat: Tensor,
     parts: Sequence[tuple[int, int]],
     places: Sequence[tuple[int, int]],
@@ -128,7 +122,7 @@ def _pack_shares(
     return packed
 
 
-def _clear_padding(packing: Packing, frame: Frame, flat: Tensor, owed: Tensor | None) -> None:
+def _clear_padding(packing: TwoPhaseCodec, frame: Frame, flat: Tensor, owed: Tensor | None) -> None:
     """Padding stays zero, where a packing has no zero."""
     if packing.keeps_zeros:
         return

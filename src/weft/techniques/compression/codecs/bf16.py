@@ -10,14 +10,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView
-from weft.techniques.compression.codecs._compressor import Stages, Stateless
-from weft.techniques.compression.codecs._frame import Frame, WireBytes
-from weft.techniques.compression.codecs._two_phase import reduce_in_two_phases, two_phase_bytes
+from weft.techniques.compression.codecs._two_phase import TwoPhaseCodec
 
 
 @final
-class BFloat16(Stateless):
+class BFloat16(TwoPhaseCodec):
     """Rounds to nearest even; a relative error of at most 2⁻⁸ per rounding, two roundings per sum."""
 
     is_biased = False
@@ -34,11 +31,3 @@ class BFloat16(Stateless):
 
     def unpack(self, packed: Tensor, values: Tensor) -> None:
         values.copy_(packed.view(torch.bfloat16)[: len(values)])
-
-    def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
-        """See `Compressor`."""
-        return reduce_in_two_phases(self, flat, frame, view, owed)
-
-    def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
-        """See `Compressor`."""
-        return two_phase_bytes(self, frame, members, index)

@@ -16,17 +16,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView
-from weft.techniques.compression.codecs._compressor import Stages, Stateless
-from weft.techniques.compression.codecs._frame import Frame, WireBytes
-from weft.techniques.compression.codecs._two_phase import reduce_in_two_phases, two_phase_bytes
+from weft.techniques.compression.codecs._two_phase import TwoPhaseCodec
 
 _TINIEST = 2.0**-120
 """Scales below are taken for zero: their inverse would be near the end of fp32."""
 
 
 @final
-class Int8(Stateless):
+class Int8(TwoPhaseCodec):
     """Symmetric, linear, to nearest; blocks count from the start of each part."""
 
     is_biased = False
@@ -63,14 +60,6 @@ class Int8(Stateless):
             shaped.copy_(numbers[:whole].view(-1, self.block)).mul_(scales[: whole // self.block, None])
         if whole < length:
             values[whole:].copy_(numbers[whole:length]).mul_(scales[-1])
-
-    def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
-        """See `Compressor`."""
-        return reduce_in_two_phases(self, flat, frame, view, owed)
-
-    def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
-        """See `Compressor`."""
-        return two_phase_bytes(self, frame, members, index)
 
 
 def _quantise(rows: Tensor, scales: Tensor, numbers: Tensor) -> None:

@@ -28,7 +28,6 @@ from torch import Tensor
 from weft.comm import GroupView, start_all_reduce
 from weft.techniques.compression.codecs._compressor import KeptTensor, Stages
 from weft.techniques.compression.codecs._frame import Frame, WireBytes
-from weft.techniques.compression.codecs._two_phase import reduce_in_two_phases, two_phase_bytes
 from weft.techniques.compression.codecs.signsgd import SignSGD
 
 
@@ -61,7 +60,7 @@ class OneBitMomentum:
         self._rounds += 1
         if is_warm:
             flat.add_(before, alpha=self._decay / view.size)
-            yield from reduce_in_two_phases(self._packing, flat, replace(frame, regions=None), view, owed)
+            yield from self._packing.reduce(flat, replace(frame, regions=None), view, owed)
             self._coming = flat.clone()
             flat.sub_(before, alpha=self._decay)
         else:
@@ -73,7 +72,7 @@ class OneBitMomentum:
     def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
         """See `Compressor`; of the next step, which may be one of the warm-up."""
         if self._is_warm():
-            return two_phase_bytes(self._packing, replace(frame, regions=None), members, index)
+            return self._packing.wire_bytes(replace(frame, regions=None), members, index, element_bytes)
         return WireBytes(reduced=frame.num_elements * element_bytes)
 
     def begin_step(self) -> None:

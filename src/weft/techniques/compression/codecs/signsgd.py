@@ -22,10 +22,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView
-from weft.techniques.compression.codecs._compressor import Stages, Stateless
-from weft.techniques.compression.codecs._frame import Frame, WireBytes
-from weft.techniques.compression.codecs._two_phase import reduce_in_two_phases, two_phase_bytes
+from weft.techniques.compression.codecs._two_phase import TwoPhaseCodec
 
 _INTO_LAST_BYTE = 0x0102040810204080
 """Times eight bytes of 0 or 1: the last byte of the product has the i-th one as its i-th bit."""
@@ -35,7 +32,7 @@ _ONE_BIT_EACH = 0x8040201008040201 - 2**64
 
 
 @final
-class SignSGD(Stateless):
+class SignSGD(TwoPhaseCodec):
     """Votes by sign, weighed by mean magnitudes; blocks count from the start of each part."""
 
     is_biased = True
@@ -67,11 +64,3 @@ class SignSGD(Stateless):
         values.copy_(copies.view(torch.uint8)[:length] != 0).sub_(0.5)
         values[:whole].view(-1, self.block).mul_(doubled[: whole // self.block, None])
         values[whole:].mul_(doubled[-1:])
-
-    def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
-        """See `Compressor`."""
-        return reduce_in_two_phases(self, flat, frame, view, owed)
-
-    def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
-        """See `Compressor`."""
-        return two_phase_bytes(self, frame, members, index)

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from weft.collective import Runs, Schedule, Step
 from weft.collective._cost import ISSUE_SHARE
-from weft.collective._schedule import Runs, Schedule, Step
 
 LinkSeconds = Callable[[int, int], tuple[float, float]]
 """(from, to) → seconds of a message, and of each byte."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pool import RankError, RankPool
 from weft.comm import GroupView
-from weft.comm._execute import Task, execute
+from weft.comm._execute import PreparedCollective, execute
 from weft.comm.messages import Messenger
 from weft.errors import CollectiveError
 
@@ -42,7 +42,9 @@ def do_some_steps(messenger: Messenger, tensor: torch.Tensor, algorithm: str, st
     program, combine = messenger._prepared(flat, "all_reduce", algorithm, {"pieces": 4})
     cut = replace(program, steps=program.steps[:steps])
     messenger._num_jobs += 1
-    execute(Task(cut, flat, combine, "", (1 << 30) + messenger._num_jobs, PATIENT), messenger._queue.channel)
+    execute(
+        PreparedCollective(cut, flat, combine, "", (1 << 30) + messenger._num_jobs, PATIENT), messenger._queue.channel
+    )
 
 
 def survive(algorithm: str, steps: int, how: int, folder: str) -> None:

@@ -25,7 +25,7 @@ from test_messages_missing import DEADLINE, PATIENT, SLACK
 from pool import RankError, RankPool
 from weft.collective import Arrangement, build_schedule, flat
 from weft.comm import collectives_for
-from weft.comm._execute import Task, execute
+from weft.comm._execute import PreparedCollective, execute
 from weft.comm._program import ElementStep
 from weft.comm.messages import Messenger
 from weft.comm.selector import ChosenCollectives, NodeMemory, share_node_memory
@@ -319,7 +319,9 @@ def do_a_part(messenger: Messenger, tensor: torch.Tensor, place: Arrangement, pa
     across = sum(isinstance(step, ElementStep) for step in program.steps)
     cut = replace(program, steps=program.steps[: {"nothing": 0, "before": inside, "across": inside + across}[part]])
     messenger._num_jobs += 1
-    execute(Task(cut, tensor, combine, "", (1 << 30) + messenger._num_jobs, PATIENT), messenger._queue.channel)
+    execute(
+        PreparedCollective(cut, tensor, combine, "", (1 << 30) + messenger._num_jobs, PATIENT), messenger._queue.channel
+    )
 
 
 def survive(part: str, how: int, folder: str) -> None:

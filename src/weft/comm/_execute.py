@@ -63,12 +63,12 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PreparedCollective:
     """One collective to be done."""
 
     program: Program
     flat: Tensor
-    """On the CPU."""
+    """Tensor of the CPU that it works on."""
     combine: Combine | None
     """How sums are made; None where the collective makes none."""
     title: str
@@ -82,7 +82,7 @@ class Task:
 class _Turn:
     """One collective while it runs."""
 
-    task: Task
+    task: PreparedCollective
     channel: Channel
     started: float
     """Monotonic second at which it began."""
@@ -109,7 +109,7 @@ class _BrokenError(Exception):
         """All there is to say, where nobody is missing."""
 
 
-def execute(task: Task, channel: Channel) -> None:
+def execute(task: PreparedCollective, channel: Channel) -> None:
     """Do all steps of a collective.
 
     Raises:

@@ -32,40 +32,40 @@ _BREAKING_TAG = (1 << 31) - 7
 _TINY = timedelta(milliseconds=1)
 
 
-class Method(NamedTuple):
+class GroupMethod(NamedTuple):
     """A method of a process group, for whoever watches."""
 
     operation: Operation
     whole: int | None
-    """Which argument is the whole tensor, on every rank; None: there is none."""
+    """Number of the argument that is the whole tensor, on every rank; None: there is none."""
     title: str
-    """As profilers name it, after Gloo."""
+    """Name in profilers, as Gloo has it."""
     given: int | None
-    """Which argument holds what this rank gives."""
+    """Number of the argument that holds what this rank gives."""
 
 
-METHODS: Mapping[str, Method] = {
-    "allreduce": Method("all_reduce", 0, "all_reduce", 0),
-    "allreduce_coalesced": Method("all_reduce", 0, "all_reduce", 0),
-    "reduce": Method("reduce", 0, "reduce", 0),
-    "broadcast": Method("broadcast", 0, "broadcast", 0),
-    "reduce_scatter": Method("reduce_scatter", 1, "reduce_scatter", 1),
-    "reduce_scatter_single": Method("reduce_scatter", 1, "reduce_scatter_tensor", 1),
-    "reduce_scatter_single_coalesced": Method("reduce_scatter", 1, "reduce_scatter_tensor", 1),
-    "allgather": Method("all_gather", 0, "all_gather", 1),
-    "allgather_coalesced": Method("all_gather", 0, "all_gather", 1),
-    "all_gather_single": Method("all_gather", 0, "all_gather_into_tensor", 1),
-    "all_gather_single_coalesced": Method("all_gather", 0, "all_gather_into_tensor", 1),
-    "alltoall": Method("all_to_all", 1, "all_to_all", 1),
-    "all_to_all_single": Method("all_to_all", 1, "all_to_all", 1),
-    "gather": Method("gather", 1, "gather", 1),
-    "scatter": Method("scatter", 0, "scatter", 1),
-    "send": Method("send", 0, "send", 0),
-    "recv": Method("receive", 0, "recv", 0),
-    "recv_anysource": Method("receive", 0, "recvAnySource", 0),
-    "barrier": Method("barrier", None, "barrier", None),
+METHODS: Mapping[str, GroupMethod] = {
+    "allreduce": GroupMethod("all_reduce", 0, "all_reduce", 0),
+    "allreduce_coalesced": GroupMethod("all_reduce", 0, "all_reduce", 0),
+    "reduce": GroupMethod("reduce", 0, "reduce", 0),
+    "broadcast": GroupMethod("broadcast", 0, "broadcast", 0),
+    "reduce_scatter": GroupMethod("reduce_scatter", 1, "reduce_scatter", 1),
+    "reduce_scatter_single": GroupMethod("reduce_scatter", 1, "reduce_scatter_tensor", 1),
+    "reduce_scatter_single_coalesced": GroupMethod("reduce_scatter", 1, "reduce_scatter_tensor", 1),
+    "allgather": GroupMethod("all_gather", 0, "all_gather", 1),
+    "allgather_coalesced": GroupMethod("all_gather", 0, "all_gather", 1),
+    "all_gather_single": GroupMethod("all_gather", 0, "all_gather_into_tensor", 1),
+    "all_gather_single_coalesced": GroupMethod("all_gather", 0, "all_gather_into_tensor", 1),
+    "alltoall": GroupMethod("all_to_all", 1, "all_to_all", 1),
+    "all_to_all_single": GroupMethod("all_to_all", 1, "all_to_all", 1),
+    "gather": GroupMethod("gather", 1, "gather", 1),
+    "scatter": GroupMethod("scatter", 0, "scatter", 1),
+    "send": GroupMethod("send", 0, "send", 0),
+    "recv": GroupMethod("receive", 0, "recv", 0),
+    "recv_anysource": GroupMethod("receive", 0, "recvAnySource", 0),
+    "barrier": GroupMethod("barrier", None, "barrier", None),
 }
-"""By their names in torch 2.13."""
+"""Methods of a process group that carry something, by their names in torch 2.13."""
 OLDER_NAMES: Mapping[str, str] = {
     "_reduce_scatter_base": "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
@@ -79,7 +79,7 @@ OLDER_NAMES: Mapping[str, str] = {
 def _passing_on(kind: type[WatchedGroup]) -> type[WatchedGroup]:
     """Give a class every method of `METHODS`, under all of its names: the plain group's, watched."""
 
-    def passed_on(name: str, about: Method) -> Callable[..., dist.Work]:
+    def passed_on(name: str, about: GroupMethod) -> Callable[..., dist.Work]:
         def method(self: WatchedGroup, *args: Any, **options: Any) -> dist.Work:
             seen = self.launch(about, None if about.whole is None else args[about.whole])
             work: dist.Work = getattr(self.plain, name)(*args, **options)
@@ -119,7 +119,7 @@ class WatchedGroup(dist.ProcessGroup):
         close_connections(self.plain)
         super().abort()
 
-    def launch(self, method: Method, tensors: object) -> Seen | None:
+    def launch(self, method: GroupMethod, tensors: object) -> Seen | None:
         """Note that a method is called on `tensors`; None where nobody watches, or it is a part of what was seen."""
         watch = self.watch
         return None if watch is None else watch.launch(method.operation, num_bytes(tensors), by_torch=True)

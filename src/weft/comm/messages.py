@@ -29,7 +29,7 @@ from torch import Tensor
 
 from weft.collective import Arrangement, build_schedule
 from weft.comm._device import group_store
-from weft.comm._execute import Channel, Task, execute
+from weft.comm._execute import Channel, PreparedCollective, execute
 from weft.comm._failure_table import FailureTable
 from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory
@@ -58,7 +58,7 @@ _AWAKE_SECONDS = 1.0
 class _Job:
     """One collective, from the call to its end."""
 
-    task: Task
+    task: PreparedCollective
     seen: Seen | None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -239,7 +239,7 @@ class Messenger:
         title = f"{collective} of {flat.numel() * flat.element_size():,} bytes by {algorithm}"
         watch = watch_of(self.view.group)
         seen = None if watch is None else watch.launch(collective, num_bytes(flat))
-        return _Job(Task(program, flat, combine, title, _tag(self._num_jobs), timeout), seen)
+        return _Job(PreparedCollective(program, flat, combine, title, _tag(self._num_jobs), timeout), seen)
 
     def _prepared(
         self, flat: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from weft.comm._process import Process
 from weft.comm._rendezvous import Rendezvous
 from weft.comm._watched_group import WatchedGroup, gloo_backend
-from weft.comm.shared_memory._backend import shared_memory_group
 from weft.comm.shared_memory._handshake import Handshake
 from weft.comm.shared_memory.group import SharedMemoryGroup
 
@@ -55,6 +54,6 @@ def arrived(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedel
 
 def _known(ranks: Sequence[int]) -> Mapping[int, Process]:
     """Processes, by position, of those ranks that this one met when the default group was formed."""
-    default = shared_memory_group(dist.group.WORLD) if dist.is_initialized() else None
-    met = default.processes if default is not None else {}
+    default = dist.group.WORLD if dist.is_initialized() else None
+    met = default.processes if isinstance(default, SharedMemoryGroup) else {}
     return {position: met[rank] for position, rank in enumerate(ranks) if rank in met}

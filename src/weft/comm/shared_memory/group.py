@@ -24,7 +24,7 @@ from torch.futures import Future
 from weft.comm._process import Process
 from weft.comm._untraced import untraced
 from weft.comm._watch import Seen
-from weft.comm._watched_group import METHODS, Method, WatchedGroup
+from weft.comm._watched_group import METHODS, GroupMethod, WatchedGroup
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region
 from weft.comm.shared_memory._failure import explain, undefined
 from weft.comm.shared_memory._mailbox import Mailbox
@@ -35,10 +35,10 @@ from weft.comm.shared_memory.engine import Engine
 from weft.errors import CollectiveError
 
 _SUM, _AVG = OPS.index("sum"), OPS.index("avg")
-_ABOUT: Mapping[str, Method] = {
+_ABOUT: Mapping[str, GroupMethod] = {
     **METHODS,
-    "reduce_scatter_regions": Method("reduce_scatter", 0, "reduce_scatter", 0),
-    "all_gather_regions": Method("all_gather", 1, "all_gather", 0),
+    "reduce_scatter_regions": GroupMethod("reduce_scatter", 0, "reduce_scatter", 0),
+    "all_gather_regions": GroupMethod("all_gather", 1, "all_gather", 0),
 }
 _MESSAGES = ("send", "recv", "recv_anysource")
 _MANY = 32

@@ -12,12 +12,12 @@ from pool import RankPool
 from weft.comm import (
     all_gather_single,
     backend_for,
-    carried_by_gloo,
     device_for_rank,
     memory_bytes,
     peak_memory_bytes,
     ranks_share_device,
     reduce_scatter_single,
+    runs_on_gloo,
 )
 from weft.errors import ClusterError
 
@@ -55,7 +55,7 @@ def test_several_ranks_on_one_gpu_are_served_by_gloo() -> None:
 def _carried() -> tuple[bool, bool, bool]:
     group = dist.group.WORLD
     assert group is not None
-    return tuple(carried_by_gloo(torch.device(kind), group) for kind in ("cpu", "cuda", "meta"))
+    return tuple(runs_on_gloo(torch.device(kind), group) for kind in ("cpu", "cuda", "meta"))
 
 
 def test_gloo_carries_the_tensors_of_both_kinds_of_device_and_no_others(ranks: RankPool) -> None:

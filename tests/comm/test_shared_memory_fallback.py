@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pool import RankPool
-from weft.comm import carried_by_gloo
+from weft.comm import runs_on_gloo
 from weft.comm._process import boot_id
 from weft.comm.shared_memory import register_shared_memory_backend, shared_memory_group
 from weft.comm.shared_memory._segment import Unreachable, create_segment, open_segment
@@ -71,7 +71,7 @@ def _out_of_reach(folder: str) -> tuple[list[str], bool, bool, float]:
     dist.all_reduce(value)
     world = dist.group.WORLD
     assert world is not None
-    return said, shared_memory_group(world) is None, carried_by_gloo(torch.device("cpu"), world), value[0].item()
+    return said, shared_memory_group(world) is None, runs_on_gloo(torch.device("cpu"), world), value[0].item()
 
 
 def test_ranks_of_different_hosts_use_gloo(ranks: RankPool, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from shared_memory_jobs import data_of, group, same, traces
 from torch import Tensor
 
 from pool import RankError, RankPool
-from weft.comm import Seen, Watch
+from weft.comm import TraceEvent, Watch
 from weft.errors import CollectiveError
 
 WEFT = "cpu:weft"
@@ -398,7 +398,7 @@ def test_nothing_is_left_behind(ranks: RankPool) -> None:
 
 
 def _seen() -> list[tuple[str, str, int, bool]]:
-    found: list[Seen] = []
+    found: list[TraceEvent] = []
     group().watch = Watch("pipeline", found.append)
     if dist.get_rank() == 0:
         dist.send(torch.ones(10), 1)

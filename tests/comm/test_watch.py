@@ -22,7 +22,7 @@ from pool import RankPool
 from weft.collective import parse_choices
 from weft.comm import (
     Mesh,
-    Seen,
+    TraceEvent,
     WatchedGroup,
     all_gather_single,
     hold,
@@ -41,14 +41,14 @@ BACKENDS = ("gloo", "cpu:weft")
 Row = tuple[str, str, int]
 
 
-def _mesh(**axes: int) -> tuple[Mesh, list[Seen]]:
+def _mesh(**axes: int) -> tuple[Mesh, list[TraceEvent]]:
     mesh = Mesh(MeshPlan(**axes), CPU)
-    found: list[Seen] = []
+    found: list[TraceEvent] = []
     mesh.watch(found.append)
     return mesh, found
 
 
-def _await_end(seen: Seen, patience_s: float = 20.0) -> None:
+def _await_end(seen: TraceEvent, patience_s: float = 20.0) -> None:
     """A future wakes who waits for it before it calls back, from a thread that has no need to hurry."""
     give_up = time.monotonic() + patience_s
     while not seen.is_done_exact:
@@ -56,7 +56,7 @@ def _await_end(seen: Seen, patience_s: float = 20.0) -> None:
         time.sleep(0.001)
 
 
-def _rows(found: list[Seen]) -> list[Row]:
+def _rows(found: list[TraceEvent]) -> list[Row]:
     for seen in found:
         if not seen.is_over:  # whoever waits for a future is not seen
             _await_end(seen)
@@ -209,7 +209,7 @@ def test_functional_collectives_of_dtensor_are_seen(backend: str) -> None:
         assert pool.run(2, _dtensor, backend=backend) == [[("tensor", "all_gather", 48)]] * 2
 
 
-def _overlap(size: int) -> tuple[Seen, Seen]:
+def _overlap(size: int) -> tuple[TraceEvent, TraceEvent]:
     mesh, found = _mesh(replicate=2)
     group = mesh["replicate"].group
     work = dist.all_reduce(torch.ones(size), group=group, async_op=True)
@@ -222,7 +222,7 @@ def _overlap(size: int) -> tuple[Seen, Seen]:
     return found[0], found[1]
 
 
-def _told(seen: Seen) -> dict[str, float]:
+def _told(seen: TraceEvent) -> dict[str, float]:
     return {"total": seen.total_ns / 1e9, "exposed": seen.exposed_ns / 1e9, "exact": seen.is_done_exact}
 
 

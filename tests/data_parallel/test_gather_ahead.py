@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Mesh, Seen
+from weft.comm import Mesh, TraceEvent
 from weft.parallel import ParameterLayout
 from weft.parallel._ahead import needs_of
 from weft.parallel.buckets import BucketMember
@@ -43,9 +43,9 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
-def _begin(model: Model, zero: Any, bucket_bytes: int) -> tuple[BucketStore, list[Seen]]:
+def _begin(model: Model, zero: Any, bucket_bytes: int) -> tuple[BucketStore, list[TraceEvent]]:
     mesh = Mesh(MeshPlan(replicate=2), torch.device("cpu"))
-    found: list[Seen] = []
+    found: list[TraceEvent] = []
     members = [
         BucketMember(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
         for name, p in model.named_parameters()

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine_kit import Training, plan_of, recipe_of
 
-from weft.comm import Seen
+from weft.comm import TraceEvent
 from weft.engine import Trainer
 from weft.events import Run, TerminalSink
 from weft.plan import DataParallelPlan
@@ -27,7 +27,7 @@ class Remembers(Recorder):
     def remember(self) -> None:
         for _, start, _ in self.latest():
             for size, launched, took in ((1 << 20, 4_000_000, 2_000_000), (20 << 20, 80_000_000, 100_000_000)):
-                seen = Seen("data", "all_reduce", size)
+                seen = TraceEvent("data", "all_reduce", size)
                 seen.launched_ns = start + launched
                 seen.done(seen.launched_ns + took)
                 seen.exposed_ns, seen.wait_exited_ns = took if launched == 80_000_000 else 0, seen.done_ns

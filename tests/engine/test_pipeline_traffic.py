@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_kit import BATCH, Training, plan_of, recipe_of
 
-from weft.comm import Seen
+from weft.comm import TraceEvent
 from weft.record import CollectiveLog
 
 
@@ -16,7 +16,7 @@ def _second_step() -> tuple[Counter[tuple[str, int]], int]:
     """Messages of a step by kind and bytes, and how many collectives of the axis a record counts in it."""
     training = Training(recipe_of(), plan_of(pipeline=2, micro=2))
     training.step(0)  # in which the shapes are told
-    found: list[Seen] = []
+    found: list[TraceEvent] = []
     log = CollectiveLog()
     training.mesh.watch(lambda seen: (found.append(seen), log.add(seen)))
     training.step(1)

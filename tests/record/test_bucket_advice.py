@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from weft.comm import Seen
+from weft.comm import TraceEvent
 from weft.plan import DataParallelPlan, MeshPlan, Plan
 from weft.record import Recorder
 from weft.techniques.buckets.advice import BucketAdvice, advise_bucket, fit_line
@@ -28,10 +28,10 @@ class Machine:
     def took(self, num_bytes: int) -> float:
         return self.start + self.per_byte * num_bytes
 
-    def step(self, bucket: int, first: int, began: float, zero: int) -> tuple[list[Seen], float, float]:
+    def step(self, bucket: int, first: int, began: float, zero: int) -> tuple[list[TraceEvent], float, float]:
         """Collectives of a step that begins at `began` with its backward; exposed seconds; when the next one begins."""
         kind = "reduce_scatter" if zero else "all_reduce"
-        found, sizes, ended, filled = list[Seen](), list[int](), 0.0, 0
+        found, sizes, ended, filled = list[TraceEvent](), list[int](), 0.0, 0
         while filled < self.size:
             sizes.append(min(bucket if filled else min(first, bucket), self.size - filled))
             filled += sizes[-1]
@@ -43,7 +43,7 @@ class Machine:
         now = self._gather(found, sizes, max(stop, ended) + 1e-6) if zero else max(stop, ended)
         return found, sum(each.exposed_ns for each in found) / 1e9, now + self.rest
 
-    def _gather(self, found: list[Seen], sizes: list[int], began: float) -> float:
+    def _gather(self, found: list[TraceEvent], sizes: list[int], began: float) -> float:
         """The forward that reads gathered weights while later ones are on their way; returns its end."""
         now = ended = began
         for each in reversed(sizes):
@@ -53,8 +53,8 @@ class Machine:
             now = max(now, ended) + self.backward / 2 * each / self.size
         return now
 
-    def _seen(self, kind: str, num_bytes: int, launched: float, ended: float) -> Seen:
-        seen = Seen("data", kind, num_bytes)  # pyright: ignore[reportArgumentType]
+    def _seen(self, kind: str, num_bytes: int, launched: float, ended: float) -> TraceEvent:
+        seen = TraceEvent("data", kind, num_bytes)  # pyright: ignore[reportArgumentType]
         seen.launched_ns = int(launched * 1e9)
         seen.wait_exited_ns = int(ended * 1e9)
         seen.done(int(ended * 1e9))
@@ -141,7 +141,7 @@ def test_collectives_that_are_no_buckets_do_not_count() -> None:
     plan = plan_of()
     recorder = Played(FAST, plan, 20)
     for start in (span[1] for span in recorder.spans):
-        small = Seen("data", "all_reduce", 64)
+        small = TraceEvent("data", "all_reduce", 64)
         small.launched_ns = start + 5
         small.done(start + 10**9)
         small.exit_wait(small.enter_wait())

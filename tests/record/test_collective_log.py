@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from weft.comm import Seen
+from weft.comm import TraceEvent
 from weft.record import CollectiveLog
 
 
-def _seen(axis: str, num_bytes: int = 8) -> Seen:
-    return Seen(axis, "all_reduce", num_bytes)
+def _seen(axis: str, num_bytes: int = 8) -> TraceEvent:
+    return TraceEvent(axis, "all_reduce", num_bytes)
 
 
-def _waited(seen: Seen, seconds: float = 0.0) -> Seen:
+def _waited(seen: TraceEvent, seconds: float = 0.0) -> TraceEvent:
     entered = seen.enter_wait()
     time.sleep(seconds)
     seen.exit_wait(entered)

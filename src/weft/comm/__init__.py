@@ -10,7 +10,6 @@ from weft.comm._device import BackendKind as BackendKind
 from weft.comm._device import DeviceKind as DeviceKind
 from weft.comm._device import all_gather_single as all_gather_single
 from weft.comm._device import backend_for as backend_for
-from weft.comm._device import carried_by_gloo as carried_by_gloo
 from weft.comm._device import device_for_rank as device_for_rank
 from weft.comm._device import forget_meshes as forget_meshes
 from weft.comm._device import group_store as group_store
@@ -18,6 +17,7 @@ from weft.comm._device import memory_bytes as memory_bytes
 from weft.comm._device import peak_memory_bytes as peak_memory_bytes
 from weft.comm._device import ranks_share_device as ranks_share_device
 from weft.comm._device import reduce_scatter_single as reduce_scatter_single
+from weft.comm._device import runs_on_gloo as runs_on_gloo
 from weft.comm._device import synchronize as synchronize
 from weft.comm._fake import fake_world as fake_world
 from weft.comm._fake import group_of as group_of
@@ -29,14 +29,14 @@ from weft.comm._mesh import Mesh as Mesh
 from weft.comm._pick import collectives_for as collectives_for
 from weft.comm._reduce import Wait as Wait
 from weft.comm._reduce import nothing_to_wait_for as nothing_to_wait_for
-from weft.comm._reduce import seen_as as seen_as
 from weft.comm._reduce import start_all_gather as start_all_gather
 from weft.comm._reduce import start_all_reduce as start_all_reduce
 from weft.comm._reduce import start_reduce_scatter as start_reduce_scatter
+from weft.comm._reduce import traced_as as traced_as
 from weft.comm._release import release_groups as release_groups
 from weft.comm._rendezvous import rendezvous as rendezvous
-from weft.comm._watch import Seen as Seen
-from weft.comm._watch import Sink as Sink
+from weft.comm._watch import TraceCallback as TraceCallback
+from weft.comm._watch import TraceEvent as TraceEvent
 from weft.comm._watch import Watch as Watch
 from weft.comm._watched_group import WatchedGroup as WatchedGroup
 from weft.comm._watched_group import hold as hold

@@ -21,7 +21,7 @@ import torch
 from torch.autograd import Variable
 
 if TYPE_CHECKING:
-    from weft.comm._watch import Seen
+    from weft.comm._watch import TraceEvent
 
 _OUTSIDE = -1
 """Autograd's number of the pass in a thread that runs none."""
@@ -33,25 +33,25 @@ class BackwardWaits:
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: TraceEvent) -> None:
         """Remember a collective that is launched; outside a backward pass this does nothing."""
         task = torch._C._current_graph_task_id()
         if task == _OUTSIDE:
             return
         if getattr(self._local, "task", _OUTSIDE) != task:
-            launched: list[Seen] = []
+            launched: list[TraceEvent] = []
             self._local.task, self._local.launched = task, launched
             _at_the_end(lambda: _begin(launched))
         self._local.launched.append(seen)
 
 
-def _begin(launched: Sequence[Seen]) -> None:
+def _begin(launched: Sequence[TraceEvent]) -> None:
     """Take the time at which the last gradient is there, which is when DDP begins to wait."""
     began = perf_counter_ns()
     _at_the_end(lambda: _finish(launched, began))
 
 
-def _finish(launched: Sequence[Seen], began: int) -> None:
+def _finish(launched: Sequence[TraceEvent], began: int) -> None:
     """Record the waits of DDP, which has waited by now: one after another, in the order of the launches."""
     through, now = began, perf_counter_ns()
     for seen in launched:

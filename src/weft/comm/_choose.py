@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from weft.collective import Arrangement, ChoiceTable, TableRow, find_table, parse_choices, tables_of_others
 from weft.comm._chosen import ChosenCollectives
-from weft.comm._device import carrier_of
+from weft.comm._device import backend_of
 from weft.comm._hosts import discover_nodes
 from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory, share_node_memory
@@ -44,8 +44,8 @@ def measured_collectives(view: GroupView, folder: Path | None) -> ChosenCollecti
     place = discover_nodes(view)
     table = _kept_table(view, place, folder)
     _, node = _levels_of([row.choice for row in table.rows], view, place)
-    carrier = ChosenCollectives(view, table.choose, place, node)
-    drift = drift_of(carrier, table)
+    chosen = ChosenCollectives(view, table.choose, place, node)
+    drift = drift_of(chosen, table)
     if view.index == 0 and not 1 / DRIFT <= drift <= DRIFT:
         warnings.warn(
             f"collectives of {view.size} ranks take {spell_figure(drift, 2)} times what their table says: the links,"
@@ -53,10 +53,10 @@ def measured_collectives(view: GroupView, folder: Path | None) -> ChosenCollecti
             f" {_measuring(view, place)} makes them anew.",
             stacklevel=2,
         )
-    return carrier
+    return chosen
 
 
-def drift_of(carrier: ChosenCollectives, table: ChoiceTable) -> float:
+def drift_of(chosen: ChosenCollectives, table: ChoiceTable) -> float:
     """Return how many times longer collectives take than a table says, from one size of each; 1 where none is short.
 
     Call on every rank of the group alike; all get the same, in half a second at most.
@@ -68,14 +68,14 @@ def drift_of(carrier: ChosenCollectives, table: ChoiceTable) -> float:
         short = [(seconds, row) for seconds, row in known if seconds <= _CHECKED_SECONDS]
         if short:
             expected, row = max(short, key=lambda pair: pair[1].size_bytes)
-            ratios.append(seconds_of(carrier, collective, row.size_bytes, row.choice) / expected)
+            ratios.append(seconds_of(chosen, collective, row.size_bytes, row.choice) / expected)
     return statistics.median(ratios) if ratios else 1.0
 
 
 def _measuring(view: GroupView, place: Arrangement) -> str:
     """The command that measures such a group; one host's ranks share memory unless they are told not to."""
     assert view.group is not None, "one rank has nothing to choose"
-    is_kept_off = len(place.nodes) == 1 and carrier_of(view.group) == "gloo"
+    is_kept_off = len(place.nodes) == 1 and backend_of(view.group) == "gloo"
     return f"weft comm explain --measure --processes {view.size}{' --backend gloo' if is_kept_off else ''}"
 
 
@@ -87,7 +87,7 @@ def _kept_table(view: GroupView, place: Arrangement, folder: Path | None) -> Cho
     """The table that the first rank finds, on all ranks."""
     assert view.group is not None, "one rank has nothing to choose"
     mine: ChoiceTable | None = None
-    others, backend = "", carrier_of(view.group)
+    others, backend = "", backend_of(view.group)
     if view.index == 0:
         mine = find_table(view.size, place.nodes, backend, folder=folder)
         others = "" if mine is not None else tables_of_others(view.size, place.nodes, backend, folder=folder)

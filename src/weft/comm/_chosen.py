@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from weft.collective import BUILT_IN, Arrangement, defines
-from weft.comm._device import all_gather_single, carrier_of
+from weft.comm._device import all_gather_single, backend_of
 from weft.comm._flat import Collectives
 from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory
@@ -20,10 +20,10 @@ from weft.comm._reduce import (
     Wait,
     WorksDone,
     nothing_to_wait_for,
-    seen_as,
     start_broadcasts,
     start_exchange,
     start_handing_out,
+    traced_as,
 )
 from weft.comm.messages import Messenger
 
@@ -54,7 +54,7 @@ class ChosenCollectives(Collectives):
         """`place` is how the ranks lie on the links; by default in their order, all in one node.  `node` is what the
         ranks of this host share (`share_node_memory`), and is closed with this object."""
         super().__init__(view)
-        self._is_shared = view.group is not None and carrier_of(view.group) == "weft"
+        self._is_shared = view.group is not None and backend_of(view.group) == "weft"
         self._choose = choose
         self._place = place
         self._node = node
@@ -90,7 +90,7 @@ class ChosenCollectives(Collectives):
         if way == "exchange":
             return start_exchange(flat, regions, self.view)
         if way == "backend" or not defines(way, "reduce_scatter"):
-            return seen_as("reduce_scatter", flat, self.view, lambda: self.start_all_reduce(flat, by=way))
+            return traced_as("reduce_scatter", flat, self.view, lambda: self.start_all_reduce(flat, by=way))
         return self._messages().start(flat, "reduce_scatter", way, regions=regions, arrangement=self._place)
 
     def start_all_gather(
@@ -125,4 +125,4 @@ def _start_backend_gather(
     if even:
         # Gloo reads the shard while it writes the whole: it needs a storage of its own.
         return WorksDone.of([all_gather_single(flat, flat[start:stop].clone(), view.group, async_op=True)])
-    return seen_as("all_gather", flat, view, lambda: start_broadcasts(flat, regions, view))
+    return traced_as("all_gather", flat, view, lambda: start_broadcasts(flat, regions, view))

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm._device import all_gather_single, carried_by_gloo, reduce_scatter_single
+from weft.comm._device import all_gather_single, reduce_scatter_single, runs_on_gloo
 from weft.comm._mesh import GroupView
-from weft.comm._reduce import seen_as, start_all_reduce
+from weft.comm._reduce import start_all_reduce, traced_as
 from weft.comm._watch import num_bytes
 
 
@@ -56,10 +56,10 @@ def reduce_scatter_shards(whole: Tensor, view: GroupView, dim: int) -> Tensor:
         return whole
     length = whole.shape[dim]
     longest = -(-length // view.size)
-    if carried_by_gloo(whole.device, view.group):  # its own reduce-scatter is one all-reduce per rank
+    if runs_on_gloo(whole.device, view.group):  # its own reduce-scatter is one all-reduce per rank
         summed = whole.clone(memory_format=torch.contiguous_format)
         size_bytes = num_bytes(whole) // max(length, 1) * longest * view.size
-        seen_as("reduce_scatter", size_bytes, view, lambda: start_all_reduce(summed, view))()
+        traced_as("reduce_scatter", size_bytes, view, lambda: start_all_reduce(summed, view))()
         return shard_of(summed, view, dim)
     sizes = [_extent(length, view.size, index) for index in range(view.size)]
     parts = torch.stack([_padded(part, dim, longest) for part in whole.split(sizes, dim)])

@@ -72,7 +72,7 @@ def backend_for(device: torch.device, *, shared: bool = False, wanted: BackendKi
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
-def carried_by_gloo(device: torch.device, group: dist.ProcessGroup) -> bool:
+def runs_on_gloo(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether Gloo is what carries this device's tensors in the group.
 
     Ask with the device: the name of a group of two backends (`get_backend`) names both.  Gloo also carries a group of
@@ -86,10 +86,10 @@ def carried_by_gloo(device: torch.device, group: dist.ProcessGroup) -> bool:
 def sends_messages(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether Gloo can send messages between this device's tensors: it carries the group, or lies beside the shared
     memory that does (`messages_group`)."""
-    return device.type == "cpu" and (isinstance(group, WatchedGroup) or carried_by_gloo(device, group))
+    return device.type == "cpu" and (isinstance(group, WatchedGroup) or runs_on_gloo(device, group))
 
 
-def carrier_of(group: dist.ProcessGroup) -> Literal["gloo", "weft"]:
+def backend_of(group: dist.ProcessGroup) -> Literal["gloo", "weft"]:
     """What carries collectives of CPU tensors in a group: `weft`, memory that its ranks share, or `gloo`."""
     return "gloo" if shared_memory_group(group) is None else "weft"
 

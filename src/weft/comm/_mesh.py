@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm._device import forget_meshes
-from weft.comm._watch import Sink, Watch
+from weft.comm._watch import TraceCallback, Watch
 from weft.comm._watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
 from weft.errors import CollectiveError, PlanError
 from weft.plan import (
@@ -117,7 +117,7 @@ class Mesh:
         self._own: list[dist.ProcessGroup] = []
         """Groups that were made for this mesh."""
         self._watched: dict[WatchedGroup, str] = {}
-        self._sink: Sink | None = None
+        self._callback: TraceCallback | None = None
         self._views: dict[_Over, GroupView] = {}
         for name, over in _NAMED.items():
             same = self._views.get(self._reduced(over)) if over.holding else None
@@ -172,15 +172,15 @@ class Mesh:
     def index(self, name: GroupName) -> int:
         return self[name].index
 
-    def watch(self, sink: Sink | None) -> None:
-        """Hand every collective of this mesh's groups to `sink` when it is launched, from now on; None: to nobody.
+    def watch(self, callback: TraceCallback | None) -> None:
+        """Hand every collective of this mesh's groups to `callback` when it is launched, from now on; None: to nobody.
 
         No collective.  A group that stands for two axes goes by the name of the one with fewer (`data` before `world`).
         Groups that NCCL carries are not watched, and those of one's own only once `watch_also` has named them.
         """
-        self._sink = sink
+        self._callback = callback
         for group, name in self._watched.items():
-            group.watch = None if sink is None else Watch(name, sink)
+            group.watch = None if callback is None else Watch(name, callback)
 
     def watch_also(self, group: dist.ProcessGroup, name: str) -> None:
         """Let a group of one's own be watched like the mesh's, by this name, which is its axis in what is seen.
@@ -201,7 +201,7 @@ class Mesh:
         """Let a view's group be watched by this name, unless it has one already."""
         if isinstance(view.group, WatchedGroup) and view.group not in self._watched:
             self._watched[view.group] = name
-            view.group.watch = None if self._sink is None else Watch(name, self._sink)
+            view.group.watch = None if self._callback is None else Watch(name, self._callback)
         return view
 
     def leave(self) -> None:

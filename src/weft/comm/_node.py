@@ -52,7 +52,7 @@ class NodeMemory:
             return False
         return combine is None or (dtype in DTYPES and self.engine.supports(DTYPES[dtype], combine.number))
 
-    def perform(self, call: NodeCall, flat: Tensor, combine: Combine | None, patience_seconds: float) -> None:
+    def perform(self, call: NodeCall, flat: Tensor, combine: Combine | None, timeout_seconds: float) -> None:
         """Do one call on a flat CPU tensor.  On every rank of the node, in one order.
 
         Raises:
@@ -66,8 +66,8 @@ class NodeMemory:
         else:
             assert combine is not None, "only reductions sum"
             asked = Call(Kind.REDUCE_SCATTER, DTYPES[flat.dtype], combine.number, output=own, send=regions)
-        ticket = self.engine.submit(asked, patience_seconds, background=False)
-        self.engine.wait(ticket, patience_seconds)
+        ticket = self.engine.submit(asked, timeout_seconds, background=False)
+        self.engine.wait(ticket, timeout_seconds)
 
     def abort(self) -> None:
         """Release every rank of the node that waits here; nothing can be done over it afterwards."""

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm._device import all_gather_single, carried_by_gloo, reduce_scatter_single
+from weft.comm._device import all_gather_single, reduce_scatter_single, runs_on_gloo
 from weft.comm._mesh import GroupView
-from weft.comm._watch import Operation, Seen, num_bytes
+from weft.comm._watch import Operation, TraceEvent, num_bytes
 from weft.comm._watched_group import messages_group, watch_of
 from weft.comm.shared_memory import shared_memory_group
 
@@ -48,7 +48,7 @@ class _SeenWait:
     """The wait of a collective that was seen as a whole, whatever it consists of."""
 
     wait: Wait
-    seen: Seen
+    seen: TraceEvent
 
     def __call__(self) -> None:
         entered = self.seen.enter_wait()
@@ -58,7 +58,7 @@ class _SeenWait:
             self.seen.exit_wait(entered)
 
 
-def seen_as(operation: Operation, flat: Tensor | int, view: GroupView, start: Callable[[], Wait]) -> Wait:
+def traced_as(operation: Operation, flat: Tensor | int, view: GroupView, start: Callable[[], Wait]) -> Wait:
     """Start a collective that consists of others, or that another stands in for, so that one is seen: `operation` on
     `flat`, or on so many bytes."""
     watch = watch_of(view.group)
@@ -111,7 +111,7 @@ def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view:
     if shared is not None:
         parts = [flat[start:stop] for start, stop in regions]
         return WorksDone([shared.reduce_scatter_regions(parts, parts[view.index])])
-    if carried_by_gloo(flat.device, view.group):
+    if runs_on_gloo(flat.device, view.group):
         # Gloo takes part in an all-reduce from an accelerator's memory, but sends from the CPU's alone.
         if flat.device.type != "cpu":
             return start_all_reduce(flat, view)
@@ -126,7 +126,7 @@ def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view:
 def start_exchange(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
     """Reduce-scatter by one message of Gloo from every rank to every other, whatever carries the group's own
     collectives.  Call on every rank of the group, in one order, with a tensor of the CPU."""
-    return seen_as("reduce_scatter", flat, view, lambda: _exchange(flat, regions, view))
+    return traced_as("reduce_scatter", flat, view, lambda: _exchange(flat, regions, view))
 
 
 def _exchange(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
@@ -158,13 +158,13 @@ def start_all_gather(flat: Tensor, regions: Sequence[tuple[int, int]], view: Gro
     if shared is not None:
         parts = [flat[start:stop] for start, stop in regions]
         return WorksDone([shared.all_gather_regions(parts[view.index], parts)])
-    if flat.device.type == "cpu" and carried_by_gloo(flat.device, view.group):
+    if flat.device.type == "cpu" and runs_on_gloo(flat.device, view.group):
         return start_handing_out(flat, regions, view)
     if even:
         start, stop = regions[view.index]
         work = all_gather_single(flat, flat[start:stop], group=view.group, async_op=True)
         return WorksDone(_begun([work]))
-    return seen_as("all_gather", flat, view, lambda: start_broadcasts(flat, regions, view))
+    return traced_as("all_gather", flat, view, lambda: start_broadcasts(flat, regions, view))
 
 
 def start_broadcasts(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
@@ -179,7 +179,7 @@ def start_broadcasts(flat: Tensor, regions: Sequence[tuple[int, int]], view: Gro
 
 def start_handing_out(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
     """All-gather by one message of Gloo from every rank to every other; as `start_exchange`."""
-    return seen_as("all_gather", flat, view, lambda: _hand_out(flat, regions, view))
+    return traced_as("all_gather", flat, view, lambda: _hand_out(flat, regions, view))
 
 
 def _hand_out(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:

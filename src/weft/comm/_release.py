@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from weft.comm._device import carried_by_gloo
+from weft.comm._device import runs_on_gloo
 from weft.comm._watched_group import WatchedGroup, close_connections
 from weft.comm.shared_memory import shared_memory_group
 
@@ -35,7 +35,7 @@ def _release(group: dist.ProcessGroup, lost: int) -> None:
     shared = shared_memory_group(group)
     if shared is not None and lost in shared.ranks:
         close_connections(shared.plain)
-    elif not isinstance(group, WatchedGroup) and carried_by_gloo(torch.device("cpu"), group):
+    elif not isinstance(group, WatchedGroup) and runs_on_gloo(torch.device("cpu"), group):
         close_connections(group)
     else:
         group.abort()

@@ -1,10 +1,10 @@
 """Collectives as they are seen: each once, whoever started it, with its axis, bytes, and when it began, ended, was
 waited for.
 
-A group that can be watched has a place for a `Watch`, which makes a `Seen` of everything that is launched and hands it
-to a sink at once; the `Seen` fills while the collective runs.  What one collective does inside (messages between ranks,
-a collective that stands in for another) happens `unseen`.  A launch and a wait cost 3 µs together (2.5 GHz Xeon,
-2026-11).
+A group that can be watched has a place for a `Watch`, which makes a `TraceEvent` of everything that is launched and
+hands it to a callback at once; the event fills while the collective runs.  What one collective does inside (messages
+between ranks, a collective that stands in for another) is part of it.  A launch and a wait cost 3 µs together (2.5 GHz
+Xeon, 2026-11).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Operation = Literal[
     "barrier",
 ]
 
-Sink = Callable[["Seen"], object]
+TraceCallback = Callable[["TraceEvent"], object]
 """Receives every collective when it is launched, in the thread that launches it."""
 
 
-class Seen:
+class TraceEvent:
     """One collective as this rank sees it.  Times are nanoseconds of `perf_counter_ns`, 0 as long as nothing happened.
 
     Written by the thread that launches, the one that waits, and the one that carries out; each field by one of them.
@@ -121,23 +121,23 @@ class Seen:
 
 
 class Watch:
-    """Makes a `Seen` of what is launched in one group."""
+    """Makes a `TraceEvent` of what is launched in one group."""
 
-    def __init__(self, axis: str, sink: Sink) -> None:
+    def __init__(self, axis: str, callback: TraceCallback) -> None:
         self.axis = axis
-        self._sink = sink
+        self._callback = callback
         self._covered = threading.local()
         self._backward = BackwardWaits()
 
-    def launch(self, operation: Operation, num_bytes: int, *, by_torch: bool = False) -> Seen | None:
+    def launch(self, operation: Operation, num_bytes: int, *, by_torch: bool = False) -> TraceEvent | None:
         """Something is launched, `by_torch` where whoever calls may want a future of it.  None where this thread is
         inside a collective that has been seen as a whole."""
         if getattr(self._covered, "is_covered", False):
             return None
-        seen = Seen(self.axis, operation, num_bytes)
+        seen = TraceEvent(self.axis, operation, num_bytes)
         if by_torch:
             self._backward.add(seen)
-        self._sink(seen)
+        self._callback(seen)
         return seen
 
     @contextmanager
@@ -155,7 +155,7 @@ class Watch:
 class WatchedWork(dist.Work):
     """Another work, whose end and waits are noted.  It raises what the other raises."""
 
-    def __init__(self, work: dist.Work, seen: Seen) -> None:
+    def __init__(self, work: dist.Work, seen: TraceEvent) -> None:
         super().__init__()
         self._work = work
         self._seen = seen

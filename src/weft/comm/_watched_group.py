@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm._untraced import untraced
-from weft.comm._watch import Operation, Seen, Watch, WatchedWork, num_bytes
+from weft.comm._watch import Operation, TraceEvent, Watch, WatchedWork, num_bytes
 
 WATCHED_GLOO = "weft_gloo"
 """The backend's name."""
@@ -119,7 +119,7 @@ class WatchedGroup(dist.ProcessGroup):
         close_connections(self.plain)
         super().abort()
 
-    def launch(self, method: GroupMethod, tensors: object) -> Seen | None:
+    def launch(self, method: GroupMethod, tensors: object) -> TraceEvent | None:
         """Note that a method is called on `tensors`; None where nobody watches, or it is a part of what was seen."""
         watch = self.watch
         return None if watch is None else watch.launch(method.operation, num_bytes(tensors), by_torch=True)

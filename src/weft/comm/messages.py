@@ -35,7 +35,7 @@ from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory
 from weft.comm._program import Combine, Program, combiner, prepare
 from weft.comm._reduce import Wait, nothing_to_wait_for
-from weft.comm._watch import Seen, num_bytes
+from weft.comm._watch import TraceEvent, num_bytes
 from weft.comm._watched_group import messages_group, watch_of
 from weft.comm.shared_memory import shared_memory_group
 from weft.errors import CollectiveError
@@ -59,7 +59,7 @@ class _Job:
     """One collective, from the call to its end."""
 
     task: PreparedCollective
-    seen: Seen | None
+    seen: TraceEvent | None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 

@@ -34,7 +34,7 @@ from weft.collective import (
     spell_size,
 )
 from weft.comm._chosen import ChosenCollectives as ChosenCollectives
-from weft.comm._device import carrier_of, sends_messages
+from weft.comm._device import backend_of, sends_messages
 from weft.comm._hosts import discover_nodes as discover_nodes
 from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory as NodeMemory
@@ -103,13 +103,13 @@ def measure_table(
     rows: list[TableRow] = []
     began = time.perf_counter()
     ordered = sorted(sizes)
-    with ChosenCollectives(view, place=place, node=share_node_memory(view, place)) as carrier:
-        own = {each: _own_line(carrier, each) for each in collectives} if carrier_of(view.group) == "weft" else {}
+    with ChosenCollectives(view, place=place, node=share_node_memory(view, place)) as chosen:
+        own = {each: _own_line(chosen, each) for each in collectives} if backend_of(view.group) == "weft" else {}
         for size, following in zip_longest(ordered, ordered[1:]):
             started = time.perf_counter()
             for collective in collectives:
                 predicted = predict(collective, size, place, links, topology=topology, backend=own.get(collective))
-                rows.append(_measured(carrier, collective, size, shortlist(predicted)))
+                rows.append(_measured(chosen, collective, size, shortlist(predicted)))
                 _tell(tell, f"{collective} of {spell_size(size)}: {rows[-1].choice}")
             if following is None or budget_seconds is None:
                 continue
@@ -119,16 +119,16 @@ def measure_table(
                 break
     rows.sort(key=lambda row: collectives.index(row.collective))
     table = ChoiceTable(
-        members=view.size, nodes=place.nodes, backend=carrier_of(view.group), links=links, rows=tuple(rows)
+        members=view.size, nodes=place.nodes, backend=backend_of(view.group), links=links, rows=tuple(rows)
     )
     shared = share_table(table, view)
     assert shared is not None, "the first rank has a table"
     return shared
 
 
-def _own_line(carrier: ChosenCollectives, collective: Collective) -> tuple[float, float]:
+def _own_line(chosen: ChosenCollectives, collective: Collective) -> tuple[float, float]:
     """Seconds of a call and of a byte of what the group does itself, where no formula knows it: shared memory."""
-    return fit_links([(size, seconds_of(carrier, collective, size, "backend")) for size in _PROBE_BYTES])
+    return fit_links([(size, seconds_of(chosen, collective, size, "backend")) for size in _PROBE_BYTES])
 
 
 def _tell(tell: Callable[[str], None] | None, line: str) -> None:
@@ -198,29 +198,29 @@ def _half_round(gloo: dist.ProcessGroup, peer: int, size_bytes: int, *, leads: b
 
 
 def _measured(
-    carrier: ChosenCollectives, collective: Collective, size_bytes: int, listed: Sequence[MethodCandidate]
+    chosen: ChosenCollectives, collective: Collective, size_bytes: int, listed: Sequence[MethodCandidate]
 ) -> TableRow:
     """Time those that were not pruned, in turn, and choose."""
-    works = [work_of(carrier, collective, size_bytes, each.name) for each in listed if not each.note]
-    times = iter(_slowest_medians(works, carrier.view))
+    works = [work_of(chosen, collective, size_bytes, each.name) for each in listed if not each.note]
+    times = iter(_slowest_medians(works, chosen.view))
     found = tuple(each if each.note else replace(each, measured_seconds=next(times)) for each in listed)
-    assert carrier.view.group is not None, "one rank has nothing to measure"
-    is_own = collective == "all_reduce" or carrier_of(carrier.view.group) == "weft"
+    assert chosen.view.group is not None, "one rank has nothing to measure"
+    is_own = collective == "all_reduce" or backend_of(chosen.view.group) == "weft"
     usual = "backend" if is_own else "exchange"  # what is done without a choice
     return TableRow(collective=collective, size_bytes=size_bytes, choice=decide(found, usual), candidates=found)
 
 
-def work_of(carrier: ChosenCollectives, collective: Collective, size_bytes: int, name: str) -> Callable[[], Wait]:
+def work_of(chosen: ChosenCollectives, collective: Collective, size_bytes: int, name: str) -> Callable[[], Wait]:
     """Return what starts one collective by a way, over float32 that holds zeros, which sums leave as they are."""
-    n = carrier.view.size
+    n = chosen.view.size
     flat = torch.zeros(max(n, size_bytes // 4 // n * n), dtype=torch.float32)
     part = flat.numel() // n
     regions = [(index * part, (index + 1) * part) for index in range(n)]
     if collective == "all_reduce":
-        return lambda: carrier.start_all_reduce(flat, by=name)
+        return lambda: chosen.start_all_reduce(flat, by=name)
     if collective == "reduce_scatter":
-        return lambda: carrier.start_reduce_scatter(flat, regions, even=True, by=name)
-    return lambda: carrier.start_all_gather(flat, regions, even=True, by=name)
+        return lambda: chosen.start_reduce_scatter(flat, regions, even=True, by=name)
+    return lambda: chosen.start_all_gather(flat, regions, even=True, by=name)
 
 
 def _slowest_medians(works: Sequence[Callable[[], Wait]], view: GroupView) -> list[float]:
@@ -265,7 +265,7 @@ def time_once(work: Callable[[], Wait], view: GroupView) -> float:
     return time.perf_counter() - start
 
 
-def seconds_of(carrier: ChosenCollectives, collective: Collective, size_bytes: int, name: str) -> float:
+def seconds_of(chosen: ChosenCollectives, collective: Collective, size_bytes: int, name: str) -> float:
     """Return what a way of a collective takes now, as `measure_table` takes it.  Call on every rank of the group; all
     get the same."""
-    return _slowest_medians([work_of(carrier, collective, size_bytes, name)], carrier.view)[0]
+    return _slowest_medians([work_of(chosen, collective, size_bytes, name)], chosen.view)[0]

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from weft.comm import Seen
+from weft.comm import TraceEvent
 
 
 @dataclass(slots=True)
@@ -19,14 +19,14 @@ class Traffic:
 
     count: int = 0
     num_bytes: int = 0
-    """Bytes of the tensors, as `Seen.num_bytes`."""
+    """Bytes of the tensors, as `TraceEvent.num_bytes`."""
     total_ns: int = 0
     """Time from launch to end."""
     exposed_ns: int = 0
     """Time inside waits and blocking calls."""
     inexact_count: int = 0
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: TraceEvent) -> None:
         self.count += 1
         self.num_bytes += seen.num_bytes
         self.total_ns += seen.total_ns
@@ -43,8 +43,8 @@ class CollectiveLog:
 
     def __init__(self, *, keep: int = 16_384) -> None:
         """Keep the latest `keep` that ended, and as many that did not."""
-        self._open: deque[Seen] = deque()
-        self._latest: deque[Seen] = deque(maxlen=keep)
+        self._open: deque[TraceEvent] = deque()
+        self._latest: deque[TraceEvent] = deque(maxlen=keep)
         self._sums: dict[str, Traffic] = {}
         self._keep = keep
         self._sweeping = threading.Lock()
@@ -53,7 +53,7 @@ class CollectiveLog:
         self.lost = 0
         """Collectives whose end was never seen."""
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: TraceEvent) -> None:
         """A collective was launched."""
         with self._counting:
             self._launched[seen.axis, seen.operation, seen.num_bytes] += 1
@@ -82,11 +82,11 @@ class CollectiveLog:
             launched, self._launched = self._launched, Counter()
         return launched
 
-    def latest(self) -> list[Seen]:
+    def latest(self) -> list[TraceEvent]:
         """Return the kept ones that ended, in the order in which they were launched."""
         return sorted(self._latest, key=lambda seen: seen.launched_ns)
 
-    def under_way(self) -> list[Seen]:
+    def under_way(self) -> list[TraceEvent]:
         """Return those whose end has not been seen: on a rank that hangs the last of them is what it hangs in."""
         return list(self._open)
 

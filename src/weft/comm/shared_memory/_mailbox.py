@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.comm._watch import Seen
+from weft.comm._watch import TraceEvent
 from weft.comm.shared_memory._call import GroupFailed, Message
 from weft.comm.shared_memory._failure import explain
 from weft.comm.shared_memory._tensors import contiguous, region
@@ -36,16 +36,16 @@ class Mailbox:
         self.completer = Completer()
         """Apart from that of the collectives: messages end in any order, and one that is waited for holds up others."""
 
-    def send(self, tensors: list[Tensor], target: int, tag: int, seen: Seen | None) -> SharedMemoryWork:
+    def send(self, tensors: list[Tensor], target: int, tag: int, seen: TraceEvent | None) -> SharedMemoryWork:
         """Begin to send a tensor's elements, in the order of their indices."""
         return self._begin(tensors, target, tag, seen, is_sent=True)
 
-    def receive(self, tensors: list[Tensor], source: int, tag: int, seen: Seen | None) -> SharedMemoryWork:
+    def receive(self, tensors: list[Tensor], source: int, tag: int, seen: TraceEvent | None) -> SharedMemoryWork:
         """Begin to fill a tensor; a `source` of -1 is any rank."""
         return self._begin(tensors, source, tag, seen, is_sent=False)
 
     def _begin(
-        self, tensors: list[Tensor], peer: int, tag: int, seen: Seen | None, *, is_sent: bool
+        self, tensors: list[Tensor], peer: int, tag: int, seen: TraceEvent | None, *, is_sent: bool
     ) -> SharedMemoryWork:
         (tensor,) = tensors
         if not -1 <= peer < len(self.ranks) or not 0 <= tag < _TAGS:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from weft.comm._untraced import untraced
-from weft.comm._watch import Seen
+from weft.comm._watch import TraceEvent
 from weft.comm.shared_memory._call import Call, GroupFailed
 from weft.comm.shared_memory._failure import explain
 from weft.comm.shared_memory._future import of_tensors
@@ -100,7 +100,7 @@ class SharedMemoryWork(dist.Work):
     record: Record | None = None
     """What a profiler hears of the end."""
 
-    def __init__(self, tensors: list[Tensor], under_way: UnderWay | None, seen: Seen | None) -> None:
+    def __init__(self, tensors: list[Tensor], under_way: UnderWay | None, seen: TraceEvent | None) -> None:
         """With nothing `under_way` it is over."""
         super().__init__()
         self._tensors = tensors

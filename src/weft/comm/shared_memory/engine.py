@@ -35,7 +35,7 @@ class _CallStruct(ctypes.Structure):
         ("input", c_void_p),
         ("output", c_void_p),
         ("num_bytes", c_uint64),
-        ("patience_seconds", c_double),
+        ("timeout_seconds", c_double),
         ("send_at", c_void_p),
         ("send_bytes", c_void_p),
         ("receive_at", c_void_p),
@@ -177,7 +177,7 @@ class Engine:
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, call: Call, patience_seconds: float, *, background: bool) -> int:
+    def submit(self, call: Call, timeout_seconds: float, *, background: bool) -> int:
         """Put a call in the queue and return its number; `background`: begin although nobody waits for it yet."""
         send, receive = self._arrays(call.send), self._arrays(call.receive)
         given = _CallStruct(
@@ -188,21 +188,21 @@ class Engine:
             call.input,
             call.output,
             call.num_bytes,
-            patience_seconds,
+            timeout_seconds,
             *(None if array is None else ctypes.addressof(array) for array in (*send, *receive)),
         )
         return int(self._library.weft_submit(self._alive(), byref(given)))
 
-    def wait(self, ticket: int, patience_seconds: float) -> None:
+    def wait(self, ticket: int, timeout_seconds: float) -> None:
         """Return when the call is done."""
         failure = _FailureStruct()
-        if self._library.weft_wait(self._alive(), ticket, patience_seconds, byref(failure)):
+        if self._library.weft_wait(self._alive(), ticket, timeout_seconds, byref(failure)):
             raise GroupFailed(self._described(failure))
 
-    def all_reduce(self, address: int, num_bytes: int, dtype: int, op: int, patience_seconds: float) -> None:
+    def all_reduce(self, address: int, num_bytes: int, dtype: int, op: int, timeout_seconds: float) -> None:
         """An all-reduce in place that the caller waits for: the same as `submit` and `wait`, with less ado."""
         handle = self._alive()
-        if self._reduce(handle, address, address, num_bytes, dtype, op, patience_seconds, self._failure_at):
+        if self._reduce(handle, address, address, num_bytes, dtype, op, timeout_seconds, self._failure_at):
             raise GroupFailed(self._described(self._failure))
 
     def completed(self) -> int:
@@ -233,11 +233,11 @@ class Engine:
             raise GroupFailed(Failure(ErrorCode.CLOSED, self._rank, self._rank))
         return number
 
-    def wait_for_message(self, number: int, patience_seconds: float) -> tuple[int, int]:
+    def wait_for_message(self, number: int, timeout_seconds: float) -> tuple[int, int]:
         """Wait until a message is done, and forget it; return the position in the group of the rank that sent it, and
         its end by `perf_counter_ns` (0 where another thread had waited for it before)."""
         told = _DeliveryStruct()
-        if self._library.weft_wait_for_message(self._alive(), number, patience_seconds, byref(told)):
+        if self._library.weft_wait_for_message(self._alive(), number, timeout_seconds, byref(told)):
             failure = told.failure
             detail = "" if told.sent_bytes == _NOT_KNOWN else f"sent {told.sent_bytes:,}"
             raise GroupFailed(Failure(ErrorCode(failure.code), failure.culprit, failure.reporter, detail))

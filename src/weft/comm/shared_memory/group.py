@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from weft.comm._process import Process
 from weft.comm._untraced import untraced
-from weft.comm._watch import Seen
+from weft.comm._watch import TraceEvent
 from weft.comm._watched_group import METHODS, GroupMethod, WatchedGroup
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region
 from weft.comm.shared_memory._failure import explain, undefined
@@ -409,7 +409,7 @@ class SharedMemoryGroup(WatchedGroup):
 
     # ── the queue ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _serve(self, method: str, tensors: object) -> Seen | None:
+    def _serve(self, method: str, tensors: object) -> TraceEvent | None:
         """Count a call that takes the shared memory, and let it be seen."""
         self.served[method] += 1
         return self.launch(_ABOUT[method], tensors)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import NamedTuple
 
-from weft.comm import Seen
+from weft.comm import TraceEvent
 from weft.figures import spell_memory, spell_seconds
 from weft.plan import DataParallelPlan, Plan
 from weft.record import Recorder
@@ -65,8 +65,8 @@ class BucketAdvice:
 class _Step(NamedTuple):
     """Collectives of one step on the axis, in the order of their launch."""
 
-    reductions: list[Seen]
-    gathers: list[Seen]
+    reductions: list[TraceEvent]
+    gathers: list[TraceEvent]
 
 
 def advise_bucket(recorder: Recorder, plan: Plan, *, tail_bytes: int = 0) -> BucketAdvice | None:
@@ -117,7 +117,7 @@ def _advice(
     )
 
 
-def _steps(seen: Sequence[Seen], starts: Sequence[int]) -> list[_Step]:
+def _steps(seen: Sequence[TraceEvent], starts: Sequence[int]) -> list[_Step]:
     """Sort the axis's buckets by the step that launched them; the last step may not have ended, and is left out."""
     buckets = [each for each in seen if each.axis == _AXIS and each.num_bytes >= _LEAST_BYTES]
     borders = [bisect_left(buckets, start, key=lambda each: each.launched_ns) for start in starts]
@@ -156,11 +156,11 @@ def _flow(size: float, window: float, line: tuple[float, float], share: float, t
     return Flow(size=size, window=window, seconds=lambda x: start + per_byte * share * x, tail=float(tail_bytes))
 
 
-def _bytes(seen: Sequence[Seen]) -> int:
+def _bytes(seen: Sequence[TraceEvent]) -> int:
     return sum(each.num_bytes for each in seen)
 
 
-def _window_seconds(reductions: Sequence[Seen]) -> float:
+def _window_seconds(reductions: Sequence[TraceEvent]) -> float:
     """Seconds in which backward completes all gradients, at the pace at which buckets after the first became full."""
     later = _bytes(reductions[1:])
     if not later:
@@ -168,7 +168,7 @@ def _window_seconds(reductions: Sequence[Seen]) -> float:
     return (reductions[-1].launched_ns - reductions[0].launched_ns) / 1e9 / later * _bytes(reductions)
 
 
-def _line(steps: Iterable[Sequence[Seen]]) -> tuple[float, float] | None:
+def _line(steps: Iterable[Sequence[TraceEvent]]) -> tuple[float, float] | None:
     """α and β of those that found the network idle; where these are too alike, of all, less the time in which they
     stood behind others."""
     alone, behind = list[tuple[int, float]](), list[tuple[int, float]]()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import Mesh, carried_by_gloo
+from weft.comm import Mesh, runs_on_gloo
 from weft.errors import CollectiveError
 from weft.models import Batch
 from weft.plan import axis_coordinates
@@ -56,7 +56,7 @@ class StageTransport:
         """Where tensors are while they travel: Gloo cannot send from an accelerator's memory."""
         assert self._view.group is not None
         if self._device.type != "cpu":
-            if carried_by_gloo(self._device, self._view.group):
+            if runs_on_gloo(self._device, self._view.group):
                 self._wire = torch.device("cpu")
             else:
                 self._groups = _create_channel_groups(mesh, self._ranks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import GroupView, Wait, carried_by_gloo, nothing_to_wait_for, seen_as
+from weft.comm import GroupView, Wait, nothing_to_wait_for, runs_on_gloo, traced_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def start_all_to_all(outgoing: Tensor, places: Sequence[tuple[int, int]], incomi
     """
     if view.group is None:
         return nothing_to_wait_for
-    if not (outgoing.device.type == "cpu" and carried_by_gloo(outgoing.device, view.group)):
+    if not (outgoing.device.type == "cpu" and runs_on_gloo(outgoing.device, view.group)):
         work = dist.all_to_all_single(
             incoming.view(-1),
             outgoing,
@@ -54,7 +54,7 @@ def start_all_to_all(outgoing: Tensor, places: Sequence[tuple[int, int]], incomi
             async_op=True,
         )
         return _Begun([work] if work is not None else [])
-    return seen_as("all_to_all", outgoing, view, lambda: _start_messages(outgoing, places, incoming, view))
+    return traced_as("all_to_all", outgoing, view, lambda: _start_messages(outgoing, places, incoming, view))
 
 
 def _start_messages(outgoing: Tensor, places: Sequence[tuple[int, int]], incoming: Tensor, view: GroupView) -> Wait:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from weft.cluster import Cluster, Collective
 from weft.collective._choices import defines
 from weft.collective._method import Links
 from weft.collective._shortlist import MethodCandidate
+from weft.document import typed
 from weft.errors import CollectiveError
 from weft.files import cache_folder, write_whole
-
-if TYPE_CHECKING:
-    from weft.cluster import Collective
 
 FORMAT = 1
 """Rises when a kept table means something else."""
@@ -79,19 +78,21 @@ def table_from_json(text: str) -> ChoiceTable:
     """
     try:
         data = json.loads(text)
-        if data["format"] != FORMAT:
-            raise CollectiveError(f"a table of choices has format {data['format']}, and this version reads {FORMAT}.")
-        if not all(value is None or isinstance(value, float) for value in data["links"].values()):
-            raise ValueError(f"links are {data['links']}")
-        return ChoiceTable(
-            members=_whole(data["members"]),
-            nodes=tuple(_whole(each) for each in data["nodes"]),
-            backend=str(data["backend"]),
-            links=Links(**data["links"]),
-            rows=tuple(_row(row) for row in data["rows"]),
-        )
+        kept = data.pop("format")
+        if kept != FORMAT:
+            raise CollectiveError(f"a table of choices has format {kept}, and this version reads {FORMAT}.")
+        data.pop("circumstances", None)
+        table = typed(ChoiceTable, data)
+        if min(table.members, *table.nodes, *(row.size_bytes for row in table.rows)) < 1:
+            raise ValueError("counts and sizes are positive")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CollectiveError(f"a table of choices is damaged: {type(error).__name__} {error}.") from None
+    for row in table.rows:
+        if row.collective not in ("all_reduce", "reduce_scatter", "all_gather"):
+            raise CollectiveError(f"a table of choices says {row.collective}, which nobody chooses for.")
+        if not defines(row.choice, row.collective):
+            raise CollectiveError(f"a table of choices has {row.choice} do {row.collective}, which it does not.")
+    return table
 
 
 def table_path(members: int, nodes: Sequence[int], backend: str, *, folder: Path | None = None) -> Path:
@@ -123,8 +124,6 @@ def tables_of_others(members: int, nodes: Sequence[int], backend: str, *, folder
 
 def _circumstances() -> dict[str, object]:
     """What makes a table useless when it changes, beside the group."""
-    from weft.cluster import Cluster  # the one thing here that must know the machine
-
     return {
         "format": FORMAT,
         "machine": Cluster.detect().digest,
@@ -174,26 +173,6 @@ def find_table(members: int, nodes: Sequence[int], backend: str, *, folder: Path
         return None
     same = (table.members, table.nodes, table.backend) == (members, tuple(nodes), backend)
     return table if same else None
-
-
-def _row(row: Mapping[str, Any]) -> TableRow:
-    collective: Collective = row["collective"]
-    choice = str(row["choice"])
-    if collective not in ("all_reduce", "reduce_scatter", "all_gather") or not defines(choice, collective):
-        raise CollectiveError(f"a table of choices has {choice} do {collective}, which it does not.")
-    size = _whole(row["size_bytes"])
-    return TableRow(
-        collective=collective,
-        size_bytes=size,
-        choice=choice,
-        candidates=tuple(MethodCandidate(**candidate) for candidate in row["candidates"]),
-    )
-
-
-def _whole(value: object) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is no positive whole number")
-    return value
 
 
 def _processor() -> str:

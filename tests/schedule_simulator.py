@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from weft.collective import Runs, Schedule, Step
-from weft.collective._cost import ISSUE_SHARE
 
+ISSUE_SHARE = 0.25
+"""Share of a latency after which a rank can issue one more message of a step."""
 LinkSeconds = Callable[[int, int], tuple[float, float]]
 """(from, to) → seconds of a message, and of each byte."""
 

@@ -18,9 +18,9 @@ from collective_counts import COUNTS, power
 from pool import RankPool
 from weft.cluster import Collective
 from weft.collective import ALGORITHMS, Arrangement, find_algorithm, flat
-from weft.comm import GroupView, WatchedGroup
-from weft.comm._watched_group import WATCHED_GLOO, register_watched_backend
+from weft.comm import GroupView
 from weft.comm.messages import Messenger
+from weft.comm.watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
 
 WORLD = 6
 NAMES = [

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from pool import RankError, RankPool, listening_ports
 from weft.collective import Arrangement, flat
-from weft.comm import GroupView, WatchedGroup
-from weft.comm._watched_group import WATCHED_GLOO, register_watched_backend
+from weft.comm import GroupView
 from weft.comm.messages import Messenger
+from weft.comm.watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
 from weft.errors import CollectiveError
 
 DEADLINE = 1.5

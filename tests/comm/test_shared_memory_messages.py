@@ -23,7 +23,8 @@ from shared_memory_jobs import data_of, group, same, traces
 from torch import Tensor
 
 from pool import RankError, RankPool
-from weft.comm import TraceEvent, Watch
+from weft.comm import TraceEvent
+from weft.comm.watch import Watch
 from weft.errors import CollectiveError
 
 WEFT = "cpu:weft"

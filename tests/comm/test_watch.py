@@ -23,7 +23,6 @@ from weft.collective import parse_choices
 from weft.comm import (
     Mesh,
     TraceEvent,
-    WatchedGroup,
     all_gather_single,
     hold,
     reduce_scatter_single,
@@ -32,6 +31,7 @@ from weft.comm import (
 )
 from weft.comm.selector import ChosenCollectives
 from weft.comm.shared_memory import shared_memory_group
+from weft.comm.watched_group import WatchedGroup
 from weft.errors import CollectiveError
 from weft.plan import MeshPlan
 from weft.techniques.compression.codecs._exchange import start_all_to_all

@@ -28,6 +28,7 @@ from weft.comm._mesh import GroupView as GroupView
 from weft.comm._mesh import Mesh as Mesh
 from weft.comm._pick import collectives_for as collectives_for
 from weft.comm._reduce import Wait as Wait
+from weft.comm._reduce import WorksDone as WorksDone
 from weft.comm._reduce import nothing_to_wait_for as nothing_to_wait_for
 from weft.comm._reduce import start_all_gather as start_all_gather
 from weft.comm._reduce import start_all_reduce as start_all_reduce
@@ -35,8 +36,6 @@ from weft.comm._reduce import start_reduce_scatter as start_reduce_scatter
 from weft.comm._reduce import traced_as as traced_as
 from weft.comm._release import release_groups as release_groups
 from weft.comm._rendezvous import rendezvous as rendezvous
-from weft.comm._watch import TraceCallback as TraceCallback
-from weft.comm._watch import TraceEvent as TraceEvent
-from weft.comm._watch import Watch as Watch
-from weft.comm._watched_group import WatchedGroup as WatchedGroup
-from weft.comm._watched_group import hold as hold
+from weft.comm.watch import TraceCallback as TraceCallback
+from weft.comm.watch import TraceEvent as TraceEvent
+from weft.comm.watched_group import hold as hold

@@ -21,7 +21,7 @@ import torch
 from torch.autograd import Variable
 
 if TYPE_CHECKING:
-    from weft.comm._watch import TraceEvent
+    from weft.comm.watch import TraceEvent
 
 _OUTSIDE = -1
 """Autograd's number of the pass in a thread that runs none."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.comm._device import all_gather_single, reduce_scatter_single, runs_on_gloo
 from weft.comm._mesh import GroupView
 from weft.comm._reduce import start_all_reduce, traced_as
-from weft.comm._watch import num_bytes
+from weft.comm.watch import num_bytes
 
 
 def shard_bounds(length: int, view: GroupView, index: int | None = None) -> tuple[int, int]:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm._watched_group import WatchedGroup
 from weft.comm.shared_memory import BACKEND, shared_memory_group
+from weft.comm.watched_group import WatchedGroup
 from weft.errors import ClusterError
 
 DeviceKind = Literal["auto", "cpu", "cuda"]

@@ -16,10 +16,10 @@ from weft.comm._failure import ErrorCode, Failure
 from weft.comm._failure_table import FailureReport, FailureTable, Reason
 from weft.comm._node import NodeMemory
 from weft.comm._program import Combine, ElementStep, NodeCall, Program, add_up, padded
-from weft.comm._watched_group import close_connections
 from weft.comm.shared_memory._call import GroupFailed
 from weft.comm.shared_memory._failure import explain
 from weft.comm.shared_memory.group import SharedMemoryGroup
+from weft.comm.watched_group import close_connections
 from weft.errors import CollectiveError
 
 _GRACE_SHARE = 0.25

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm._device import forget_meshes
-from weft.comm._watch import TraceCallback, Watch
-from weft.comm._watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
+from weft.comm.watch import TraceCallback, Watch
+from weft.comm.watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
 from weft.errors import CollectiveError, PlanError
 from weft.plan import (
     AXES,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from weft.comm._device import all_gather_single, reduce_scatter_single, runs_on_gloo
 from weft.comm._mesh import GroupView
-from weft.comm._watch import Operation, TraceEvent, num_bytes
-from weft.comm._watched_group import messages_group, watch_of
 from weft.comm.shared_memory import shared_memory_group
+from weft.comm.watch import Operation, TraceEvent, num_bytes
+from weft.comm.watched_group import messages_group, watch_of
 
 _TAG = 0
 """Tag of messages that nobody tells apart: Gloo hands them out in their order."""
@@ -36,7 +36,7 @@ class WorksDone:
     @classmethod
     def of(cls, works: Sequence[dist.Work | None]) -> WorksDone:
         """Leave out operations of which this rank is no part."""
-        return cls(_begun(works))
+        return cls([work for work in works if work is not None])
 
     def __call__(self) -> None:
         for work in self.works:
@@ -85,16 +85,12 @@ class _Exchange:
             self.mine.add_(piece)
 
 
-def _begun(works: Sequence[dist.Work | None]) -> list[dist.Work]:
-    return [work for work in works if work is not None]
-
-
 def start_all_reduce(flat: Tensor, view: GroupView) -> Wait:
     """Sum `flat` in place over the group.  Call on every rank of the group, in one order."""
     if view.group is None:
         return nothing_to_wait_for
     work = dist.all_reduce(flat, group=view.group, async_op=True)
-    return WorksDone(_begun([work]))
+    return WorksDone.of([work])
 
 
 def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView, *, even: bool) -> Wait:
@@ -120,7 +116,7 @@ def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view:
         return start_all_reduce(flat, view)
     start, stop = regions[view.index]
     work = reduce_scatter_single(flat[start:stop], flat, group=view.group, async_op=True)
-    return WorksDone(_begun([work]))
+    return WorksDone.of([work])
 
 
 def start_exchange(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:
@@ -163,7 +159,7 @@ def start_all_gather(flat: Tensor, regions: Sequence[tuple[int, int]], view: Gro
     if even:
         start, stop = regions[view.index]
         work = all_gather_single(flat, flat[start:stop], group=view.group, async_op=True)
-        return WorksDone(_begun([work]))
+        return WorksDone.of([work])
     return traced_as("all_gather", flat, view, lambda: start_broadcasts(flat, regions, view))
 
 
@@ -174,7 +170,7 @@ def start_broadcasts(flat: Tensor, regions: Sequence[tuple[int, int]], view: Gro
         for owner, (start, stop) in enumerate(regions)
         if stop > start
     ]
-    return WorksDone(_begun(works))
+    return WorksDone.of(works)
 
 
 def start_handing_out(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView) -> Wait:

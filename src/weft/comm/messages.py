@@ -35,9 +35,9 @@ from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory
 from weft.comm._program import Combine, Program, combiner, prepare
 from weft.comm._reduce import Wait, nothing_to_wait_for
-from weft.comm._watch import TraceEvent, num_bytes
-from weft.comm._watched_group import messages_group, watch_of
 from weft.comm.shared_memory import shared_memory_group
+from weft.comm.watch import TraceEvent, num_bytes
+from weft.comm.watched_group import messages_group, watch_of
 from weft.errors import CollectiveError
 
 if TYPE_CHECKING:

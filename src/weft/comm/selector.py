@@ -41,7 +41,7 @@ from weft.comm._node import NodeMemory as NodeMemory
 from weft.comm._node import share_node_memory as share_node_memory
 from weft.comm._reduce import Wait
 from weft.comm._share import share_table as share_table
-from weft.comm._watched_group import messages_group
+from weft.comm.watched_group import messages_group
 from weft.errors import CollectiveError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
-from weft.comm._watched_group import WatchedGroup
+from weft.comm.watched_group import WatchedGroup
 
 if TYPE_CHECKING:
     from weft.comm.shared_memory.group import SharedMemoryGroup

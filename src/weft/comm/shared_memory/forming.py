@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from weft.comm._process import Process
 from weft.comm._rendezvous import Rendezvous
-from weft.comm._watched_group import WatchedGroup, gloo_backend
 from weft.comm.shared_memory._handshake import Handshake
 from weft.comm.shared_memory.group import SharedMemoryGroup
+from weft.comm.watched_group import WatchedGroup, gloo_backend
 
 
 def create_group(options: Any, *, use_engine: bool, warns_of_hosts: bool) -> WatchedGroup:

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import GroupView, Wait, nothing_to_wait_for, runs_on_gloo, traced_as
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    works: Sequence[dist.Work]
-
-    def __call__(self) -> None:
-        for work in self.works:
-            work.wait()
+from weft.comm import GroupView, Wait, WorksDone, nothing_to_wait_for, runs_on_gloo, traced_as
 
 
 def part_bounds(length: int, parts: int, multiple: int) -> list[tuple[int, int]]:
@@ -53,7 +43,7 @@ def start_all_to_all(outgoing: Tensor, places: Sequence[tuple[int, int]], incomi
             group=view.group,
             async_op=True,
         )
-        return _Begun([work] if work is not None else [])
+        return WorksDone.of([work])
     return traced_as("all_to_all", outgoing, view, lambda: _start_messages(outgoing, places, incoming, view))
 
 
@@ -65,4 +55,4 @@ def _start_messages(outgoing: Tensor, places: Sequence[tuple[int, int]], incomin
         for i in others
         if places[i][1] > places[i][0]
     ]
-    return _Begun([work for work in works if work is not None])
+    return WorksDone.of(works)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm._untraced import untraced
-from weft.comm._watch import Operation, TraceEvent, Watch, WatchedWork, num_bytes
+from weft.comm.watch import Operation, TraceEvent, Watch, WatchedWork, num_bytes
 
 WATCHED_GLOO = "weft_gloo"
 """The backend's name."""

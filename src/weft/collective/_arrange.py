@@ -29,6 +29,8 @@ class Arrangement:
 
     def __post_init__(self) -> None:
         n = len(self.order)
+        if isinstance(self.order, list):
+            object.__setattr__(self, "order", tuple(self.order))  # for its hash
         if sorted(self.order) != list(range(n)):
             raise CollectiveError(f"order = {list(self.order)} must name each of the ranks 0 to {n - 1} once.")
         if sum(self.nodes) != n or min(self.nodes, default=0) < 1:

@@ -18,12 +18,13 @@ import queue
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -151,9 +152,8 @@ class Messenger:
         went wrong; by default the one of the default group.  `node` carries what algorithms in levels do inside this
         rank's host; close it after the messenger."""
         self.view = view
-        self._node = node
         self._timeout_seconds = _positive(view.timeout_seconds if timeout_seconds is None else timeout_seconds)
-        self._programs: OrderedDict[tuple[object, ...], tuple[Program, Combine | None]] = OrderedDict()
+        self._prepare = lru_cache(_KEPT_PROGRAMS)(partial(_prepare, view, node))  # without this object: no circle
         self._num_jobs = 0
         self.num_messages = 0
         """Messages that this rank was told to send to others until now."""
@@ -245,58 +245,58 @@ class Messenger:
         self, flat: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions
     ) -> tuple[Program, Combine | None]:
         """Make ready what a call needs, or find it where the same was called before."""
-        op = options.get("op", dist.ReduceOp.SUM)
-        arrangement, regions = options.get("arrangement"), options.get("regions")
-        root, servers = options.get("root", 0), options.get("servers", 1)
-        given = options.get("pieces")
-        pieces = _pieces(flat.numel() * flat.element_size()) if given is None else given
-        key = (
-            flat.numel(), flat.dtype, op, collective, algorithm, root, pieces, servers,
-            None if regions is None else tuple(regions),
-            None if arrangement is None else (tuple(arrangement.order), arrangement.nodes, arrangement.shape),
-        )  # fmt: skip
-        if key in self._programs:
-            self._programs.move_to_end(key)
-            return self._programs[key]
-        combine = combiner(op, flat.dtype) if collective in ("all_reduce", "reduce_scatter") else None
-        prepared = self._program(flat, collective, algorithm, combine, options, pieces), combine
-        self._programs[key] = prepared
-        if len(self._programs) > _KEPT_PROGRAMS:
-            self._programs.popitem(last=False)
-        return prepared
-
-    def _program(
-        self,
-        flat: Tensor,
-        collective: Collective,
-        algorithm: str,
-        combine: Combine | None,
-        options: CollectiveOptions,
-        pieces: int,
-    ) -> Program:
-        """All that this rank does: over the memory of its node as well, where that carries the collective."""
-        n, me = self.view.size, self.view.index
-        arrangement, root, regions = options.get("arrangement"), options.get("root", 0), options.get("regions")
-        moves = build_schedule(
-            algorithm,
+        pieces, regions = options.get("pieces"), options.get("regions")
+        return self._prepare(
+            flat.numel(),
+            flat.dtype,
             collective,
-            me,
-            n,
-            arrangement=arrangement,
-            root=root,
-            pieces=pieces,
+            algorithm,
+            op=options.get("op", dist.ReduceOp.SUM),
+            arrangement=options.get("arrangement"),
+            root=options.get("root", 0),
+            pieces=_pieces(flat.numel() * flat.element_size()) if pieces is None else pieces,
             servers=options.get("servers", 1),
-            shares_node=self._node is not None and self._node.carries(arrangement, flat.dtype, combine),
+            regions=None if regions is None else tuple(regions),
         )
-        if regions is not None:
-            _check_regions(regions, flat.numel(), n, collective)
-        bounds = moves.bounds(flat.numel()) if regions is None else moves.bounds_of_regions(regions)
-        if collective == "all_to_all" and len({stop - start for start, stop in _edges(bounds, n)}) > 1:
-            raise CollectiveError(
-                f"all_to_all in place needs regions of one size: {flat.numel()} elements do not divide by {n} ranks. "
-                f"Pad the tensor to {-(-flat.numel() // n) * n}."
-            )
-        return prepare(moves, bounds, flat.element_size())
+
+
+def _prepare(
+    view: GroupView,
+    node: NodeMemory | None,
+    length: int,
+    dtype: torch.dtype,
+    collective: Collective,
+    algorithm: str,
+    *,
+    op: dist.ReduceOp.RedOpType,
+    arrangement: Arrangement | None,
+    root: int,
+    pieces: int,
+    servers: int,
+    regions: tuple[tuple[int, int], ...] | None,
+) -> tuple[Program, Combine | None]:
+    """All that this rank does: over the memory of its node as well, where that carries the collective."""
+    combine = combiner(op, dtype) if collective in ("all_reduce", "reduce_scatter") else None
+    moves = build_schedule(
+        algorithm,
+        collective,
+        view.index,
+        view.size,
+        arrangement=arrangement,
+        root=root,
+        pieces=pieces,
+        servers=servers,
+        shares_node=node is not None and node.carries(arrangement, dtype, combine),
+    )
+    if regions is not None:
+        _check_regions(regions, length, view.size, collective)
+    bounds = moves.bounds(length) if regions is None else moves.bounds_of_regions(regions)
+    if collective == "all_to_all" and len({stop - start for start, stop in _edges(bounds, view.size)}) > 1:
+        raise CollectiveError(
+            f"all_to_all in place needs regions of one size: {length} elements do not divide by {view.size} ranks. "
+            f"Pad the tensor to {-(-length // view.size) * view.size}."
+        )
+    return prepare(moves, bounds, dtype.itemsize), combine
 
 
 @dataclass(frozen=True, slots=True)

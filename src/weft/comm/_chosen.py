@@ -76,36 +76,36 @@ class ChosenCollectives(Collectives):
 
     def start_all_reduce(self, flat: Tensor, *, by: str | None = None) -> Wait:
         """Sum `flat` in place over the group.  `by` overrides the choice, here and below."""
-        way = self._way("all_reduce", flat, by)
-        if way is None or way in BUILT_IN:
+        algorithm = self._algorithm("all_reduce", flat, by)
+        if algorithm is None or algorithm in BUILT_IN:
             return super().start_all_reduce(flat)
-        return self._messages().start(flat, "all_reduce", way, arrangement=self._place)
+        return self._messages().start(flat, "all_reduce", algorithm, arrangement=self._place)
 
     def start_reduce_scatter(
         self, flat: Tensor, regions: Sequence[tuple[int, int]], *, even: bool, by: str | None = None
     ) -> Wait:
-        way = self._way("reduce_scatter", flat, by)
-        if way is None or (way == "backend" and self._is_shared):
+        algorithm = self._algorithm("reduce_scatter", flat, by)
+        if algorithm is None or (algorithm == "backend" and self._is_shared):
             return super().start_reduce_scatter(flat, regions, even=even)
-        if way == "exchange":
+        if algorithm == "exchange":
             return start_exchange(flat, regions, self.view)
-        if way == "backend" or not defines(way, "reduce_scatter"):
-            return traced_as("reduce_scatter", flat, self.view, lambda: self.start_all_reduce(flat, by=way))
-        return self._messages().start(flat, "reduce_scatter", way, regions=regions, arrangement=self._place)
+        if algorithm == "backend" or not defines(algorithm, "reduce_scatter"):
+            return traced_as("reduce_scatter", flat, self.view, lambda: self.start_all_reduce(flat, by=algorithm))
+        return self._messages().start(flat, "reduce_scatter", algorithm, regions=regions, arrangement=self._place)
 
     def start_all_gather(
         self, flat: Tensor, regions: Sequence[tuple[int, int]], *, even: bool, by: str | None = None
     ) -> Wait:
-        way = self._way("all_gather", flat, by)
-        if way is None or (way == "backend" and self._is_shared):
+        algorithm = self._algorithm("all_gather", flat, by)
+        if algorithm is None or (algorithm == "backend" and self._is_shared):
             return super().start_all_gather(flat, regions, even=even)
-        if way == "exchange" or not defines(way, "all_gather"):
+        if algorithm == "exchange" or not defines(algorithm, "all_gather"):
             return start_handing_out(flat, regions, self.view)
-        if way == "backend":
+        if algorithm == "backend":
             return _start_backend_gather(flat, regions, self.view, even=even)
-        return self._messages().start(flat, "all_gather", way, regions=regions, arrangement=self._place)
+        return self._messages().start(flat, "all_gather", algorithm, regions=regions, arrangement=self._place)
 
-    def _way(self, collective: Collective, flat: Tensor, by: str | None) -> str | None:
+    def _algorithm(self, collective: Collective, flat: Tensor, by: str | None) -> str | None:
         return by if by is not None else self._choose(collective, flat.numel() * flat.element_size())
 
     def _messages(self) -> Messenger:

@@ -116,26 +116,25 @@ def bits(nodes: tuple[int, ...]) -> list[list[int]]:
     view = world_view()
     place, node = given(nodes)
     generator = torch.Generator().manual_seed(view.index)
+    tensors = {name: torch.randn(9_999, generator=generator) for name in NAMES}
+    over_memory: dict[str, torch.Tensor] = {}
     found: list[list[int]] = []
     with Messenger(view, node=node) as messenger:
-        for name in NAMES:
-            tensor = torch.randn(9_999, generator=generator)
-            over_memory = messenger.run(tensor.clone(), "all_reduce", name, arrangement=place)
-            before = messenger.num_messages
-            messenger._node = None
-            messenger._programs.clear()
-            by_messages = messenger.run(tensor.clone(), "all_reduce", name, arrangement=place)
-            messenger._node = node
-            messenger._programs.clear()
-            assert torch.equal(over_memory, by_messages), name
-            assert messenger.num_messages > before
-            found.append(over_memory.view(torch.int32).tolist())
+        for name, tensor in tensors.items():
+            over_memory[name] = messenger.run(tensor.clone(), "all_reduce", name, arrangement=place)
+            found.append(over_memory[name].view(torch.int32).tolist())
             narrow = tensor.bfloat16()
             exact = narrow.double()
             dist.all_reduce(exact)
             messenger.run(narrow, "all_reduce", name, arrangement=place)
             assert (narrow.double() - exact).abs().max() < 0.3
             found.append(narrow.view(torch.int16).tolist())
+    with Messenger(view) as messenger:
+        for name, tensor in tensors.items():
+            before = messenger.num_messages
+            by_messages = messenger.run(tensor.clone(), "all_reduce", name, arrangement=place)
+            assert torch.equal(over_memory[name], by_messages), name
+            assert messenger.num_messages > before
     if node is not None:
         node.close()
     return found

@@ -18,43 +18,36 @@ import torch.distributed as dist
 from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, known_machine
 from weft.description import facts_of
-from weft.engine import TrainingState
 from weft.entry._auto import describe_recipe
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
+from weft.entry._one_process import OneProcess
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer, RankError, launch_function, open_fork_server
-from weft.models import Blueprint
 from weft.numerics import (
     EXACT,
     REMOVABLE,
-    STEPS,
     CheckCase,
     Comparison,
     Contributions,
     Evidence,
+    Inside,
     Outputs,
-    PlainLoop,
     SmallCase,
     Trial,
     TrialResult,
-    comparable,
     compare_results,
     contributions,
     first_different,
     join_trials,
     likely_cause,
-    one_process,
     outputs_file,
-    perturb_constants,
     read_trial,
-    run_trial,
     shrink_case,
     without,
-    without_dropout,
 )
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, dump_plan, load_plan
-from weft.recipe import Precision, Recipe, dump_recipe, load_recipe
+from weft.recipe import Recipe, dump_recipe, load_recipe
 from weft.search import choose_plan
 from weft.techniques.registry import exact
 from weft.worker import facts_of_blueprint
@@ -138,7 +131,7 @@ def check_by(
         small = shrink_case(recipe, plan, facts, processes=processes, folder=folder, memory_bytes=budget)
         lines = [*describe_case(recipe, plan, facts, small, _fitting(small))]
         lines += [f"          {line}" for line in left_out]
-        comparisons, failure = _compare_cases(_Runs(small, folder, launch), _cases(plan), explain)
+        comparisons, failure = _compare_cases(_Runs.of(small, folder, launch), _cases(plan), explain)
     return CheckReport(
         plan=small.plan,
         lines=tuple(lines),
@@ -199,6 +192,12 @@ class _Runs:
     small: SmallCase
     folder: Path
     launch: Launch
+    alone: OneProcess
+    """What they are compared with."""
+
+    @classmethod
+    def of(cls, small: SmallCase, folder: Path, launch: Launch, inside: Inside = "wide") -> _Runs:
+        return cls(small, folder, launch, OneProcess.of(small, inside))
 
     def ranks(self, cases: Sequence[CheckCase], *, watch: bool = False) -> None:
         """Run the cases on the plan's world, in fresh processes that are started once."""
@@ -210,6 +209,7 @@ class _Runs:
                 "label_range": self.small.label_range,
                 "folder": str(self.folder),
                 "watch": watch,
+                "inside": self.alone.inside,
             },
             self.small.plan.mesh.world_size,
         )
@@ -219,36 +219,6 @@ class _Runs:
         world_size = self.small.plan.mesh.world_size
         return [read_trial(case.trial_file(self.folder, rank)) for rank in range(world_size)]
 
-    def build(self) -> Blueprint:
-        """The small model, with no parameter that starts constant."""
-        return perturb_constants(build_blueprint(self.small.recipe))
-
-    def one_process(
-        self,
-        precision: Precision,
-        build: Callable[[], Blueprint] | None = None,
-        *,
-        steps: int = STEPS,
-        inspect: Callable[[TrainingState], None] | None = None,
-    ) -> TrialResult:
-        """Train without axes and techniques in this process, the whole batch in one microbatch."""
-        plan = one_process(CheckCase(precision).plan(self.small.plan))
-        label_range = self.small.label_range
-        trial = run_trial(
-            self.small.recipe, plan, build or self.build, steps=steps, label_range=label_range, inspect=inspect
-        )
-        return join_trials([trial], plan)
-
-    def against_plain_torch(self) -> Comparison | None:
-        """One process beside a loop without Weft's engine, dropout left out; None where torch has no such loop."""
-        build = without_dropout(self.build)
-        blueprint = build()
-        if any(isinstance(module, torch.nn.Embedding) and module.sparse for module in blueprint.module.modules()):
-            return None  # torch clips and steps no sparse gradients
-        candidate = self.one_process("fp64", build)
-        loop = PlainLoop(recipe=self.small.recipe, plan=self.small.plan, label_range=self.small.label_range)
-        reference = loop.run(blueprint, candidate.initial)
-        return compare_results(reference, comparable(candidate, loop.steps), precision="fp64")
 
     def first_wrong_output(self) -> str:
         """The first module of the forward that returns something else than in one process; empty: none is known."""
@@ -259,7 +229,7 @@ class _Runs:
         except WeftError:
             return ""
         outputs = Outputs()
-        self.one_process("fp64", steps=0, inspect=outputs.watch)
+        self.alone.run("fp64", steps=0, inspect=outputs.watch)
         difference = first_different(outputs.by_module, Outputs.read(outputs_file(self.folder)).by_module)
         if difference is None:
             return ""
@@ -269,29 +239,36 @@ class _Runs:
     def taken_apart(self) -> Contributions:
         """The first step's gradient in one process, by data rank."""
         plan = EXACT.plan(self.small.plan)
-        return contributions(self.small.recipe, plan, self.build, label_range=self.small.label_range)
+        return contributions(self.small.recipe, plan, self.alone.build, label_range=self.small.label_range)
 
     def comparison(
         self, case: CheckCase, exact: TrialResult | None, order: Sequence[str] = ()
     ) -> tuple[Comparison, TrialResult]:
         """Compare what the ranks left of a case with one process, which is returned, too."""
-        reference = self.one_process(case.precision)
+        alone = self.alone
+        reference = alone.exact if case == EXACT else alone.run(case.precision, inside="as written")
         candidate = join_trials(self.trials(case), self.small.plan)
-        comparison = compare_results(reference, candidate, precision=case.precision, exact=exact, order=order)
-        return replace(comparison, precision=str(case)), reference
+        nudged = alone.nudged if case == EXACT else None
+        comparison = compare_results(
+            reference, candidate, precision=case.precision, exact=exact, nudged=nudged, order=order
+        )
+        rounds = alone.rounds if case == EXACT else ""
+        return replace(comparison, precision=str(case), rounds_inside=rounds), reference
 
 
 def _compare_cases(
     runs: _Runs, cases: Sequence[CheckCase], explain: bool
 ) -> tuple[list[Comparison], CheckFailure | None]:
     """Run all cases and compare until one is not equal; first of all, one process itself."""
-    plain = runs.against_plain_torch()
+    plain = runs.alone.against_plain_torch()
     if plain is not None and not plain.is_equal:
         cause = "one process of Weft does not compute what plain PyTorch does, whatever the plan"
         return [plain], _first_of(plain, cause, ())
     try:
         runs.ranks(cases)
     except RankError as error:
+        if runs.alone.inside == "wide" and _is_about_types(error):
+            return _compare_cases(_Runs.of(runs.small, runs.folder, runs.launch, "as written"), cases, explain)
         _, needs = _needed(runs) if explain else (runs, ())
         return [], CheckFailure(precision="fp64", mismatch=None, others=0, cause=str(error), needs=needs)
     comparisons: list[Comparison] = []
@@ -303,6 +280,11 @@ def _compare_cases(
         if not comparison.is_equal:
             return comparisons, _failure(runs, comparison, case, explain)
     return comparisons, None
+
+
+def _is_about_types(error: RankError) -> bool:
+    """Whether ranks may have stopped because a cast that they need was left out."""
+    return any(word in str(error) for word in ("dtype", "Double", "float64", "double"))
 
 
 def _failure(runs: _Runs, comparison: Comparison, case: CheckCase, explain: bool) -> CheckFailure:
@@ -352,20 +334,20 @@ def _needed(runs: _Runs) -> tuple[_Runs, tuple[str, ...]]:
     """
     deadline = time.monotonic() + _SEARCH_SECONDS
     needed: list[str] = []
-    small = runs.small
     for technique in REMOVABLE:
-        simpler = without(technique, small.recipe, small.plan, runs.folder)
+        simpler = without(technique, runs.small.recipe, runs.small.plan, runs.folder)
         if simpler is None:
             continue
         if time.monotonic() > deadline:
             needed.append(f"{technique} (not tried)")
             continue
-        case = replace(small, recipe=simpler[0], plan=simpler[1])
-        if _still_differs(replace(runs, small=case)):
-            small = case
+        case = replace(runs.small, recipe=simpler[0], plan=simpler[1])
+        simplified = _Runs.of(case, runs.folder, runs.launch, runs.alone.inside)
+        if _still_differs(simplified):
+            runs = simplified
         else:
             needed.append(technique)
-    return replace(runs, small=small), tuple(needed)
+    return runs, tuple(needed)
 
 
 def _still_differs(runs: _Runs) -> bool:

@@ -59,7 +59,8 @@ class CheckReport:
                 f", {comparison.largest['gradient']:.1e} in {comparison.precision}" for comparison in rounded
             )
             line = f"gradients equal one process: largest relative difference {text}{rest}  ({self.seconds:.1f} s)"
-            return [_labelled("check", line)]
+            rounds = f"{exact.rounds_inside}, which sets the limits in fp64" if exact.rounds_inside else ""
+            return [_labelled("check", line), *([_labelled("", rounds)] if rounds else [])]
         first, *others = self._why()
         return [_labelled("check", first), *(_labelled("", line) for line in others)]
 
@@ -72,7 +73,9 @@ class CheckReport:
         else:
             name = mismatch.name if mismatch.name.startswith("step ") else f"of {mismatch.name}"
             what = f"{mismatch.kind} {name} differs from one process by {mismatch.relative:.1e}"
-            limit = f"the limit in {failure.precision} is {mismatch.limit:.0e}"
+            inside = self.comparisons[-1].rounds_inside
+            why = f", because {inside}" if inside else ""
+            limit = f"the limit in {failure.precision} is {mismatch.limit:.0e}{why}"
             rest = f"; {failure.others} more differ" if failure.others else ""
             yield f"{what} ({limit}){rest}  ({self.seconds:.1f} s)"
             if failure.cause:
@@ -108,6 +111,7 @@ def _comparison_json(comparison: Comparison) -> dict[str, Json]:
         "equal": comparison.is_equal,
         "gradients": comparison.num_gradients,
         "largest_gradient": comparison.largest_gradient,
+        "rounds_inside": comparison.rounds_inside,
         "largest": {kind: _number(value) for kind, value in comparison.largest.items()},
     }
 

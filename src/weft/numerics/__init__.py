@@ -18,6 +18,7 @@ from weft.numerics._isolate import REMOVABLE as REMOVABLE
 from weft.numerics._isolate import without as without
 from weft.numerics._outputs import Outputs as Outputs
 from weft.numerics._outputs import first_different as first_different
+from weft.numerics._perturb import nudge_weights as nudge_weights
 from weft.numerics._perturb import perturb_constants as perturb_constants
 from weft.numerics._plain import PlainLoop as PlainLoop
 from weft.numerics._plain import comparable as comparable
@@ -33,6 +34,7 @@ from weft.numerics._shrink import SmallCase as SmallCase
 from weft.numerics._shrink import shrink_case as shrink_case
 from weft.numerics._stored import read_trial as read_trial
 from weft.numerics._stored import write_trial as write_trial
+from weft.numerics._trial import Inside as Inside
 from weft.numerics._trial import Trial as Trial
 from weft.numerics._trial import one_process as one_process
 from weft.numerics._trial import run_trial as run_trial

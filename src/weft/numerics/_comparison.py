@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from weft.plan import Plan
 Quantity = Literal["initial weight", "loss", "gradient", "gradient norm", "weight", "buffer", "validation loss"]
 """What can differ, in the order in which a step makes it."""
 
+_QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 _MADE: tuple[Quantity, ...] = ("initial weight", "loss", "gradient", "gradient norm")
 """What the first step makes, in order."""
 _NOISE_FACTOR = 4.0
@@ -59,6 +60,8 @@ class Comparison:
     largest_gradient: str
     """Name of the parameter whose gradient differs most."""
     num_gradients: int
+    rounds_inside: str = ""
+    """In fp64: what the model takes to a narrower type by itself, which sets the limits."""
     mismatches: tuple[Mismatch, ...]
     """Ordered by `Quantity`, then as the forward meets them; empty: equal to one process."""
 
@@ -89,6 +92,7 @@ def compare_results(
     *,
     precision: str,
     exact: TrialResult | None = None,
+    nudged: TrialResult | None = None,
     order: Sequence[str] = (),
 ) -> Comparison:
     """Compare what a plan computed with what one process did.
@@ -98,22 +102,19 @@ def compare_results(
     more; gradients that are zero in exact arithmetic and weights after the steps (which an optimizer such as Adam
     moves by the sign of a rounding error) are not judged there, the loss curve that they make is.
 
+    `nudged`, in fp64, is one process whose weights were moved by a rounding of what the model computes in inside
+    (`nudge_weights`): where rounding cannot be kept out of a model, a plan may differ by four times what that does.
+
     `order` lists parameters as the forward meets them.
     """
-    limits = _Limits(reference, exact, precision)
-    differences: dict[Quantity, dict[str, float]] = {
-        "initial weight": _tensors(reference.initial, candidate.initial, lambda name: exact is None),
-        "loss": _steps(reference.losses, candidate.losses),
-        "gradient": _tensors(reference.gradients, candidate.gradients, lambda name: name not in limits.unjudged),
-        "gradient norm": _steps(reference.norms, candidate.norms),
-        "weight": _tensors(
-            reference.state, candidate.state, lambda name: exact is None and not name.startswith("buffer/")
-        ),
-        "buffer": _tensors(reference.state, candidate.state, lambda name: exact is None and name.startswith("buffer/")),
-        "validation loss": _steps([reference.validation], [candidate.validation]),
-    }
+    limits = _Limits(reference, exact, nudged, precision)
+    differences = _distances(reference, candidate, lambda name: name not in limits.unjudged)
+    if exact is None:
+        differences["initial weight"] = _tensors(reference.initial, candidate.initial, lambda name: True)
+        differences |= _state_distances(reference, candidate)
     mismatches: list[Mismatch] = []
-    for kind, values in differences.items():
+    for kind in _QUANTITIES:
+        values = differences.get(kind, {})
         for name in sorted(values, key=lambda name: _position(name, order)):
             limit = limits.of(kind, name)
             if not values[name] <= limit:
@@ -123,7 +124,7 @@ def compare_results(
     gradients = differences["gradient"]
     return Comparison(
         precision=precision,
-        largest={kind: max(values.values(), default=0.0) for kind, values in differences.items()},
+        largest={kind: max(differences.get(kind, {}).values(), default=0.0) for kind in _QUANTITIES},
         largest_gradient=max(gradients, key=lambda name: gradients[name], default=""),
         num_gradients=len(gradients),
         mismatches=tuple(mismatches),
@@ -168,25 +169,45 @@ def _steps(reference: Sequence[float], candidate: Sequence[float]) -> dict[str, 
     return values
 
 
+def _distances(
+    one: TrialResult, other: TrialResult, is_compared: Callable[[str], bool]
+) -> dict[Quantity, dict[str, float]]:
+    """Differences in all that every precision is judged by."""
+    return {
+        "loss": _steps(one.losses, other.losses),
+        "gradient": _tensors(one.gradients, other.gradients, is_compared),
+        "gradient norm": _steps(one.norms, other.norms),
+        "validation loss": _steps([one.validation], [other.validation]),
+    }
+
+
+def _state_distances(one: TrialResult, other: TrialResult) -> dict[Quantity, dict[str, float]]:
+    """Differences in what the steps leave."""
+    return {
+        "weight": _tensors(one.state, other.state, lambda name: not name.startswith("buffer/")),
+        "buffer": _tensors(one.state, other.state, lambda name: name.startswith("buffer/")),
+    }
+
+
 class _Limits:
     """How far a plan may be from one process."""
 
-    def __init__(self, reference: TrialResult, exact: TrialResult | None, precision: str) -> None:
+    def __init__(
+        self, reference: TrialResult, exact: TrialResult | None, nudged: TrialResult | None, precision: str
+    ) -> None:
         self._law = TOLERANCES.get(precision, 0.0)
         self._noise: dict[Quantity, dict[str, float]] = {}
         self.unjudged: frozenset[str] = frozenset()
         """Gradients that are nothing but rounding noise in this precision."""
+        if nudged is not None:
+            self._noise = _distances(nudged, reference, lambda name: True)
+            self._noise |= _state_distances(nudged, reference)
         if exact is None:
             return
         norms = {name: float(tensor.double().norm()) for name, tensor in exact.gradients.items()}
         whole = math.sqrt(sum(norm * norm for norm in norms.values()))
         self.unjudged = frozenset(name for name, norm in norms.items() if norm <= _NOTHING * whole)
-        self._noise = {
-            "loss": _steps(exact.losses, reference.losses),
-            "gradient": _tensors(exact.gradients, reference.gradients, lambda name: name not in self.unjudged),
-            "gradient norm": _steps(exact.norms, reference.norms),
-            "validation loss": _steps([exact.validation], [reference.validation]),
-        }
+        self._noise = _distances(exact, reference, lambda name: name not in self.unjudged)
 
     def of(self, kind: Quantity, name: str) -> float:
         noise = self._noise.get(kind)

@@ -7,29 +7,53 @@ in the first step, and its gradient too.  A check therefore moves such parameter
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from weft.models import Blueprint
+from weft.recipe import Precision
 
 _SPREAD = 0.1
+_LAST_DIGIT: Mapping[Precision, float] = {"fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
+"""Distance from 1 to the next number."""
 
 
 def perturb_constants(blueprint: Blueprint) -> Blueprint:
     """Return the blueprint with noise on every parameter that would start constant, the same under every plan."""
+    return _after_drawing(blueprint, _stir)
+
+
+def nudge_weights(blueprint: Blueprint, precision: Precision) -> Blueprint:
+    """Return the blueprint with every weight moved by its last digit in `precision`, up or down, without rounding it.
+
+    In fp64 that shows how far a rounding inside of the model carries.
+    """
+
+    @torch.no_grad()
+    def nudge(parameter: Tensor, generator: torch.Generator | None) -> None:
+        if parameter.is_floating_point():
+            signs = torch.randint(2, parameter.shape, generator=generator).mul_(2).sub_(1)
+            parameter.mul_(1 + signs * _LAST_DIGIT[precision])
+
+    return _after_drawing(blueprint, nudge)
+
+
+def _after_drawing(blueprint: Blueprint, change: Callable[[Tensor, torch.Generator | None], None]) -> Blueprint:
+    """Change every parameter once it has its initial weights, in the same way under every plan."""
     original = blueprint.initialise
     if original is None:
         for name, parameter in blueprint.module.named_parameters():
             digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-            _stir(parameter, torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1))
+            change(parameter, torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1))
         return blueprint
 
     def initialise(name: str, module: nn.Module) -> None:
         original(name, module)
         for parameter in module.parameters(recurse=False):
-            _stir(parameter, None)  # from the default generator, which is seeded for this module
+            change(parameter, None)  # from the default generator, which is seeded for this module
 
     return replace(blueprint, initialise=initialise)
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from weft.models import Batch, Blueprint
 from weft.numerics._comparison import TrialResult
 from weft.numerics._plain_optimizers import plain_optimizer
-from weft.numerics._trial import one_process
+from weft.numerics._trial import Inside, one_process
 from weft.numerics._trial_data import TrialData
+from weft.numerics._wide import KeptWide
 from weft.parallel import ModelLayout, ParameterLayout, keyed_alone, materialise
 from weft.plan import Plan
 from weft.recipe import Recipe, group_parameters, learning_rate
@@ -30,6 +31,7 @@ class PlainLoop:
     recipe: Recipe
     plan: Plan
     label_range: int | None
+    inside: Inside = "wide"
 
     @property
     def steps(self) -> int:
@@ -55,8 +57,9 @@ class PlainLoop:
         for step in range(self.steps):
             (batch,) = data.microbatches(step)
             module.zero_grad()
-            total, count = run(_inputs(blueprint, batch), batch, step)
-            (total / count).backward()
+            with KeptWide(watches_only=self.inside != "wide"):
+                total, count = run(_inputs(blueprint, batch), batch, step)
+                (total / count).backward()
             if step == 0:
                 scale = float(count) / self.recipe.batch.global_batch_size
                 gradients = {f"gradient/{name}": _gradient(p) * scale for name, p in trained.items()}

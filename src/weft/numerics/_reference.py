@@ -15,6 +15,7 @@ from weft.models import Blueprint
 from weft.numerics._differences import assemble
 from weft.numerics._trial import first_gradients, one_process
 from weft.numerics._trial_data import TrialData
+from weft.numerics._wide import KeptWide
 from weft.plan import Plan
 from weft.recipe import Recipe
 from weft.record import Recorder
@@ -47,7 +48,8 @@ def contributions(
         parts.append({})
         totals.append([])
         for microbatch in data.microbatches(0):
-            pieces, total = first_gradients(training, recipe, [microbatch])
+            with KeptWide():
+                pieces, total = first_gradients(training, recipe, [microbatch])
             totals[-1].append((float(total.sum), float(total.count)))
             gradients = {name.partition("/")[2]: tensor for name, tensor in assemble([pieces]).items()}
             parts[-1] = {name: parts[-1].get(name, 0.0) + gradient for name, gradient in gradients.items()}

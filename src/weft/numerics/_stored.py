@@ -28,6 +28,7 @@ def write_trial(path: Path, trial: Trial) -> None:
         "validation": trial.validation,
         "launched": [[[*kind, count] for kind, count in counts.items()] for counts in trial.launched],
         "unused": trial.unused,
+        "narrowed": dict(trial.narrowed),
     }
     for kind in _LISTS:
         pieces: Sequence[Piece] = getattr(trial, kind)
@@ -57,6 +58,7 @@ def read_trial(path: Path) -> Trial:
         validation=header["validation"],
         launched=[Counter({(a, o, size): count for a, o, size, count in counts}) for counts in header["launched"]],
         unused=header["unused"],
+        narrowed=header["narrowed"],
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -13,9 +15,10 @@ from weft.engine import TrainingState, create_training
 from weft.events import StepEvent
 from weft.models import Batch, Blueprint
 from weft.numerics._trial_data import TrialData
+from weft.numerics._wide import KeptWide
 from weft.parallel import LossTotals, Piece, shard_pieces
 from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, DataParallelPlan, MicrobatchPlan, Plan
-from weft.recipe import Recipe, learning_rate
+from weft.recipe import Precision, Recipe, learning_rate
 from weft.record import Recorder
 from weft.techniques.registry import TECHNIQUES
 
@@ -39,6 +42,13 @@ class Trial:
     """How often each (axis, operation, bytes) was launched: for the gradients of the first step, then by each step."""
     unused: list[bool]
     """Whether some parameter took no part on some rank, by step."""
+    narrowed: Mapping[str, Precision]
+    """Of a trial in fp64: operators that rounded to less all the same, and to what."""
+
+
+Inside = Literal["wide", "as written"]
+"""What becomes of casts inside a model in fp64: `wide` ignores those that would narrow, because rounding inside would
+hide whether two plans agree."""
 
 
 def one_process(plan: Plan) -> Plan:
@@ -64,11 +74,12 @@ def run_trial(
     label_range: int | None = None,
     mesh: Mesh | None = None,
     inspect: Callable[[TrainingState], None] | None = None,
+    inside: Inside = "wide",
 ) -> Trial:
     """Train `steps` steps on trial data and return what this rank saw.  Call on every rank of the plan's world.
 
     `mesh` is that of an earlier trial under the same axes, whose groups are used again.  `inspect` sees the model
-    before the first forward.
+    before the first forward.  `inside` is for plans in fp64 that compile nothing.
     """
     if mesh is None:
         mesh = Mesh(plan.mesh, device if device is not None else torch.device("cpu"))
@@ -79,14 +90,16 @@ def run_trial(
     if inspect is not None:
         inspect(training)
     initial = _model_state(training)
-    gradients = _first_gradients(training, recipe, data)
-    launched = [recorder.collectives.take_launched()]
+    kept = KeptWide(watches_only=inside != "wide")
     results: list[StepEvent] = []
-    for step in range(steps):
-        rate = learning_rate(recipe, step)
-        results.append(training.stepper(data.microbatches(step), step=step, learning_rate=rate))
-        launched.append(recorder.collectives.take_launched())
-    totals = training.model.runner.evaluate(data.microbatches(0), step=0, seed=recipe.run.seed)
+    with kept if plan.compute.precision == "fp64" and not plan.compute.compile else nullcontext():
+        gradients = _first_gradients(training, recipe, data)
+        launched = [recorder.collectives.take_launched()]
+        for step in range(steps):
+            rate = learning_rate(recipe, step)
+            results.append(training.stepper(data.microbatches(step), step=step, learning_rate=rate))
+            launched.append(recorder.collectives.take_launched())
+        totals = training.model.runner.evaluate(data.microbatches(0), step=0, seed=recipe.run.seed)
     state = _model_state(training)
     training.close()
     return Trial(
@@ -98,6 +111,7 @@ def run_trial(
         state=state,
         launched=launched,
         unused=[result.some_unused for result in results],
+        narrowed=kept.narrowed,
     )
 
 

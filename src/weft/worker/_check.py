@@ -9,7 +9,7 @@ import torch
 from weft.blueprint import build_blueprint
 from weft.comm import Mesh
 from weft.launch import RankInfo, initialise_distributed
-from weft.numerics import STEPS, CheckCase, Outputs, outputs_file, perturb_constants, run_trial, write_trial
+from weft.numerics import STEPS, CheckCase, Inside, Outputs, outputs_file, perturb_constants, run_trial, write_trial
 from weft.plan import parse_plan
 from weft.recipe import Precision, parse_recipe
 
@@ -28,10 +28,11 @@ def run_rank(
     label_range: int | None,
     folder: str,
     watch: bool,
+    inside: Inside,
 ) -> None:
     """Run the cases (precision, whether to compile) of a plan; `recipe` and `plan` are TOML.
 
-    With `watch`, rank 0 also leaves what its modules return.
+    With `watch`, rank 0 also leaves what its modules return.  `inside`: what becomes of the model's casts in fp64.
     """
     what, how = parse_recipe(recipe), parse_plan(plan)
     torch.set_num_threads(how.compute.num_threads)
@@ -50,6 +51,7 @@ def run_rank(
                 label_range=label_range,
                 mesh=mesh,
                 inspect=outputs.watch if watch else None,
+                inside=inside,
             )
             write_trial(case.trial_file(Path(folder), rank_info.rank), trial)
         if watch and rank_info.rank == 0:

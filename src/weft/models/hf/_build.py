@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 
 from weft.errors import RecipeError
 from weft.families import family_of
@@ -146,7 +145,6 @@ def _construct(transformers: Any, config: Any, task: str) -> Any:
     model.train()
     if has_plain_masks:
         add_masks(model, causal=task == "causal_lm")
-    _widen_norms(model)
     return model
 
 
@@ -173,27 +171,6 @@ def _attention_notes(config: Any) -> list[str]:
         f'a {config.model_type} takes no attention but its own: it runs with that of transformers ("{implementation}"),'
         " whatever is fused elsewhere"
     ]
-
-
-def _widen_norms(model: nn.Module) -> None:
-    """Let Llama's kind of norm compute in fp64 when its input is, where transformers always takes fp32.
-
-    In fp32, bf16 and fp16 nothing changes.  In fp64, the rounding inside would hide whether two plans agree.
-    """
-    classes: dict[type[nn.Module], type[nn.Module]] = {}
-    for module in model.modules():
-        kind = type(module)
-        if kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            if kind not in classes:
-                body = {"forward": _wide_rms_norm, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-                classes[kind] = type(kind.__name__, (kind,), body)
-            module.__class__ = classes[kind]
-
-
-def _wide_rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
-    wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
-    return self.weight * scaled.to(hidden_states.dtype)
 
 
 def _initialiser(model: Any, weights: SafetensorsFolder) -> tuple[Initialiser, list[str]]:

@@ -62,7 +62,8 @@ class OneProcess:
             coarsest = max(trial.narrowed.values(), key=("fp32", "fp16", "bf16").index)
             build = partial(_nudged, small, coarsest)
             nudged = join_trials([_trial_alone(small, plan, build, inside=inside)], plan)
-            rounds = f"{' and '.join(trial.narrowed)} round to {coarsest} inside the model"
+            verb = "rounds" if len(trial.narrowed) == 1 else "round"
+            rounds = f"{' and '.join(trial.narrowed)} {verb} to {coarsest} inside the model"
         exact = join_trials([trial], plan)
         return cls(small=small, inside=inside, exact=exact, nudged=nudged, rounds=rounds)
 

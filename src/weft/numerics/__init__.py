@@ -39,3 +39,4 @@ from weft.numerics._trial import Trial as Trial
 from weft.numerics._trial import one_process as one_process
 from weft.numerics._trial import run_trial as run_trial
 from weft.numerics._trial_data import TrialData as TrialData
+from weft.numerics._wide import KeptWide as KeptWide

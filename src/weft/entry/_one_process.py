@@ -41,7 +41,7 @@ class OneProcess:
     small: SmallCase
     inside: Inside
     exact: TrialResult
-    """In fp64."""
+    """What it computed in fp64."""
     nudged: TrialResult | None
     """The same with weights moved by a rounding, where rounding inside could not be kept out; it sets the limits."""
     rounds: str

@@ -61,7 +61,7 @@ class Comparison:
     """Name of the parameter whose gradient differs most."""
     num_gradients: int
     rounds_inside: str = ""
-    """In fp64: what the model takes to a narrower type by itself, which sets the limits."""
+    """What the model rounds to a narrower type by itself, in fp64; that sets the limits."""
     mismatches: tuple[Mismatch, ...]
     """Ordered by `Quantity`, then as the forward meets them; empty: equal to one process."""
 

@@ -43,7 +43,7 @@ class Trial:
     unused: list[bool]
     """Whether some parameter took no part on some rank, by step."""
     narrowed: Mapping[str, Precision]
-    """Of a trial in fp64: operators that rounded to less all the same, and to what."""
+    """Operators that rounded to less although the trial is in fp64, and to what."""
 
 
 Inside = Literal["wide", "as written"]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.description import facts_of, profile_of, sizes_of
+from weft.description import description_of, facts_of, profile_of
 from weft.errors import RecipeError
 from weft.profile import Block, ModelSizes, profile_of_sizes
 from weft.profile.known import known_model
@@ -91,7 +91,7 @@ def test_factories_have_no_profile(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "vocab_size": 7}')
     recipe = recipe_of(ModelRecipe(hf=str(tmp_path)))
     assert profile_of(recipe) is None
-    assert sizes_of(recipe) is None
+    assert description_of(recipe) is None
 
 
 def kept(block: Block, tensor: int = 1, *, sequence: bool = False, bytes_each: int = 2) -> float:

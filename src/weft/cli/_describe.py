@@ -13,7 +13,7 @@ from weft.figures import spell_figure
 
 if TYPE_CHECKING:
     from weft.describe import ForwardDescription, Proposal
-    from weft.profile import Block, Operator
+    from weft.profile import Block, Operator, Profile
 
 
 def describe(
@@ -67,26 +67,21 @@ def _lines(description: ForwardDescription, element_bytes: int) -> list[str]:
     lines = [
         f"{profile.name}: {profile.num_parameters:,} parameters, {len(profile.blocks)} blocks"
         + (f", {profile.num_experts} experts" if profile.num_experts else ""),
-        f"One {unit}: {_short(_flops(description))}FLOP forward,"
+        f"One {unit}: {_short(profile.flops_per_sample)}FLOP forward,"
         f" {_short(description.kept_bytes_per_sample)}B kept for backward"
         f" with one kernel per call ({'bf16' if element_bytes == 2 else 'fp32'}).",
     ]
-    for times, block in _parts(description):
+    for times, block in _parts(profile):
         lines += ["", f"{block.name}{f' × {times}' if times > 1 else ''}  ({block.parameters:,} parameters)"]
         lines.append(f"  {'operator':<34}{'kind':<13}{'split':<11}{'parameters':>14}{'FLOP':>9}{'kept':>9}  shape")
         lines += [_row(operator, profile.sequence_length, element_bytes) for operator in block.operators]
     return lines + [f"assumed: {note}" for note in description.notes]
 
 
-def _parts(description: ForwardDescription) -> list[tuple[int, Block]]:
+def _parts(profile: Profile) -> list[tuple[int, Block]]:
     """Stem, alike blocks once with their number, tail."""
-    profile = description.profile
-    counted: dict[int, tuple[int, Block]] = {}
-    for block in profile.blocks:
-        times, _ = counted.get(id(block), (0, block))
-        counted[id(block)] = times + 1, block
-    parts = [(1, profile.stem), *counted.values(), (1, profile.tail)]
-    return [(times, block) for times, block in parts if block.operators]
+    counted = [(times, block) for block, times in profile.count_blocks()]
+    return [(times, block) for times, block in ((1, profile.stem), *counted, (1, profile.tail)) if block.operators]
 
 
 def _row(operator: Operator, length: int, element_bytes: int) -> str:
@@ -105,14 +100,6 @@ def _shape(operator: Operator) -> str:
         return ""
     rows = f"{operator.rows_per_token:g} rows per token, " if operator.rows_per_token != 1 else ""
     return f"{rows}{operator.k} → {operator.n}{f', {operator.groups} groups' if operator.groups > 1 else ''}"
-
-
-def _flops(description: ForwardDescription) -> float:
-    """Forward of one sample."""
-    profile = description.profile
-    parts = (profile.stem, *profile.blocks, profile.tail)
-    per_token = sum(part.forward_flops(profile.sequence_length) for part in parts)
-    return per_token * profile.sequence_length
 
 
 def _short(number: float) -> str:
@@ -138,11 +125,11 @@ def _as_json(description: ForwardDescription, proposal: Proposal, element_bytes:
         "name": profile.name,
         "sequence_length": profile.sequence_length,
         "parameters": profile.num_parameters,
-        "forward_flops_per_sample": _flops(description),
+        "forward_flops_per_sample": profile.flops_per_sample,
         "kept_bytes_per_sample": description.kept_bytes_per_sample,
         "element_bytes": element_bytes,
         "blocks": list(description.block_names),
-        "parts": [{"times": times, **asdict(block)} for times, block in _parts(description)],
+        "parts": [{"times": times, **asdict(block)} for times, block in _parts(profile)],
         "assumed": list(description.notes),
         "proposal": {**asdict(proposal), "divisible": dict(proposal.divisible)},
     }

@@ -6,7 +6,6 @@ from weft.description._of_recipe import description_of as description_of
 from weft.description._of_recipe import description_of_shape as description_of_shape
 from weft.description._of_recipe import facts_of as facts_of
 from weft.description._of_recipe import profile_of as profile_of
-from weft.description._of_recipe import sizes_of as sizes_of
 from weft.description._small import SMALL_SEQUENCE_LENGTH as SMALL_SEQUENCE_LENGTH
 from weft.description._small import shrink_config as shrink_config
 from weft.description._small import shrink_shape as shrink_shape

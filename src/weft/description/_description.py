@@ -50,9 +50,7 @@ class Description:
     @property
     def flops_per_sample(self) -> float:
         """Forward and backward of one sample, attention counted without the causal half."""
-        profile = self.profile
-        parts = (profile.stem, *profile.blocks, profile.tail)
-        return 3.0 * profile.sequence_length * sum(part.forward_flops(profile.sequence_length) for part in parts)
+        return 3.0 * self.profile.flops_per_sample
 
     @property
     def block_costs(self) -> Sequence[float]:

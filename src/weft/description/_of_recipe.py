@@ -85,12 +85,6 @@ def profile_of(recipe: Recipe) -> Profile | None:
     return None if description is None else description.profile
 
 
-def sizes_of(recipe: Recipe) -> ModelSizes | None:
-    """Return the numbers of a recipe's transformer; None where it is none, or only building it would tell."""
-    description = description_of(recipe)
-    return None if description is None else description.sizes
-
-
 def facts_of(recipe: Recipe) -> ModelFacts:
     """Return what a recipe says of its model: all of a described one, next to nothing of others.
 

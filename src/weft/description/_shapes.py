@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import assert_never
-
 from weft.description._plain import profile_of_convnet, profile_of_mlp
 from weft.plan import default_ffn_size
 from weft.profile import ModelSizes, Profile, profile_of_sizes
@@ -19,17 +17,11 @@ def sizes_of_shape(shape: ReferenceShape) -> ModelSizes | None:
 
 def profile_of_shape(shape: ReferenceShape) -> Profile:
     """Return the operators of a reference model."""
-    match shape:
-        case DecoderShape():
-            return profile_of_sizes(_decoder(shape))
-        case EncoderShape():
-            return profile_of_sizes(_encoder(shape))
-        case MlpShape():
-            return profile_of_mlp(shape)
-        case ConvNetShape():
-            return profile_of_convnet(shape)
-        case _:
-            assert_never(shape)
+    if isinstance(shape, MlpShape):
+        return profile_of_mlp(shape)
+    if isinstance(shape, ConvNetShape):
+        return profile_of_convnet(shape)
+    return profile_of_sizes(_decoder(shape) if isinstance(shape, DecoderShape) else _encoder(shape))
 
 
 def _decoder(shape: DecoderShape) -> ModelSizes:

@@ -95,7 +95,7 @@ class Memories:
     def _table(self, key: MemoryKey, words: Recompute | tuple[Recompute, ...]) -> _Tables:
         if (key, words) not in self._tables:
             each = (words,) * len(self.profile.blocks) if isinstance(words, str) else words
-            blocks = (self.profile.stem, *self.profile.blocks, self.profile.tail)
+            blocks = self.profile.parts
             pairs = zip(blocks, ("none", *each, "none"), strict=True)
             self._tables[key, words] = _Tables([self.blocks.memory(block, key, word) for block, word in pairs])
         return self._tables[key, words]

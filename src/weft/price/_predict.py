@@ -368,7 +368,7 @@ def model_flops(profile: Profile) -> float:
     """Return the FLOPs of one sample's forward and backward: nothing computed again, causal attention counted half."""
     share = Share(samples=1, sequence=profile.sequence_length)
     flops = 0.0
-    for block in (profile.stem, *profile.blocks, profile.tail):
+    for block in profile.parts:
         for operator in block.operators:
             if operator.kind in ("matmul", "convolution"):
                 m, n, k, groups = local_shape(operator, share)

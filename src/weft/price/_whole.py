@@ -82,7 +82,7 @@ def whole_of(profile: Profile, layout: Layout, cost_of: Callable[[Block], BlockC
     """Return the costs of all blocks under a layout."""
     recompute = layout.recompute
     kinds = (recompute,) * len(profile.blocks) if isinstance(recompute, str) else recompute
-    blocks = (profile.stem, *profile.blocks, profile.tail)
+    blocks = profile.parts
     of_kind = {id(block): cost_of(block) for block in {id(block): block for block in blocks}.values()}
     costs = [of_kind[id(block)] for block in blocks]  # alike blocks are one object
     return Whole(costs, kinds, weights=not layout.adapters_only)

@@ -126,6 +126,16 @@ class Profile:
     per_sample_loss: bool = True
     """Whether the loss is a sum over samples (`Blueprint.loss`)."""
 
+    @property
+    def parts(self) -> tuple[Block, ...]:
+        return (self.stem, *self.blocks, self.tail)
+
+    @property
+    def flops_per_sample(self) -> float:
+        """FLOPs of one sample's forward, as `Operator.forward_flops`."""
+        length = self.sequence_length
+        return length * sum(part.forward_flops(length) for part in self.parts)
+
     def count_blocks(self) -> list[tuple[Block, int]]:
         """Return each kind of block once, with how many there are."""
         counts: dict[int, tuple[Block, int]] = {}
@@ -136,4 +146,4 @@ class Profile:
     @property
     def num_parameters(self) -> int:
         """Tied ones once."""
-        return self.stem.parameters + sum(block.parameters for block in self.blocks) + self.tail.parameters
+        return sum(part.parameters for part in self.parts)

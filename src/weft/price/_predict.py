@@ -11,7 +11,7 @@ from weft.plan import stage_ranks
 from weft.price._calibration import DATASHEET, Calibration
 from weft.price._check_layout import check_layout
 from weft.price._collectives import collective_seconds
-from weft.price._compute import Device, Share, local_shape
+from weft.price._compute import Device
 from weft.price._kept import BoundedCache
 from weft.price._layout import Layout
 from weft.price._memory import Memories
@@ -366,19 +366,10 @@ def predict(
 
 def model_flops(profile: Profile) -> float:
     """Return the FLOPs of one sample's forward and backward: nothing computed again, causal attention counted half."""
-    share = Share(samples=1, sequence=profile.sequence_length)
-    flops = 0.0
-    for block in profile.parts:
-        for operator in block.operators:
-            if operator.kind in ("matmul", "convolution"):
-                m, n, k, groups = local_shape(operator, share)
-                flops += 2.0 * m * n * k * groups
-            elif operator.kind == "attention":
-                keys = min(share.sequence, operator.window or share.sequence)
-                half = 0.5 if operator.causal and operator.window is None else 1.0
-                width = operator.head_size + operator.value_head_size
-                flops += 2.0 * share.sequence * keys * operator.heads * width * half
-    return 3.0 * flops
+    length = profile.sequence_length
+    operators = [operator for part in profile.parts for operator in part.operators]
+    halves = (0.5 if operator.causal and operator.window is None else 1.0 for operator in operators)
+    return 3.0 * length * sum(one.forward_flops(length) * half for one, half in zip(operators, halves, strict=True))
 
 
 def _slowest(cluster: Cluster) -> Devices:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from own_models import build
 
 from pool import RankPool
 from weft.describe import Proposal, propose_split
-from weft.models import Blueprint
+from weft.models import Blueprint, SplitRule, build_model
 from weft.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 from weft.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan
 from weft.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
@@ -113,11 +117,24 @@ def test_torch_attention_is_left_whole_with_the_reason() -> None:
     assert "MultiheadAttention" in reasons["encoder.layers.*.self_attn.in_proj_weight"]
 
 
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "vocab_size": 96, "max_position_embeddings": 16, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"), [("mixtral", "model.layers.*.self_attn.o_proj"), ("phi3", "model.layers.*.mlp.down_proj")]
+)
+def test_forwards_with_empty_slices_or_calls_without_a_result(kind: str, row: str, tmp_path: Path) -> None:
+    """A mixture asserts its routing in passing; Phi-3 cuts nothing off where all of a head is turned."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **SIZES}))
+    blueprint = build_model(replace(recipe(), model=ModelRecipe(hf=str(path), sequence_length=12)))
+    assert kinds(propose_split(replace(blueprint, split=(), divisible={}, vocabulary_head=None)))[row] == "row"
+
+
 def test_rules_that_a_model_has_stay_in_force() -> None:
-    from dataclasses import replace
-
-    from weft.models import SplitRule
-
     blueprint = replace(build("perceptron"), split=(SplitRule(match="4", kind="replicate"),))
     found = kinds(propose_split(blueprint))
     assert found == {"0": "column", "2": "row"}

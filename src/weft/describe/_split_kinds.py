@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.describe._events import Event
 from weft.describe._graph import Graph, WrittenAttention, kind_of
-from weft.models import Blueprint
+from weft.models import Blueprint, SplitRule
 from weft.profile import OperatorSplit
 
 
@@ -25,35 +25,30 @@ class SplitKinds:
         self._loss_is_divided = any(value.storage in self.divided for event in in_loss for value in event.inputs)
 
     def _follow(self, event: Event) -> None:
-        inputs = [value.storage for value in event.inputs]
-        rule = self._rule(event)
-        if rule in ("row", "vocab_rows") or (rule == "column" and self._gathers(event)):
+        owner, rule = self._layer(event)
+        kind = None if rule is None else rule.kind
+        gathers = rule is not None and rule.gather_output and owner != self._blueprint.vocabulary_head
+        if kind in ("row", "vocab") or (kind == "column" and gathers):
             return
-        if rule == "column" or any(storage in self.divided for storage in inputs):
+        if kind == "column" or any(value.storage in self.divided for value in event.inputs):
             self.divided.update(value.storage for value in event.outputs)
 
-    def _rule(self, event: Event) -> str | None:
+    def _layer(self, event: Event) -> tuple[str, SplitRule | None]:
+        """The layer whose weight an event multiplies or looks up, and its rule."""
         weights = self._graph.weights(event)
         if not weights or kind_of(event) not in ("matmul", "gather"):
-            return None
-        kind = self._blueprint.kind_of(weights[-1].rpartition(".")[0])
-        return "vocab_rows" if kind == "vocab" else kind
-
-    def _gathers(self, event: Event) -> bool:
-        owner = self._graph.weights(event)[-1].rpartition(".")[0]
-        rule = self._blueprint.rule_of(owner)
-        return rule is not None and rule.gather_output and owner != self._blueprint.vocabulary_head
+            return "", None
+        owner = weights[-1].rpartition(".")[0]
+        return owner, self._blueprint.rule_of(owner)
 
     def of(self, event: Event, *, in_block: bool) -> OperatorSplit:
         """How an event that is no expert's is divided."""
         if event.index >= self._graph.trace.loss_event:
             return "vocab" if self._loss_is_divided else "replicate"
-        rule = self._rule(event)
-        if rule == "vocab_rows":
-            return "vocab"
-        if rule in ("column", "row"):
-            is_head = self._blueprint.vocabulary_head in {w.rpartition(".")[0] for w in self._graph.weights(event)}
-            return "vocab" if is_head else rule  # pyright: ignore[reportReturnType]
+        _, rule = self._layer(event)
+        if rule is not None and rule.kind in ("column", "row", "vocab"):
+            owners = {name.rpartition(".")[0] for name in self._graph.weights(event)}
+            return "vocab" if rule.kind == "vocab" or self._blueprint.vocabulary_head in owners else rule.kind
         if any(value.storage in self.divided for value in (*event.inputs, *event.outputs)):
             return "heads" if event.module in self._attending else "column"
         kind = self._blueprint.kind_of(event.module)

@@ -56,8 +56,9 @@ class _Held:
     __slots__ = ("__weakref__",)
 
 
-class _Recorder:
+class _Recorder(TorchDispatchMode):
     def __init__(self, blueprint: Blueprint, dtype: torch.dtype, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
         self._blueprint, self._dtype = blueprint, dtype
         self._stand_ins = StandIns()
         self._events: list[Event] = []
@@ -83,7 +84,7 @@ class _Recorder:
         with ExitStack() as stack:
             stack.enter_context(self._hooked(module))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
-            stack.enter_context(_Dispatch(self))
+            stack.enter_context(self)
             stack.enter_context(_Functions(self))
             with self._explained(module):
                 outputs = torch.func.functional_call(module, self._tensors, (), inputs)
@@ -136,11 +137,11 @@ class _Recorder:
             self._dtypes[found.storage] = tensor.dtype
         return found
 
-    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one ATen operator and write it down."""
-        result = self._stand_ins.run(func, args, kwargs, self._modules[-1])
+        result = self._stand_ins.run(func, args, kwargs or {}, self._modules[-1])
         if not self._paused:
-            self._note(func.overloadpacket.__name__, args, kwargs, result, mutates=func._schema.is_mutable)
+            self._note(func.overloadpacket.__name__, args, kwargs or {}, result, mutates=func._schema.is_mutable)
         return result
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -252,15 +253,6 @@ class _Recorder:
             else:
                 buffers.update(keys)
         return parameters, frozenset(buffers)
-
-
-class _Dispatch(TorchDispatchMode):
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recorder.dispatch(func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):

@@ -33,7 +33,7 @@ class SplitBounds:
         """`base` is one rank, with the precision and bytes of all layouts of the search."""
         self._base = base
         profile, cluster, calibration = pricer.profile, pricer.cluster, pricer.calibration
-        device, stem_to_tail = pricer.device(base), (profile.stem, *profile.blocks, profile.tail)
+        device, stem_to_tail = pricer.device(base), profile.parts
         self._cores = None if cluster.has_accelerators else min(node.cores for node in cluster.nodes)
         self._num_nodes = cluster.num_nodes
         # Where cores are the devices, `base` has all of a node's, and a rank computes with its share of them.

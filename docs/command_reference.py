@@ -61,7 +61,8 @@ def _paragraphs(app: App) -> list[str]:
 
 
 def _describe(name: tuple[str, ...], app: App) -> Iterator[str]:
-    arguments = app.assemble_argument_collection(parse_docstring=True)
+    every = app.assemble_argument_collection(parse_docstring=True)
+    arguments = [each for each in every if each.names[0] != "*"]  # which stands for options in a class of their own
     places = [each for each in arguments if not each.names[0].startswith("-")]
     options = [each for each in arguments if each.names[0].startswith("-")]
     usage = [*name, *(_place(each) for each in places)]

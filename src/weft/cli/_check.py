@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json as to_text
-from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
+from weft.cli._options import Json, Overrides, PlanFile, RecipeFile
 from weft.cli._read import read_choice
 
 DIFFERS_STATUS = 1
 
 
 def check(
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
-    plan: str = "auto",
-    set: Annotated[tuple[str, ...], Parameter(negative=())] = (),  # noqa: A002 - the option is called --set
+    plan: PlanFile = "auto",
+    overrides: Overrides = (),
     processes: int | None = None,
     explain: bool = True,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: Json = False,
 ) -> int:
     """Prove that a plan computes what one process computes, before a costly run.
 
@@ -30,24 +27,16 @@ def check(
 
     Parameters
     ----------
-    recipe
-        TOML file that says what to train.
-    plan
-        TOML file that says how to split it, or `auto`.
-    set
-        One setting, such as recipe.model.num_layers=8 or plan.mesh.tensor=2. May be given again.
     processes
         The most processes to start; by default 8, or as many as the plan has axes for.
     explain
         When something differs, look for the likely cause and the techniques it takes.
-    json
-        Print the result as JSON.
     """
     from weft.launch.launcher import open_fork_server
     from weft.plan import check_runnable
 
     with open_fork_server() as fork_server:  # which imports torch while this process does
-        choice = read_choice(recipe, plan, set, None)
+        choice = read_choice(recipe, plan, overrides, None)
         check_runnable(choice.plan)  # before torch is imported
         from weft.entry import check as run
 

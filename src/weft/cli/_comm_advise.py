@@ -6,11 +6,10 @@ import json as to_text
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from weft.cli._numbers import parse_count
+from weft.cli._options import Json, Overrides
 from weft.errors import ClusterError, PlanError
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def advise(
     /,
     *,
     parameters: str | None = None,
-    set: Annotated[tuple[str, ...], Parameter(negative=())] = (),  # noqa: A002 - the option is called --set
+    overrides: Overrides = (),
     processes: int | None = None,
     bandwidth: str | None = None,
     latency: str | None = None,
@@ -39,7 +38,7 @@ def advise(
     powersgd_rank: int = 4,
     topk_share: float = 0.01,
     randomk_share: float = 0.1,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: Json = False,
 ) -> None:
     """Say whether compressing gradients would pay on a link, and by how much. Nothing is chosen.
 
@@ -52,8 +51,6 @@ def advise(
         TOML file that says what to train; its model's parameters are what is exchanged.
     parameters
         Number of parameters in place of a recipe, such as 125M, taken as square matrices.
-    set
-        One setting of the recipe, such as recipe.model.num_layers=8. May be given again.
     processes
         Data ranks; by default the devices of the cluster.
     bandwidth
@@ -73,8 +70,6 @@ def advise(
         Share of the gradients that top-k sends.
     randomk_share
         Share of the gradients that random-k sends.
-    json
-        Print the figures as JSON.
     """
     import torch
 
@@ -88,7 +83,7 @@ def advise(
             f" microbatch. Use 0 or 1."
         )
     link, members = _link(bandwidth, latency, cluster, processes)
-    exchange = Exchange(shapes=_shapes(recipe, parameters, set), members=members, is_sharded=zero > 0)
+    exchange = Exchange(shapes=_shapes(recipe, parameters, overrides), members=members, is_sharded=zero > 0)
     seconds = None if compute is None else _seconds(compute, "--compute")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a rank of a plan has by default

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json as to_text
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
-
+from weft.cli._options import Json, Overrides, RecipeFile
 from weft.figures import spell_figure
 
 if TYPE_CHECKING:
@@ -17,30 +15,21 @@ if TYPE_CHECKING:
 
 
 def describe(
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
-    set: Annotated[tuple[str, ...], Parameter(negative=())] = (),  # noqa: A002 - the option is called --set
-    json: Annotated[bool, Parameter(negative=())] = False,
+    overrides: Overrides = (),
+    json: Json = False,
 ) -> None:
     """Say what a recipe's model computes and keeps, block by block, and how it could be split.
 
     Nothing is computed: the model runs on the meta device. Sizes are those of one sample's forward, in bf16 where the
     recipe permits it.
-
-    Parameters
-    ----------
-    recipe
-        TOML file that says what to train.
-    set
-        One setting, such as recipe.model.sequence_length=2048. May be given again.
-    json
-        Print the profile and the proposal as JSON.
     """
     from weft.plan import Plan, apply_overrides
     from weft.recipe import load_recipe
 
-    with_overrides, _ = apply_overrides(load_recipe(recipe), Plan(), set)
+    with_overrides, _ = apply_overrides(load_recipe(recipe), Plan(), overrides)
 
     import torch
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from cyclopts import Parameter
+
+from weft.cli._options import FLAG
 from weft.cli._subject import Subject, need_sizes
 from weft.errors import PlanError
 
@@ -15,14 +18,20 @@ if TYPE_CHECKING:
     from weft.search import SearchResult
 
 
+
+@Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
     """The options of `weft plan` about the best plan."""
 
     why_not: str | None = None
-    next: bool = False
+    """Settings that the best plan does not have, such as tensor=8: what they cost, or why they cannot be."""
+    next: Annotated[bool, FLAG] = False
+    """Also say what would help most beyond the best plan: a larger batch, faster links, more memory."""
     emit: str | None = None
+    """Print how to start the best plan elsewhere: megatron, torchtitan, deepspeed or accelerate."""
     plots: Path | None = None
+    """Folder for pictures of the best plan: time, memory, schedule, map."""
 
     @property
     def are_asked(self) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from weft.cli._elsewhere import run_for, run_given
-from weft.cli._explain import Questions
+from weft.cli._options import FLAG
 from weft.cli._read import PlannedRun, read_choice
 from weft.cli._search import (
     SearchRequest,
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from weft.cluster import Cluster
     from weft.search import SearchResult
 
-_FLAG = Parameter(negative=(), show_default=False)
+
+_PLAIN = SearchRequest()
+"""Nothing is asked for but a plan."""
 
 
 def plan(
@@ -41,25 +43,13 @@ def plan(
     processes: int | None = None,
     global_batch_size: int | None = None,
     sequence_length: int | None = None,
-    set: Annotated[tuple[str, ...], _FLAG] = (),  # noqa: A002 - the option is called --set
-    top: int = 5,
-    objective: str = "throughput",
-    tokens: str | None = None,
-    deadline: str | None = None,
-    price: float | None = None,
-    runnable: Annotated[bool, _FLAG] = False,
-    json: Annotated[bool, _FLAG] = False,
+    request: SearchRequest = _PLAIN,
     output: Path | None = None,
     eject: Path | None = None,
-    why_not: str | None = None,
-    next: Annotated[bool, _FLAG] = False,  # noqa: A002 - the option is called --next
-    emit: str | None = None,
-    for_: Annotated[str | None, Parameter(name="--for")] = None,
     write_to: Path | None = None,
-    plots: Path | None = None,
-    dry_run: Annotated[bool, _FLAG] = False,
-    rank: Annotated[tuple[int, ...], _FLAG] = (),
-    schema: Annotated[bool, _FLAG] = False,
+    dry_run: Annotated[bool, FLAG] = False,
+    rank: Annotated[tuple[int, ...], FLAG] = (),
+    schema: Annotated[bool, FLAG] = False,
 ) -> None:
     """Choose a plan for a recipe or a well-known model, and say why.
 
@@ -80,39 +70,12 @@ def plan(
         compute in half a minute.
     sequence_length
         Tokens per sample, with --model; by default the model's own.
-    set
-        One setting, such as recipe.batch.global_batch_size=64 or plan.mesh.tensor=2. May be given again.
-    top
-        How many plans to show.
-    objective
-        What to be best at: throughput, time (until --tokens are trained on) or cost (of a token).
-    tokens
-        Tokens to train on, such as 2T.
-    deadline
-        Find the smallest part of the cluster that trains --tokens in this time, such as 14d.
-    price
-        Of a device and hour, in any currency.
-    runnable
-        Only plans that Weft can run today.
-    json
-        Print everything as JSON.
     output
         File to write the plan to, for `weft train --plan`.
     eject
         Script to write: plain PyTorch that trains the recipe under the plan to the same losses, without Weft.
-    why_not
-        Settings that the best plan does not have, such as tensor=8: what they cost, or why they cannot be.
-    next
-        Also say what would help most beyond the best plan: a larger batch, faster links, more memory.
-    emit
-        Print how to start the best plan elsewhere: megatron, torchtitan, deepspeed or accelerate.
-    for_
-        Choose among what megatron, torchtitan, deepspeed or accelerate can do, and print how to start it there. With
-        --plan: that plan, or the nearest one that the system can do.
     write_to
         With --for: folder for the files of that system, and run.sh.
-    plots
-        Folder for pictures of the best plan: time, memory, schedule, map.
     dry_run
         Let single ranks of the plan build their share and take a step, without devices: bytes, collectives, mistakes.
     rank
@@ -125,27 +88,15 @@ def plan(
     if schema:
         _print_schema()
         return
-    request = SearchRequest(
-        top=top,
-        objective=objective,
-        tokens=tokens,
-        deadline=deadline,
-        price=price,
-        runnable=runnable,
-        json=json,
-        system=for_,
-        questions=Questions(why_not=why_not, next=next, emit=emit, plots=plots),
-        pins=tuple(text for text in set if text.startswith("plan.")),
-    )
     _refuse(
         bool(rank) and not dry_run, "--rank, which says whom --dry-run lets try, and no --dry-run", "both, or neither"
     )
     _refuse(
-        json and request.questions.are_asked,
+        request.json and request.questions.are_asked,
         "--json and a question about the best plan (--why-not, --next, --emit, --plots)",
         "one of them",
     )
-    _refuse_for(for_, write_to, request, dry_run, eject)
+    _refuse_for(write_to, request, dry_run, eject)
     if model is not None:
         _refuse(dry_run, "--model and --dry-run, which needs a recipe,", "a recipe in place of --model")
         _refuse(recipe is not None, "a recipe and --model", "one of them")
@@ -166,15 +117,11 @@ def plan(
         "a recipe and --global-batch-size or --sequence-length, which belong to --model,",
         "--set recipe.batch.global_batch_size=…",
     )
-    if for_ is not None:
-        subject = recipe_subject(recipe, _of_recipe(set))
+    if request.system is not None:
+        subject = recipe_subject(recipe, request.of_recipe)
         _plan_subject(subject, resolve_cluster(cluster), plan, request, output, write_to, name=str(recipe))
         return
-    _recipe(recipe, plan, set, processes, cluster, request, output, eject, rank if dry_run else None)
-
-
-def _of_recipe(overrides: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(text for text in overrides if not text.startswith("plan."))
+    _recipe(recipe, plan, processes, cluster, request, output, eject, rank if dry_run else None)
 
 
 def _print_schema() -> None:
@@ -190,17 +137,15 @@ def _refuse(wrong: bool, combination: str, instead: str) -> None:
         raise PlanError(f"weft plan: {combination} cannot go together. Use {instead}.")
 
 
-def _refuse_for(
-    system: str | None, folder: Path | None, request: SearchRequest, dry_run: bool, eject: Path | None
-) -> None:
+def _refuse_for(folder: Path | None, request: SearchRequest, dry_run: bool, eject: Path | None) -> None:
     _refuse(
-        folder is not None and system is None,
+        folder is not None and request.system is None,
         "--write-to, which writes the files of another system, and no --for",
         "both, or neither",
     )
     is_other = bool(request.questions.are_asked or request.deadline or request.json or dry_run or eject is not None)
     _refuse(
-        system is not None and is_other,
+        request.system is not None and is_other,
         "--for and --json, --deadline, --dry-run, --eject or a question about Weft's best plan",
         "one of them",
     )
@@ -234,7 +179,6 @@ def _plan_subject(
 def _recipe(
     recipe: Path,
     plan: str,
-    overrides: tuple[str, ...],
     processes: int | None,
     cluster: str | None,
     request: SearchRequest,
@@ -250,16 +194,16 @@ def _recipe(
     is_elsewhere = cluster is not None and plan == "auto" and processes is None and eject is None
     subject = None
     if plan == "auto" and processes is None and eject is None:
-        subject = recipe_subject(recipe, _of_recipe(overrides))
+        subject = recipe_subject(recipe, request.of_recipe)
     elif request.is_special:
         raise PlanError("--plan, --processes and --eject fix the plan: options of the search do not go with them.")
     if subject is not None and is_elsewhere:
         result = _plan_subject(subject, resolve_cluster(cluster), plan, request, output, None, name=str(recipe))
         if rehearsed is not None:
-            _rehearse_best(result, recipe, overrides, rehearsed)
+            _rehearse_best(result, recipe, request, rehearsed)
         return
     described = None if subject is None else subject.described
-    choice = read_choice(recipe, plan, overrides, processes, cluster, described=described)
+    choice = read_choice(recipe, plan, request.overrides, processes, cluster, described=described)
     if not request.json:
         print("\n".join(describe_plan(choice.plan, choice.reasons, choice.facts, choice.cluster)))
         for reason in runnability(choice.plan):
@@ -276,7 +220,7 @@ def _recipe(
         dry_run(choice.recipe, choice.plan, rehearsed)
 
 
-def _rehearse_best(result: SearchResult, path: Path, overrides: tuple[str, ...], rehearsed: tuple[int, ...]) -> None:
+def _rehearse_best(result: SearchResult, path: Path, request: SearchRequest, rehearsed: tuple[int, ...]) -> None:
     from weft.cli._dry_run import dry_run
     from weft.plan import Plan, apply_overrides
     from weft.recipe import load_recipe
@@ -284,7 +228,7 @@ def _rehearse_best(result: SearchResult, path: Path, overrides: tuple[str, ...],
     runnable = [each.plan for each in result.best if each.plan is not None and not each.not_runnable]
     if not runnable:
         raise PlanError("none of the plans shown can be run yet, so none can be rehearsed. Add --runnable.")
-    recipe, _ = apply_overrides(load_recipe(path), Plan(), [text for text in overrides if text.startswith("recipe.")])
+    recipe, _ = apply_overrides(load_recipe(path), Plan(), request.of_recipe)
     dry_run(recipe, runnable[0], rehearsed)
 
 

@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from weft.cli._explain import Questions, answer_lines
 from weft.cli._numbers import parse_count, parse_duration
+from weft.cli._options import FLAG, Json, Overrides
 from weft.cli._read import describe_recipe
 from weft.cli._subject import Subject
 from weft.errors import PlanError
@@ -23,22 +26,43 @@ if TYPE_CHECKING:
     from weft.search import Objective, SearchResult, Space
 
 
+_FOR = (
+    "Choose among what megatron, torchtitan, deepspeed or accelerate can do, and print how to start it there. With"
+    " --plan: that plan, or the nearest one that the system can do."
+)
+
+
+@Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
     """The options of `weft plan` about the search."""
 
-    top: int
-    objective: str
-    tokens: str | None
-    deadline: str | None
-    price: float | None
-    runnable: bool
-    json: bool
-    questions: Questions
-    system: str | None = None
-    """Another system, within which to search."""
-    pins: tuple[str, ...] = ()
-    """Settings of the plan that `--set` has given."""
+    overrides: Overrides = ()
+    top: int = 5
+    """How many plans to show."""
+    objective: str = "throughput"
+    """What to be best at: throughput, time (until --tokens are trained on) or cost (of a token)."""
+    tokens: str | None = None
+    """Tokens to train on, such as 2T."""
+    deadline: str | None = None
+    """Find the smallest part of the cluster that trains --tokens in this time, such as 14d."""
+    price: float | None = None
+    """Of a device and hour, in any currency."""
+    runnable: Annotated[bool, FLAG] = False
+    """Only plans that Weft can run today."""
+    json: Json = False
+    system: Annotated[str | None, Parameter(name="--for", help=_FOR)] = None
+    questions: Questions = Questions()
+
+    @property
+    def pins(self) -> tuple[str, ...]:
+        """Settings of the plan that `--set` has given."""
+        return tuple(text for text in self.overrides if text.startswith("plan."))
+
+    @property
+    def of_recipe(self) -> tuple[str, ...]:
+        """Settings of the recipe that `--set` has given."""
+        return tuple(text for text in self.overrides if not text.startswith("plan."))
 
     @property
     def is_special(self) -> bool:

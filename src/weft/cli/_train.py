@@ -6,21 +6,19 @@ import contextlib
 import os
 import signal
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
+from weft.cli._options import Overrides, PlanFile, RecipeFile
 from weft.cli._read import read_choice
 from weft.errors import RecipeError
 
 
 def train(
-    recipe: Path,
+    recipe: RecipeFile,
     /,
     *,
-    plan: str = "auto",
+    plan: PlanFile = "auto",
     processes: int | None = None,
-    set: Annotated[tuple[str, ...], Parameter(negative=())] = (),  # noqa: A002 - the option is called --set
+    overrides: Overrides = (),
     run_folder: Path | None = None,
     resume: str | None = None,
     trials: bool = True,
@@ -29,14 +27,8 @@ def train(
 
     Parameters
     ----------
-    recipe
-        TOML file that says what to train.
-    plan
-        TOML file that says how to split it, or `auto`.
     processes
         How many processes; by default as many as the plan needs, and under torchrun as many as the job has.
-    set
-        One setting, such as recipe.optimizer.learning_rate=1e-3 or plan.mesh.tensor=2. May be given again.
     run_folder
         Where the run is kept; by default a new folder in runs/.
     resume
@@ -55,7 +47,7 @@ def train(
     with (
         open_fork_server() as fork_server
     ):  # which imports torch while the plan is searched, and while this process imports it
-        choice = read_choice(recipe, plan, set, processes, trials=trials, fork_server=fork_server)
+        choice = read_choice(recipe, plan, overrides, processes, trials=trials, fork_server=fork_server)
         check_runnable(choice.plan)  # before torch is imported
         from weft.entry import run_name
         from weft.entry import train as run

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from contextlib import suppress
 from pathlib import Path
+
+import xxhash
 
 
 def cache_folder(*names: str) -> Path:
@@ -29,3 +32,9 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> N
         with suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
+
+
+def digest_of_file(path: str | Path) -> str:
+    """Return the xxh3-128 of a file's content, hexadecimal.  Raises `OSError`."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

@@ -15,12 +15,13 @@ import weft
 from weft.cluster import parse_cluster_spec
 from weft.description import facts_of, profile_of
 from weft.entry import is_tight
-from weft.entry._fit import PeakMemory, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
+from weft.entry._fit import fit_microbatch, measure_peak_in_job, measure_peak_in_processes
 from weft.errors import PlanError, RecipeError
 from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer
 from weft.plan import MeshPlan, MicrobatchPlan, Plan, dump_plan, parse_plan
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, Recipe, RunRecipe, dump_recipe, parse_recipe
+from weft.rehearse import PeakMemory
 from weft.search import choose_plan
 
 DECODER = DecoderShape(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.checkpoint._format import DTYPE_NAMES, StoredFile, StoredRun, digest_of
 from weft.errors import CheckpointError
+from weft.files import digest_of_file
 
 T = TypeVar("T")
 
@@ -120,7 +121,6 @@ def verify_file(folder: Path, stored: StoredFile) -> None:
         CheckpointError: it is missing, unreadable, of another size, or differs in any bit.
     """
     path = folder / stored.name
-    digest, buffer = xxhash.xxh3_128(), bytearray(CHUNK_BYTES)
     try:
         if path.is_symlink():
             raise CheckpointError(f"{path} is a symbolic link; a checkpoint has only plain files.")
@@ -128,12 +128,10 @@ def verify_file(folder: Path, stored: StoredFile) -> None:
             raise CheckpointError(f"{path} is missing, or no plain file.")
         if (size := path.stat().st_size) != stored.size_bytes:
             raise CheckpointError(f"{path} has {size:,} bytes, but {stored.size_bytes:,} were written.")
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                digest.update(memoryview(buffer)[:count])
+        digest = digest_of_file(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-    if digest.hexdigest() != stored.digest:
+    if digest != stored.digest:
         raise CheckpointError(f"{path} does not match its digest: its content changed after it was written.")
 
 

@@ -7,8 +7,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from weft.errors import WeftError
+
 FLAG = Parameter(negative=(), show_default=False)
-"""Of what is given without a value, or again and again, or not at all."""
+"""Says of an option that it is given without a value, or several times, or not at all."""
 
 RecipeFile = Annotated[Path, Parameter(help="TOML file that says what to train.")]
 PlanFile = Annotated[str, Parameter(help="TOML file that says how to split it, or `auto`.")]
@@ -21,3 +23,11 @@ Overrides = Annotated[
     ),
 ]
 Json = Annotated[bool, FLAG, Parameter(name="--json", help="Print everything as JSON.")]
+
+
+def write_output(output: Path, text: str, error: type[WeftError]) -> None:
+    """Write what `--output` asks for.  Raises `error` where that cannot be."""
+    try:
+        output.write_text(text)
+    except OSError as problem:
+        raise error(f"{output} cannot be written: {problem.strerror}. Name a file you may write.") from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from weft.cli._elsewhere import run_for, run_given
-from weft.cli._options import FLAG
+from weft.cli._options import FLAG, write_output
 from weft.cli._read import PlannedRun, read_choice
 from weft.cli._search import (
     SearchRequest,
@@ -237,10 +237,7 @@ def _write(choice: PlannedRun, recipe: Path, output: Path | None, eject: Path | 
 
     if output is not None:
         text = dump_plan(choice.plan, choice.reasons, header=[f"chosen by weft plan {recipe}"])
-        try:
-            output.write_text(text)
-        except OSError as error:
-            raise PlanError(f"{output} cannot be written: {error.strerror}. Name a file you may write.") from None
+        write_output(output, text, PlanError)
         print(f"\nwritten to {output}", file=sys.stderr)
     if eject is not None:
         from weft.cli._eject import eject_script

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from weft.cli._options import write_output
 from weft.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -72,8 +73,5 @@ def _write(text: str, cluster: Cluster, output: Path | None) -> None:
         if cluster.num_nodes == 1:
             print(f"kept in {keep_machine(cluster)}; plans for this machine use it", file=sys.stderr)
         return
-    try:
-        output.write_text(text)
-    except OSError as error:
-        raise ClusterError(f"{output} cannot be written: {error.strerror}. Name a file you may write.") from None
+    write_output(output, text, ClusterError)
     print(f"{cluster.summary}\nwritten to {output}; next: weft plan RECIPE --cluster {output}", file=sys.stderr)

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from weft.cli._explain import Questions, answer_lines
 from weft.cli._numbers import parse_count, parse_duration
-from weft.cli._options import FLAG, Json, Overrides
+from weft.cli._options import FLAG, Json, Overrides, write_output
 from weft.cli._read import describe_recipe
 from weft.cli._subject import Subject
 from weft.errors import PlanError
@@ -47,7 +47,7 @@ class SearchRequest:
     deadline: str | None = None
     """Find the smallest part of the cluster that trains --tokens in this time, such as 14d."""
     price: float | None = None
-    """Of a device and hour, in any currency."""
+    """Price of a device and hour, in any currency."""
     runnable: Annotated[bool, FLAG] = False
     """Only plans that Weft can run today."""
     json: Json = False
@@ -171,10 +171,7 @@ def write_best(result: SearchResult, output: Path, name: str) -> None:
         f"{spell_memory(prediction.fullest.device)} per rank",
         *best.not_runnable,
     ]
-    try:
-        output.write_text(dump_plan(best.plan, search_reasons(result), header=header))
-    except OSError as error:
-        raise PlanError(f"{output} cannot be written: {error.strerror}. Name a file you may write.") from None
+    write_output(output, dump_plan(best.plan, search_reasons(result), header=header), PlanError)
     print(f"\nwritten to {output}", file=sys.stderr)
 
 

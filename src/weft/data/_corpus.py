@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -24,11 +23,11 @@ from weft.data._keyed import mix
 from weft.data._tokenizer import digest_tokenizer, load_tokenizer, mask_of, separator_of, span_of
 from weft.document import JsonObject, read_plain_file
 from weft.errors import DataError
+from weft.files import digest_of_file
 
 FORMAT = "weft-tokens-1"
 MANIFEST = "manifest.json"
 _DIGEST = "[0-9a-f]{32}"
-_READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,6 @@ class CorpusManifest:
 
 def shard_path(folder: Path, index: int, part: Literal["tokens", "documents", "json"]) -> Path:
     return folder / f"shard-{index:05d}.{part}"
-
-
-def digest_path(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as stream:
-        while data := stream.read(_READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 def read_manifest(folder: Path) -> CorpusManifest:
@@ -134,7 +125,7 @@ def check_shard(folder: Path, index: int, shard: ShardRecord, dtype: str, *, dig
                 f"{path} {has}, but the manifest says {sizes[part]:,}: the prepared data were cut short. "
                 f"Delete {folder} and prepare the data again."
             )
-        if digest and (actual := digest_path(path)) != digests[part]:
+        if digest and (actual := digest_of_file(path)) != digests[part]:
             raise DataError(
                 f"{path} is corrupt: its xxh3 is {actual}, the manifest says {digests[part]}. "
                 f"Delete {folder} and prepare the data again; if it happens twice, suspect the disk."

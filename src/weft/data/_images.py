@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from weft.data._samples import ImageSpec
+from weft.data._samples import SYNTHETIC_SAMPLES, SYNTHETIC_VALIDATION, ImageSpec
 from weft.data._shape import DataShape
 from weft.errors import DataError
 
 _DIGITS_SHAPE = (1, 8, 8)
 _DIGITS_CLASSES = 10
-_SYNTHETIC_SAMPLES = 65_536
-_SYNTHETIC_VALIDATION = 129
-"""Odd, so that evaluation meets an uneven tail."""
 
 
 def image_specs(source: str, shape: DataShape) -> tuple[ImageSpec, ImageSpec]:
@@ -41,7 +38,7 @@ def image_specs(source: str, shape: DataShape) -> tuple[ImageSpec, ImageSpec]:
             num_samples=num_samples if kind == "synthetic" else 0,
         )
 
-    return make("train", _SYNTHETIC_SAMPLES), make("validation", _SYNTHETIC_VALIDATION)
+    return make("train", SYNTHETIC_SAMPLES), make("validation", SYNTHETIC_VALIDATION)
 
 
 def _check_digits(wanted: tuple[int, ...], classes: int | None) -> None:

@@ -17,11 +17,11 @@ from weft.data._corpus import FORMAT, MANIFEST, CorpusManifest, PreparedCorpus, 
 from weft.data._files import locked, make_folder, remove_strays
 from weft.data._progress import Progress, silent
 from weft.data._shards import ShardTask
-from weft.data._sources import FileSegment, Listing, cut, digest_file, list_sources
+from weft.data._sources import FileSegment, Listing, cut, list_sources
 from weft.data._tokenizer import digest_tokenizer, load_tokenizer, mask_of, separator_of, span_of, train_tokenizer
 from weft.data._workforce import Workforce
 from weft.errors import DataError
-from weft.files import cache_folder, write_whole
+from weft.files import cache_folder, digest_of_file, write_whole
 
 _SMALLEST_SHARD_BYTES = 4 << 20
 _MOST_SHARDS = 256
@@ -88,7 +88,10 @@ def _fingerprint(listing: Listing, text_field: str, tokenizer: str) -> str:
     """Digest the content of all files in order, never their paths, with every setting that decides the result."""
     digest = xxhash.xxh3_128(json.dumps([FORMAT, text_field, tokenizer]).encode())
     for file in listing.files:
-        digest.update(f"{file.kind} {digest_file(file.path)}\n".encode())
+        try:
+            digest.update(f"{file.kind} {digest_of_file(file.path)}\n".encode())
+        except OSError as error:
+            raise DataError(f"{file.path} cannot be read: {error.strerror}. Restore it, or leave it out.") from error
     return digest.hexdigest()
 
 

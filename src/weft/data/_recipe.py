@@ -17,15 +17,13 @@ from weft.data._prepare import check_vocabulary, prepare, shared_tokenizer
 from weft.data._prepared import PreparedData
 from weft.data._progress import Progress, silent
 from weft.data._reader import TrainSpec
-from weft.data._samples import ImageSpec, SampleSpec, TokenSpec
+from weft.data._samples import SYNTHETIC_SAMPLES, SYNTHETIC_VALIDATION, ImageSpec, SampleSpec, TokenSpec
 from weft.data._shape import DataShape
 from weft.data._tokens import TokenTask
 from weft.document import spell
 from weft.errors import DataError
 from weft.recipe import DataRecipe, Recipe
 
-_SYNTHETIC_SAMPLES = 65_536
-_SYNTHETIC_VALIDATION = 129
 _IMAGE_SOURCES = ("digits", "synthetic")
 
 
@@ -123,7 +121,7 @@ def _token_spec(
     recipe: Recipe, shape: DataShape, corpus: PreparedCorpus | None, split: Split, fraction: float
 ) -> TokenSpec:
     """Describe the samples of one split of a corpus; None: synthetic."""
-    samples = _SYNTHETIC_VALIDATION if split == "validation" else _SYNTHETIC_SAMPLES
+    samples = SYNTHETIC_VALIDATION if split == "validation" else SYNTHETIC_SAMPLES
     return TokenSpec(
         folder=str(corpus.folder.resolve()) if corpus else None,
         fingerprint=corpus.fingerprint if corpus else "synthetic",

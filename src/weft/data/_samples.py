@@ -17,6 +17,9 @@ from weft.data._keyed import Permutation, normal, uniform
 from weft.data._tokens import StreamWindows, SyntheticWindows, TokenSamples, TokenTask
 from weft.errors import DataError
 
+SYNTHETIC_SAMPLES = 65_536
+SYNTHETIC_VALIDATION = 129
+"""Samples of a synthetic validation set: an odd number, so that evaluation meets an uneven tail."""
 _SYNTHETIC_KEY = 0x5EED
 _DIGITS_VALIDATION = 297
 

@@ -15,12 +15,12 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer
 
-from weft.data._corpus import ShardRecord, check_shard, digest_path, shard_path
+from weft.data._corpus import ShardRecord, check_shard, shard_path
 from weft.data._sources import FileSegment, read_documents
 from weft.data._tokenizer import load_tokenizer
 from weft.document import typed
 from weft.errors import DataError
-from weft.files import write_whole
+from weft.files import digest_of_file, write_whole
 
 _BATCH_CHARACTERS = 1 << 20
 
@@ -77,7 +77,7 @@ def write_shard(task: ShardTask, tokenizer: Tokenizer, advance: Callable[[int], 
         for stream in (tokens_file, documents_file):
             stream.flush()
             os.fsync(stream.fileno())
-    record = ShardRecord(num_tokens, num_documents, largest, *(digest_path(aside) for aside in asides))
+    record = ShardRecord(num_tokens, num_documents, largest, *(digest_of_file(aside) for aside in asides))
     for aside, path in zip(asides, paths, strict=True):
         os.replace(aside, path)
     fields = {**dataclasses.asdict(record), "fingerprint": task.fingerprint}

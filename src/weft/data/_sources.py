@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import xxhash
-
 from weft.errors import DataError, did_you_mean
 
 DOCUMENT_BYTES = 65_536
@@ -332,15 +330,3 @@ def _parquet_documents(segment: FileSegment, text_field: str) -> Iterator[str]:
                     )
                 if text:
                     yield text
-
-
-def digest_file(path: str) -> str:
-    """Return the xxh3-128 of a file's content."""
-    digest = xxhash.xxh3_128()
-    try:
-        with open(path, "rb") as stream:
-            while data := stream.read(_READ_BYTES):
-                digest.update(data)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. Restore it, or leave it out.") from error
-    return digest.hexdigest()

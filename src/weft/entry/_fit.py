@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from weft.document import typed
 from weft.errors import PlanError
 from weft.figures import spell_memory
 from weft.launch import RankInfo
 from weft.launch.launcher import ForkServer, RankError, launch_function
 from weft.plan import ModelFacts, Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
+from weft.rehearse import PeakMemory
 from weft.search import PlanChoice
 
 _UNCERTAIN = 0.8
@@ -23,19 +24,8 @@ fifth too low (`python -m benchmarks.planner validate --mode fitted` on the ship
 _KILLED = "SIGKILL"
 
 
-@dataclass(frozen=True, slots=True)
-class PeakMemory:
-    """What came of a plan on all ranks."""
-
-    fits: bool
-    peak_bytes: int
-    """The largest of a rank; 0 where the system ended one before it could tell."""
-
-
-class MeasurePeak(Protocol):
-    """Tries a plan, on every rank."""
-
-    def __call__(self, recipe: Recipe, plan: Plan) -> PeakMemory: ...
+MeasurePeak = Callable[[Recipe, Plan], PeakMemory]
+"""Tries a plan on every rank; the peak is the largest of a rank, 0 where the system ended one before it could tell."""
 
 
 def is_tight(choice: PlanChoice) -> bool:
@@ -121,6 +111,5 @@ def _launched(
         if problem.kind != _KILLED:
             raise
         return PeakMemory(fits=False, peak_bytes=0)
-    return PeakMemory(
-        fits=all(rank["fits"] for rank in results), peak_bytes=max(rank["peak_bytes"] for rank in results)
-    )
+    peaks = [typed(PeakMemory, peak) for peak in results]
+    return PeakMemory(fits=all(peak.fits for peak in peaks), peak_bytes=max(peak.peak_bytes for peak in peaks))

@@ -33,9 +33,8 @@ from weft.launch import RankInfo, initialise_distributed
 from weft.launch.launcher import ForkServer, launch_function, open_fork_server
 from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
-from weft.profile import Profile
 from weft.recipe import Recipe, check_group_globs, dump_recipe, load_recipe
-from weft.search import PlanChoice, choose_plan
+from weft.search import choose_plan
 from weft.worker import facts_of_blueprint, train_rank
 
 
@@ -100,63 +99,54 @@ def train(
         name = run_name(Path(recipe)) if isinstance(recipe, str | Path) else "run"
     recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
     with open_fork_server(fork_server) as warm:
-        request = _TrainRequest(recipe, plan, processes, reasons or {}, note, trials, try_memory, quiet, warm)
-        job, rank_info = request.checked(), RankInfo.from_environment()
-        if rank_info is not None:
+        job = _checked(recipe, plan, processes, reasons or {}, note, trials, try_memory, quiet, warm)
+        if RankInfo.from_environment() is not None:
             return job.run_as_rank(name, folder, resume)
         return job.run_as_parent(name, folder, resume)
 
 
-@dataclass(frozen=True, slots=True)
-class _TrainRequest:
-    """What `train` was asked for, beside where to keep it."""
-
-    recipe: Recipe
-    plan: Plan | str | Path
-    processes: int | None
-    reasons: Mapping[str, str]
-    note: str
-    trials: bool
-    try_memory: bool | None
-    quiet: bool
-    fork_server: ForkServer | None
-
-    def checked(self) -> _Job:
-        """Build the model, choose or read the plan, and check that all fits: what a rank would refuse is refused before
-        anything is prepared or written."""
-        recipe, rank_info = self.recipe, RankInfo.from_environment()
-        world = rank_info.world_size if rank_info is not None else self.processes
-        blueprint = build_blueprint(recipe)
-        facts = facts_of_blueprint(blueprint, recipe)
-        machine = machine_for(rank_info)
-        plan, reasons, note, tight = self.plan, self.reasons, self.note, False
-        if plan == "auto":
-            description = describe_blueprint(blueprint, recipe)
-            choice = self._choice(description.profile, facts, machine.cluster, world)
-            plan, reasons = choice.plan, choice.reasons
-            note = "; ".join([*description.notes, *([machine.note] if machine.note and choice.rivals else [])])
-            tight = self.trials and is_tight(choice)
-        elif not isinstance(plan, Plan):
-            plan = load_plan(plan)
-        check_plan(plan, recipe, facts, world)
-        check_runnable(plan)
-        device = device_for_rank(plan.compute.device, rank_info.local_rank if rank_info is not None else 0)
-        backend_for(device, wanted=plan.compute.backend)
-        check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
-        if self.try_memory and blueprint.example is None:
-            raise RecipeError(
-                "try_memory = True needs samples to take a step with, and the model brings no example batch. Leave"
-                " try_memory out, or use a model whose inputs Weft knows (a reference, or a Hugging Face model)."
-            )
-        tight = tight if self.try_memory is None else self.try_memory
-        return _Job(recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, self.quiet, self.fork_server)
-
-    def _choice(self, profile: Profile, facts: ModelFacts, cluster: Cluster, world: int | None) -> PlanChoice:
-        choice = choose_plan(self.recipe, cluster, facts, world, profile=profile)
-        if not self.trials:
-            return choice
-        log = _keep_quiet if self.quiet else print
-        return decide_by_trials(self.recipe, choice, cluster, log=log, fork_server=self.fork_server)
+def _checked(
+    recipe: Recipe,
+    plan: Plan | str | Path,
+    processes: int | None,
+    reasons: Mapping[str, str],
+    note: str,
+    trials: bool,
+    try_memory: bool | None,
+    quiet: bool,
+    fork_server: ForkServer | None,
+) -> _Job:
+    """Build the model, choose or read the plan, and check that all fits: what a rank would refuse is refused before
+    anything is prepared or written."""
+    rank_info = RankInfo.from_environment()
+    world = rank_info.world_size if rank_info is not None else processes
+    blueprint = build_blueprint(recipe)
+    facts = facts_of_blueprint(blueprint, recipe)
+    machine = machine_for(rank_info)
+    tight = False
+    if plan == "auto":
+        description = describe_blueprint(blueprint, recipe)
+        choice = choose_plan(recipe, machine.cluster, facts, world, profile=description.profile)
+        if trials:
+            log = _keep_quiet if quiet else print
+            choice = decide_by_trials(recipe, choice, machine.cluster, log=log, fork_server=fork_server)
+        plan, reasons = choice.plan, choice.reasons
+        note = "; ".join([*description.notes, *([machine.note] if machine.note and choice.rivals else [])])
+        tight = trials and is_tight(choice)
+    elif not isinstance(plan, Plan):
+        plan = load_plan(plan)
+    check_plan(plan, recipe, facts, world)
+    check_runnable(plan)
+    device = device_for_rank(plan.compute.device, rank_info.local_rank if rank_info is not None else 0)
+    backend_for(device, wanted=plan.compute.backend)
+    check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
+    if try_memory and blueprint.example is None:
+        raise RecipeError(
+            "try_memory = True needs samples to take a step with, and the model brings no example batch. Leave"
+            " try_memory out, or use a model whose inputs Weft knows (a reference, or a Hugging Face model)."
+        )
+    tight = tight if try_memory is None else try_memory
+    return _Job(recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, quiet, fork_server)
 
 
 def _keep_quiet(line: str) -> None:

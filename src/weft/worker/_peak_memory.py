@@ -8,10 +8,11 @@ import torch
 
 from weft.blueprint import build_blueprint
 from weft.comm import device_for_rank
+from weft.document import plain
 from weft.launch import RankInfo
 from weft.plan import parse_plan
 from weft.recipe import parse_recipe
-from weft.rehearse import weigh
+from weft.rehearse import measure_peak_memory
 
 
 def run_rank(
@@ -22,5 +23,5 @@ def run_rank(
     what, how = parse_recipe(recipe), parse_plan(plan)
     torch.set_num_threads(how.compute.num_threads)
     device = device_for_rank(how.compute.device, rank_info.local_rank if local_rank is None else local_rank)
-    peak = weigh(what, how, lambda: build_blueprint(what), rank_info.rank if rank is None else rank, device)
-    return {"fits": peak.fits, "peak_bytes": peak.peak_bytes}
+    number = rank_info.rank if rank is None else rank
+    return plain(measure_peak_memory(what, how, lambda: build_blueprint(what), number, device))

@@ -28,7 +28,7 @@ _CPU_REFUSALS = ("can't allocate memory", "not enough memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
+class PeakMemory:
     """What a rank's step took."""
 
     fits: bool
@@ -38,7 +38,9 @@ class Weight:
     for communication, resident on cores."""
 
 
-def weigh(recipe: Recipe, plan: Plan, build: Callable[[], Blueprint], rank: int, device: torch.device) -> Weight:
+def measure_peak_memory(
+    recipe: Recipe, plan: Plan, build: Callable[[], Blueprint], rank: int, device: torch.device
+) -> PeakMemory:
     """Build `rank`'s share of a plan on `device` and take one step; a refused allocation is an answer, no error.
 
     Not collective, and peers need not be there: collectives go nowhere and leave their buffers as they are, so the step
@@ -63,12 +65,12 @@ def weigh(recipe: Recipe, plan: Plan, build: Callable[[], Blueprint], rank: int,
             _step(recipe, plan, build, device, activation)
             del reserved
     except torch.OutOfMemoryError:
-        return Weight(fits=False, peak_bytes=peak_memory_bytes(device))
+        return PeakMemory(fits=False, peak_bytes=peak_memory_bytes(device))
     except RuntimeError as problem:
         if not any(refusal in str(problem) for refusal in _CPU_REFUSALS):
             raise
-        return Weight(fits=False, peak_bytes=peak_memory_bytes(device))
-    return Weight(fits=True, peak_bytes=peak_memory_bytes(device))
+        return PeakMemory(fits=False, peak_bytes=peak_memory_bytes(device))
+    return PeakMemory(fits=True, peak_bytes=peak_memory_bytes(device))
 
 
 def _step(

@@ -14,7 +14,6 @@ import torch
 import weft
 from weft.cluster import parse_cluster_spec
 from weft.description import facts_of, profile_of
-from weft.entry import is_tight
 from weft.entry._fit import fit_microbatch, measure_peak_in_job, measure_peak_in_processes
 from weft.errors import PlanError, RecipeError
 from weft.launch import RankInfo
@@ -109,15 +108,15 @@ def test_only_a_plan_near_its_limit_is_tried() -> None:
     recipe = recipe_of()
     facts = facts_of(recipe)
     choice = choose_plan(recipe, parse_cluster_spec("1x1xh100"), facts, 1, profile=profile_of(recipe))
-    assert not is_tight(choice)
+    assert not choice.is_tight
     first = choice.rivals[0]
     needed = first.prediction.fullest.device
     tight = replace(first, prediction=replace(first.prediction, usable_bytes=1.1 * needed, margin_bytes=0.0))
     full = replace(choice, rivals=(tight,))
-    assert is_tight(full)
-    assert not is_tight(replace(full, rivals=()))
+    assert full.is_tight
+    assert not replace(full, rivals=()).is_tight
     given = replace(choice.plan, origins={"microbatch.size": "from --set"})
-    assert not is_tight(replace(full, plan=given))
+    assert not replace(full, plan=given).is_tight
 
 
 def test_what_killed_a_process_is_said() -> None:

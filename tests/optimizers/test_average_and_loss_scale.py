@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from optimizer_shards import SHAPES, draw, layout_of, make_shard, set_gradients, whole_groups
 from torch import Tensor
 
+from weft.document import JsonObject
 from weft.engine import LossScale
 from weft.engine._average import WeightAverage
 from weft.engine.optimizers.sgd import SGD
@@ -129,7 +132,12 @@ def test_the_loss_scale_goes_through_json() -> None:
     again = LossScale()
     again.load_state(json.loads(json.dumps(scale.state())))
     assert again == scale
-    with pytest.raises(CheckpointError, match="'scales' is not one of its entries. Did you mean scale"):
-        again.load_state({**scale.state(), "scales": 1.0})
-    with pytest.raises(CheckpointError, match="lacks scale"):
-        again.load_state({name: value for name, value in scale.state().items() if name != "scale"})
+    state = LossScale().state()
+    with pytest.raises(CheckpointError, match="'scales' belongs to no such file. Did you mean scale"):
+        again.check_state(saved({**state, "scales": 1.0}))
+    with pytest.raises(CheckpointError, match="scale is missing"):
+        LossScale().check_state(saved({name: value for name, value in state.items() if name != "scale"}))
+
+
+def saved(values: dict[str, Any]) -> JsonObject:
+    return JsonObject(Path("manifest.json"), CheckpointError, "", values)

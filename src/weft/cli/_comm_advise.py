@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json as to_text
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.cli._numbers import parse_count
+from weft.cli._numbers import parse_count, parse_latency, parse_rate
 from weft.cli._options import Json, Overrides
 from weft.errors import ClusterError, PlanError
 
@@ -16,11 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from weft.techniques.compression.codecs import Estimate, Link
-
-_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|B)/s")
-_LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)")
-_SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def advise(
@@ -84,7 +78,7 @@ def advise(
         )
     link, members = _link(bandwidth, latency, cluster, processes)
     exchange = Exchange(shapes=_shapes(recipe, parameters, overrides), members=members, is_sharded=zero > 0)
-    seconds = None if compute is None else _seconds(compute, "--compute")
+    seconds = None if compute is None else parse_latency(compute, "--compute")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a rank of a plan has by default
     try:
@@ -140,9 +134,9 @@ def _link(bandwidth: str | None, latency: str | None, cluster: str | None, proce
     if bandwidth is not None and latency is not None:
         if cluster is not None:
             raise ClusterError("--cluster and --bandwidth cannot go together. Use one of them.")
-        return Link(latency_seconds=_seconds(latency, "--latency"), bandwidth_bytes_per_second=_rate(bandwidth)), (
-            processes or 2
-        )
+        seconds = parse_latency(latency, "--latency", zero=True)
+        link = Link(latency_seconds=seconds, bandwidth_bytes_per_second=parse_rate(bandwidth, "--bandwidth"))
+        return link, processes or 2
     known = known_machine().cluster if cluster is None else resolve_cluster(cluster)
     if not known.links:
         raise ClusterError(
@@ -174,19 +168,3 @@ def _shapes(recipe: Path | None, parameters: str | None, overrides: tuple[str, .
     assert recipe is not None
     with_overrides, _ = apply_overrides(load_recipe(recipe), Plan(), overrides)
     return tuple(p.shape for p in build_blueprint(with_overrides).module.parameters() if p.requires_grad)
-
-
-def _rate(text: str) -> float:
-    match = _BANDWIDTH.fullmatch(text.strip())
-    value = float(match[1]) * _SCALES[match[2]] / (8 if match[3] == "bit" else 1) if match else 0.0
-    if value <= 0:
-        raise ClusterError(f"--bandwidth {text} is not a rate such as 1Gbit/s or 12.5GB/s (bits or bytes: say which).")
-    return value
-
-
-def _seconds(text: str, option: str) -> float:
-    match = _LATENCY.fullmatch(text.strip())
-    value = float(match[1]) * _SECONDS[match[2]] if match else -1.0
-    if value < 0 or (value == 0 and option == "--compute"):
-        raise ClusterError(f"{option} {text} is not a time such as 50us or 300ms.")
-    return value

@@ -74,8 +74,7 @@ def read_choice(
         choice = choose_plan(recipe, machine, facts, processes, profile=profile, given=pins)
         if trials and choice.rivals:
             choice = _tried(recipe, machine, choice, of_plan, fork_server)
-        if trials:
-            tight = _is_tight(choice)
+        tight = trials and choice.is_tight
         plan, reasons = choice.plan, choice.reasons
         note = "; ".join([*described.notes, *([note] if note and choice.rivals else [])])
     else:
@@ -100,14 +99,6 @@ def describe_recipe(recipe: Recipe) -> Description:
     from weft.entry import describe_recipe as describe_by_building
 
     return describe_by_building(recipe)
-
-
-def _is_tight(choice: Chosen) -> bool:
-    if not choice.rivals:
-        return False
-    from weft.entry import is_tight
-
-    return is_tight(choice)
 
 
 def _tried(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin
 
-from weft.document._conform import TypeMismatch, conform_value, is_union
+from weft.document._conform import TypeMismatch, conform_value, hints_of, is_union
 from weft.document._read import Document
 from weft.document._text import Path, dotted, spell, spell_short
 from weft.errors import WeftError, did_you_mean
@@ -85,7 +85,7 @@ def _bind_table(cls: type[Any], table: Any, path: Path, document: Document) -> A
         problem = f"is not a table. Write [{dotted(path)}] and its settings below it."
         raise document.fail(path, spell_short(table), problem)
     settings = typing.cast("Mapping[str, Any]", table)
-    hints = get_type_hints(cls)
+    hints = hints_of(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if is_setting(field)}
     flat = flattened_field(cls)
     inner: dict[str, Any] = {}

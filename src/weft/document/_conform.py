@@ -42,7 +42,7 @@ def conform(owner: Any, error: type[WeftError]) -> None:
     Raises:
         WeftError: of class `error`, when a value has another type or is not one of the choices.
     """
-    hints = _hints(type(owner))
+    hints = hints_of(type(owner))
     for field in dataclasses.fields(owner):
         value = getattr(owner, field.name)
         try:
@@ -54,7 +54,7 @@ def conform(owner: Any, error: type[WeftError]) -> None:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def hints_of(kind: type[Any]) -> dict[str, Any]:
     """Annotations of a class, evaluated once: doing so takes longer than all checks."""
     return get_type_hints(kind)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+
+from weft.document._conform import hints_of, is_union
 
 T = TypeVar("T")
 
@@ -34,20 +33,15 @@ def typed(cls: type[T], value: Any) -> T:
     return _read(cls, value)
 
 
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
 def _read(hint: Any, value: Any) -> Any:
     """What was written of a field, of the kind that its annotation says."""
     origin, parts = get_origin(hint), get_args(hint)
-    if origin in (typing.Union, types.UnionType):
+    if is_union(hint):
         return _read_union([part for part in parts if part is not type(None)], value, optional=type(None) in parts)
     if hint is Path:
         return Path(value)
     if dataclasses.is_dataclass(hint):
-        hints = _hints(hint)
+        hints = hints_of(cast("type[Any]", hint))
         return cast("Any", hint)(**{name: _read(hints[name], item) for name, item in value.items()})
     if origin is not None and origin is not Literal and issubclass(origin, Mapping):
         return {name: _read(parts[1], item) for name, item in value.items()}

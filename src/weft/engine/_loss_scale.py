@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from weft.document import JsonObject
-from weft.errors import CheckpointError, did_you_mean
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,17 +67,6 @@ class LossScale:
             state.count("tolerance_left", least=1, most=self.hysteresis)
 
     def load_state(self, state: Mapping[str, float | int | None]) -> None:
-        """Take over what `state` returned.
-
-        Raises:
-            CheckpointError: Entries are missing or unknown.
-        """
-        known = {field.name for field in fields(self)}
-        for name in state.keys() - known:
-            raise CheckpointError(f"loss scale: {name!r} is not one of its entries.{did_you_mean(name, known)}")
-        if missing := sorted(known - state.keys()):
-            raise CheckpointError(
-                f"loss scale: the saved state lacks {', '.join(missing)}. It was written by another version"
-            )
+        """Take over what `state` returned, and `check_state` has looked at."""
         for name, value in state.items():
             setattr(self, name, value)

@@ -16,24 +16,12 @@ from weft.launch.launcher import ForkServer, RankError, launch_function
 from weft.plan import ModelFacts, Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
 from weft.rehearse import PeakMemory
-from weft.search import PlanChoice
 
-_UNCERTAIN = 0.8
-"""Share of the usable memory above which a prediction is tried: of 117 published peaks 6 % were predicted more than a
-fifth too low (`python -m benchmarks.planner validate --mode fitted` on the shipped runs, 2026-11-22)."""
 _KILLED = "SIGKILL"
 
 
 MeasurePeak = Callable[[Recipe, Plan], PeakMemory]
 """Tries a plan on every rank; the peak is the largest of a rank, 0 where the system ended one before it could tell."""
-
-
-def is_tight(choice: PlanChoice) -> bool:
-    """Whether a plan that is predicted to fit may not, and its microbatch is not one that the user has given."""
-    if not choice.rivals or "microbatch.size" in choice.plan.origins:
-        return False
-    prediction = choice.rivals[0].prediction
-    return prediction.fullest.device > _UNCERTAIN * prediction.device_bytes
 
 
 def fit_microbatch(

@@ -6,11 +6,12 @@ import os
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from weft.document import typed
 from weft.launch.launcher import ForkServer, launch_function
 from weft.plan import Plan, dump_plan
 from weft.recipe import Recipe, dump_recipe
@@ -113,10 +114,4 @@ def _merged(ranks: Sequence[Mapping[str, Any]]) -> TimedPlan | str:
     failed = [rank["failure"] for rank in ranks if "failure" in rank]
     if failed:
         return failed[0]
-    first = ranks[0]
-    return TimedPlan(
-        first_seconds=first["first_seconds"],
-        early_seconds=first["early_seconds"],
-        turns=tuple(first["turns"]),
-        peak_bytes=max(rank["peak_bytes"] for rank in ranks),
-    )
+    return replace(typed(TimedPlan, ranks[0]), peak_bytes=max(rank["peak_bytes"] for rank in ranks))

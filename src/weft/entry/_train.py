@@ -24,7 +24,7 @@ from weft.document import typed
 from weft.engine import TrainingOutcome
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import describe_blueprint, machine_for
-from weft.entry._fit import MeasurePeak, fit_microbatch, is_tight, measure_peak_in_job, measure_peak_in_processes
+from weft.entry._fit import MeasurePeak, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
 from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
 from weft.errors import CheckpointError, LaunchError, RecipeError, WeftError
@@ -132,7 +132,7 @@ def _checked(
             choice = decide_by_trials(recipe, choice, machine.cluster, log=log, fork_server=fork_server)
         plan, reasons = choice.plan, choice.reasons
         note = "; ".join([*description.notes, *([machine.note] if machine.note and choice.rivals else [])])
-        tight = trials and is_tight(choice)
+        tight = trials and choice.is_tight
     elif not isinstance(plan, Plan):
         plan = load_plan(plan)
     check_plan(plan, recipe, facts, world)

@@ -49,4 +49,7 @@ def test_every_command_and_option_is_in_the_reference(made: dict[str, str]) -> N
     page, app = made["command-line.md"], build_app()
     for name in (name for name in app if not name.startswith("-")):
         assert f"`weft {name}" in page
-    assert all(f"`{argument.names[0]}`" in page for argument in app["plan"].assemble_argument_collection())
+    # `*` stands for options in a class of their own, which follow it.
+    names = [argument.names[0] for argument in app["plan"].assemble_argument_collection()]
+    assert len(names) > 20
+    assert all(f"`{name}`" in page for name in names if name != "*")

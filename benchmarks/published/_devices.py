@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.published._rows import Run
 from benchmarks.published._unpredictable import Unpredictable
-from weft.cluster import DEVICES, Cluster, find_kind, named_cluster, parse_cluster_spec, sold_bytes
+from weft.cluster import DEVICES, Cluster, LinkTier, find_kind, parse_cluster_spec, sold_bytes
 
 _GIGA = 1e9
 _GIGABIT = 1.25e8
@@ -80,6 +80,40 @@ def cluster_of(run: Run, devices: int) -> Cluster:
     )
     # Who published a run had measured that it fits, and needed no margin.
     return replace(_as_named(cluster, name), memory_margin=0.0)
+
+
+def named_cluster(
+    kind: str,
+    nodes: int,
+    devices: int,
+    *,
+    memory_bytes: int | None = None,
+    scale_up_bytes_per_second: float | None = None,
+    network_bytes_per_second: float | None = None,
+) -> Cluster:
+    """Return `nodes` nodes with `devices` of a kind in the table each, and what is known better than the table.
+
+    Args:
+        memory_bytes: of one device.
+        scale_up_bytes_per_second: one way, of one device.
+        network_bytes_per_second: one way, of all network cards of a node together.
+    """
+    cluster = parse_cluster_spec(f"{nodes}x{devices}x{kind}")
+    (node,) = cluster.nodes
+    if memory_bytes is not None:
+        node = replace(node, devices=replace(node.devices, memory_bytes=memory_bytes))
+
+    def known(tier: LinkTier) -> LinkTier:
+        if tier.name == "scale_up" and scale_up_bytes_per_second:
+            return replace(tier, bandwidth_bytes_per_second=scale_up_bytes_per_second)
+        if tier.name == "scale_up" or network_bytes_per_second is None:
+            return tier
+        # Where devices share cards, one of them alone has a whole card, or all that the node has.
+        each = network_bytes_per_second / devices
+        alone = min(network_bytes_per_second, tier.bandwidth_bytes_per_second)
+        return replace(tier, bandwidth_bytes_per_second=each, alone_bytes_per_second=alone if alone > each else None)
+
+    return replace(cluster, nodes=(node,), links=tuple(known(tier) for tier in cluster.links))
 
 
 def _name(text: str) -> DeviceName:

@@ -18,7 +18,6 @@ from weft.cluster import (
     Topology,
     dump_cluster,
     find_kind,
-    named_cluster,
     parse_cluster,
     parse_cluster_spec,
 )
@@ -141,16 +140,6 @@ def test_unlike_and_part_failed_nodes() -> None:
     assert [node.name for node in failed.nodes] == ["h100-1", "h100-2"]
     assert [tier.devices for tier in failed.links] == [8, 62]
     assert parse_cluster(dump_cluster(mixed)) == mixed
-
-
-def test_what_is_known_better_than_the_table() -> None:
-    p3 = named_cluster("v100-16gb", 4, 8, memory_bytes=16 << 30, network_bytes_per_second=25e9 / 8)
-    network = p3.links[1]
-    assert network.bandwidth_bytes_per_second == 25e9 / 64
-    assert network.alone_bytes_per_second == 25e9 / 8  # the node's one card
-    dgx = named_cluster("a100", 4, 8, network_bytes_per_second=200e9)
-    assert dgx.links == parse_cluster_spec("4x8xa100").links
-    assert named_cluster("h100-sxm", 1, 8, scale_up_bytes_per_second=1e11).links[0].bandwidth_bytes_per_second == 1e11
 
 
 @pytest.mark.parametrize("topology", ["fully_connected", "ring", "double_ring", "tree", "torus", "rails"])

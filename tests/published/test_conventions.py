@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from benchmarks.published import PUBLISHED_RUNS, Row, read_rows, validate
 from benchmarks.published._cases import Case, Forecast, cases_of
-from benchmarks.published._devices import largest_divisor, parse_device_name
+from benchmarks.published._devices import largest_divisor, named_cluster, parse_device_name
 from benchmarks.published._measure import measured_step, step_flops
 from benchmarks.published._sources import framework_of, year_of
 from published_examples import LLAMA, shipped, write
 
+from weft.cluster import parse_cluster_spec
 from weft.errors import PlanError
 from weft.price import model_flops
 from weft.search import plan_of
@@ -226,3 +227,13 @@ def test_a_schedule_of_another_system_is_priced_and_makes_no_plan(tmp_path: Path
     (layout,) = case(tmp_path, schedule="ZB-2p").layouts
     with pytest.raises(PlanError, match='is priced, not run. Use schedule = "interleaved_zero_bubble"'):
         plan_of(layout, global_batch_size=64)
+
+
+def test_what_is_known_better_than_the_table() -> None:
+    p3 = named_cluster("v100-16gb", 4, 8, memory_bytes=16 << 30, network_bytes_per_second=25e9 / 8)
+    network = p3.links[1]
+    assert network.bandwidth_bytes_per_second == 25e9 / 64
+    assert network.alone_bytes_per_second == 25e9 / 8  # the node's one card
+    dgx = named_cluster("a100", 4, 8, network_bytes_per_second=200e9)
+    assert dgx.links == parse_cluster_spec("4x8xa100").links
+    assert named_cluster("h100-sxm", 1, 8, scale_up_bytes_per_second=1e11).links[0].bandwidth_bytes_per_second == 1e11

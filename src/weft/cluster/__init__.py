@@ -22,7 +22,6 @@ from weft.cluster._measured import Measured as Measured
 from weft.cluster._measured import MemorySpeed as MemorySpeed
 from weft.cluster._parts import Devices as Devices
 from weft.cluster._parts import Node as Node
-from weft.cluster._spec import named_cluster as named_cluster
 from weft.cluster._spec import parse_cluster_spec as parse_cluster_spec
 from weft.cluster._table import ALIASES as ALIASES
 from weft.cluster._table import DEVICES as DEVICES

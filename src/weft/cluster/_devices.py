@@ -61,36 +61,24 @@ def table_devices(kind: str, count: int, memory_bytes: int | None = None) -> Dev
     )
 
 
-def table_node(kind: str, nodes: int, devices: int, *, name: str = "node", memory_bytes: int | None = None) -> Node:
+def table_node(kind: str, nodes: int, devices: int, *, name: str = "node") -> Node:
     """Return `nodes` nodes that are known by their devices."""
-    held = table_devices(kind, devices, memory_bytes)
+    held = table_devices(kind, devices)
     if kind == "cpu":
         return Node(name=name, count=nodes, cores=devices, memory_bytes=devices * held.memory_bytes, devices=held)
     memory = devices * HOST_GIBIBYTES_PER_DEVICE * _GIBI
     return Node(name=name, count=nodes, cores=devices * HOST_CORES_PER_DEVICE, memory_bytes=memory, devices=held)
 
 
-def table_links(
-    kind: str,
-    nodes: int,
-    devices: int,
-    *,
-    scale_up_bytes_per_second: float | None = None,
-    network_bytes_per_second: float | None = None,
-) -> tuple[LinkTier, ...]:
-    """Return the usual tiers: inside a scale-up domain, and between domains.  Parts outside the table get a PCIe guess.
-
-    Args:
-        scale_up_bytes_per_second: one way, of one device, instead of the table's.
-        network_bytes_per_second: one way, of all cards of one node, instead of the table's.
-    """
+def table_links(kind: str, nodes: int, devices: int) -> tuple[LinkTier, ...]:
+    """Return the usual tiers: inside a scale-up domain, and between domains.  Parts outside the table get a PCIe guess."""
     total = nodes * devices
     joined = min(total, max(devices, _domain(kind, devices)))
     tiers: list[LinkTier] = []
     if joined > 1:
-        tiers.append(_scale_up(kind, joined, scale_up_bytes_per_second))
+        tiers.append(_scale_up(kind, joined))
     if total > joined:
-        tiers.append(_network(kind, total, devices, network_bytes_per_second))
+        tiers.append(_network(kind, total))
     return tuple(tiers)
 
 
@@ -100,7 +88,7 @@ def _domain(kind: str, devices: int) -> int:
     return domain // devices * devices
 
 
-def _scale_up(kind: str, joined: int, bytes_per_second: float | None) -> LinkTier:
+def _scale_up(kind: str, joined: int) -> LinkTier:
     part = DEVICES.get(kind)
     if part is None:
         # Ranks on one host speak through its memory; unknown accelerators through PCIe.  Guesses until measured.
@@ -109,7 +97,7 @@ def _scale_up(kind: str, joined: int, bytes_per_second: float | None) -> LinkTie
             name=name,
             devices=joined,
             latency_seconds=latency,
-            bandwidth_bytes_per_second=bytes_per_second or speed * _GIGA,
+            bandwidth_bytes_per_second=speed * _GIGA,
             spread=0.5,
         )
     is_torus = part.scale_up == "torus"
@@ -117,7 +105,7 @@ def _scale_up(kind: str, joined: int, bytes_per_second: float | None) -> LinkTie
         name="scale_up",
         devices=joined,
         latency_seconds=_SCALE_UP_LATENCY_SECONDS,
-        bandwidth_bytes_per_second=bytes_per_second or part.scale_up_gigabytes_per_second * _GIGA,
+        bandwidth_bytes_per_second=part.scale_up_gigabytes_per_second * _GIGA,
         spread=0.3,
         topology=part.scale_up,
         shape=torus_shape(joined, part.torus_axes) if is_torus else (),
@@ -126,22 +114,17 @@ def _scale_up(kind: str, joined: int, bytes_per_second: float | None) -> LinkTie
     )
 
 
-def _network(kind: str, total: int, devices: int, bytes_per_second: float | None) -> LinkTier:
+def _network(kind: str, total: int) -> LinkTier:
     part = DEVICES.get(kind)
     if part is None:
         speed, latency, start = (1.25, 2e-5, 0.0) if kind == "cpu" else (12.5, 2e-5, _START_SECONDS)
     else:
         speed, latency, start = part.scale_out_gigabytes_per_second, _NETWORK_LATENCY_SECONDS, _START_SECONDS
-    usual = speed * _GIGA
-    of_node = usual * devices if bytes_per_second is None else bytes_per_second
-    # Where devices share cards, one of them alone has a whole card, or all that the node has.
-    alone = min(of_node, usual)
     return LinkTier(
         name="network",
         devices=total,
         latency_seconds=latency,
-        bandwidth_bytes_per_second=of_node / devices,
-        alone_bytes_per_second=alone if alone > of_node / devices else None,
+        bandwidth_bytes_per_second=speed * _GIGA,
         spread=0.3,
         start_seconds=start,
     )

@@ -37,36 +37,6 @@ def parse_cluster_spec(spec: str) -> Cluster:
     return Cluster(nodes=described, links=mixed_links(described))
 
 
-def named_cluster(
-    kind: str,
-    nodes: int,
-    devices: int,
-    *,
-    memory_bytes: int | None = None,
-    scale_up_bytes_per_second: float | None = None,
-    network_bytes_per_second: float | None = None,
-) -> Cluster:
-    """Return `nodes` nodes with `devices` of a kind in the table each, and what is known better than the table.
-
-    Args:
-        memory_bytes: of one device.
-        scale_up_bytes_per_second: one way, of one device.
-        network_bytes_per_second: one way, of all network cards of a node together.
-
-    Raises:
-        ClusterError: the kind is not in the table.
-    """
-    kind = _known("", kind)
-    links = table_links(
-        kind,
-        nodes,
-        devices,
-        scale_up_bytes_per_second=scale_up_bytes_per_second,
-        network_bytes_per_second=network_bytes_per_second,
-    )
-    return Cluster(nodes=(table_node(kind, nodes, devices, memory_bytes=memory_bytes),), links=links)
-
-
 def mixed_links(nodes: tuple[Node, ...]) -> tuple[LinkTier, ...]:
     """Return tiers for unlike nodes: as fast as the slowest kind's: a collective waits for its slowest member."""
     total = sum(node.count * node.devices.count for node in nodes)

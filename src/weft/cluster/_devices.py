@@ -71,7 +71,7 @@ def table_node(kind: str, nodes: int, devices: int, *, name: str = "node") -> No
 
 
 def table_links(kind: str, nodes: int, devices: int) -> tuple[LinkTier, ...]:
-    """Return the usual tiers: inside a scale-up domain, and between domains.  Parts outside the table get a PCIe guess."""
+    """Return the usual tiers: inside a scale-up domain, and between domains; of unknown parts a guess, PCIe."""
     total = nodes * devices
     joined = min(total, max(devices, _domain(kind, devices)))
     tiers: list[LinkTier] = []

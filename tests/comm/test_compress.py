@@ -14,7 +14,8 @@ from torch import Tensor
 
 from weft.comm import GroupView
 from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, ParameterSpan, SignSGD
-from weft.techniques.compression.codecs.randomk import count_of, drawn_places
+from weft.techniques.compression.codecs.randomk import drawn_places
+from weft.techniques.compression.wire import count_of
 
 ALONE = GroupView((0,), 0, None)
 """The work of one rank without a network: the sum over it is what its codec makes of its own gradients."""
@@ -43,8 +44,8 @@ def gradients(frame: Frame, seed: int, *, scale: float = 1.0, dtype: torch.dtype
     generator = torch.Generator().manual_seed(seed)
     flat = torch.zeros(frame.num_elements, dtype=dtype)
     for span in frame.spans:
-        values = torch.randn(span.shape.numel(), generator=generator, dtype=dtype)
-        outliers = torch.rand(span.shape.numel(), generator=generator) > 0.99
+        values = torch.randn(span.num_elements, generator=generator, dtype=dtype)
+        outliers = torch.rand(span.num_elements, generator=generator) > 0.99
         flat[span.offset : span.stop] = values * torch.where(outliers, 100.0, 1.0) * scale
     return flat
 
@@ -336,7 +337,7 @@ def test_random_k_contracts_on_average(lengths: list[int], share: float, seed: i
         kept += squares(decoded) / number
     expected, spread, largest, least = 0.0, 0.0, 0.0, 0.0
     for span in frame.spans:
-        length, count = span.shape.numel(), count_of(span.shape.numel(), share)
+        length, count = span.num_elements, count_of(span.num_elements, share)
         values = flat[span.offset : span.stop].square()
         for run in (values[i * length // count : (i + 1) * length // count] for i in range(count)):
             expected += float(run.mean())

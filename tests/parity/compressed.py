@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.techniques.compression.codecs import CodecSpec, Frame
-from weft.techniques.compression.codecs.randomk import count_of, drawn_places
+from weft.techniques.compression.codecs import CodecSpec, Frame, create_codec
+from weft.techniques.compression.codecs.randomk import drawn_places
+from weft.techniques.compression.wire import count_of
 
 BLOCK = 256
 
@@ -51,7 +52,7 @@ class Row:
 def no_memory(frame: Frame, compression: CodecSpec, world: int) -> Memory:
     """Nothing is owed and nothing learnt."""
     like = torch.zeros(frame.num_elements, dtype=torch.float64)
-    first = compression.create(frame, like).kept(frame)
+    first = create_codec(compression, frame, like).kept(frame)
     bases = {kept.name: kept.tensor.clone() for kept in first if kept.kind.startswith("basis")}
     return Memory([like.clone() for _ in range(world)], bases, like.clone())
 
@@ -130,7 +131,7 @@ def to_signs(run: Tensor) -> Tensor:
 
 def by_top_k(shares: list[Tensor], frame: Frame, compression: CodecSpec, memory: Memory) -> tuple[Tensor, Memory]:
     """Each rank's own largest."""
-    count = max(1, math.ceil(compression.topk_share * sum(span.shape.numel() for span in frame.spans)))
+    count = max(1, math.ceil(compression.topk_share * sum(span.num_elements for span in frame.spans)))
     sent = [torch.zeros_like(share) for share in shares]
     for share, mine in zip(shares, sent, strict=True):
         largest = torch.argsort(share.abs(), descending=True)[:count]
@@ -143,7 +144,7 @@ def by_random_k(shares: list[Tensor], frame: Frame, compression: CodecSpec, memo
     """The same places on every rank."""
     is_drawn = torch.zeros_like(shares[0])
     for span in frame.spans:
-        length = span.shape.numel()
+        length = span.num_elements
         count = count_of(length, compression.randomk_share)
         key = f"{compression.seed}/{span.name}/{memory.rounds}"
         is_drawn[span.offset + drawn_places(length, count, key)] = 1

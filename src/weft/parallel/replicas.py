@@ -11,7 +11,7 @@ may thus be compressed less well; all ranks decide alike by the size of the larg
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from weft.parallel._compressed import pieces_of
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Piece, Shard
 from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, ParameterSpan, ReductionUnderWay
+from weft.techniques.compression.wire import storages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ class ReplicaSums:
         self._storages = [
             self._create(group, gradient_dtype, is_compressed=entries is compressed)
             for entries in (compressed, exact)
-            for group in _grouped(entries, size)
+            for run in storages_of([entry.shape.numel() for entry in entries], size)
+            for group in [[entries[place] for place in run]]
         ]
 
     def _takes(self, whole: torch.Size, layout: ParameterLayout) -> bool:
@@ -142,17 +144,3 @@ def _rows(whole: torch.Size, length: int) -> torch.Size:
     """Shape of the first `length` elements of a tensor, which are whole rows of it."""
     row = torch.Size(whole[1:]).numel()
     return torch.Size((length // max(row, 1), *whole[1:]))
-
-
-def _grouped(entries: Sequence[_Entry], most: int) -> Iterator[list[_Entry]]:
-    """Runs of entries with at most so many elements together, or a single one with more."""
-    group: list[_Entry] = []
-    size = 0
-    for entry in entries:
-        if group and size + entry.shape.numel() > most:
-            yield group
-            group, size = [], 0
-        group.append(entry)
-        size += entry.shape.numel()
-    if group:
-        yield group

@@ -9,7 +9,7 @@ from weft.comm import Mesh
 from weft.errors import PlanError
 from weft.parallel.technique import Build, TechniqueRuntime
 from weft.plan import Plan
-from weft.techniques.compression.codecs import CodecSpec
+from weft.techniques.compression.wire import CodecSpec, spec_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def create(build: Build) -> TechniqueRuntime:
 
 
 def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | None) -> CodecSpec:
-    """Return what the plan says of compression, whose names `runnability` has checked; random draws follow `seed`.
+    """Return what the plan says of compression; random draws follow `seed`.
 
     Of one that promises nothing about convergence the first rank warns, once per training.  Call on every rank.
 
@@ -52,16 +52,4 @@ def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | No
             'plan.data_parallel.compression = "onebit" freezes the variance of AdamW, which your own optimizer does'
             ' not allow. Use "int8", or train a recipe with optimizer.name = "adamw".'
         )
-    match data.compression:
-        case "bf16" | "int8" | "powersgd" | "topk" | "onebit" | "randomk" | "signsgd" as codec:
-            return CodecSpec(
-                codec=codec,
-                powersgd_rank=data.powersgd_rank,
-                topk_share=data.topk_share,
-                randomk_share=data.randomk_share,
-                seed=seed,
-                onebit_warmup_steps=data.onebit_warmup_steps,
-                onebit_decay=0.0 if momentum_decay is None else momentum_decay,
-            )
-        case other:
-            raise AssertionError(f"{other} cannot be run")
+    return spec_of(data, seed, momentum_decay)

@@ -4,13 +4,9 @@ from weft.techniques.compression.codecs._compressor import Compressor as Compres
 from weft.techniques.compression.codecs._compressor import KeptTensor as KeptTensor
 from weft.techniques.compression.codecs._compressor import Stages as Stages
 from weft.techniques.compression.codecs._feedback import ErrorFeedback as ErrorFeedback
-from weft.techniques.compression.codecs._frame import Frame as Frame
-from weft.techniques.compression.codecs._frame import ParameterSpan as ParameterSpan
-from weft.techniques.compression.codecs._frame import WireBytes as WireBytes
-from weft.techniques.compression.codecs._reduction import Codec as Codec
-from weft.techniques.compression.codecs._reduction import CodecSpec as CodecSpec
 from weft.techniques.compression.codecs._reduction import CompressedReduction as CompressedReduction
 from weft.techniques.compression.codecs._reduction import ReductionUnderWay as ReductionUnderWay
+from weft.techniques.compression.codecs._reduction import create_codec as create_codec
 from weft.techniques.compression.codecs.advice import Estimate as Estimate
 from weft.techniques.compression.codecs.advice import Exchange as Exchange
 from weft.techniques.compression.codecs.advice import Link as Link
@@ -26,3 +22,8 @@ from weft.techniques.compression.codecs.powersgd import PowerSGD as PowerSGD
 from weft.techniques.compression.codecs.randomk import RandomK as RandomK
 from weft.techniques.compression.codecs.signsgd import SignSGD as SignSGD
 from weft.techniques.compression.codecs.topk import TopK as TopK
+from weft.techniques.compression.wire import Codec as Codec
+from weft.techniques.compression.wire import CodecSpec as CodecSpec
+from weft.techniques.compression.wire import Frame as Frame
+from weft.techniques.compression.wire import ParameterSpan as ParameterSpan
+from weft.techniques.compression.wire import WireBytes as WireBytes

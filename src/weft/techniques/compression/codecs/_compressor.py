@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from weft.comm import GroupView, Wait
-from weft.techniques.compression.codecs._frame import Frame, WireBytes
+from weft.techniques.compression.wire import Frame
 
 Stages = Generator[Wait, None, None]
 """A reduction under way: yields the wait of each exchange that it has started, and goes on after it."""
@@ -53,10 +53,6 @@ class Compressor(Protocol):
         what of this rank's values the sum does not contain.  A value that is not finite must make the sum not finite,
         too: the step is then skipped.
         """
-        ...
-
-    def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
-        """Exactly what `reduce` hands to collectives on member `index`."""
         ...
 
     def begin_step(self) -> None:

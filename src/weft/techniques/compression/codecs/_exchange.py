@@ -10,12 +10,6 @@ from torch import Tensor
 from weft.comm import GroupView, Wait, WorksDone, nothing_to_wait_for, runs_on_gloo, traced_as
 
 
-def part_bounds(length: int, parts: int, multiple: int) -> list[tuple[int, int]]:
-    """Cut [0, length) into `parts` runs of about equal length that begin at multiples; late ones may be empty."""
-    share = -(-length // (parts * multiple)) * multiple
-    return [(min(index * share, length), min((index + 1) * share, length)) for index in range(parts)]
-
-
 def places_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Runs of these sizes, one behind the other."""
     places: list[tuple[int, int]] = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.techniques.compression.codecs._compressor import KeptTensor
-from weft.techniques.compression.codecs._frame import Frame
+from weft.techniques.compression.wire import Frame
 
 
 class ErrorFeedback:

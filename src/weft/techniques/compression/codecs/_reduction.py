@@ -1,74 +1,23 @@
-"""A compression as a plan names it, and the compressed reduction of one flat storage."""
+"""The codec that a plan names, and the compressed reduction of one flat storage."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, final
+from collections.abc import Collection, Iterator
+from typing import final
 
-import torch
 from torch import Tensor
 
 from weft.comm import GroupView, Wait
 from weft.techniques.compression.codecs._compressor import Compressor, KeptTensor, Stages
 from weft.techniques.compression.codecs._feedback import ErrorFeedback
-from weft.techniques.compression.codecs._frame import Frame, WireBytes
 from weft.techniques.compression.codecs.bf16 import BFloat16
 from weft.techniques.compression.codecs.int8 import Int8
 from weft.techniques.compression.codecs.onebit import OneBitMomentum
-from weft.techniques.compression.codecs.powersgd import PowerSGD, is_worthwhile
+from weft.techniques.compression.codecs.powersgd import PowerSGD
 from weft.techniques.compression.codecs.randomk import RandomK
 from weft.techniques.compression.codecs.signsgd import SignSGD
 from weft.techniques.compression.codecs.topk import TopK
-
-Codec = Literal["bf16", "int8", "powersgd", "topk", "onebit", "randomk", "signsgd"]
-
-_LEAST_VALUES = 1024
-"""Parameters with fewer are neither quantised nor thinned out; they are norms and biases, which cost little and matter
-much.  Int8's blocks reach over the borders of parameters: beside a matrix with gradients 254 times as large a norm's
-would be rounded to zero in every step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodecSpec:
-    """Which codec, with its settings.  `feedback` is False only to show what happens without it."""
-
-    codec: Codec
-    powersgd_rank: int = 4
-    topk_share: float = 0.01
-    randomk_share: float = 0.1
-    seed: int = 0
-    """Seed of random draws; the same on every rank."""
-    onebit_warmup_steps: int = 0
-    onebit_decay: float = 0.9
-    """Decay of the optimizer's momentum."""
-    feedback: bool = True
-
-    def takes(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter of this shape (on a rank) is compressed; others travel as they are."""
-        if self.codec == "powersgd":
-            return is_worthwhile(shape, self.powersgd_rank)
-        return self.codec == "bf16" or _LEAST_VALUES <= torch.Size(shape).numel() < 2**31
-
-    def create(self, frame: Frame, like: Tensor) -> Compressor:
-        """Return a codec for one storage; `like` has its dtype and device."""
-        match self.codec:
-            case "bf16":
-                return BFloat16()
-            case "int8":
-                return Int8()
-            case "topk":
-                return TopK(self.topk_share)
-            case "randomk":
-                return RandomK(self.randomk_share, self.seed, frame)
-            case "onebit":
-                return OneBitMomentum(self.onebit_decay, self.onebit_warmup_steps, frame, like)
-            case "signsgd":
-                return SignSGD()
-            case "powersgd":
-                codec = PowerSGD(self.powersgd_rank)
-                codec.prepare(frame, like)
-                return codec
+from weft.techniques.compression.wire import CodecSpec, Frame, WireBytes, collectives_of
 
 
 @final
@@ -99,7 +48,8 @@ class CompressedReduction:
         """Sum storages laid out as `frame` says, with the dtype, device and length of `like`."""
         self._frame = frame
         self._view = view
-        self._codec = compression.create(frame, like)
+        self._spec = compression
+        self._codec = create_codec(compression, frame, like)
         has_feedback = self._codec.is_biased and compression.feedback
         self._feedback = ErrorFeedback(frame, like) if has_feedback else None
         self._element_bytes = like.element_size()
@@ -137,9 +87,32 @@ class CompressedReduction:
 
     def wire_bytes(self) -> WireBytes:
         """Bytes that this rank hands to collectives in one reduction."""
-        return self._codec.wire_bytes(self._frame, self._view.size, self._view.index, self._element_bytes)
+        exact = isinstance(self._codec, OneBitMomentum) and not self._codec.is_warm()
+        sent = collectives_of(self._spec, self._frame, self._view.size, self._element_bytes, warms_up=exact)
+        return sum((one.wire_bytes(self._view.index) for one in sent), WireBytes())
 
     def state_bytes(self) -> int:
         """Bytes that compression holds on this rank between steps."""
         kept = sum(one.tensor.numel() * one.tensor.element_size() for one in self._codec.kept(self._frame))
         return kept + (2 * self._frame.num_elements * self._element_bytes if self._feedback is not None else 0)
+
+
+def create_codec(spec: CodecSpec, frame: Frame, like: Tensor) -> Compressor:
+    """Return a codec for one storage; `like` has its dtype and device."""
+    match spec.codec:
+        case "bf16":
+            return BFloat16()
+        case "int8":
+            return Int8()
+        case "topk":
+            return TopK(spec.topk_share)
+        case "randomk":
+            return RandomK(spec.randomk_share, spec.seed, frame)
+        case "onebit":
+            return OneBitMomentum(spec.onebit_decay, spec.onebit_warmup_steps, frame, like)
+        case "signsgd":
+            return SignSGD()
+        case "powersgd":
+            codec = PowerSGD(spec.powersgd_rank)
+            codec.prepare(frame, like)
+            return codec

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from weft.comm import GroupView, start_all_gather
 from weft.techniques.compression.codecs._compressor import Stages, Stateless
-from weft.techniques.compression.codecs._exchange import part_bounds, places_of, start_all_to_all
-from weft.techniques.compression.codecs._frame import Frame, WireBytes
+from weft.techniques.compression.codecs._exchange import places_of, start_all_to_all
+from weft.techniques.compression.wire import Frame
 
 
 class TwoPhaseCodec(Stateless, ABC):
@@ -54,7 +54,7 @@ class TwoPhaseCodec(Stateless, ABC):
         `owed` gets what packing takes away: of the other parts, from this rank's share of them; of its own, from the
         sum.
         """
-        parts = _parts(self, frame, view.size)
+        parts = frame.parts(view.size, self.block)
         own = slice(*parts[view.index])
         mine = flat[own]
         places = places_of([self.packed_bytes(last - first) for first, last in parts])
@@ -76,16 +76,6 @@ class TwoPhaseCodec(Stateless, ABC):
         _clear_padding(self, frame, flat, None)
         if owed is not None:
             owed[own].sub_(mine)
-
-    def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
-        """Bytes that member `index` sends: every part but its own, then its own to every other member."""
-        sizes = [self.packed_bytes(last - first) for first, last in _parts(self, frame, members)]
-        first_phase = sum(sizes) - sizes[index]
-        return WireBytes(sent=first_phase + (sizes[index] * (members - 1) if frame.regions is None else 0))
-
-
-def _parts(packing: TwoPhaseCodec, frame: Frame, members: int) -> Sequence[tuple[int, int]]:
-    return frame.regions if frame.regions is not None else part_bounds(frame.num_elements, members, packing.block)
 
 
 def _add_in_rank_order(packing: TwoPhaseCodec, mine: Tensor, incoming: Tensor, index: int) -> None:

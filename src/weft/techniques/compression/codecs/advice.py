@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView, synchronize
-from weft.techniques.compression.codecs._exchange import part_bounds
-from weft.techniques.compression.codecs._frame import Frame, ParameterSpan, WireBytes
-from weft.techniques.compression.codecs._reduction import Codec, CodecSpec, CompressedReduction
+from weft.techniques.compression.codecs._reduction import CompressedReduction
 from weft.techniques.compression.contract import CompressionSettings
+from weft.techniques.compression.wire import Codec, CodecSpec, Frame, ParameterSpan, WireBytes, part_bounds
 
 _BACKWARD_SHARE = 2 / 3
 """Share of a step's computation that is backward."""
@@ -120,7 +119,7 @@ def compressed(
     view = GroupView(tuple(range(exchange.members)), 0, None)
     traffic = [_plain_traffic(frame, exchange) for frame in left]
     seconds = 0.0
-    timed: dict[tuple[torch.Size, ...], float] = {}
+    timed: dict[tuple[Sequence[int], ...], float] = {}
     for frame in taken:
         like = torch.empty(frame.num_elements, dtype=torch.float32, device=device)
         reduction = CompressedReduction(compression, frame, like, view)

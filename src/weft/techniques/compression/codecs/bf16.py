@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.techniques.compression.codecs._two_phase import TwoPhaseCodec
+from weft.techniques.compression.wire import bf16_bytes
 
 
 @final
@@ -23,7 +24,7 @@ class BFloat16(TwoPhaseCodec):
     """Elements so many that every part begins at a multiple of 4 bytes."""
 
     def packed_bytes(self, length: int) -> int:
-        return 2 * (length + length % 2)
+        return bf16_bytes(length)
 
     def pack(self, values: Tensor, packed: Tensor) -> None:
         packed.view(torch.bfloat16)[: len(values)].copy_(values)

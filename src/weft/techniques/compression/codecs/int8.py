@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.techniques.compression.codecs._two_phase import TwoPhaseCodec
+from weft.techniques.compression.wire import SCALED_BLOCK, int8_bytes
 
 _TINIEST = 2.0**-120
 """Scales below are taken for zero: their inverse would be near the end of fp32."""
@@ -28,10 +29,10 @@ class Int8(TwoPhaseCodec):
 
     is_biased = False
     keeps_zeros = True
-    block = 256
+    block = SCALED_BLOCK
 
     def packed_bytes(self, length: int) -> int:
-        return 4 * self._blocks(length) + -(-length // 4) * 4
+        return int8_bytes(length)
 
     def _blocks(self, length: int) -> int:
         return -(-length // self.block)

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from weft.comm import GroupView, start_all_reduce
 from weft.techniques.compression.codecs._compressor import KeptTensor, Stages
-from weft.techniques.compression.codecs._frame import Frame, WireBytes
 from weft.techniques.compression.codecs.signsgd import SignSGD
+from weft.techniques.compression.wire import Frame
 
 
 @final
@@ -56,7 +56,7 @@ class OneBitMomentum:
     def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
         """See `Compressor`."""
         before = self._momenta if self._coming is None else self._coming
-        is_warm = self._is_warm()
+        is_warm = self.is_warm()
         self._rounds += 1
         if is_warm:
             flat.add_(before, alpha=self._decay / view.size)
@@ -68,12 +68,6 @@ class OneBitMomentum:
                 owed.zero_()
             yield start_all_reduce(flat, view)
             self._coming = torch.add(flat, before, alpha=self._decay)
-
-    def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
-        """See `Compressor`; of the next step, which may be one of the warm-up."""
-        if self._is_warm():
-            return self._packing.wire_bytes(replace(frame, regions=None), members, index, element_bytes)
-        return WireBytes(reduced=frame.num_elements * element_bytes)
 
     def begin_step(self) -> None:
         """Forget the momentum of a step that was skipped."""
@@ -95,6 +89,6 @@ class OneBitMomentum:
             yield KeptTensor(kind="momentum", name=span.name, tensor=momentum, is_own=False)
             yield KeptTensor(kind="steps", name=span.name, tensor=self._steps[span.name], is_own=False)
 
-    def _is_warm(self) -> bool:
+    def is_warm(self) -> bool:
         """Whether the parameter that was used most often has had its warm-up: all of a storage begin together."""
         return self._rounds + max(int(steps) for steps in self._steps.values()) >= self._warmup_steps

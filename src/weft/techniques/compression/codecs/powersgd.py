@@ -26,10 +26,7 @@ from torch import Tensor
 
 from weft.comm import GroupView, start_all_reduce
 from weft.techniques.compression.codecs._compressor import KeptTensor, Stages
-from weft.techniques.compression.codecs._frame import Frame, ParameterSpan, WireBytes
-
-_LEAST_GAIN = 2
-"""Times that the factors of a matrix must be smaller than the matrix."""
+from weft.techniques.compression.wire import Frame, ParameterSpan, factor_width
 
 
 @final
@@ -67,11 +64,6 @@ class PowerSGD:
             torch.mm(factor, other.t(), out=matrix)
             self._learnt[span.name] = _next_basis(other, basis)
 
-    def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
-        """See `Compressor`."""
-        factors = sum((span.rows + span.columns) * self._width(span) for span in frame.spans)
-        return WireBytes(reduced=factors * element_bytes)
-
     def begin_step(self) -> None:
         """Forget the bases of a step that was skipped."""
         self._learnt.clear()
@@ -96,20 +88,11 @@ class PowerSGD:
             self._bases[span.name] = drawn.to(like.device, like.dtype)
 
     def _width(self, span: ParameterSpan) -> int:
-        """Columns of the factors: the rank, unless a shard has fewer rows."""
-        return min(self._rank, span.rows, span.columns)
+        return factor_width(span, self._rank)
 
     def _basis(self, span: ParameterSpan, flat: Tensor) -> Tensor:
         learnt = self._learnt.get(span.name)  # by an earlier round of this step (ZeRO-2 reduces per microbatch)
         return self._bases[span.name] if learnt is None else learnt
-
-
-def is_worthwhile(shape: Sequence[int], rank: int) -> bool:
-    """Whether the two factors of a gradient of this shape are at most half as large as the gradient."""
-    if len(shape) < 2:
-        return False
-    rows, columns = shape[0], torch.Size(shape[1:]).numel()
-    return _LEAST_GAIN * rank * (rows + columns) <= rows * columns
 
 
 def _matrices(flat: Tensor, spans: Sequence[ParameterSpan]) -> list[Tensor]:

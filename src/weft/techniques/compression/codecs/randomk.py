@@ -21,7 +21,6 @@ arrive in one lump, which a learning rate near its limit does not survive.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Iterator
 from typing import final
 
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from weft.comm import GroupView, start_all_reduce
 from weft.techniques.compression.codecs._compressor import KeptTensor, Stages
-from weft.techniques.compression.codecs._frame import Frame, ParameterSpan, WireBytes
+from weft.techniques.compression.wire import Frame, ParameterSpan, count_of
 
 _WIDE = 2**62
 """Range of random integers, far more than any run is long: their remainders are even to 1 in 2³¹."""
@@ -53,7 +52,7 @@ class RandomK:
 
     def count(self, span: ParameterSpan) -> int:
         """Elements of a parameter that are sent."""
-        return count_of(span.shape.numel(), self._share)
+        return count_of(span.num_elements, self._share)
 
     def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
         """See `Compressor`."""
@@ -68,10 +67,6 @@ class RandomK:
         yield start_all_reduce(values, view)
         flat.zero_()
         flat[places] = values
-
-    def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
-        """See `Compressor`."""
-        return WireBytes(reduced=sum(self.count(span) for span in frame.spans) * element_bytes)
 
     def begin_step(self) -> None:
         """Forget the draws of a step that was skipped: the next one repeats them."""
@@ -91,12 +86,7 @@ class RandomK:
 
     def _places(self, span: ParameterSpan) -> Tensor:
         draw = int(self._draws[span.name]) + self._rounds
-        return span.offset + drawn_places(span.shape.numel(), self.count(span), f"{self._seed}/{span.name}/{draw}")
-
-
-def count_of(length: int, share: float) -> int:
-    """Elements that are drawn of `length`: at least one, where there is one."""
-    return min(length, max(1, math.ceil(share * length)))
+        return span.offset + drawn_places(span.num_elements, self.count(span), f"{self._seed}/{span.name}/{draw}")
 
 
 def drawn_places(length: int, count: int, key: str) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from weft.techniques.compression.codecs._two_phase import TwoPhaseCodec
+from weft.techniques.compression.wire import SCALED_BLOCK, sign_bytes
 
 _INTO_LAST_BYTE = 0x0102040810204080
 """Times eight bytes of 0 or 1: the last byte of the product has the i-th one as its i-th bit."""
@@ -37,10 +38,10 @@ class SignSGD(TwoPhaseCodec):
 
     is_biased = True
     keeps_zeros = False
-    block = 256
+    block = SCALED_BLOCK
 
     def packed_bytes(self, length: int) -> int:
-        return 4 * -(-length // self.block) + 4 * -(-length // 32)
+        return sign_bytes(length)
 
     def pack(self, values: Tensor, packed: Tensor) -> None:
         """A block with a value that is not finite gets a scale that is not."""

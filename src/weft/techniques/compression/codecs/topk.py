@@ -21,9 +21,8 @@ from torch import Tensor
 
 from weft.comm import GroupView, start_all_gather
 from weft.techniques.compression.codecs._compressor import Stages, Stateless
-from weft.techniques.compression.codecs._frame import Frame, WireBytes
+from weft.techniques.compression.wire import INDEX_BYTES, Frame, chosen_count, packet_words
 
-_INDEX_BYTES = 4
 _SAMPLED = 400
 """Elements above the threshold that a sample should hold: its count is then 5 % off, one standard deviation."""
 _MARGIN = 1.25
@@ -43,17 +42,13 @@ class TopK(Stateless):
         self._share = share
         self._sample: Tensor | None = None
 
-    def count(self, frame: Frame) -> int:
-        """Elements that each rank sends."""
-        return max(1, math.ceil(self._share * frame.num_values))
-
     def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
         """See `Compressor`."""
         assert len(flat) < 2**31, "indices are 32 bits wide"
-        count = self.count(frame)
+        count = chosen_count(frame, self._share)
         places = self._choose(flat, count)
-        width = flat.element_size() // _INDEX_BYTES
-        words = _words(count, flat.element_size())
+        width = flat.element_size() // INDEX_BYTES
+        words = packet_words(frame, self._share, flat.element_size())
         packets = torch.zeros(view.size * words, dtype=torch.int32, device=flat.device)
         mine = packets[view.index * words : (view.index + 1) * words]
         mine[: len(places) * width].view(flat.dtype).copy_(flat[places])
@@ -69,10 +64,6 @@ class TopK(Stateless):
         for packet in packets.view(view.size, words):
             values, chosen = packet[: count * width].view(flat.dtype), packet[count * width :][:count]
             flat.index_add_(0, chosen, values)  # unused room of a packet adds zero to the first element
-
-    def wire_bytes(self, frame: Frame, members: int, index: int, element_bytes: int) -> WireBytes:
-        """See `Compressor`."""
-        return WireBytes(sent=(members - 1) * _words(self.count(frame), element_bytes) * _INDEX_BYTES)
 
     def _choose(self, flat: Tensor, count: int) -> Tensor:
         """Places of the `count` largest magnitudes, rising; fewer where fewer are not zero."""
@@ -99,9 +90,3 @@ class TopK(Stateless):
             turns = torch.arange(draws, dtype=torch.float64) * _GOLDEN
             self._sample = ((turns - turns.floor()) * len(size)).long().clamp_(max=len(size) - 1).to(size.device)
         return self._sample
-
-
-def _words(count: int, element_bytes: int) -> int:
-    """Words of 4 bytes in a packet: values, then indices, then room for the next packet's values to be aligned."""
-    width = element_bytes // _INDEX_BYTES
-    return -(-count * (width + 1) // width) * width

@@ -19,10 +19,13 @@ from compressed_run import recipe as recipe_of
 from parity_run import joined, judge
 
 from pool import RankPool
+from predicted import unlike_predicted
 from weft.description import facts_of
+from weft.models import build_model
 from weft.numerics import Trial, assemble
 from weft.plan import Plan, check_plan, runnability
 from weft.recipe import COMPRESSIONS
+from weft.rehearse import outline_of
 from weft.techniques.compression.codecs import Frame
 
 CASES: Mapping[str, Mapping[str, Any]] = {
@@ -91,6 +94,14 @@ def test_every_codec_has_a_row() -> None:
 @pytest.mark.parametrize(("case", "codec"), CELLS)
 def test_equals_one_process_that_plays_all_ranks(runs: Runs, case: str, codec: str) -> None:
     assert runs.failures(case, codec, Mistake()) == []
+
+
+@pytest.mark.parametrize(("case", "codec"), CELLS)
+def test_ranks_send_what_is_predicted(runs: Runs, case: str, codec: str) -> None:
+    plan = compressed(codec, **CASES[case])
+    blueprint = build_model(recipe_of(plan))
+    trials, _ = runs.of(case, codec)
+    assert unlike_predicted(recipe_of(plan), plan, blueprint, outline_of(blueprint), trials) == []
 
 
 @pytest.mark.parametrize(("case", "codec"), CELLS)

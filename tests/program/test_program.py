@@ -6,9 +6,12 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from weft.models import Blueprint, build_model
 from weft.outline import Outline, RankSend
@@ -22,7 +25,7 @@ from weft.plan import (
     Plan,
     TensorParallelPlan,
 )
-from weft.program import RankProgram, differences, program_of
+from weft.program import RankProgram, differences, occasions_of, program_of
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.rehearse import outline_of, rehearse_world
 
@@ -75,10 +78,28 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANS)
+SMALL = replace(SHAPE, num_layers=2)
+HYBRID = MeshPlan(replicate=2, shard=2)
+OTHERS = {
+    "bf16": (plan_of(MeshPlan(replicate=3), buckets(1, compression="bf16")), {}),
+    "int8": (plan_of(MeshPlan(replicate=2, tensor=2), buckets(2, compression="int8")), {}),
+    "powersgd": (plan_of(HYBRID, buckets(3, compression="powersgd", powersgd_rank=2)), {}),
+    "topk": (plan_of(MeshPlan(replicate=3), buckets(2, compression="topk", topk_share=0.05)), {}),
+    "onebit": (plan_of(MeshPlan(replicate=2, pipeline=2), buckets(1, compression="onebit"), 4), {}),
+    "randomk": (plan_of(HYBRID, buckets(3, compression="randomk")), {}),
+    "signsgd": (plan_of(MeshPlan(replicate=3), buckets(0, compression="signsgd")), {}),
+    "rounds": (plan_of(HYBRID, buckets(2, local_steps=1)), {}),
+    "rounds_zero3": (plan_of(HYBRID, buckets(3, local_steps=1)), {}),
+    "lamb": (plan_of(MeshPlan(pipeline=2, shard=2), buckets(3), 4), {"name": "lamb"}),
+    "lars": (plan_of(MeshPlan(tensor=2, shard=2), buckets(2)), {"name": "lars"}),
+    "adafactor": (plan_of(MeshPlan(replicate=2, tensor=2), buckets(0)), {"name": "adafactor", "relative_step": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*PLANS, *OTHERS])
 def test_predicted_is_what_a_dry_run_sends(name: str) -> None:
-    plan = PLANS[name]
-    recipe = recipe_of(plan)
+    plan, optimizer = OTHERS[name] if name in OTHERS else (PLANS[name], {})
+    recipe = recipe_of(plan, SMALL if name in OTHERS else SHAPE, **optimizer)
     report = rehearse_world(recipe, plan, lambda: build_model(recipe), (0, plan.mesh.world_size - 1))
     for rank in report.asked:
         assert rank.issued
@@ -120,19 +141,29 @@ def test_a_program_is_worked_out_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
-LEFT_OUT = {
-    "local_steps": (plan_of(MeshPlan(replicate=2, shard=2), buckets(3, local_steps=3)), "adamw", "end of a round"),
-    "lamb": (PLANS["data"], "lamb", "that lamb makes"),
-    "int8": (plan_of(MeshPlan(replicate=2), buckets(0, compression="int8")), "adamw", "in place of gradients"),
-}
+def test_rows_of_a_table_are_predicted_by_how_many_there_are() -> None:
+    plan = PLANS["data"]
+    module = nn.Sequential(nn.Embedding(64, 6, sparse=True), nn.Linear(6, 4)).float()
+    blueprint = Blueprint(
+        module=module,
+        inputs={"input": "tokens"},
+        loss=lambda outputs, batch: (outputs.sum(), torch.tensor(1.0)),
+        initialise=None,
+        example=lambda size: {"tokens": torch.empty(size, 3, dtype=torch.int64, device="meta")},
+    )
+    program = program_of(recipe_of(plan), plan, outline_of(blueprint))
+    counts, rows = ("data", "all_gather", 3 * 8), program.traffic(rows={("0.weight", 0): 5})
+    assert program.traffic()[counts] == 1  # of three ranks, how many rows each has
+    assert rows - program.traffic() == {("data", "all_gather", 3 * 5 * 8): 1, ("data", "all_gather", 3 * 5 * 6 * 4): 1}
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_is_not_predicted_is_named(name: str) -> None:
-    plan, optimizer, words = LEFT_OUT[name]
-    recipe = recipe_of(plan, name=optimizer)
-    (sentence,) = program_of(recipe, plan, outline_of(build_model(recipe))).unpredicted
-    assert words in sentence
+def test_what_is_special_about_a_step_follows_from_the_plan() -> None:
+    rounds = plan_of(MeshPlan(replicate=2), buckets(0, local_steps=3))
+    recipe = replace(recipe_of(rounds), run=RunRecipe(steps=5))
+    of = partial(occasions_of, recipe, some_unused=False)
+    assert [of(rounds, step, is_first=step == 0) for step in range(5)] == [("first",), (), ("round",), (), ("round",)]
+    signs = plan_of(MeshPlan(replicate=2), buckets(0, compression="onebit", onebit_warmup_steps=2))
+    assert [of(signs, step, is_first=False) for step in (1, 2)] == [("warm_up",), ("after_warm_up",)]
 
 
 def test_an_outline_is_of_the_whole_model() -> None:

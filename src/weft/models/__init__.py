@@ -17,6 +17,7 @@ from weft.models._examples import token_example as token_example
 from weft.models._losses import IGNORED as IGNORED
 from weft.models._losses import LazyLogits as LazyLogits
 from weft.models._losses import class_loss as class_loss
+from weft.models._losses import count_labels as count_labels
 from weft.models._losses import loss_by_name as loss_by_name
 from weft.models._losses import regression_loss as regression_loss
 from weft.models._losses import token_loss as token_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -95,3 +96,9 @@ def loss_by_name(name: str) -> Loss:
     except ValueError:
         pass  # a built-in without a signature: only calling it can tell
     return cast(Loss, loss)
+
+
+def count_labels(batch: Mapping[str, Tensor]) -> int:
+    """Return how many labels of a microbatch count; 0 where samples have none."""
+    labels = batch.get("labels")
+    return 0 if labels is None else int((labels != IGNORED).sum())

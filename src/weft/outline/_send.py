@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "receive"]
-When = Literal["always", "first", "unused", "round"]
+When = Literal["always", "first", "unused", "round", "warm_up", "after_warm_up"]
 """Steps in which it is sent: all; the first; those in which some parameter took no part; the ends of rounds of local
-steps."""
+steps; those in which 1-bit Adam sends gradients exactly, and the later ones."""
 Phase = Literal["gradients", "agreement", "update"]
 """Where in a step: until gradients are summed; when ranks agree on the step; after that."""
 
@@ -30,7 +30,6 @@ class RankSend:
     """Name of the technique that sends it."""
     reason: str
     """What it is for, as a line of a report says it."""
-
-    @property
-    def total_bytes(self) -> int:
-        return self.count * self.size_bytes
+    rows_of: tuple[str, int] | None = None
+    """Table of which it sends rows, and the number of the exchange: `size_bytes` is then that of one row, and as many
+    are sent as the rank with the most brings, which its samples decide."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from weft.outline._outline import ModuleCall, Outline, Parameter, Shape
+from weft.outline._send import Operation
 from weft.plan import Axis, Plan, axis_coordinates, stage_ranks
 from weft.recipe import Recipe, group_parameters
 from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
@@ -70,6 +71,9 @@ class ModelShare:
     """How many count in each microbatch of the step; None: all."""
     on_cores: bool = True
     """Whether it computes on a CPU."""
+    cuts_anywhere: bool = True
+    """Whether the backend scatters and gathers regions of different sizes, as Weft does on Gloo and over shared
+    memory; NCCL and a dry run sum everything and send region by region."""
 
     # ── its place ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -128,6 +132,19 @@ class ModelShare:
     def activation_bytes(self, shape: Shape) -> int:
         """Bytes of a whole activation, of one microbatch."""
         return math.prod(self.of_microbatch(shape)) * self.compute_bytes
+
+    def gathered(self, sizes: Sequence[int]) -> tuple[Operation, Sequence[int]]:
+        """Return how ranks' own regions of so many bytes come to all: as one operation, or as one for each."""
+        if self.cuts_anywhere or len(set(sizes)) == 1:
+            return "all_gather", [sum(sizes)]
+        return "broadcast", [size for size in sizes if size]
+
+    def rows_of_shard(self, shape: Shape) -> Shape:
+        """Return what this rank holds of a parameter that ZeRO-3 cuts: runs of rows, the last ones shorter."""
+        rows, *rest = shape
+        chunk = -(-rows // self.plan.mesh.shard)
+        start = min(rows, self.coordinates["shard"] * chunk)
+        return (min(rows, start + chunk) - start, *rest)
 
     # ── its part of the model ─────────────────────────────────────────────────────────────────────────────────────────
 

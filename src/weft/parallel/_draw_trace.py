@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.models import Blueprint, others_draw, token_example
 from weft.parallel._draw_net import OwnPython, is_draw, numpy_lock
-from weft.stand_ins import StandIns
+from weft.stand_ins import StandIns, copy_on_meta
 
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""
@@ -146,18 +146,6 @@ def _traced(
         first = next(iter(str(problem).splitlines()), "")
         found.unseen = f"a forward without values ended in {type(problem).__name__}: {first.rstrip('.')[:120]}"
     return recorder.shapes
-
-
-def copy_on_meta(module: nn.Module) -> nn.Module:
-    """A copy without memory."""
-    stand_ins: dict[int, Any] = {}
-    for parameter in module.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        stand_ins[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        keeps = not buffer.is_floating_point() and not buffer.is_meta
-        stand_ins[id(buffer)] = buffer if keeps else torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, stand_ins)
 
 
 def _field(like: Tensor, values: int) -> Tensor:

@@ -93,6 +93,8 @@ class SparseStore:
         self._compute_dtype = compute_dtype
         self._gradient_dtype = gradient_dtype
         self._used: set[str] = set()
+        self.most_rows: dict[tuple[str, int], int] = {}
+        """Rows that the rank with the most brought in the last step, by table and number of the exchange."""
         self._tables = [self._take_over(member) for member in members]
         self._handles = [
             table.member.parameter.register_post_accumulate_grad_hook(_Hook(weakref.ref(self), index))
@@ -162,9 +164,11 @@ class SparseStore:
         for table in self._tables:
             member = table.member
             empty = SparseRows.none(member.parameter, self._gradient_dtype)
-            rows = exchange_rows(SparseRows.merge(table.parts) if table.parts else empty, member.reducing)
-            for view in member.completing:
-                rows = exchange_rows(rows, view)
+            rows = SparseRows.merge(table.parts) if table.parts else empty
+            views = [view for view in (member.reducing, *member.completing) if view.group is not None]
+            for number, view in enumerate(views):
+                rows, most = exchange_rows(rows, view)
+                self.most_rows[member.layout.name, number] = most
             table.parts.clear()
             table.shard.rows = rows
 
@@ -209,26 +213,26 @@ class SparseStore:
             handle.remove()
 
 
-def exchange_rows(rows: SparseRows, view: GroupView) -> SparseRows:
-    """Return the sum of all members' rows, the same bits on each.  Call on every rank of the group.
+def exchange_rows(rows: SparseRows, view: GroupView) -> tuple[SparseRows, int]:
+    """Return the sum of all members' rows, the same bits on each, and how many the member with the most has.  Call on
+    every rank of the group.
 
     Two gathers of tensors as long as the longest member's, after one that tells the lengths.
     """
-    if view.group is None:
-        return rows
     mine = torch.tensor([len(rows.indices)], dtype=torch.int64, device=rows.indices.device)
     lengths: list[int] = all_gather(mine, view).view(-1).tolist()
     longest = max(lengths)
     if longest == 0:
-        return rows
+        return rows, 0
     indices = all_gather(_padded(rows.indices, longest), view)
     values = all_gather(_padded(rows.values, longest), view)
-    return SparseRows.merge(
+    merged = SparseRows.merge(
         [
             SparseRows(indices=their_indices[:length], values=their_values[:length])
             for their_indices, their_values, length in zip(indices, values, lengths, strict=True)
         ]
     )
+    return merged, longest
 
 
 def _padded(tensor: Tensor, length: int) -> Tensor:

@@ -3,4 +3,5 @@
 from weft.program._compare import Traffic as Traffic
 from weft.program._compare import differences as differences
 from weft.program._program import RankProgram as RankProgram
+from weft.program._program import occasions_of as occasions_of
 from weft.program._program import program_of as program_of

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.outline import ModelShare, Outline, RankSend, When
+from weft.outline import HeldParameter, ModelShare, Outline, Phase, RankSend, Shape, When
 from weft.plan import Plan
+from weft.program import _optimizer as optimizer
 from weft.program._compare import Traffic
 from weft.recipe import Recipe
 from weft.techniques.buckets import program as buckets
 from weft.techniques.data import program as data
 from weft.techniques.fused_loss import program as fused_loss
+from weft.techniques.local_steps.program import sends as averages
 from weft.techniques.pipeline import program as pipeline
 from weft.techniques.tensor import program as tensor
 from weft.techniques.zero import program as zero
@@ -23,17 +26,44 @@ class RankProgram:
     """What one rank sends in a step."""
 
     sends: tuple[RankSend, ...]
-    unpredicted: tuple[str, ...] = ()
-    """What else is sent that no technique predicts yet, or that only data decide: a sentence each."""
 
-    def traffic(self, *occasions: When, phases: Collection[str] = ("gradients", "agreement", "update")) -> Traffic:
+    def traffic(
+        self,
+        *occasions: When,
+        phases: Collection[Phase] = ("gradients", "agreement", "update"),
+        rows: Mapping[tuple[str, int], int] | None = None,
+    ) -> Traffic:
         """Return how often each operation goes over each axis with how many bytes in a step of these `occasions`
-        (`always` is one of every step)."""
+        (`always` is one of every step).
+
+        `rows` are how many the rank with the most brings to each exchange, by table and number of the exchange; where
+        it does not say so, no rows are sent but their number.
+        """
         found: Traffic = Counter()
         for send in self.sends:
-            if send.phase in phases and (send.when == "always" or send.when in occasions):
-                found[send.axis, send.operation, send.size_bytes] += send.count
+            if send.phase not in phases or (send.when != "always" and send.when not in occasions):
+                continue
+            times = 1 if send.rows_of is None else (rows or {}).get(send.rows_of, 0)
+            if times:
+                found[send.axis, send.operation, times * send.size_bytes] += send.count
         return found
+
+
+def occasions_of(recipe: Recipe, plan: Plan, step: int, *, is_first: bool, some_unused: bool) -> tuple[When, ...]:
+    """Return what is special about a step, from 0.
+
+    `is_first`: its process has taken none before.  `some_unused`: some parameter took no part on some rank.
+    """
+    chosen, found = plan.data_parallel, list[When]()
+    if is_first:
+        found.append("first")
+    if some_unused:
+        found.append("unused")
+    if chosen.replicas_step_alone and chosen.ends_round(step, recipe.run.steps):
+        found.append("round")
+    if chosen.frozen_after is not None:
+        found.append("warm_up" if step < chosen.frozen_after else "after_warm_up")
+    return tuple(found)
 
 
 def program_of(
@@ -44,39 +74,65 @@ def program_of(
     *,
     labels: Sequence[int] | None = None,
     on_cores: bool = True,
+    cuts_anywhere: bool = True,
+    is_fingerprinted: bool = False,
 ) -> RankProgram:
     """Return the program of `rank` of a plan's world.
 
     `labels` are how many count in each microbatch of the rank's step, which the data decide; by default all do.
-    `on_cores`: ranks compute on a CPU.
+    `on_cores`: ranks compute on a CPU.  `cuts_anywhere`: see `ModelShare`.  `is_fingerprinted`: ranks compare batches,
+    as in a session.
     """
-    share = ModelShare(outline=outline, recipe=recipe, plan=plan, rank=rank, labels=labels, on_cores=on_cores)
-    return RankProgram(tuple(_sends(share)), tuple(_unpredicted(share)))
+    share = ModelShare(
+        outline=outline,
+        recipe=recipe,
+        plan=plan,
+        rank=rank,
+        labels=labels,
+        on_cores=on_cores,
+        cuts_anywhere=cuts_anywhere,
+    )
+    return RankProgram(tuple(_sends(share, is_fingerprinted)))
 
 
-def _unpredicted(share: ModelShare) -> Iterator[str]:
-    """Name what the program leaves out."""
-    data, optimizer = share.plan.data_parallel, share.recipe.optimizer
-    if data.compresses and share.plan.mesh.data > 1:
-        yield f"what {data.compression_setting} sends in place of gradients: a codec's exchanges are not predicted yet"
-    if data.replicas_step_alone:
-        yield "the sums of weights at the end of a round of local steps: they are not predicted yet"
-    if optimizer.name not in ("adamw", "sgd") and share.plan.mesh.world_size > 1:
-        yield f"the sums over whole parameters that {optimizer.name} makes: they are not predicted yet"
-    tables = [held.name for held in share.held if held.parameter.is_sparse]
-    if tables and share.plan.mesh.world_size > 1:
-        yield f"rows of {', '.join(tables)}: how many a step names, its samples decide"
-
-
-def _sends(share: ModelShare) -> Iterator[RankSend]:
+def _sends(share: ModelShare, is_fingerprinted: bool) -> Iterator[RankSend]:
     yield from tensor.sends(share)
     yield from data.statistics(share)
     yield from fused_loss.sends(share)
     yield from pipeline.sends(share)
-    members = [held for held in share.held if not held.parameter.is_sparse]
+    tables = [held for held in share.held if held.parameter.is_sparse]
+    kept_out = {held.name for held in tables}
+    members = [held for held in share.held if held.name not in kept_out]
+    cut: list[HeldParameter] = []
     if zero.shards_weights(share):
         yield from zero.sends(share)
-        members = [held for held in members if held.name in zero.kept_out(share)]
+        kept_out = zero.kept_out(share)
+        cut = [held for held in members if held.name not in kept_out]
+        members = [held for held in members if held.name in kept_out]
+    yield from data.rows(share, tables)
     yield from buckets.sends(share, members)
-    yield from data.agreement(share)
+    yield from data.agreement(share, is_fingerprinted=is_fingerprinted)
     yield from data.flags(share)
+    yield from _update(share, cut, members, tables)
+
+
+def _update(
+    share: ModelShare, cut: Sequence[HeldParameter], members: Sequence[HeldParameter], tables: Sequence[HeldParameter]
+) -> Iterator[RankSend]:
+    """What whoever works on masters sends: of parameters that ZeRO-3 has cut, of buckets, and of tables."""
+    rows = [(held, share.rows_of_shard(held.shape)) for held in cut]
+    masters = [(held.name, math.prod(shape)) for held, shape in rows]
+    masters += [(held.name, held.num_elements) for held in tables]
+    here: list[tuple[HeldParameter, Shape]] = [(held, shape) for held, shape in rows if shape[0]]
+    axes = {"shard": share.plan.mesh.shard} if cut else {}
+    axis, ranks, index = share.summing
+    for bucket in buckets.buckets_of(share, members):
+        start, stop = bucket.regions[index if len(bucket.regions) > 1 else 0]
+        held = [members[place] for place in bucket.places]
+        masters.append((held[0].name, stop - start))
+        offsets = zip(held, bucket.offsets, strict=True)
+        here += [(each, each.shape) for each, offset in offsets if start <= offset < stop]
+        if share.plan.data_parallel.bucket_stage > 0 and ranks > 1 and ranks not in axes.values():
+            axes[axis] = ranks
+    yield from averages(share, masters)
+    yield from optimizer.sends(share, axes, here, "shard" if cut else "")

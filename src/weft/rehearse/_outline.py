@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models import IGNORED, Blueprint
+from weft.models import Blueprint
 from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, TensorCut
 from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
+from weft.rehearse._witness import ANSWERS
+from weft.stand_ins import copy_on_meta
 from weft.techniques.tensor.cuts import split_parameters
 
 _SAMPLES = 2
@@ -35,7 +36,7 @@ def outline_of(blueprint: Blueprint) -> Outline:
             f"{type(blueprint.module).__name__} brings no example batch, so what its ranks would send cannot be"
             " predicted. Give its Blueprint an `example`."
         )
-    notes = _Notes(blueprint, copy.deepcopy(blueprint.module).to("meta").train())
+    notes = _Notes(blueprint, copy_on_meta(blueprint.module).to("meta").train())
     batch = blueprint.example(_SAMPLES)
     notes.run({keyword: batch[name].to("meta") for keyword, name in blueprint.inputs.items() if name in batch})
     cut, region = blueprint.cut, notes.region
@@ -55,10 +56,13 @@ def outline_of(blueprint: Blueprint) -> Outline:
     )
 
 
-def count_labels(batch: Mapping[str, Tensor]) -> int:
-    """Return how many labels of a microbatch count."""
-    labels = batch.get("labels")
-    return 0 if labels is None else int((labels != IGNORED).sum())
+def outline_or_reason(blueprint: Blueprint) -> Outline | str:
+    """Return the outline, or why there is none: a forward may ask for what only its rank has."""
+    try:
+        return outline_of(blueprint)
+    except Exception as problem:
+        reason = (str(problem).strip().splitlines() or [""])[0]
+        return f"what the model sends: its forward on the meta device fails ({type(problem).__name__}: {reason})"
 
 
 # ── parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -95,19 +99,13 @@ def _partial(kind: str | None, leaf: str, in_region: bool) -> Any:
 
 
 class _Answers(TorchDispatchMode):
-    """What only real numbers could answer, answered as a dry run does: comparisons hold, nothing is zero."""
+    """What only real numbers could answer, answered as a dry run does."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        aten = torch.ops.aten
-        if args and isinstance(args[0], Tensor) and args[0].is_meta:
-            if func is aten.equal.default:
-                return True
-            if func is aten._local_scalar_dense.default:
-                return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
-            if func is aten.nonzero.default:
-                return torch.empty((args[0].numel(), args[0].ndim), dtype=torch.int64, device="meta")
+        if args and isinstance(args[0], Tensor) and args[0].is_meta and func in ANSWERS:
+            return ANSWERS[func](args[0])
         return func(*args, **(kwargs or {}))
 
 

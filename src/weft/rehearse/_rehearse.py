@@ -8,20 +8,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # pyright: ignore[reportPrivateImportUsage]
 
 from weft.comm import Mesh, fake_world
 from weft.engine import TrainingState, create_training
 from weft.models import Batch, Blueprint
 from weft.plan import Axis, Plan, axis_coordinates, reduction_rounds
-from weft.program import differences, program_of
+from weft.program import differences, occasions_of, program_of
 from weft.recipe import Recipe
 from weft.record import Recorder
-from weft.rehearse._outline import outline_of
-from weft.rehearse._witness import Issued, Witness
+from weft.rehearse._outline import outline_or_reason
+from weft.rehearse._witness import Copies, Issued, Witness
 from weft.techniques.pipeline.runner import PipelineRunner
 
+_FEW = 4
+"""Patterns of microbatches that are rehearsed at once: two rehearsals of fewer would take as long."""
 ActivationShape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -66,7 +68,7 @@ class RankReport:
     unlike_predicted: tuple[str, ...] = ()
     """Where this step sends otherwise than the rank's predicted program says; empty: it is exactly that."""
     unpredicted: tuple[str, ...] = ()
-    """What of this plan no program predicts, and why; then `unlike_predicted` is not asked."""
+    """Why no program of this model can be predicted; then `unlike_predicted` is not asked."""
 
 
 def rehearse(
@@ -93,6 +95,7 @@ def rehearse(
         PlanError: what building the plan's rank refuses.
     """
     whole, few, counts = microbatch_counts(plan, rank)
+    counts = counts if whole > _FEW * few else (whole,)
     runs = [_run(recipe, plan, build, rank, count, activation) for count in counts]
     totals = [_totals(run.issued) for run in runs]
     step_traffic = totals[0]
@@ -109,16 +112,15 @@ def _compared(report: RankReport, recipe: Recipe, plan: Plan, blueprint: Bluepri
         return report
     if report.rehearsed_microbatches != plan.microbatch.shares(plan.mesh.data)[_data_index(plan, report.rank)]:
         plan = replace(plan, microbatch=replace(plan.microbatch, per_step=report.rehearsed_microbatches))
-    try:
-        outline = outline_of(blueprint)
-    except Exception as problem:  # a forward may ask for what only its rank has; that is no fault of the dry run
-        reason = (str(problem).strip().splitlines() or [""])[0]
-        what = f"what the model sends: its forward on the meta device fails ({type(problem).__name__}: {reason})"
-        return replace(report, unpredicted=(what,))
-    program = program_of(recipe, plan, outline, report.rank)
+    outline = outline_or_reason(blueprint)
+    if recipe.optimizer.name == "adafactor" and plan.mesh.data > 1 and plan.data_parallel.shards_states:
+        outline = "what Adafactor sums: ranks tell one another which rows they hold, and here is nobody to do so"
+    if isinstance(outline, str):
+        return replace(report, unpredicted=(outline,))
+    program = program_of(recipe, plan, outline, report.rank, cuts_anywhere=False)
+    occasions = occasions_of(recipe, plan, 0, is_first=True, some_unused=True)
     seen = Counter((one.axis, one.op, one.size_bytes) for one in report.issued)
-    unlike = () if program.unpredicted else tuple(differences(program.traffic("first", "unused"), seen))
-    return replace(report, unlike_predicted=unlike, unpredicted=program.unpredicted)
+    return replace(report, unlike_predicted=tuple(differences(program.traffic(*occasions), seen)))
 
 
 def microbatch_counts(plan: Plan, rank: int) -> tuple[int, int, tuple[int, ...]]:
@@ -159,8 +161,11 @@ def _run(
         mesh = Mesh(plan.mesh, torch.device("cpu"), alone=True)
         prepare_device_mesh(plan, mesh)
         blueprint = build()
+        if blueprint.initialise is not None:
+            blueprint = replace(blueprint, initialise=_draw_nothing)
         with FakeTensorMode(allow_non_fake_inputs=True), Witness(mesh) as witness:
-            training = create_training(recipe, plan, blueprint, mesh, Recorder())
+            with Copies():
+                training = create_training(recipe, plan, blueprint, mesh, Recorder())
             runner = training.model.runner
             if isinstance(runner, PipelineRunner):
                 runner.transport.assume(activation)
@@ -185,10 +190,15 @@ def _run(
         )
 
 
+def _draw_nothing(name: str, module: nn.Module) -> None:
+    """Fake tensors have no values that could be drawn, read, or looked at once they are."""
+
+
 def prepare_device_mesh(plan: Plan, mesh: Mesh) -> None:
     """Make ZeRO-3's DeviceMesh while tensors still have values; the mesh keeps it."""
     if plan.data_parallel.shards_weights and plan.mesh.shard > 1:
-        sums_replicas = plan.mesh.replicate > 1 and not plan.data_parallel.replicas_step_alone
+        data = plan.data_parallel
+        sums_replicas = plan.mesh.replicate > 1 and not (data.replicas_step_alone or data.compresses)
         axes: tuple[Axis, ...] = ("replicate", "shard") if sums_replicas else ("shard",)
         mesh.device_mesh(*axes)
 

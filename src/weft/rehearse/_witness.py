@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor  # pyright: ignore[reportPrivateImportUsage]
+from torch._subclasses.fake_tensor import (
+    FakeTensor,  # pyright: ignore[reportPrivateImportUsage]
+    unset_fake_temporarily,  # pyright: ignore[reportPrivateImportUsage]
+)
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import GroupName, Mesh, group_of
@@ -28,6 +32,25 @@ _NAMES: Mapping[str, str] = {
 }
 
 
+def _one(tensor: Tensor) -> bool | int | float:
+    if tensor.dtype == torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _all_of(tensor: Tensor) -> Tensor:
+    """What `nonzero` returns when nothing is zero: (elements, dims)."""
+    return torch.zeros((tensor.numel(), tensor.ndim), dtype=torch.int64, device=tensor.device)
+
+
+ANSWERS: Mapping[Any, Callable[[Tensor], Any]] = {
+    torch.ops.aten.equal.default: lambda tensor: True,
+    torch.ops.aten._local_scalar_dense.default: _one,
+    torch.ops.aten.nonzero.default: _all_of,
+}
+"""What only real numbers could answer: comparisons hold, what is counted or measured is 1, nothing is zero."""
+
+
 @dataclass(frozen=True, slots=True)
 class Issued:
     """One collective or message, as this rank starts it."""
@@ -39,7 +62,8 @@ class Issued:
     ranks: tuple[int, ...]
     """Global ranks of the group."""
     size_bytes: int
-    """Size of the largest of its tensors: what an all-gather ends with and a reduce-scatter starts from."""
+    """Size of the largest of its tensors: what an all-gather ends with, and a reduce-scatter or an exchange of all with
+    all starts from."""
     dtype: torch.dtype
     peer: int | None = None
     """Global rank of a message's other end, or a broadcast's source."""
@@ -66,14 +90,9 @@ class Witness(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if args and isinstance(args[0], FakeTensor):  # a DeviceMesh steps out of fake tensors to look at its ranks
-            aten = torch.ops.aten
-            if func is aten.equal.default:
-                return True
-            if func is aten._local_scalar_dense.default:
-                return _one(args[0].dtype)
-            if func is aten.nonzero.default:
-                return _all_of(args[0])
+        # A DeviceMesh steps out of fake tensors to look at its ranks.
+        if args and isinstance(args[0], FakeTensor) and func in ANSWERS:
+            return ANSWERS[func](args[0])
         if func.namespace == "c10d" and func._opname in _NAMES:
             self._write_down(func._opname, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -85,22 +104,27 @@ class Witness(TorchDispatchMode):
         axis, ranks = self._groups.get(group.group_name, (group.group_desc, ()))
         if not ranks:
             ranks = tuple(torch.distributed.get_process_group_ranks(group))
-        largest = max(_tensors(args), key=lambda tensor: tensor.nbytes)
+        # What comes in from others in an exchange may be larger than what a rank sends.
+        whole = given["input"] if name == "alltoall_base_" else max(_tensors(args), key=lambda tensor: tensor.nbytes)
         peer = given.get("dst", given.get("src", given.get("root_rank")))
         self.issued.append(
-            Issued(_NAMES[name], axis, ranks, largest.nbytes, largest.dtype, None if peer is None else ranks[int(peer)])
+            Issued(_NAMES[name], axis, ranks, whole.nbytes, whole.dtype, None if peer is None else ranks[int(peer)])
         )
 
 
-def _one(dtype: torch.dtype) -> bool | int | float:
-    if dtype == torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point else 1
+class Copies(TorchFunctionMode):
+    """Lets modules be copied inside a `FakeTensorMode`: what has no fake tensor has none in its copy either.
 
+    Torch refuses a copy of another type than the tensor's, which is what that mode makes of one on the meta device.
+    """
 
-def _all_of(tensor: Tensor) -> Tensor:
-    """What `nonzero` returns when nothing is zero: (elements, dims)."""
-    return torch.zeros((tensor.numel(), tensor.ndim), dtype=torch.int64, device=tensor.device)
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and not isinstance(args[0], FakeTensor):
+            with unset_fake_temporarily():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

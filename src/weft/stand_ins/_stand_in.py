@@ -8,11 +8,12 @@ distinct choices, so that routing is balanced but for chance.  What cannot be st
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.errors import RecipeError
@@ -207,3 +208,15 @@ def _to_meta(tree: Any) -> Any:
         return _META if isinstance(leaf, torch.device) else leaf
 
     return tree_map(convert, tree)
+
+
+def copy_on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy without memory, but for the integers that it holds in buffers."""
+    stand_ins: dict[int, Any] = {}
+    for parameter in module.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        stand_ins[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        keeps = not buffer.is_floating_point() and not buffer.is_meta
+        stand_ins[id(buffer)] = buffer if keeps else torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, stand_ins)

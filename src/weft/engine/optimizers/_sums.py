@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.comm import GroupView, Mesh, all_reduce
 from weft.parallel import Segment, Shard
-from weft.plan import AXES, Axis
+from weft.plan import AXES, BATCH_AXES, Axis
 
 _CHUNK = 1024
 
@@ -77,7 +77,8 @@ class ParameterSums:
 
     def _agree_on_splits(self, segments: Sequence[Segment], mesh: Mesh) -> list[tuple[GroupView, Tensor]]:
         """The axes that cut parameters, and which: also those of which this rank holds nothing."""
-        axes: list[Axis] = [axis for axis in AXES if axis != "pipeline" and getattr(mesh.plan, axis) > 1]
+        whole: tuple[Axis, ...] = ("pipeline", *BATCH_AXES)  # ranks of the latter see other samples
+        axes: list[Axis] = [axis for axis in AXES if axis not in whole and getattr(mesh.plan, axis) > 1]
         found = [self._gather([int(axis in s.layout.split_axes) for s in segments]) for axis in axes]
         if not found:
             return []

@@ -8,6 +8,9 @@ from typing import NamedTuple
 from weft.outline import HeldParameter, ModelShare, RankSend
 from weft.techniques.buckets.contract import Buckets
 from weft.techniques.buckets.formation import BucketEntry, Formed, form_buckets
+from weft.techniques.compression.program import is_taken
+from weft.techniques.compression.program import sends as packed_sends
+from weft.techniques.compression.wire import Frame, ParameterSpan
 from weft.techniques.zero.contract import Zero, reduction_rounds
 
 _FLAG_BYTES, _INDEX_BYTES = 4, 8
@@ -29,20 +32,23 @@ def buckets_of(share: ModelShare, members: Sequence[HeldParameter]) -> list[Form
     """Return the buckets of the parameters that lie in such, exactly as the engine forms them."""
     data = share.plan.data_parallel
     ranks = share.summing[1] if data.bucket_stage > 0 else 1
-    entries = [BucketEntry(_key(held), held.num_elements, held.num_elements * share.master_bytes) for held in members]
+    entries = [
+        BucketEntry(_key(share, held), held.num_elements, held.num_elements * share.master_bytes) for held in members
+    ]
     return form_buckets(entries, ranks=lambda _: ranks, cuts=share.recipe.optimizer.cuts, limits=data.bucket_limits)
 
 
-def _key(held: HeldParameter) -> Key:
-    return Key(held.part, held.group, held.counts, held.is_partial, held.name if held.tie else "", False)
+def _key(share: ModelShare, held: HeldParameter) -> Key:
+    is_compressed = share.summing[1] > 1 and is_taken(share, held, held.shape)
+    return Key(held.part, held.group, held.counts, held.is_partial, held.name if held.tie else "", is_compressed)
 
 
 def sends(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
     """Yield what a step sends for `members`, the trained parameters that lie in buckets."""
     formed = buckets_of(share, members)
     for number, bucket in enumerate(formed):
-        names = _names([members[place].name for place in bucket.places])
-        yield from _over_data(share, bucket, f"bucket {number}: {names}")
+        held = [members[place] for place in bucket.places]
+        yield from _over_data(share, bucket, held, f"bucket {number}: {_names([each.name for each in held])}")
     for bucket in formed:
         yield from _over_model(share, bucket, [members[place].name for place in bucket.places])
     axis, ranks, _ = share.summing
@@ -57,34 +63,49 @@ def sends(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankS
         )
 
 
-def _over_data(share: ModelShare, bucket: Formed[Key], name: str) -> Iterator[RankSend]:
+def _over_data(share: ModelShare, bucket: Formed[Key], held: Sequence[HeldParameter], name: str) -> Iterator[RankSend]:
     """The sum of a bucket's gradients; where ranks share it out, its halves: before and after the optimizer."""
     axis, ranks, _ = share.summing
     data = share.plan.data_parallel
     if ranks == 1:
         return
-    gradients = bucket.num_elements * share.gradient_bytes
-    if data.bucket_stage == 0:
-        yield RankSend(
-            operation="all_reduce", axis=axis, size_bytes=gradients, technique=Buckets.name, reason=f"gradients, {name}"
+    is_cut = data.bucket_stage > 0
+    rounds = reduction_rounds(share.plan) if data.shards_gradients_alone else 1
+    if bucket.key.is_compressed:
+        spans = (
+            ParameterSpan(name=each.name, offset=offset, shape=each.shape)
+            for each, offset in zip(held, bucket.offsets, strict=True)
         )
-        return
-    yield RankSend(
-        operation="reduce_scatter",
-        axis=axis,
-        size_bytes=gradients,
-        count=reduction_rounds(share.plan) if data.shards_gradients_alone else 1,
-        technique=Zero.name,
-        reason=f"gradients, {name}",
-    )
-    yield RankSend(
-        operation="all_gather",
-        axis=axis,
-        size_bytes=bucket.num_elements * share.compute_bytes,
-        phase="update",
-        technique=Zero.name,
-        reason=f"weights, {name}",
-    )
+        regions = tuple(bucket.regions) if is_cut else None
+        frame = Frame(spans=tuple(spans), num_elements=bucket.num_elements, regions=regions)
+        yield from packed_sends(share, frame, axis, ranks, rounds, name)
+    else:
+        yield RankSend(
+            operation="reduce_scatter" if is_cut and (bucket.even or share.cuts_anywhere) else "all_reduce",
+            axis=axis,
+            size_bytes=bucket.num_elements * share.gradient_bytes,
+            count=rounds,
+            technique=Zero.name if is_cut else Buckets.name,
+            reason=f"gradients, {name}",
+        )
+    if is_cut:
+        yield from _weights(share, bucket, name)
+
+
+def _weights(share: ModelShare, bucket: Formed[Key], name: str) -> Iterator[RankSend]:
+    """Gathers of what each rank has renewed, also by the average of replicas that ends a round of local steps."""
+    operation, sizes = share.gathered([(stop - start) * share.compute_bytes for start, stop in bucket.regions])
+    for when in ("always", "round") if share.sums_apart else ("always",):
+        for size_bytes in sizes:
+            yield RankSend(
+                operation=operation,
+                axis=share.summing[0],
+                size_bytes=size_bytes,
+                when=when,
+                phase="update",
+                technique=Zero.name,
+                reason=f"weights, {name}",
+            )
 
 
 def _over_model(share: ModelShare, bucket: Formed[Key], names: Sequence[str]) -> Iterator[RankSend]:

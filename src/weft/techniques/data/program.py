@@ -1,14 +1,16 @@
-"""What data ranks send beside gradients: statistics of batch norms, the agreement on a step, flags of use."""
+"""What data ranks send beside buckets: statistics of batch norms, rows of sparse tables, the agreement on a step, flags
+of use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
-from weft.outline import ModelShare, RankSend
+from weft.outline import HeldParameter, ModelShare, RankSend
 from weft.techniques.data.contract import Data
 
-_DOUBLE, _FLAG = 8, 4
-"""Bytes of a slot of the agreement (fp64), and of a flag of use (fp32)."""
+_DOUBLE, _FLAG, _INDEX = 8, 4, 8
+"""Bytes of a slot of the agreement (fp64), of a flag of use (fp32), and of a row's number (int64)."""
 
 
 def statistics(share: ModelShare) -> Iterator[RankSend]:
@@ -37,6 +39,26 @@ def _statistic(operation: str, axis: str, size_bytes: int, count: int, module: s
         technique=Data.name,
         reason=f"statistics of the batch, {module}",
     )
+
+
+def rows(share: ModelShare, tables: Sequence[HeldParameter]) -> Iterator[RankSend]:
+    """Yield the exchange of rows of each table, over those who see other samples and then over those who have parts:
+    how many each rank brings, their numbers and their values, as many as the rank with the most has."""
+    axis, ranks, _ = share.summing
+    for held in tables:
+        row = math.prod(held.shape[1:]) * share.gradient_bytes
+        groups = ((axis, ranks), ("tensor", share.plan.mesh.tensor if held.is_partial else 1))
+        for number, (over, size) in enumerate(group for group in groups if group[1] > 1):
+            key = (held.name, number)
+            for element, rows_of in ((_INDEX, None), (_INDEX, key), (row, key)):
+                yield RankSend(
+                    operation="all_gather",
+                    axis=over,
+                    size_bytes=size * element,
+                    technique=Data.name,
+                    reason=f"rows of {held.name}" if rows_of else f"number of rows of {held.name}",
+                    rows_of=rows_of,
+                )
 
 
 def agreement(share: ModelShare, *, is_fingerprinted: bool = False) -> Iterator[RankSend]:

@@ -45,6 +45,10 @@ class LocalStepsSettings:
         """Whether gradients meet inside a replica only."""
         return self.local_steps > 0
 
+    def ends_round(self, step: int, num_steps: int) -> bool:
+        """Whether a round ends with a step, from 0, of a training of `num_steps`: its last one ends there, too."""
+        return (step + 1) % self.local_steps == 0 or step + 1 == num_steps
+
     @property
     def outer_copies(self) -> int:
         """Copies of its masters that a rank keeps: the anchor, and the outer momentum if there is any."""

@@ -51,7 +51,7 @@ class LocalRounds(TechniqueRuntime):
         self._anchors: list[Tensor] = []
         self._velocities: list[Tensor] = []
         self._replicas: GroupView = mesh["replicate"]
-        self._steps = settings.local_steps
+        self._settings = settings
         self._learning_rate = settings.outer_learning_rate
         self._momentum = settings.outer_momentum
         self._last_step = last_step
@@ -83,8 +83,7 @@ class LocalRounds(TechniqueRuntime):
         """
         if counts is not None:
             self._counts = [total + count for total, count in zip(self._counts, counts, strict=True)]
-        is_last = (step + 1) % self._steps == 0 or step + 1 == self._last_step
-        if not is_last or not self.is_open:
+        if not self._settings.ends_round(step, self._last_step) or not self.is_open:
             return False
         self._average()
         return True
@@ -142,12 +141,12 @@ class LocalRounds(TechniqueRuntime):
         return sum(anchor.numel() * anchor.element_size() for anchor in self._anchors)
 
     def notes(self) -> list[str]:
-        if self._steps == 1:
+        steps, size = self._settings.local_steps, self.round_bytes()
+        if steps == 1:
             return []  # every step is a round, whose collectives a dry run sees
-        size = self.round_bytes()
         return [
-            f"replicas all-reduce {spell_bytes(size)} of weights in every {self._steps}. step, which is not in these"
-            f" numbers: {spell_bytes(size / self._steps)} per step in the mean"
+            f"replicas all-reduce {spell_bytes(size)} of weights in every {steps}. step, which is not in these"
+            f" numbers: {spell_bytes(size / steps)} per step in the mean"
         ]
 
     def pieces(self, pieces: list[Piece]) -> list[Piece]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.outline import HeldParameter, ModelShare, Parameter, Part, RankSend
+from weft.techniques.compression.program import between_replicas
 from weft.techniques.zero.contract import Zero, reduction_rounds
 
 
@@ -59,7 +60,10 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
     for part in share.parts:
         for unit in units_of(share, part, left_out):
             yield from _of_unit(share, unit)
-    yield from _partial(share, [held for held in share.held if held.name not in left_out])
+    members = [held for held in share.held if held.name not in left_out]
+    if share.plan.data_parallel.compresses:
+        yield from between_replicas(share, members)
+    yield from _partial(share, members)
 
 
 def _of_unit(share: ModelShare, unit: Unit) -> Iterator[RankSend]:
@@ -74,7 +78,7 @@ def _of_unit(share: ModelShare, unit: Unit) -> Iterator[RankSend]:
     elements = sum(_padded(share, parameter) for parameter in unit.trained)
     scattered = elements * share.gradient_bytes
     yield _send("reduce_scatter", "shard", scattered, reduction_rounds(share.plan), f"gradients, {unit.name}")
-    if replicas > 1 and not share.sums_apart:
+    if replicas > 1 and not share.sums_apart and not share.plan.data_parallel.compresses:
         yield _send("all_reduce", "replicate", scattered // shards, 1, f"gradients of copies, {unit.name}")
 
 
@@ -86,16 +90,12 @@ def _padded(share: ModelShare, parameter: Parameter) -> int:
 
 def _partial(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
     """Parts of gradients that tensor ranks have of parameters which they all hold, one by one."""
-    ranks, index = share.plan.mesh.shard, share.coordinates["shard"]
     for held in members:
         if held.is_partial:
-            rows, *rest = held.shape
-            chunk = -(-rows // ranks)
-            mine = max(0, min(rows, (index + 1) * chunk) - index * chunk) * math.prod(rest)
             yield RankSend(
                 operation="all_reduce",
                 axis="tensor",
-                size_bytes=mine * share.master_bytes,
+                size_bytes=math.prod(share.rows_of_shard(held.shape)) * share.master_bytes,
                 technique="tensor parallelism",
                 reason=f"parts of gradients, {held.name}",
             )

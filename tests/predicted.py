@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.models import Blueprint
+from weft.models import Blueprint, count_labels
 from weft.numerics import Trial, TrialData
-from weft.outline import Outline
+from weft.outline import Outline, Phase
 from weft.plan import Plan, axis_coordinates
-from weft.program import Traffic, differences, program_of
+from weft.program import differences, occasions_of, program_of
 from weft.recipe import Recipe
-from weft.rehearse import count_labels
 
 
 def unlike_predicted(
@@ -23,12 +22,12 @@ def unlike_predicted(
         for number, seen in enumerate(trial.launched):
             step = max(number - 1, 0)
             program = program_of(recipe, plan, outline, rank, labels=labels[step])
-            if number == 0:  # the first pass of a training, which ends before ranks agree on anything
-                predicted: Traffic = program.traffic("first", phases=("gradients",))
-                where = "the first gradients"
-            else:
-                predicted = program.traffic(*(("unused",) if trial.unused[step] else ()))
-                where = f"step {step}"
+            is_first = number == 0  # the first pass of a training, which ends before ranks agree on anything
+            phases: tuple[Phase, ...] = ("gradients",) if is_first else ("gradients", "agreement", "update")
+            unused = not is_first and trial.unused[step]
+            occasions = occasions_of(recipe, plan, step, is_first=is_first, some_unused=unused)
+            predicted = program.traffic(*occasions, phases=phases)
+            where = "the first gradients" if is_first else f"step {step}"
             found += [f"rank {rank}, {where}: {line}" for line in differences(predicted, seen)]
     return found
 

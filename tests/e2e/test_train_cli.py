@@ -63,6 +63,8 @@ def test_a_run_tells_what_it_does(trained: Done) -> None:
     ):
         assert any(line.startswith(start) for line in trained.lines), start
     assert sum("validation loss" in line for line in trained.lines) == 2  # at step 40, and at the end
+    (sent,) = (line for line in trained.lines if line.startswith("sent "))
+    assert sent.endswith("per step: exactly what the plan says, in the 60 steps that were reported")
 
 
 def test_the_folder_holds_everything(home: Path, trained: Done) -> None:

@@ -20,11 +20,15 @@ from weft.engine._setup import TrainingState
 from weft.engine._signals import StopRequest
 from weft.errors import CheckpointError, RecipeError, WeftError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, MessageEvent, Run, StepEvent
-from weft.models import Batch
+from weft.models import Batch, count_labels
+from weft.parallel.sparse import SparseStore
 from weft.recipe import Recipe, learning_rate
-from weft.record import Recorder
+from weft.record import Recorder, StepTraffic
 from weft.techniques.buckets.advice import advise_bucket
 from weft.techniques.registry import saved_states
+
+_TRAFFIC_STEPS = 100
+"""Reported steps, the first ones, of which it is kept what they sent."""
 
 
 class TrainingData(Protocol):
@@ -62,6 +66,8 @@ class TrainingOutcome:
     stop_signal: int
     """Number of that signal; 0 when the run was not stopped, or by the program itself."""
     checkpoint: Path | None
+    traffic: tuple[StepTraffic, ...]
+    """What rank 0 sent in the first steps that were reported and not skipped; none where nothing could be watched."""
 
 
 class Trainer:
@@ -87,6 +93,7 @@ class Trainer:
         self._checkpointer = checkpointer
         self._run = run if run is not None else Run(mesh.rank)
         self._reporter = StepReporter(self._run, recorder, training.model)
+        self._traffic: list[StepTraffic] = []
         self._first_step = 0
         self._saved_step: int | None = None
         self._skipped_in_a_row = 0
@@ -185,6 +192,7 @@ class Trainer:
             stop_signal=number,
             losses=tuple(losses),
             checkpoint=self._checkpointer.latest() if self._checkpointer is not None else None,
+            traffic=tuple(self._traffic),
         )
 
     # ── parts of the loop ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,14 +201,33 @@ class Trainer:
         self._reporter.begin()
         with self._recorder.span("data_wait"):
             microbatches = self._data.microbatches(step)
+        self._recorder.collectives.take_launched()  # what was sent until now is no step's
         result = self._training.stepper(
             microbatches,
             step=step,
             learning_rate=learning_rate(self._recipe, step),
             stop_requested=lambda: stop.flag,
         )
+        if self._mesh.rank == 0 and self._reports(step + 1) and not result.skipped:
+            self._note_traffic(step, result, microbatches)
         self._reporter.step(result, samples=self._recipe.batch.global_batch_size)
         return result
+
+    def _note_traffic(self, step: int, result: StepEvent, microbatches: Sequence[Batch]) -> None:
+        """Keep what a step launched, where groups are watched."""
+        launched = self._recorder.collectives.take_launched()
+        tables = [store for store in self._training.model.stores.stores if isinstance(store, SparseStore)]
+        if launched and len(self._traffic) < _TRAFFIC_STEPS:
+            self._traffic.append(
+                StepTraffic(
+                    step=step,
+                    is_first=step == self._first_step,
+                    some_unused=result.some_unused,
+                    labels=tuple(count_labels(batch) for batch in microbatches),
+                    rows=tuple((*key, most) for store in tables for key, most in store.most_rows.items()),
+                    sent=tuple((*kind, count) for kind, count in launched.items()),
+                )
+            )
 
     def _refuse_endless_skips(self, result: StepEvent) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0

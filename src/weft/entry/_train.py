@@ -34,6 +34,7 @@ from weft.launch.launcher import ForkServer, launch_function, open_fork_server
 from weft.models import Blueprint
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
 from weft.recipe import Recipe, check_group_globs, dump_recipe, load_recipe
+from weft.rehearse import plan_and_measured
 from weft.search import choose_plan
 from weft.worker import facts_of_blueprint, train_rank
 
@@ -280,6 +281,9 @@ class _Job:
         known = {field.name: getattr(outcome, field.name) for field in fields(outcome)}
         result = RunResult(**known, folder=run.path, export=run.export if is_exported else None)
         if not self.quiet:
+            if outcome.traffic:
+                told = plan_and_measured(self.recipe, self.plan, self.blueprint, outcome.traffic)
+                print(f"sent      {told}")
             print(_last_line(result), flush=True)
         return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.comm import TraceEvent
@@ -32,6 +33,24 @@ class Traffic:
         self.total_ns += seen.total_ns
         self.exposed_ns += seen.exposed_ns
         self.inexact_count += not seen.is_done_exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTraffic:
+    """What one step of this rank launched, and what of that its data decided."""
+
+    step: int
+    """Number of the step, from 0."""
+    is_first: bool
+    """Whether the process took none before."""
+    some_unused: bool
+    """Whether some parameter took no part on some rank."""
+    labels: Sequence[int]
+    """Labels that count, by microbatch."""
+    rows: Sequence[tuple[str, int, int]]
+    """Sparse table, number of the exchange, rows of the rank that brought most."""
+    sent: Sequence[tuple[str, str, int, int]]
+    """Axis, operation, bytes, count."""
 
 
 class CollectiveLog:

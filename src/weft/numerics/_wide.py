@@ -81,7 +81,8 @@ class KeptWide(TorchDispatchMode):
 def _in_backward() -> bool:
     """Whether autograd casts: the gradient of what is narrow must be so, too.  A forward that a checkpoint computes
     again inside of a backward records gradients, and is not meant."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    task: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+    return task != -1 and not torch.is_grad_enabled()
 
 
 def _writes(func: Any) -> bool:

@@ -17,7 +17,7 @@ from compiled_blocks import STEPS
 
 BLOCKS = 4
 SMALL = [cell for cell in matrix.FULL if cell.plan.compute.compile and cell.plan.mesh.world_size <= 2]
-ALWAYS = "decoder_dropout-t2_z0_m2x6_selective_compiled"
+ALWAYS = "decoder_untied-t2_z0_sp_m2x6_plain_loss_compiled"
 """Keyed masks, collectives inside a block, and recomputation."""
 
 

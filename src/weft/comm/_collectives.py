@@ -57,12 +57,17 @@ def reduce_scatter_shards(whole: Tensor, view: GroupView, dim: int) -> Tensor:
     """Return this rank's shard along `dim` of the sum of `whole` over the group."""
     if view.group is None:
         return whole
+    if torch.compiler.is_compiling():
+        # One operator to the compiler, which cannot look into a group to tell what carries it and who watches.
+        name = str(view.group.group_name)
+        return torch.ops.weft.reduce_scatter_shards(whole, name, view.size, view.index, dim)
     length = whole.shape[dim]
     longest = -(-length // view.size)
-    if runs_on_gloo(whole.device, view.group):
-        name = str(view.group.group_name)
-        scatter = torch.ops.weft.reduce_scatter_by_sum if torch.compiler.is_compiling() else reduce_scatter_by_sum
-        return scatter(whole, name, view.size, view.index, dim)
+    if runs_on_gloo(whole.device, view.group):  # its own reduce-scatter is one all-reduce per rank
+        summed = whole.clone(memory_format=torch.contiguous_format)
+        size_bytes = num_bytes(whole) // max(length, 1) * longest * view.size
+        traced_as("reduce_scatter", size_bytes, view, lambda: start_all_reduce(summed, view))()
+        return shard_of(summed, view, dim)
     sizes = [_extent(length, view.size, index) for index in range(view.size)]
     parts = torch.stack([_padded(part, dim, longest) for part in whole.split(sizes, dim)])
     summed = torch.empty_like(parts[0])
@@ -70,27 +75,19 @@ def reduce_scatter_shards(whole: Tensor, view: GroupView, dim: int) -> Tensor:
     return summed.narrow(dim, 0, sizes[view.index])
 
 
-def reduce_scatter_by_sum(whole: Tensor, group: str, size: int, index: int, dim: int) -> Tensor:
-    """Return this rank's shard along `dim` of the sum over a group of Gloo (by name), whose own reduce-scatter is one
-    all-reduce per rank: it is one all-reduce here, and seen as what it stands for."""
-    length = whole.shape[dim]
-    summed = whole.clone(memory_format=torch.contiguous_format)
-    size_bytes = num_bytes(whole) // max(length, 1) * -(-length // size) * size
+def _reduce_scatter_compiled(whole: Tensor, group: str, size: int, index: int, dim: int) -> Tensor:
     resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage]
-    view = GroupView(tuple(range(size)), index, resolve(group))
-    traced_as("reduce_scatter", size_bytes, view, lambda: start_all_reduce(summed, view))()
-    return shard_of(summed, view, dim)
+    return reduce_scatter_shards(whole, GroupView(tuple(range(size)), index, resolve(group)), dim).clone()
 
 
-def _like_reduce_scatter_by_sum(whole: Tensor, group: str, size: int, index: int, dim: int) -> Tensor:
+def _like_reduce_scatter(whole: Tensor, group: str, size: int, index: int, dim: int) -> Tensor:
     shape = list(whole.shape)
     shape[dim] = _extent(shape[dim], size, index)
     return whole.new_empty(shape)
 
 
-# To a compiler one operator: it cannot look into the group to tell who watches.
-torch.library.custom_op("weft::reduce_scatter_by_sum", reduce_scatter_by_sum, mutates_args=())
-torch.library.register_fake("weft::reduce_scatter_by_sum", _like_reduce_scatter_by_sum)
+torch.library.custom_op("weft::reduce_scatter_shards", _reduce_scatter_compiled, mutates_args=())
+torch.library.register_fake("weft::reduce_scatter_shards", _like_reduce_scatter)
 
 
 def shard_of(whole: Tensor, view: GroupView, dim: int) -> Tensor:

@@ -58,6 +58,25 @@ def test_a_batch_is_the_reader_s_own_copy(reader: TrainReader, prefetcher: Prefe
     assert equal(first, reader.read(0))
 
 
+def test_storage_that_does_not_answer_is_an_error() -> None:
+    answers = threading.Event()
+
+    class Hanging(TrainReader):
+        def read(self, step: int) -> Fields:
+            answers.wait()
+            return super().read(step)
+
+    prefetcher = Prefetcher(Hanging(SPEC, 2, 5), workers=1, stuck_seconds=0.2)
+    try:
+        with pytest.raises(DataError, match="step 3 have been read for 0.2 s and are not there: the storage"):
+            prefetcher.read(3)
+        began = time.monotonic()
+        prefetcher.close()  # waits for nobody who hangs
+        assert time.monotonic() - began < 5.0
+    finally:
+        answers.set()
+
+
 def test_many_epochs_read_by_many_threads_keep_their_order(reader: TrainReader) -> None:
     """Permutations of epochs are kept for a while, and all threads look them up."""
     prefetcher = Prefetcher(reader, workers=8)

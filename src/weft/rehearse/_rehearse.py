@@ -110,8 +110,12 @@ def _compared(report: RankReport, recipe: Recipe, plan: Plan, blueprint: Bluepri
     parameter takes no part."""
     if blueprint.example is None:
         return report
-    if report.rehearsed_microbatches != plan.microbatch.shares(plan.mesh.data)[_data_index(plan, report.rank)]:
-        plan = replace(plan, microbatch=replace(plan.microbatch, per_step=report.rehearsed_microbatches))
+    shares, index = plan.microbatch.shares(plan.mesh.data), _data_index(plan, report.rank)
+    if report.rehearsed_microbatches != shares[index]:
+        count = report.rehearsed_microbatches
+        unequal = (*shares[:index], count, *shares[index + 1 :])  # the others still say how often all reduce
+        per_step = unequal if plan.microbatch.has_unequal_shares else count
+        plan = replace(plan, microbatch=replace(plan.microbatch, per_step=per_step))
     outline = outline_or_reason(blueprint)
     if recipe.optimizer.name == "adafactor" and plan.mesh.data > 1 and plan.data_parallel.shards_states:
         outline = "what Adafactor sums: ranks tell one another which rows they hold, and here is nobody to do so"

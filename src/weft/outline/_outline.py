@@ -65,6 +65,8 @@ class ModuleCall:
     """Whether its block keeps something for the backward after this call begins: a recomputation goes on that far."""
     is_exit_repeated: bool = False
     """The same of what happens when it ends."""
+    is_exit_needed: bool = False
+    """Whether the block keeps something for the backward that is computed with this call's result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from weft.comm import GroupView
 from weft.errors import PlanError
@@ -22,6 +23,8 @@ from weft.techniques.tensor.cuts import split_parameters
 
 _SAMPLES = 2
 """Samples of the forward: a batch norm in training wants more than one."""
+_OF_A_SHAPE = ("new_", "empty_like", "zeros_like", "ones_like")
+"""Operators that read the shape of a tensor and no value: what begins so, as a mask of dropout, depends on nothing."""
 _NOTED = ("column", "row", "vocab", "whole", "replicate")
 
 
@@ -98,15 +101,45 @@ def _partial(kind: str | None, leaf: str, in_region: bool) -> Any:
 # ── activations ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Answers(TorchDispatchMode):
-    """What only real numbers could answer, answered as a dry run does."""
+class _Flow(TorchDispatchMode):
+    """Follows the results of calls through a forward; what only real numbers could answer is answered as in a dry run.
+
+    Told apart by storages: what autograd keeps is another tensor with the same one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: dict[int, frozenset[int]] = {}
+        """Calls whose results a storage was computed from."""
+        self._alive: list[Tensor] = []
+        """Tensors kept so that no two storages have one address."""
+
+    def begin(self, place: int, result: Tensor) -> None:
+        """From now on `result` is that of a call, and of those before it."""
+        self._alive.append(result)
+        self._places[_storage(result)] = self.places(result) | {place}
+
+    def places(self, tensor: Tensor) -> frozenset[int]:
+        return self._places.get(_storage(tensor), frozenset())
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if args and isinstance(args[0], Tensor) and args[0].is_meta and func in ANSWERS:
             return ANSWERS[func](args[0])
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if self._places and not func.overloadpacket.__name__.startswith(_OF_A_SHAPE):
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            places = frozenset().union(*(self.places(tensor) for tensor in read))
+            for tensor in tree_leaves(made) if places else ():
+                if isinstance(tensor, Tensor):
+                    self._alive.append(tensor)
+                    self._places[_storage(tensor)] = self.places(tensor) | places
+        return made
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(slots=True)
@@ -129,7 +162,10 @@ class _Notes:
     entries: dict[str, BlockEntry] = field(default_factory=dict[str, BlockEntry])
     joined: tuple[int, ...] | None = None
     region: SequenceRegion | None = field(init=False)
+    _flow: _Flow = field(default_factory=_Flow)
     _num_kept: int = 0
+    _needed: set[int] = field(default_factory=set[int])
+    """Calls of the open block with whose results something was computed that is kept."""
     _seen: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     _alive: list[Tensor] = field(default_factory=list[Tensor])
     """Tensors kept so that no two of the forward have one identity."""
@@ -143,11 +179,12 @@ class _Notes:
     def run(self, inputs: Mapping[str, Tensor]) -> None:
         """Run the forward once."""
         self._install()
-        with _Answers(), torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+        with self._flow, torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
             self.module(**inputs)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._num_kept += 1
+        self._needed |= self._flow.places(tensor)
         return tensor
 
     def _install(self) -> None:
@@ -206,6 +243,7 @@ class _Notes:
             assert opened.call.module == name, "calls of modules nest"
             self.calls[opened.index] = replace(opened.call, output=tuple(made.shape), gives_gradient=made.requires_grad)
             self._in_block.append((opened.index, opened.num_kept, self._num_kept))
+            self._flow.begin(opened.index, made)
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
@@ -219,6 +257,7 @@ class _Notes:
             read = _first(args, kwargs)
             self.entries[name] = BlockEntry(name=name, shape=tuple(read.shape), needs_gradient=read.requires_grad)
             self._in_block.clear()
+            self._needed.clear()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             # Torch's recomputation stops at the last tensor that the forward had kept.
@@ -229,6 +268,7 @@ class _Notes:
                     call,
                     is_entry_repeated=at_entry < self._num_kept,
                     is_exit_repeated=at_exit < self._num_kept,
+                    is_exit_needed=place in self._needed,
                 )
 
         block = self.module.get_submodule(name)

@@ -53,7 +53,7 @@ class _Around:
         if not (self._sequence and call.is_inside_whole):
             yield from self._reads(call, inside)
         if call.gathers_output and call.module != self._share.outline.vocabulary_head:
-            again = self._again(call, call.is_exit_repeated)
+            again = self._exit_again(call)
             yield self._send("all_gather", self._bytes(call.output), call, "whole output", again)
 
     def _reads(self, call: ModuleCall, inside: bool) -> Iterator[RankSend]:
@@ -74,7 +74,7 @@ class _Around:
 
     def _row(self, call: ModuleCall, inside: bool) -> Iterator[RankSend]:
         self._gathered = None
-        again = self._again(call, call.is_exit_repeated)
+        again = self._exit_again(call)
         if not inside:
             yield self._send("all_reduce", self._bytes(call.output), call, "sum of its output", again)
             return
@@ -110,6 +110,12 @@ class _Around:
 
     def _again(self, call: ModuleCall, is_repeated: bool) -> int:
         return 2 if is_repeated and self._share.recomputes(call.block) else 1
+
+    def _exit_again(self, call: ModuleCall) -> int:
+        """Recomputation repeats what was computed before the last tensor that is kept, but a compiler only that with
+        which such a tensor is computed."""
+        is_compiled = self._share.plan.compute.compile
+        return self._again(call, call.is_exit_needed if is_compiled else call.is_exit_repeated)
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return self._share.activation_bytes(shape)

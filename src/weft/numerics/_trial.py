@@ -90,16 +90,18 @@ def run_trial(
     if inspect is not None:
         inspect(training)
     initial = _model_state(training)
+    # Before casts are left out: the samples round, like everybody's.
+    batches = [data.microbatches(step) for step in range(max(steps, 1))]
     kept = KeptWide(watches_only=inside != "wide")
     results: list[StepEvent] = []
     with kept if plan.compute.precision == "fp64" and not plan.compute.compile else nullcontext():
-        gradients = _first_gradients(training, recipe, data)
+        gradients = _first_gradients(training, recipe, batches[0])
         launched = [recorder.collectives.take_launched()]
         for step in range(steps):
             rate = learning_rate(recipe, step)
-            results.append(training.stepper(data.microbatches(step), step=step, learning_rate=rate))
+            results.append(training.stepper(batches[step], step=step, learning_rate=rate))
             launched.append(recorder.collectives.take_launched())
-        totals = training.model.runner.evaluate(data.microbatches(0), step=0, seed=recipe.run.seed)
+        totals = training.model.runner.evaluate(batches[0], step=0, seed=recipe.run.seed)
     state = _model_state(training)
     training.close()
     return Trial(
@@ -119,10 +121,10 @@ def _model_state(training: TrainingState) -> list[Piece]:
     return [_copy(piece) for piece in training.pieces() if piece.name.startswith(("model/", "buffer/"))]
 
 
-def _first_gradients(training: TrainingState, recipe: Recipe, data: TrialData) -> list[Piece]:
+def _first_gradients(training: TrainingState, recipe: Recipe, microbatches: Sequence[Batch]) -> list[Piece]:
     """Gradients of the first step's loss, with buffers (running statistics) put back as they were."""
     buffers = [(buffer, buffer.clone()) for part in training.model.parts for buffer in part.module.buffers()]
-    pieces, _ = first_gradients(training, recipe, data.microbatches(0))
+    pieces, _ = first_gradients(training, recipe, microbatches)
     for buffer, before in buffers:
         buffer.copy_(before)
     return pieces

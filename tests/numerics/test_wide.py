@@ -119,6 +119,7 @@ def test_grouped_products_in_fp64(form: str) -> None:
     with KeptWide():
         product = torch._grouped_mm(a, b, **given)
         grads = torch.autograd.grad(product.square().sum(), (a, b))
+        assert torch.equal(torch._grouped_mm(a, b.float(), **given), torch._grouped_mm(a, b.float().double(), **given))
     narrow = [tensor.detach().float().requires_grad_() for tensor in (a, b)]
     expected = torch._grouped_mm(*narrow, **given)
     theirs = torch.autograd.grad(expected.square().sum(), narrow)

@@ -15,10 +15,10 @@ import breakages
 import cells
 import torch
 from cells import STEPS, Cell
-from predicted import unlike_predicted
 from torch import Tensor
 
 from pool import RankPool
+from predicted import unlike_predicted
 from weft.description import facts_of
 from weft.engine import TrainingState
 from weft.models import Blueprint, build_model

@@ -52,7 +52,7 @@ class KeptWide(TorchDispatchMode):
             else:
                 given = {**given, "dtype": _WIDE}
         if name == "_grouped_mm" and not self._watches_only:
-            return _grouped_product(*args, **given)
+            return _grouped_product(*_cast(args, _NARROW, _WIDE), **_cast(given, _NARROW, _WIDE))
         result = (
             func(*args, **given) if self._watches_only else self._computed(func, name, tensors, args, given)
         )

@@ -15,7 +15,7 @@ BUILT_FROM := pyproject.toml setup.py $(wildcard src/weft/comm/shared_memory/*.[
   src/weft/comm/shared_memory/_sources.py
 STAMP := $(VENV)/.weft-$(firstword $(shell cat $(BUILT_FROM) | cksum))
 
-.PHONY: help setup demo test slow parity check bench bench-comm docs gpu clean
+.PHONY: help setup demo test slow parity check bench bench-comm families docs gpu clean
 
 help:
 	@echo "make demo     train a small language model on Python's own source, 8 processes in 3 dimensions"
@@ -26,6 +26,7 @@ help:
 	@echo "make check    ruff, pyright, import-linter and the rules of the house"
 	@echo "make bench    the benchmarks; writes benchmarks/results"
 	@echo "make bench-comm  those of communication alone (half an hour)"
+	@echo "make families  drawn families of models under every plan; writes docs/models.md (an hour on 2 cores)"
 	@echo "make docs     the documentation: its examples run, its links checked, its site built in build/site"
 	@echo "make gpu      the suite for one CUDA device: parity, speed, memory (9 minutes)"
 
@@ -71,6 +72,10 @@ bench: setup
 
 bench-comm: setup
 	@$(BIN)/python -m benchmarks communication selector
+
+# Goes on where it was left; `$(BIN)/python -m benchmarks.families --help` says how to run some again.
+families: setup
+	@$(BIN)/python -m benchmarks.families
 
 # Sphinx is installed when it is first needed: nothing else wants it.
 docs: setup $(VENV)/.docs

@@ -1,0 +1,92 @@
+"""`docs/models.md`: the table of drawn families."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks._results import ROOT
+from benchmarks.families._cells import PLANS
+
+PAGE = ROOT / "docs" / "models.md"
+_SIGNS = {
+    "equal": "equal",
+    "refused": "refused",
+    "differs": "**differs**",
+    "traceback": "**error**",
+    "hang": "**hang**",
+}
+
+
+def write_page(result: Mapping[str, Any]) -> None:
+    """Write the page of a result."""
+    PAGE.write_text("\n".join([*_head(result), *_table(result), "", *_reasons(result), *_redrawn(result)]) + "\n")
+
+
+def _head(result: Mapping[str, Any]) -> list[str]:
+    cells = [cell for family in result["families"].values() for cell in family["cells"].values()]
+    counts = Counter(cell["outcome"] for cell in cells)
+    said = ", ".join(f"{counts[name]} {name}" for name in _SIGNS if counts[name])
+    known = result["versions"]
+    return [
+        "# Models that nobody chose",
+        "",
+        "Families of `transformers` of every kind, drawn by a seed, each in a small form with random weights, and a few"
+        " modules of plain torch.",
+        "Each is given to `weft check` under seven plans, and then trains five steps whose losses must be those of one"
+        " process.",
+        "Written by `make families`; the whole result, with every sentence, is"
+        " [families.json](../benchmarks/results/families.json).",
+        "",
+        f"Seed {result['seed']}, {result.get('date', '')}, transformers {known['transformers']},"
+        f" torch {known['torch']}, commit {known['weft_commit']}.",
+        f"Of {len(cells)} cells: {said}.",
+        "",
+        "*equal*: the plan computes what one process computes. *refused*: a sentence says why, below. Anything else is"
+        " a defect.",
+        "",
+    ]
+
+
+def _table(result: Mapping[str, Any]) -> list[str]:
+    lines = [f"| family | kind | way in | {' | '.join(PLANS)} |", "|---" * (3 + len(PLANS)) + "|"]
+    for one in result["drawn"]:
+        family = result["families"].get(one["name"])
+        if family is None:
+            continue
+        cells = [_SIGNS[family["cells"][name]["outcome"]] if name in family["cells"] else "" for name in PLANS]
+        lines.append(f"| {one['name']} | {one['kind']} | {family.get('way', '')} | {' | '.join(cells)} |")
+    return lines
+
+
+def _reasons(result: Mapping[str, Any]) -> list[str]:
+    """Every reason once, with the families and plans that it stands for."""
+    lines = ["## Why not", ""]
+    for one in result["drawn"]:
+        family = result["families"].get(one["name"])
+        if family is None:
+            continue
+        by_reason: dict[str, list[str]] = {}
+        if family.get("why no folder"):
+            by_reason[family["why no folder"]] = ["by folder"]
+        for name, cell in family["cells"].items():
+            if cell["outcome"] != "equal":
+                by_reason.setdefault(_plain(cell["why"]), []).append(name)
+        if by_reason:
+            lines += [f"**{one['name']}**", ""]
+            lines += [f"- {', '.join(names)}: {_plain(why)}" for why, names in by_reason.items()] + [""]
+    return lines
+
+
+def _redrawn(result: Mapping[str, Any]) -> list[str]:
+    if not result["redrawn"]:
+        return []
+    lines = ["## Drawn, and drawn again", "", "Families whose small form the library did not make or run:", ""]
+    return lines + [f"- {one['name']} ({one['kind']}): {_plain(one['why'])}" for one in result["redrawn"]]
+
+
+def _plain(text: str) -> str:
+    """The first sentences, as text of Markdown."""
+    short = text if len(text) <= 240 else text[:240].rpartition(" ")[0] + " …"
+    return short.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from stages_kit import Recorder, assert_equal, attach_views, gather, make_plan, summed_gradients
 from torch import Tensor, nn
 
 from pool import RankPool
@@ -18,7 +17,7 @@ from weft.comm import Mesh
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint, CutTable
 from weft.parallel import ModelPart, SequentialRunner, StepContext
-from weft.plan import MeshPlan, PipelineParallelPlan, Plan
+from weft.plan import MeshPlan, Plan
 from weft.techniques.pipeline.parts import cut_parts
 from weft.techniques.pipeline.runner import PipelineRunner
 from weft.techniques.pipeline.ties import share_parameters
@@ -111,23 +110,6 @@ def make_batches(number: int, *, length: int = 5, first: int = 0) -> list[dict[s
     return batches
 
 
-@dataclass
-class Recorder:
-    calls: list[tuple[str, int]] = field(default_factory=list)
-
-    def on_microbatch(self, remaining: int) -> None:
-        self.calls.append(("microbatch", remaining))
-
-    def on_backward(self, part: int, remaining: int) -> None:
-        """What ZeRO-3 asks for is tested with it."""
-
-    def on_last_forward(self, part: int) -> None:
-        self.calls.append(("last_forward", part))
-
-    def on_last_backward(self, part: int) -> None:
-        self.calls.append(("last_backward", part))
-
-
 def reference(batches: Sequence[Batch], *, tied: bool) -> tuple[dict[str, Tensor], tuple[float, float]]:
     """Gradients and loss of one process."""
     blueprint = build(tied=tied)
@@ -136,39 +118,6 @@ def reference(batches: Sequence[Batch], *, tied: bool) -> tuple[dict[str, Tensor
     totals = runner.forward_backward(batches, step=3, seed=7, scale=0.25, observer=Recorder())
     gradients = {name: p.grad for name, p in blueprint.module.named_parameters() if p.grad is not None}
     return gradients, (float(totals.sum), float(totals.count))
-
-
-def attach_views(parts: Sequence[ModelPart]) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
-    """Give every trained parameter a gradient that is a view of one flat storage, as the buckets do."""
-    views: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-    for part in parts:
-        trained = [parameter for parameter in part.module.parameters() if parameter.requires_grad]
-        flat = torch.zeros(sum(parameter.numel() for parameter in trained), dtype=torch.float64)
-        offset = 0
-        for parameter in trained:
-            if parameter.grad is None:
-                parameter.grad = flat[offset : offset + parameter.numel()].view(parameter.shape)
-                views.append((parameter, parameter.grad, flat))
-            offset += parameter.numel()
-    return views
-
-
-def summed_gradients(parts: Sequence[ModelPart], data: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Sum over ties and data ranks, as the stores do; by the name in the whole model, where this rank counts."""
-    found: dict[str, Tensor] = {}
-    for part in parts:
-        for local, parameter in part.module.named_parameters():
-            entry = part.layout[local]
-            if parameter.grad is None or entry.name in found:
-                continue
-            tie = part.ties.get(local)
-            if tie is not None and tie.group is not None:
-                dist.all_reduce(parameter.grad, group=tie.group)
-            if data is not None:
-                dist.all_reduce(parameter.grad, group=data)
-            found[entry.name] = parameter.grad
-    counted = {e.name for part in parts for e in part.layout.entries.values() if e.counts and not e.is_buffer}
-    return {name: gradient for name, gradient in found.items() if name in counted}
 
 
 def run_pipeline(plan: Plan, tied: bool, shares: Sequence[int]) -> dict[str, Any]:
@@ -195,29 +144,6 @@ def run_pipeline(plan: Plan, tied: bool, shares: Sequence[int]) -> dict[str, Any
         "parts": len(parts),
         "training": all(inner.training for part in parts for inner in part.module.modules()),
     }
-
-
-def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    whole = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
-    for name, gradient in wanted.items():
-        error = (found[name] - gradient).norm() / max(gradient.norm(), 1e-6 * whole)
-        assert error <= 1e-10, f"{name}: {error}"
-
-
-def gather(results: Sequence[Mapping[str, Any]], plan: Plan) -> tuple[dict[str, Tensor], float, float]:
-    """Gradients of the first data rank's pipeline, and the totals of all data ranks."""
-    gradients: dict[str, Tensor] = {}
-    first = results[:: plan.mesh.data]
-    for result in first:
-        assert not gradients.keys() & result["gradients"].keys(), "a parameter counts twice"
-        gradients |= result["gradients"]
-    return gradients, sum(r["totals"][0] for r in results), sum(r["totals"][1] for r in results)
-
-
-def make_plan(schedule: str, chunks: int, pipeline: int, **others: Any) -> Plan:
-    settings = PipelineParallelPlan(schedule=schedule, chunks_per_rank=chunks, cuts=others.pop("cuts", None))
-    return Plan(mesh=MeshPlan(pipeline=pipeline, **others), pipeline_parallel=settings)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

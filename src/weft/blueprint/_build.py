@@ -15,6 +15,7 @@ def build_blueprint(recipe: Recipe) -> Blueprint:
         RecipeError: the model cannot be built, or not be described.
     """
     blueprint = build_model(recipe)
+    _look_for_a_cut(blueprint)
     if recipe.model.propose_split:
         # Ranks do without the analysis of graphs and the profiles it makes, thousands of lines, unless they need it.
         from weft.describe import propose_split
@@ -33,3 +34,16 @@ def build_blueprint(recipe: Recipe) -> Blueprint:
         said = "no split table: data and ZeRO plans only. `weft describe` shows what could be split"
         blueprint.notes = (*blueprint.notes, said)
     return blueprint
+
+
+def _look_for_a_cut(blueprint: Blueprint) -> None:
+    """Where nothing says where a model may be cut into stages, see whether its forward does."""
+    if blueprint.cut is not None or blueprint.no_stages:
+        return
+    from weft.describe import find_cut  # as above
+
+    found = find_cut(blueprint)
+    if isinstance(found, str):
+        blueprint.no_stages = found
+    else:
+        blueprint.cut, blueprint.block_costs = found

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from weft.search import SearchResult
 
 
-
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:

@@ -77,6 +77,10 @@ class Trace:
     """Module → index of the first event inside, and the first tensor that enters it."""
     exits: Mapping[str, int]
     """Module → index of the event after its last one."""
+    results: Mapping[str, tuple[Value | None, ...]]
+    """Module → the leaves of what it returned when it ran first, None for those that are no tensors."""
+    num_runs: Mapping[str, int]
+    """Module → how often it ran."""
     outputs: tuple[Value, ...]
     """What the model returns."""
     loss_event: int

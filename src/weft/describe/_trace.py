@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -68,6 +69,8 @@ class _Recorder(TorchDispatchMode):
         self._per_sample: set[int] = set()
         self._entries: dict[str, tuple[int, Value]] = {}
         self._exits: dict[str, int] = {}
+        self._results: dict[str, tuple[Value | None, ...]] = {}
+        self._num_runs: Counter[str] = Counter()
         self._modules: list[str] = [""]
         self._call = 0
         self._paused = False
@@ -87,7 +90,7 @@ class _Recorder(TorchDispatchMode):
             stack.enter_context(self)
             stack.enter_context(_Functions(self))
             with self._explained(module):
-                outputs = torch.func.functional_call(module, self._tensors, (), inputs)
+                outputs = torch.func.functional_call(module, self._by_object(), (), inputs, tie_weights=False)
                 found = tuple(self.value(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
                 loss_event = len(self._events)
                 self._modules.append(LOSS)
@@ -124,6 +127,8 @@ class _Recorder(TorchDispatchMode):
             per_sample=frozenset(self._per_sample),
             entries=self._entries,
             exits=self._exits,
+            results=self._results,
+            num_runs=self._num_runs,
             outputs=outputs,
             loss_event=loss_event,
             notes=tuple(self._stand_ins.notes),
@@ -235,8 +240,18 @@ class _Recorder(TorchDispatchMode):
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._exits[name] = len(self._events)
+        self._num_runs[name] += 1
+        if name not in self._results:
+            leaves = tree_leaves(output)
+            self._results[name] = tuple(self.value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves)
         while len(self._modules) > 1 and self._modules.pop() != name:
             pass
+
+    def _by_object(self) -> dict[str, Tensor]:
+        """The stand-ins under one name of each module: torch puts them in and takes them out name by name, and a module
+        that has two would keep them."""
+        owners = {name for name, _ in self._blueprint.module.named_modules()}
+        return {name: tensor for name, tensor in self._tensors.items() if name.rpartition(".")[0] in owners}
 
     def _name_storages(self, given: Mapping[str, Tensor]) -> tuple[dict[int, tuple[str, ...]], frozenset[int]]:
         """Storages of the stand-ins and of the real tensors, for modules that hold on to those."""

@@ -219,7 +219,6 @@ class _Runs:
         world_size = self.small.plan.mesh.world_size
         return [read_trial(case.trial_file(self.folder, rank)) for rank in range(world_size)]
 
-
     def first_wrong_output(self) -> str:
         """The first module of the forward that returns something else than in one process; empty: none is known."""
         if self.small.plan.mesh.pipeline > 1:

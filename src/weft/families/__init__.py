@@ -6,7 +6,9 @@ from weft.families._family import Family as Family
 from weft.families._find import families as families
 from weft.families._find import family_of as family_of
 from weft.families._tables import INHERITED as INHERITED
+from weft.families._tables import Cut as Cut
 from weft.families._tables import CutTable as CutTable
+from weft.families._tables import FoundCut as FoundCut
 from weft.families._tables import Localise as Localise
 from weft.families._tables import SplitRule as SplitRule
 from weft.families._tables import Tables as Tables

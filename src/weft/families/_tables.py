@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
+from weft.outline import Crossing
 from weft.recipe import SplitKind
 
 INHERITED = ("sequence", "replicate", "heads", "features")
@@ -65,6 +67,41 @@ class CutTable:
     def stem(self) -> tuple[str, ...]:
         return (self.entry, *self.stem_zero, *self.stem_skip)
 
+    @property
+    def between(self) -> Mapping[str, int]:
+        """No module stands between two blocks."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCut:
+    """Where a model may be cut into pipeline stages, as one forward shows it (`weft.describe`).
+
+    A stage runs the model's own forward up to the first module of a later stage.  Modules of earlier stages return what
+    has crossed, and stand-ins where a value is no longer needed; so what the forward computes outside of the modules
+    named here (masks, positions, sums) is computed on every stage that needs it.  Blocks may stand in several stacks.
+    """
+
+    stem: tuple[str, ...]
+    """Modules that run before the first block, and those that never run."""
+    blocks: tuple[str, ...]
+    """In the order in which they run."""
+    between: Mapping[str, int]
+    """Module that runs between two blocks → index of the second one, whose stage holds it."""
+    tail: tuple[str, ...]
+    crossings: tuple[tuple[Crossing, ...], ...]
+    """For each block but the first: what crosses a border before it, in the order in which it is computed."""
+    written: frozenset[str] = frozenset()
+    """Modules whose results the forward writes into."""
+
+    def crossing_shape(self, block: int, samples: int) -> tuple[int, ...]:
+        """Shape of what crosses a border before `block`: several results travel as one, end to end."""
+        shapes = [crossing.shape_for(samples) for crossing in self.crossings[block - 1]]
+        return shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
+
+
+Cut = CutTable | FoundCut
+
 
 @dataclass(slots=True, kw_only=True)
 class Tables:
@@ -74,7 +111,7 @@ class Tables:
     localise: Sequence[Localise] = ()
     divisible: Mapping[str, int] = field(default_factory=dict[str, int])
     """Named sizes that the tensor axis must divide, for error messages: {"num_heads": 8, "num_kv_heads": 4}."""
-    cut: CutTable | None = None
+    cut: Cut | None = None
     no_stages: str = ""
     """Why `cut` is None: a sentence without its end."""
     no_tensor: str = ""

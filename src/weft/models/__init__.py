@@ -1,7 +1,9 @@
 """Blueprints, losses, and the way from a recipe to a model; each kind of model is a module, loaded when it is built."""
 
 from weft.families import INHERITED as INHERITED
+from weft.families import Cut as Cut
 from weft.families import CutTable as CutTable
+from weft.families import FoundCut as FoundCut
 from weft.families import Localise as Localise
 from weft.families import SplitRule as SplitRule
 from weft.families import Tables as Tables

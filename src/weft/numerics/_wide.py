@@ -53,9 +53,7 @@ class KeptWide(TorchDispatchMode):
                 given = {**given, "dtype": _WIDE}
         if name == "_grouped_mm" and not self._watches_only:
             return _grouped_product(*_cast(args, _NARROW, _WIDE), **_cast(given, _NARROW, _WIDE))
-        result = (
-            func(*args, **given) if self._watches_only else self._computed(func, name, tensors, args, given)
-        )
+        result = func(*args, **given) if self._watches_only else self._computed(func, name, tensors, args, given)
         if _writes(func) and isinstance(args[0], Tensor) and args[0].dtype in _NARROW:
             self.narrowed[name] = _NARROW[args[0].dtype]
         return result

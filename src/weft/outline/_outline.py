@@ -6,7 +6,7 @@ It knows no plan: shapes are those of the whole model and of `samples` samples.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -70,6 +70,23 @@ class ModuleCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A tensor that a later stage needs: a result of a module that runs once in a forward."""
+
+    module: str
+    leaf: int
+    """Which of the tensors, and of the other values, that the module returns."""
+    shape: tuple[int, ...]
+    """For two samples."""
+    is_per_sample: bool = True
+    """Whether dim 0 grows with the samples."""
+
+    def shape_for(self, samples: int) -> tuple[int, ...]:
+        """Its shape where the forward sees so many samples."""
+        return (self.shape[0] * samples // 2, *self.shape[1:]) if self.is_per_sample else self.shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEntry:
     """What enters a block."""
 
@@ -77,6 +94,8 @@ class BlockEntry:
     shape: Shape
     """Shape of the block's first argument."""
     needs_gradient: bool
+    crossings: tuple[Crossing, ...] = ()
+    """What crosses a border between stages that lies before it; none: its first argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +110,8 @@ class Outline:
     stem: tuple[str, ...] = ()
     """Names of modules before the blocks, of all blocks, and behind them; none where the model cannot be cut."""
     entries: tuple[BlockEntry, ...] = ()
+    between: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Modules between two blocks → index of the second one."""
     tail: tuple[str, ...] = ()
     block_costs: tuple[float, ...] = ()
     vocabulary_head: str | None = None

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models import Blueprint
+from weft.models import Blueprint, FoundCut
 from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, TensorCut
 from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
@@ -50,6 +50,7 @@ def outline_of(blueprint: Blueprint) -> Outline:
         calls=tuple(call for call in notes.calls if call is not None),
         stem=cut.stem if cut is not None else (),
         entries=tuple(notes.entries[name] for name in cut.blocks) if cut is not None else (),
+        between=cut.between if cut is not None else {},
         tail=cut.tail if cut is not None else (),
         block_costs=tuple(blueprint.block_costs),
         vocabulary_head=blueprint.vocabulary_head,
@@ -255,7 +256,12 @@ class _Notes:
     def _note_block(self, index: int, name: str) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             read = _first(args, kwargs)
-            self.entries[name] = BlockEntry(name=name, shape=tuple(read.shape), needs_gradient=read.requires_grad)
+            shape = tuple(read.shape)
+            cut = self.blueprint.cut
+            crossings = cut.crossings[index - 1] if isinstance(cut, FoundCut) and index > 0 else ()
+            self.entries[name] = BlockEntry(
+                name=name, shape=shape, needs_gradient=read.requires_grad, crossings=crossings
+            )
             self._in_block.clear()
             self._needed.clear()
 

@@ -86,7 +86,7 @@ def _step(
     training = create_training(recipe, plan, blueprint, mesh, Recorder())
     runner = training.model.runner
     if isinstance(runner, PipelineRunner):
-        runner.transport.assume(activation)
+        runner.assume(activation)
     count = microbatch_counts(plan, mesh.rank)[2][-1]
     training.stepper([example_batch(blueprint, plan)] * count, step=0, learning_rate=0.0)
 

@@ -185,7 +185,7 @@ def _run(
                 training = create_training(recipe, plan, blueprint, mesh, Recorder())
             runner = training.model.runner
             if isinstance(runner, PipelineRunner):
-                runner.transport.assume(activation)
+                runner.assume(activation)
             witness.issued.clear()  # only those of the step count
             if blueprint.example is None:
                 notes.append("the model brings no example batch, so no step was taken: no gradients, no collectives")

@@ -2,5 +2,6 @@
 
 from weft.stand_ins._names import glob_of as glob_of
 from weft.stand_ins._names import globs_of as globs_of
+from weft.stand_ins._stand_in import StandInMode as StandInMode
 from weft.stand_ins._stand_in import StandIns as StandIns
 from weft.stand_ins._stand_in import copy_on_meta as copy_on_meta

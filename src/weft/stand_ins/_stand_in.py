@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.errors import RecipeError
@@ -182,6 +183,17 @@ class StandIns:
             args[0],
             where,
         )
+
+
+class StandInMode(TorchDispatchMode):
+    """Within it, operators run without memory, as `StandIns` answers them.  `where` names the module for messages."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._answers, self._where = StandIns(), where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._answers.run(func, args, kwargs or {}, self._where)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

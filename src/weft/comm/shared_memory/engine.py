@@ -309,10 +309,11 @@ class Engine:
         self._at_exit.detach()
         self._segment = None  # torch may remember the group for long; its memory must not stay as long
 
-    def __del__(self) -> None:
-        # A group that is dropped and not destroyed ends with its last reference, as Gloo's do.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A group that is dropped and not destroyed ends with its last reference, as Gloo's do.  At the very end this
+        # module's names are gone before its objects: hence the argument.
         handle = getattr(self, "_handle", None)
-        if handle is None or sys.is_finalizing():
+        if handle is None or is_finalizing():
             return
         self._at_exit.detach()
         if self._process == os.getpid():  # a forked child has not got the thread

@@ -13,6 +13,7 @@ from weft.recipe import OptimizerGroup, OptimizerRecipe
 if TYPE_CHECKING:
     from weft.engine.optimizers._tables import TableOptimizer
 
+
 def create_optimizer(
     recipe: OptimizerRecipe,
     shards: Sequence[Shard],

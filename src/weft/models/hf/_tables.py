@@ -64,8 +64,7 @@ def library_tables(model: Any) -> Tables:
     """
     config = model.config
     rules, unknown = translate_plan(model)
-    no_stages, no_tensor = f"Weft has no table for {config.model_type}, which names its blocks", ""
-    notes = [f"{no_stages}: no pipeline stages; write a Blueprint to have them."]
+    no_tensor, notes = "", list[str]()
     if unknown:
         rules = []
         no_tensor = f"its tensor-parallel plan uses {', '.join(unknown)}, which Weft cannot split"
@@ -79,7 +78,6 @@ def library_tables(model: Any) -> Tables:
     return Tables(
         split=rules,
         divisible=divisible if rules else {},
-        no_stages=no_stages,
         no_tensor=no_tensor,
         notes=notes,
     )

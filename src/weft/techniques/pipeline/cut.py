@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.models import Blueprint, CutTable
+from weft.models import Blueprint, Cut, FoundCut
 from weft.parallel.autograd import no_view
+from weft.techniques.pipeline.border import cut_found
 from weft.techniques.pipeline.stages import stage_of
 
 
@@ -43,27 +44,32 @@ class Absent(nn.Module):
         return torch.zeros((), device=None if found is None else found.device)
 
 
-def cut_table_of(blueprint: Blueprint) -> CutTable:
-    """Return the blueprint's cut table.
+def cut_table_of(blueprint: Blueprint) -> Cut:
+    """Return where the blueprint says that its model may be cut.
 
     Raises:
-        PlanError: the model has none.
+        PlanError: it may not be.
     """
     if blueprint.cut is None:
+        kind = type(blueprint.module).__name__
+        because = f": {blueprint.no_stages}" if blueprint.no_stages else ""
         raise PlanError(
-            f"plan.mesh.pipeline > 1 cuts the model into stages, but {type(blueprint.module).__name__} has no table of "
-            f"where it may be cut. Set plan.mesh.pipeline = 1, or let the model's factory return a "
-            f"weft.models.Blueprint with cut = CutTable(entry=…, blocks=…, tail=…)."
+            f"plan.mesh.pipeline > 1 cuts the model into stages, but {kind} has no table of where it may be"
+            f" cut{because}. Set plan.mesh.pipeline = 1, or let the model's factory return a weft.models.Blueprint with"
+            " cut = CutTable(entry=…, blocks=…, tail=…)."
         )
     return blueprint.cut
 
 
-def cut_stage(blueprint: Blueprint, stage: int, cuts: Sequence[int]) -> nn.Module:
+def cut_stage(blueprint: Blueprint, stage: int, cuts: Sequence[int], dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return a copy of the model that computes one stage only; names, and ties within the stage, are kept.
 
     Foreign modules are not copied at all, so that nobody holds the whole model.  `blueprint.module` stays whole.
+    `dtype` is what the model computes in.
     """
     table, module = cut_table_of(blueprint), blueprint.module
+    if isinstance(table, FoundCut):
+        return cut_found(module, table, stage, cuts, dtype)
     substitutes: dict[str, nn.Module] = {}
     if stage > 0:
         substitutes[table.entry] = Received()

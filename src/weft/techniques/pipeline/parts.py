@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from weft.comm import Mesh
-from weft.models import Blueprint
+from weft.models import Blueprint, CutTable
 from weft.parallel import ModelPart, StepContext
 from weft.plan import Plan, check_schedule, stage_ranks
 from weft.techniques.pipeline.cut import cut_stage, cut_table_of
@@ -14,11 +16,13 @@ from weft.techniques.pipeline.ties import create_tie_groups, find_ties, stage_la
 from weft.techniques.pipeline.verify import verify_cut_table
 
 
-def cut_parts(blueprint: Blueprint, plan: Plan, mesh: Mesh, context: StepContext) -> list[ModelPart]:
+def cut_parts(
+    blueprint: Blueprint, plan: Plan, mesh: Mesh, context: StepContext, dtype: torch.dtype = torch.float32
+) -> list[ModelPart]:
     """Return this rank's parts in rising order of stage, on the device of `blueprint.module` (meta, as a rule).
 
-    Call on every rank alike (tied weights get process groups).  Parts of one rank do not share parameters yet: see
-    `share_parameters`.  `blueprint.module` stays whole.
+    `dtype` is what the model computes in.  Call on every rank alike (tied weights get process groups).  Parts of one
+    rank do not share parameters yet: see `share_parameters`.  `blueprint.module` stays whole.
 
     Raises:
         PlanError: the model cannot be cut like this.
@@ -26,7 +30,8 @@ def cut_parts(blueprint: Blueprint, plan: Plan, mesh: Mesh, context: StepContext
     size, settings = mesh.size("pipeline"), plan.pipeline_parallel
     check_schedule(*settings.shape(size))
     table = cut_table_of(blueprint)
-    verify_cut_table(blueprint, table)
+    if isinstance(table, CutTable):
+        verify_cut_table(blueprint, table)
     num_stages = settings.num_stages(size)
     cuts = choose_cuts(blueprint.block_costs, len(table.blocks), num_stages, settings.cuts)
     ranks = stage_ranks(*settings.shape(size))
@@ -34,7 +39,7 @@ def cut_parts(blueprint: Blueprint, plan: Plan, mesh: Mesh, context: StepContext
     groups = create_tie_groups(ties, ranks, mesh)
     parts: list[ModelPart] = []
     for stage in (stage for stage, rank in enumerate(ranks) if rank == mesh.index("pipeline")):
-        module = cut_stage(blueprint, stage, cuts)
+        module = cut_stage(blueprint, stage, cuts, dtype)
         layout = stage_layout(blueprint.module, module, stage, table, cuts, ties)
         tied = {local: groups[entry.name] for local, entry in layout.entries.items() if entry.tied}
         parts.append(

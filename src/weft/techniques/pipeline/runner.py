@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import Mesh
-from weft.models import Batch, Blueprint
+from weft.models import Batch, Blueprint, FoundCut
 from weft.parallel import (
     LossTotals,
     MicrobatchState,
@@ -25,6 +25,7 @@ from weft.parallel import (
 from weft.plan import Action, Plan, forward_orders, schedule_orders, stage_ranks
 from weft.techniques.pipeline.routes import Routes, StageMessage, plan_routes, sent_by, wanted_by
 from weft.techniques.pipeline.stage import Stage
+from weft.techniques.pipeline.stages import choose_cuts
 from weft.techniques.pipeline.transport import StageTransport, signature_of
 
 
@@ -67,6 +68,7 @@ class PipelineRunner:
         self._device = mesh.device
         self._rank = mesh.index("pipeline")
         settings = plan.pipeline_parallel
+        self._cuts = settings.cuts
         self._shape = settings.shape(mesh.size("pipeline"))
         self._splits = settings.splits_backward
         self._ranks = stage_ranks(*self._shape)
@@ -83,6 +85,16 @@ class PipelineRunner:
     def transport(self) -> StageTransport:
         """The channels to the stages before and after."""
         return self._transport
+
+    def assume(self, activation: tuple[tuple[int, ...], torch.dtype] | None) -> None:
+        """Do without what other stages would send, for a dry run: shape and dtype of what leaves the first stage."""
+        self._transport.assume(activation, self._shape_for if isinstance(self._blueprint.cut, FoundCut) else None)
+
+    def _shape_for(self, border: int, samples: int) -> tuple[int, ...]:
+        cut = self._blueprint.cut
+        assert isinstance(cut, FoundCut), "nothing else says what crosses"
+        cuts = choose_cuts(self._blueprint.block_costs, len(cut.blocks), len(self._ranks), self._cuts)
+        return cut.crossing_shape(cuts[border - 1], samples)
 
     def forward_backward(
         self, microbatches: Sequence[Batch], *, step: int, seed: int, scale: float | Tensor, observer: StepObserver

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import final
 
 from weft.errors import PlanError
+from weft.models import FoundCut
 from weft.parallel import ModelPart, Runner
 from weft.parallel.draws import LOSS, shown
 from weft.parallel.technique import Build, TechniqueRuntime
@@ -34,7 +35,8 @@ class PipelineRanks(TechniqueRuntime):
 
     def parts(self) -> list[ModelPart]:
         _refuse_draws_between_stages(self._build)
-        return cut_parts(self._build.blueprint, self._build.plan, self._build.mesh, self._build.context)
+        build = self._build
+        return cut_parts(build.blueprint, build.plan, build.mesh, build.context, build.dtypes.compute)
 
     def join(self, parts: Sequence[ModelPart]) -> None:
         share_parameters(parts)
@@ -51,11 +53,13 @@ def create(build: Build) -> TechniqueRuntime:
 
 def _refuse_draws_between_stages(build: Build) -> None:
     table = cut_table_of(build.blueprint)
+    if isinstance(table, FoundCut):
+        return  # there every stage may compute the same once more, and draws have keys: all draw the same
     cuts = tuple(range(1, build.plan.num_stages))
     for name in build.draws.modules:
         if name != LOSS and stage_of(name, table, cuts) is None:
             raise PlanError(
                 f"{shown(name, build.blueprint)} draws by {build.draws.operators(name)} outside the modules of its cut"
-                f" table, so every stage would draw again. Move the draw into {table.entry} or a block, or use"
+                f" table, so every stage would draw again. Move the draw into one of them, or use"
                 " plan.mesh.pipeline = 1."
             )

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint, logits_of
 from weft.parallel import LossTotals, MicrobatchState, ModelPart, model_inputs, without_draws
+from weft.techniques.pipeline.border import border_of
 from weft.techniques.pipeline.cut import Received
 from weft.techniques.pipeline.weight_pass import WeightPass, deferring
 
@@ -44,7 +45,8 @@ class Stage:
         self._dtype = dtype
         self._in_flight: dict[int, _InFlight] = {}
         self._entry = next((inner for inner in part.module.modules() if isinstance(inner, Received)), None)
-        assert (self._entry is None) == part.is_first, "the stage was not cut as its part says"
+        self._border = border_of(part.module)
+        assert self._border or (self._entry is None) == part.is_first, "the stage was not cut as its part says"
 
     def forward(
         self,
@@ -111,14 +113,17 @@ class Stage:
 
     @contextmanager
     def _given(self, received: Tensor | None) -> Generator[None]:
-        if self._entry is None:
-            yield
-            return
-        self._entry.value = received
+        if self._border is not None:
+            self._border.begin(received)
+        if self._entry is not None:
+            self._entry.value = received
         try:
             yield
         finally:
-            self._entry.value = None
+            if self._border is not None:
+                self._border.begin(None)
+            if self._entry is not None:
+                self._entry.value = None
 
     def _activation(self, outputs: Any) -> Tensor:
         found = logits_of(outputs)

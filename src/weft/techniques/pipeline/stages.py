@@ -11,13 +11,16 @@ from weft.plan import balanced_cuts
 
 
 class BlockTable(Protocol):
-    """Names of modules in forward order: what comes before the blocks, the blocks, what comes after."""
+    """Names of modules in forward order: what comes before the blocks, the blocks, what comes after; and between."""
 
     @property
     def stem(self) -> tuple[str, ...]: ...
 
     @property
     def blocks(self) -> tuple[str, ...]: ...
+
+    @property
+    def between(self) -> Mapping[str, int]: ...
 
     @property
     def tail(self) -> tuple[str, ...]: ...
@@ -71,7 +74,8 @@ def choose_cuts(
 def stage_of(name: str, table: BlockTable, cuts: Sequence[int]) -> int | None:
     """Stage that owns the module, parameter or buffer `name`; None: it stands in no table and is on every stage."""
     owned = [(prefix, 0) for prefix in table.stem]
-    owned += [(prefix, sum(index >= cut for cut in cuts)) for index, prefix in enumerate(table.blocks)]
+    blocks = [(prefix, index) for index, prefix in enumerate(table.blocks)]
+    owned += [(prefix, sum(index >= cut for cut in cuts)) for prefix, index in (*blocks, *table.between.items())]
     owned += [(prefix, len(cuts)) for prefix in table.tail]
     return next((stage for prefix, stage in owned if name == prefix or name.startswith(f"{prefix}.")), None)
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from weft.comm import GroupView, Mesh
-from weft.models import CutTable
+from weft.models import Cut
 from weft.parallel import ModelLayout, ModelPart, ParameterLayout
 from weft.techniques.pipeline.stages import Tie, stage_of, ties_of
 from weft.techniques.pipeline.transport import pipeline_partition
 
 
-def find_ties(module: nn.Module, table: CutTable, cuts: Sequence[int]) -> list[Tie]:
+def find_ties(module: nn.Module, table: Cut, cuts: Sequence[int]) -> list[Tie]:
     """Return the parameters of the uncut `module` that more than one stage holds, in the order of its parameters."""
     return ties_of(_names(module), table, cuts)
 
@@ -48,7 +48,7 @@ def create_tie_groups(ties: Sequence[Tie], ranks: Sequence[int], mesh: Mesh) -> 
 
 
 def stage_layout(
-    whole: nn.Module, part: nn.Module, stage: int, table: CutTable, cuts: Sequence[int], ties: Sequence[Tie]
+    whole: nn.Module, part: nn.Module, stage: int, table: Cut, cuts: Sequence[int], ties: Sequence[Tie]
 ) -> ModelLayout:
     """Layout of a freshly cut, not yet split stage: names and shapes of the uncut model.
 

@@ -11,7 +11,7 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,6 +25,8 @@ from weft.models import Batch
 from weft.plan import axis_coordinates
 from weft.techniques.pipeline.routes import HEADER_WORDS, Routes, StageMessage
 
+ShapeFor = Callable[[int, int], tuple[int, ...]]
+"""Border between stages, counted from 1, and samples → shape of what crosses."""
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -51,6 +53,7 @@ class StageTransport:
         self._leaving: dict[StageMessage, list[tuple[dist.Work, Tensor]]] = {}
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._assumed: tuple[tuple[int, ...], torch.dtype] | None = None
+        self._shape_for: ShapeFor | None = None
         self._believes_headers = True
         self._wire = self._device
         """Where tensors are while they travel: Gloo cannot send from an accelerator's memory."""
@@ -67,13 +70,13 @@ class StageTransport:
         """Shape and dtype of an activation that has passed, whichever was first; None before one has."""
         return next(iter(self._shapes.values()), None)
 
-    def assume(self, activation: tuple[tuple[int, ...], torch.dtype] | None) -> None:
+    def assume(self, activation: tuple[tuple[int, ...], torch.dtype] | None, shape_for: ShapeFor | None = None) -> None:
         """Take activations to have this shape and dtype, whatever their header says: for a dry run, where none arrives.
 
-        None: those of the first that this rank sends.
+        None: those of the first that this rank sends.  `shape_for` knows the shape at each border better.
         """
         self._believes_headers = False
-        self._assumed = activation
+        self._assumed, self._shape_for = activation, shape_for
 
     def begin(self, routes: Routes, signatures: Sequence[Signature]) -> None:
         """Start a step whose microbatches have these signatures."""
@@ -144,7 +147,10 @@ class StageTransport:
         if not self._believes_headers:
             assumed = self._assumed or self.activation
             assert assumed is not None, "nothing says what earlier stages send"
-            return assumed
+            if self._shape_for is None:
+                return assumed
+            samples = self._signatures[message.microbatch][0][1][0]
+            return self._shape_for(message.boundary, samples), assumed[1]
         dtype, num_dims, *sizes = (int(word) for word in header.tolist())
         return tuple(sizes[:num_dims]), _DTYPES[dtype]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
-from weft.models import Blueprint
+from weft.models import Blueprint, CutTable
 from weft.parallel import ModelLayout, StepContext, is_own
 from weft.parallel.autograd import gather_sequence, scatter_sequence
 from weft.parallel.region import SequenceRegion, sequence_region
@@ -89,9 +89,9 @@ class _Borders:
     """The shard for the next stage, on its way past the tail."""
 
     def install(self, region: SequenceRegion) -> None:
-        assert self.blueprint.cut is not None
-        entry, first = self.blueprint.cut.entry, self.part.get_submodule(region.blocks[0])
-        if is_own(self.part, self.blueprint, entry):
+        cut, first = self.blueprint.cut, self.part.get_submodule(region.blocks[0])
+        entry = cut.entry if isinstance(cut, CutTable) else ""
+        if not entry or is_own(self.part, self.blueprint, entry):
             first.register_forward_pre_hook(self._cut, with_kwargs=True, prepend=True)
         else:
             self.part.get_submodule(entry).register_forward_hook(self._set_aside)

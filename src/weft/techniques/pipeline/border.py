@@ -1,0 +1,197 @@
+"""Stages by a cut that was found by looking: the model's own forward, up to the first module of a later stage.
+
+Modules of earlier stages return what has crossed the border to this stage.  Where nobody reads a result any more, a
+stand-in of its shape takes its place, full of NaN: should it be read all the same, the loss says so at once and no
+gradient is silently wrong.  What a module of an earlier stage would return is found on the meta device, without its
+weights.  The first module of a later stage that is called ends the forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from weft.errors import PlanError
+from weft.models import FoundCut
+from weft.outline import Crossing
+from weft.parallel.autograd import no_view
+from weft.stand_ins import StandInMode, copy_on_meta
+from weft.techniques.pipeline.stages import stage_of
+
+
+class _Reached(BaseException):
+    """A module of a later stage was called.  No `Exception`, so that no model catches it."""
+
+
+class _Shapes(NamedTuple):
+    """What a module returns: the leaves, with meta tensors, and how they hang together."""
+
+    leaves: Sequence[Any]
+    tree: TreeSpec
+
+
+class Border:
+    """What crosses to a stage and from it, for the microbatch that is in its forward."""
+
+    def __init__(self, arriving: Sequence[Crossing], leaving: Sequence[Crossing]) -> None:
+        self._arriving, self._leaving = tuple(arriving), tuple(leaving)
+        self._values: dict[tuple[str, int], Tensor] = {}
+        self._received: Tensor | None = None
+        self._offset = 0
+        self._taken = 0
+
+    def begin(self, received: Tensor | None) -> None:
+        """Take up what came from the stage before; None on the first stage, and to let go of everything."""
+        self._received, self._offset, self._taken = received, 0, 0
+        self._values.clear()
+
+    def take(self, module: str, leaf: int, like: Tensor) -> Tensor | None:
+        """Return a result of a module of an earlier stage; None: it has not crossed, for nobody reads it."""
+        wanted = next((c for c in self._arriving if (c.module, c.leaf) == (module, leaf)), None)
+        if wanted is None:
+            return None
+        assert self._received is not None, "a later stage ran without what should have come to it"
+        if self._arriving.index(wanted) != self._taken:
+            raise PlanError(
+                f"{module} ran in another order than in the forward by which the model was cut into stages. A model"
+                " whose order of modules depends on the data cannot be cut: use plan.mesh.pipeline = 1."
+            )
+        value = self._received
+        if len(self._arriving) > 1:
+            value = value.narrow(0, self._offset, like.numel()).view(like.shape)
+            self._offset += like.numel()
+        # No view of a leaf: a forward may write into a result of its modules.
+        value = torch.ops.aten._unsafe_view(value, value.shape)
+        self._taken += 1
+        self._values[module, leaf] = value
+        return value
+
+    def note(self, module: str, leaves: Sequence[Any]) -> None:
+        """Remember the results of a module of this stage that later ones read."""
+        for crossing in self._leaving:
+            if crossing.module == module:
+                self._values[module, crossing.leaf] = leaves[crossing.leaf]
+
+    def give(self) -> Tensor:
+        """Return what the next stage needs, as one tensor: several results are laid end to end."""
+        values = [self._values[crossing.module, crossing.leaf] for crossing in self._leaving]
+        if len(values) == 1:
+            return no_view(values[0])
+        return torch.cat([value.reshape(-1) for value in values])
+
+
+class Earlier(nn.Module):
+    """Stands for a module of an earlier stage: returns its results as they have crossed, or stand-ins."""
+
+    def __init__(self, name: str, whole: nn.Module, border: Border, dtype: torch.dtype, *, is_written: bool) -> None:
+        super().__init__()
+        self._is_written = is_written
+        self.border = border
+        self._name, self._dtype = name, dtype
+        self._shapes: dict[Any, _Shapes] = {}
+        # In a tuple, so that it is no child: this stage has none of its tensors.
+        self._whole = (copy_on_meta(whole).to(dtype),)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        like = self._shapes_of(args, kwargs)
+        device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        leaves = [self._leaf(at, leaf, device) for at, leaf in enumerate(like.leaves)]
+        return tree_unflatten(leaves, like.tree)
+
+    def _leaf(self, at: int, like: Any, device: torch.device | None) -> Any:
+        if not isinstance(like, Tensor):
+            return like
+        crossed = self.border.take(self._name, at, like)
+        if crossed is not None:
+            return crossed
+        value = torch.nan if like.is_floating_point() else 0
+        if self._is_written:
+            return torch.full(like.shape, value, dtype=like.dtype, device=device)
+        return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
+
+    def _shapes_of(self, args: Any, kwargs: Any) -> _Shapes:
+        leaves = tree_leaves((args, kwargs))
+        key = tuple(_key_of(leaf) for leaf in leaves)
+        if key not in self._shapes:
+            with torch.no_grad(), StandInMode(self._name):
+                module = self._whole[0].train(self.training)
+                outputs = module(*_on_meta(args, self._dtype), **_on_meta(kwargs, self._dtype))
+            self._shapes[key] = _Shapes(*tree_flatten(outputs))
+        return self._shapes[key]
+
+
+class Later(nn.Module):
+    """Stands for a module of a later stage: whoever calls it has done this stage's work."""
+
+    def __init__(self, border: Border) -> None:
+        super().__init__()
+        self.border = border
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Reached
+
+
+def cut_found(module: nn.Module, table: FoundCut, stage: int, cuts: Sequence[int], dtype: torch.dtype) -> nn.Module:
+    """Return a copy of the model that computes one stage only, by a cut that was found."""
+    edges = (0, *cuts, len(table.blocks))
+    arriving = table.crossings[edges[stage] - 1] if stage > 0 else ()
+    leaving = table.crossings[edges[stage + 1] - 1] if stage < len(cuts) else ()
+    border = Border(arriving, leaving)
+    memo: dict[int, Any] = {}
+    for name in (*table.stem, *table.blocks, *table.between, *table.tail):
+        whole, home = module.get_submodule(name), stage_of(name, table, cuts)
+        assert home is not None, "it stands in the table"
+        if home < stage:
+            memo[id(whole)] = Earlier(name, whole, border, dtype, is_written=name in table.written)
+        elif home > stage:
+            memo[id(whole)] = Later(border)
+    part = copy.deepcopy(module, memo)
+    for name in dict.fromkeys(crossing.module for crossing in leaving):
+        if stage_of(name, table, cuts) == stage:
+            part.get_submodule(name).register_forward_hook(partial(_note, border, name))
+    if stage < len(cuts):
+        part.forward = partial(_until_reached, border, part.forward)
+    return part
+
+
+def border_of(part: nn.Module) -> Border | None:
+    """Return the border of a stage; None where a table by hand has cut it."""
+    return next((module.border for module in part.modules() if isinstance(module, Earlier | Later)), None)
+
+
+def _note(border: Border, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    border.note(name, tree_leaves(output))
+
+
+def _until_reached(border: Border, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    try:
+        forward(*args, **kwargs)
+    except _Reached:
+        return border.give()
+    raise PlanError(
+        "the forward ended before it reached a module of the next stage, unlike the forward by which the model was cut"
+        " into stages. Use plan.mesh.pipeline = 1."
+    )
+
+
+def _key_of(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf)
+
+
+def _on_meta(tree: Mapping[str, Any] | tuple[Any, ...], dtype: torch.dtype) -> Any:
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_floating_point():
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        return leaf.detach()
+
+    return tree_map(convert, tree)

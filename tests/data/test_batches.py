@@ -190,9 +190,7 @@ def test_evaluation_sees_each_label_once_with_equal_calls(corpora: Path, shares:
     lists = []
     for index in range(len(shares)):
         plan = MicrobatchPlan(size=2, per_step=shares)
-        source = open_data(
-            told, TEXT, microbatch=plan, data_ranks=len(shares), data_index=index, prepared=prepared
-        )
+        source = open_data(told, TEXT, microbatch=plan, data_ranks=len(shares), data_index=index, prepared=prepared)
         lists.append(list(source.evaluation()))
         assert len(lists[-1]) == source.num_evaluation_steps() == -(-source.validation_size // 12)
         assert source.validation_size % 12

@@ -12,11 +12,12 @@ import torch
 from model_kit import HF_FAMILIES, REFERENCES, batch_of, build_family, hf_config, real, run
 from safetensors.torch import save_file
 
+from weft.blueprint import build_blueprint
 from weft.errors import RecipeError
-from weft.models import Blueprint, build_reference, logits_of
+from weft.models import Blueprint, FoundCut, build_reference, logits_of
 from weft.models.hf import build_hf
 from weft.numerics import KeptWide
-from weft.recipe import DecoderShape, ModelRecipe
+from weft.recipe import DecoderShape, ModelRecipe, parse_recipe
 
 
 def save_exported(blueprint: Blueprint, weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -121,7 +122,7 @@ def test_fp64_is_fp64_all_the_way_where_plans_are_compared(tmp_path: Path) -> No
     assert 1e-14 < change < 1e-9
 
 
-def test_unknown_families_say_what_they_cannot(tmp_path: Path) -> None:
+def test_families_without_a_file_are_cut_where_their_forward_says(tmp_path: Path) -> None:
     import transformers
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
@@ -130,7 +131,10 @@ def test_unknown_families_say_what_they_cannot(tmp_path: Path) -> None:
     blueprint = build_hf(ModelRecipe(hf=str(tmp_path)))
     assert blueprint.cut is None
     assert blueprint.split
-    assert "no table for gemma2" in blueprint.notes[0]
+    text = f'[model]\nhf = "{tmp_path}"\n[batch]\nglobal_batch_size = 2\n[run]\nsteps = 1\n'
+    cut = build_blueprint(parse_recipe(text)).cut
+    assert isinstance(cut, FoundCut)
+    assert (cut.blocks, cut.stem) == (("model.layers.0", "model.layers.1"), ("model.embed_tokens",))
     logits = real(blueprint)(torch.randint(0, 64, (1, 8))).logits
     assert logits.shape == (1, 8, 64)
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from weft.models import Blueprint, build_model
+from weft.plan import Plan
 from weft.recipe import Recipe
 
 
-def build_blueprint(recipe: Recipe) -> Blueprint:
+def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
     """Return the recipe's model; with `model.propose_split`, what no rule covers is split as its graph allows.
 
+    A model that says nothing of its blocks is looked at for them, where the plan needs to know (none: any plan may).
     Every rank proposes the same, for the analysis depends on the recipe alone.
 
     Raises:
         RecipeError: the model cannot be built, or not be described.
     """
     blueprint = build_model(recipe)
-    _look_for_a_cut(blueprint)
+    if plan is None or _needs_blocks(plan):
+        _look_for_a_cut(blueprint)
     if recipe.model.propose_split:
         # Ranks do without the analysis of graphs and the profiles it makes, thousands of lines, unless they need it.
         from weft.describe import propose_split
@@ -34,6 +37,12 @@ def build_blueprint(recipe: Recipe) -> Blueprint:
         said = "no split table: data and ZeRO plans only. `weft describe` shows what could be split"
         blueprint.notes = (*blueprint.notes, said)
     return blueprint
+
+
+def _needs_blocks(plan: Plan) -> bool:
+    """Whether something of the plan works block by block."""
+    gathers = plan.data_parallel.shards_weights and plan.mesh.shard > 1
+    return plan.mesh.pipeline > 1 or plan.memory.recomputes or plan.compute.compile or gathers
 
 
 def _look_for_a_cut(blueprint: Blueprint) -> None:

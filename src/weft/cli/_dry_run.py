@@ -32,7 +32,7 @@ def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:
     for rank in ranks:
         if not 0 <= rank < world:
             raise PlanError(f"--rank {rank} is outside the plan's world of {world:,}. Use 0 to {world - 1:,}.")
-    report = rehearse_world(recipe, plan, lambda: build_blueprint(recipe), ranks, progress=_tell)
+    report = rehearse_world(recipe, plan, lambda: build_blueprint(recipe, plan), ranks, progress=_tell)
     print("\n".join(_lines(report, world)))
     if report.problems:
         listed = "\n".join(report.problems)

@@ -15,7 +15,7 @@ from weft.describe._operators import Draft, count_kept, draft_key, operator_of, 
 from weft.describe._segment import STEM, Segments, segment
 from weft.describe._split_kinds import SplitKinds
 from weft.describe._trace import LOSS, trace
-from weft.models import Blueprint
+from weft.models import Blueprint, FoundCut
 from weft.profile import Block, Operator, OperatorSplit, Profile
 
 
@@ -189,6 +189,7 @@ class _Builder:
             tied=self._is_tied(),
             divisible=tuple(blueprint.divisible.items()) if blueprint.splits else (),
             can_be_cut=blueprint.cut is not None,
+            can_share_sequence=not isinstance(blueprint.cut, FoundCut),
             num_experts=_num_experts(parts),
             has_batch_norm=blueprint.has_batch_norm,
             per_sample_loss=blueprint.per_sample_loss,

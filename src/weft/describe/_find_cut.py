@@ -21,8 +21,7 @@ from weft.describe._graph import MATMULS, Graph
 from weft.describe._segment import find_blocks
 from weft.describe._trace import SAMPLES, trace
 from weft.errors import RecipeError
-from weft.models import Blueprint, FoundCut
-from weft.outline import Crossing
+from weft.models import Blueprint, Crossing, FoundCut
 
 _INNER = -1
 """Stands for a value inside a module that is none of its results."""
@@ -84,7 +83,7 @@ class _Finder:
         self._check_blocks()
         self.graph = Graph.of(self.trace)
         every = _units(self.root, self.trace, self.blocks)
-        apart = _read_elsewhere(self.root, self.trace, self.graph, self.blocks) | _of_one_object(self.root, every)
+        apart = _read_elsewhere(self.root, self.trace, self.graph, self.blocks) | _held_twice(self.root, every)
         mine = [name for name in every if name not in apart | self.on_all]
         self.unused = tuple(name for name in mine if name not in self.trace.num_runs)
         once = [name for name in mine if self.trace.num_runs.get(name) == 1]
@@ -249,7 +248,7 @@ class _Finder:
 
 
 def _units(root: nn.Module, trace: Trace, blocks: Sequence[str]) -> list[str]:
-    """The outermost modules that hold no block and run by being called, and those with weights of which nothing runs."""
+    """The outermost modules that hold no block and run by being called, and those with weights that never run."""
     around = {name[:at] for name in blocks for at, letter in enumerate(name) if letter == "."}
     ran = set(trace.num_runs)
     inside = {name[:at] for name in ran for at, letter in enumerate(name) if letter == "."}
@@ -290,7 +289,7 @@ def _read_elsewhere(root: nn.Module, trace: Trace, graph: Graph, blocks: Sequenc
     return found
 
 
-def _of_one_object(root: nn.Module, names: Iterable[str]) -> set[str]:
+def _held_twice(root: nn.Module, names: Iterable[str]) -> set[str]:
     """Names under which the model has one module twice."""
     objects = {name: id(root.get_submodule(name)) for name in names}
     every = Counter(id(module) for _, module in root.named_modules(remove_duplicate=False))

@@ -90,7 +90,7 @@ class _Recorder(TorchDispatchMode):
             stack.enter_context(self)
             stack.enter_context(_Functions(self))
             with self._explained(module):
-                outputs = torch.func.functional_call(module, self._by_object(), (), inputs, tie_weights=False)
+                outputs = torch.func.functional_call(module, self._each_once(), (), inputs, tie_weights=False)
                 found = tuple(self.value(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
                 loss_event = len(self._events)
                 self._modules.append(LOSS)
@@ -247,7 +247,7 @@ class _Recorder(TorchDispatchMode):
         while len(self._modules) > 1 and self._modules.pop() != name:
             pass
 
-    def _by_object(self) -> dict[str, Tensor]:
+    def _each_once(self) -> dict[str, Tensor]:
         """The stand-ins under one name of each module: torch puts them in and takes them out name by name, and a module
         that has two would keep them."""
         owners = {name for name, _ in self._blueprint.module.named_modules()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.families import Tables
+from weft.families import NO_SEQUENCE, Tables
 from weft.plan import ModelFacts
 from weft.profile import ModelSizes, Profile
 
@@ -36,6 +36,7 @@ class Description:
             name=profile.name,
             num_blocks=len(profile.blocks) if profile.can_be_cut or self.sizes is not None else None,
             no_stages=tables.no_stages,
+            no_sequence="" if profile.can_share_sequence else NO_SEQUENCE,
             no_tensor=tables.no_tensor,
             divisible=dict(profile.divisible) or (None if tables.splits else {}),
             num_parameters=profile.num_parameters,

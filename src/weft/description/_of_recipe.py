@@ -7,7 +7,7 @@ from dataclasses import replace
 from weft.description._description import Description
 from weft.description._shapes import profile_of_shape, sizes_of_shape
 from weft.errors import RecipeError
-from weft.families import WINDOWS, Config, Family, Tables, family_of
+from weft.families import Config, Family, Tables, family_of
 from weft.plan import ModelFacts
 from weft.profile import ModelSizes, Profile, profile_of_sizes
 from weft.recipe import Recipe, ReferenceShape, read_hf_config
@@ -73,9 +73,9 @@ def describe_family(
     profile = profile_of_sizes(sizes)
     divisible = {family.named(name): size for name, size in profile.divisible}
     tables = replace(tables, divisible=divisible)
-    if windows:
-        tables = replace(tables, cut=None, no_stages=WINDOWS, notes=(*tables.notes, f"{WINDOWS}: no pipeline stages."))
-    profile = replace(profile, divisible=tuple(divisible.items()), can_be_cut=not windows)
+    if windows:  # their masks are made outside of the blocks: where it may be cut is seen when it is built
+        tables = replace(tables, cut=None)
+    profile = replace(profile, divisible=tuple(divisible.items()), can_share_sequence=not windows)
     return _described(profile, sizes, tables)
 
 

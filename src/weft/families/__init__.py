@@ -1,11 +1,12 @@
 """Families of models, a file each: what looking at a model does not tell; and how any model splits.  No torch."""
 
-from weft.families._family import WINDOWS as WINDOWS
 from weft.families._family import Config as Config
 from weft.families._family import Family as Family
 from weft.families._find import families as families
 from weft.families._find import family_of as family_of
 from weft.families._tables import INHERITED as INHERITED
+from weft.families._tables import NO_SEQUENCE as NO_SEQUENCE
+from weft.families._tables import Crossing as Crossing
 from weft.families._tables import Cut as Cut
 from weft.families._tables import CutTable as CutTable
 from weft.families._tables import FoundCut as FoundCut

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 Config = Mapping[str, Any]
 """A `config.json` as it is written: what it leaves out has the family's default."""
 
-WINDOWS = "its attention looks through sliding windows, whose masks are made outside the blocks"
-"""Why a model with windows has no stages."""
-
 
 class Family:
     """A family of models of `transformers`: a file `weft/families/<model_type>.py` with an instance called `FAMILY`.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
-from weft.outline import Crossing
 from weft.recipe import SplitKind
 
 INHERITED = ("sequence", "replicate", "heads", "features")
@@ -74,6 +73,23 @@ class CutTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A tensor that a later stage needs: a result of a module that runs once in a forward."""
+
+    module: str
+    leaf: int
+    """Its place among the tensors and other values that the module returns."""
+    shape: tuple[int, ...]
+    """Its shape for two samples."""
+    is_per_sample: bool = True
+    """Whether dim 0 grows with the samples."""
+
+    def shape_for(self, samples: int) -> tuple[int, ...]:
+        """Its shape where the forward sees so many samples."""
+        return (self.shape[0] * samples // 2, *self.shape[1:]) if self.is_per_sample else self.shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCut:
     """Where a model may be cut into pipeline stages, as one forward shows it (`weft.describe`).
 
@@ -85,12 +101,12 @@ class FoundCut:
     stem: tuple[str, ...]
     """Modules that run before the first block, and those that never run."""
     blocks: tuple[str, ...]
-    """In the order in which they run."""
+    """The blocks in the order in which they run."""
     between: Mapping[str, int]
     """Module that runs between two blocks → index of the second one, whose stage holds it."""
     tail: tuple[str, ...]
     crossings: tuple[tuple[Crossing, ...], ...]
-    """For each block but the first: what crosses a border before it, in the order in which it is computed."""
+    """What crosses a border before each block but the first, in the order in which it is computed."""
     written: frozenset[str] = frozenset()
     """Modules whose results the forward writes into."""
 
@@ -101,6 +117,9 @@ class FoundCut:
 
 
 Cut = CutTable | FoundCut
+
+NO_SEQUENCE = "its blocks were found by looking at its forward, and nothing says what stands between them"
+"""Why tensor ranks do not share the sequence of a model with a `FoundCut`."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Blueprints, losses, and the way from a recipe to a model; each kind of model is a module, loaded when it is built."""
 
 from weft.families import INHERITED as INHERITED
+from weft.families import Crossing as Crossing
 from weft.families import Cut as Cut
 from weft.families import CutTable as CutTable
 from weft.families import FoundCut as FoundCut

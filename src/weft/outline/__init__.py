@@ -2,7 +2,6 @@
 
 from weft.outline._outline import BlockEntry as BlockEntry
 from weft.outline._outline import CallKind as CallKind
-from weft.outline._outline import Crossing as Crossing
 from weft.outline._outline import ModuleCall as ModuleCall
 from weft.outline._outline import Outline as Outline
 from weft.outline._outline import Parameter as Parameter

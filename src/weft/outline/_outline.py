@@ -70,23 +70,6 @@ class ModuleCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """A tensor that a later stage needs: a result of a module that runs once in a forward."""
-
-    module: str
-    leaf: int
-    """Which of the tensors, and of the other values, that the module returns."""
-    shape: tuple[int, ...]
-    """For two samples."""
-    is_per_sample: bool = True
-    """Whether dim 0 grows with the samples."""
-
-    def shape_for(self, samples: int) -> tuple[int, ...]:
-        """Its shape where the forward sees so many samples."""
-        return (self.shape[0] * samples // 2, *self.shape[1:]) if self.is_per_sample else self.shape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEntry:
     """What enters a block."""
 
@@ -94,8 +77,9 @@ class BlockEntry:
     shape: Shape
     """Shape of the block's first argument."""
     needs_gradient: bool
-    crossings: tuple[Crossing, ...] = ()
-    """What crosses a border between stages that lies before it; none: its first argument."""
+    crossing: tuple[int, int] | None = None
+    """Elements that cross a border between stages before it: those that grow with the samples, and the others.  None:
+    its first argument alone crosses."""
 
 
 @dataclass(frozen=True, kw_only=True)

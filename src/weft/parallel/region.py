@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from weft.errors import PlanError
-from weft.models import Blueprint
+from weft.families import NO_SEQUENCE
+from weft.models import Blueprint, FoundCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,13 @@ def sequence_region(blueprint: Blueprint) -> SequenceRegion:
     """Return the region of a model.
 
     Raises:
-        PlanError: the model has no cut table, which names the blocks.
+        PlanError: the model has no cut table by hand, which names the blocks and what stands around them.
     """
+    if isinstance(blueprint.cut, FoundCut):
+        raise PlanError(
+            f"plan.tensor_parallel.sequence = true cannot be had for {type(blueprint.module).__name__}: {NO_SEQUENCE}."
+            " Use sequence = false."
+        )
     if blueprint.cut is None:
         raise PlanError(
             "plan.tensor_parallel.sequence = true, but nothing says where the blocks of"

@@ -20,6 +20,8 @@ class ModelFacts:
     """Why nothing says where one block ends and the next begins: the model then gets no pipeline stages, no
     recomputation and no shared sequence, which all need that.  Empty: it may be cut between any two blocks, or only
     building it would tell."""
+    no_sequence: str = ""
+    """Why tensor ranks cannot share the sequence although it may be cut; empty: they can, or only building it tells."""
     divisible: Mapping[str, int] | None = field(default=None, hash=False)
     """Named sizes that the tensor axis must divide; empty: no layer of it can be split."""
     no_tensor: str = ""

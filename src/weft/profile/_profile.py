@@ -120,6 +120,8 @@ class Profile:
     can_be_cut: bool = True
     """Whether Weft knows where one block ends and the next begins; pipeline stages, recomputation and a shared sequence
     need that.  True for models that other systems train."""
+    can_share_sequence: bool = True
+    """Whether tensor ranks can share the sequence of a model that can be cut."""
     num_experts: int = 0
     """Routed experts per mixture block; 0: none.  The expert axis must divide it."""
     has_batch_norm: bool = False

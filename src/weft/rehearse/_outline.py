@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models import Blueprint, FoundCut
+from weft.models import Blueprint, Cut, CutTable, FoundCut
 from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, TensorCut
 from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
@@ -175,7 +176,7 @@ class _Notes:
     """Index, tensors kept at the entry and at the exit of each call that stands in the open block."""
 
     def __post_init__(self) -> None:
-        self.region = sequence_region(self.blueprint) if self.blueprint.cut is not None else None
+        self.region = sequence_region(self.blueprint) if isinstance(self.blueprint.cut, CutTable) else None
 
     def run(self, inputs: Mapping[str, Tensor]) -> None:
         """Run the forward once."""
@@ -189,7 +190,6 @@ class _Notes:
         return tensor
 
     def _install(self) -> None:
-        blocks = self.region.blocks if self.region is not None else ()
         done: set[int] = set()
         wholes: list[str] = []
         for name, module in self.module.named_modules(remove_duplicate=False):
@@ -201,7 +201,7 @@ class _Notes:
             if kind is not None:
                 done.add(id(module))
                 self._note(name, module, kind, is_inside_whole=kind == "column" and name.startswith(tuple(wholes)))
-        for index, name in enumerate(blocks):
+        for index, name in enumerate(self._blocks):
             self._note_block(index, name)
         if self.region is not None:
             self.module.get_submodule(self.region.last).register_forward_hook(self._join)
@@ -251,16 +251,16 @@ class _Notes:
 
     @property
     def _blocks(self) -> tuple[str, ...]:
-        return self.region.blocks if self.region is not None else ()
+        cut = self.blueprint.cut
+        return tuple(cut.blocks) if cut is not None else ()
 
     def _note_block(self, index: int, name: str) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             read = _first(args, kwargs)
             shape = tuple(read.shape)
-            cut = self.blueprint.cut
-            crossings = cut.crossings[index - 1] if isinstance(cut, FoundCut) and index > 0 else ()
+            crossing = _crossing(self.blueprint.cut, index)
             self.entries[name] = BlockEntry(
-                name=name, shape=shape, needs_gradient=read.requires_grad, crossings=crossings
+                name=name, shape=shape, needs_gradient=read.requires_grad, crossing=crossing
             )
             self._in_block.clear()
             self._needed.clear()
@@ -288,6 +288,17 @@ class _Notes:
     def _number(self, tensor: Tensor) -> int:
         self._alive.append(tensor)
         return self._seen.setdefault((id(tensor), tensor._version), len(self._seen))
+
+
+def _crossing(cut: Cut | None, index: int) -> tuple[int, int] | None:
+    """Elements that cross before a block, of two samples, where a cut was found."""
+    if not isinstance(cut, FoundCut) or index == 0:
+        return None
+    grows, stays = 0, 0
+    for crossing in cut.crossings[index - 1]:
+        elements = math.prod(crossing.shape)
+        grows, stays = (grows + elements, stays) if crossing.is_per_sample else (grows, stays + elements)
+    return grows, stays
 
 
 def _first(values: Sequence[Any], named: Mapping[str, Any]) -> Tensor:

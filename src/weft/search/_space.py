@@ -115,7 +115,9 @@ def space_of(
         precisions=_precisions(cluster, permit),
         recomputes=get_args(Recompute) if can_recompute else ("none",),
         per_block_recompute=can_recompute,
-        sequence_parallels=(False, True) if length > 1 and profile.can_be_cut else (False,),
+        sequence_parallels=(False, True)
+        if length > 1 and profile.can_be_cut and profile.can_share_sequence
+        else (False,),
         offloads=get_args(Offload) if cluster.has_accelerators else ("none",),
         fused_losses=(True, False) if profile.vocabulary_size else (True,),
         algorithms=_algorithms(cluster),

@@ -222,13 +222,16 @@ def _to_meta(tree: Any) -> Any:
     return tree_map(convert, tree)
 
 
-def copy_on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy without memory, but for the integers that it holds in buffers."""
+def copy_on_meta(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a copy without memory, but for the integers that it holds in buffers; floats in `dtype`, if given."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, dtype=dtype if tensor.is_floating_point() else None, device="meta")
+
     stand_ins: dict[int, Any] = {}
     for parameter in module.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        stand_ins[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        stand_ins[id(parameter)] = nn.Parameter(empty(parameter), requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         keeps = not buffer.is_floating_point() and not buffer.is_meta
-        stand_ins[id(buffer)] = buffer if keeps else torch.empty_like(buffer, device="meta")
+        stand_ins[id(buffer)] = buffer if keeps else empty(buffer)
     return copy.deepcopy(module, stand_ins)

@@ -46,7 +46,7 @@ def run_rank(
             trial = run_trial(
                 what,
                 case.plan(how),
-                lambda: perturb_constants(build_blueprint(what)),
+                lambda: perturb_constants(build_blueprint(what, how)),
                 steps=STEPS,
                 label_range=label_range,
                 mesh=mesh,

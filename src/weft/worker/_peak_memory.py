@@ -24,4 +24,4 @@ def run_rank(
     torch.set_num_threads(how.compute.num_threads)
     device = device_for_rank(how.compute.device, rank_info.local_rank if local_rank is None else local_rank)
     number = rank_info.rank if rank is None else rank
-    return plain(measure_peak_memory(what, how, lambda: build_blueprint(what), number, device))
+    return plain(measure_peak_memory(what, how, lambda: build_blueprint(what, how), number, device))

@@ -108,7 +108,7 @@ def training_of(
     may be gone whose messages closing would wait for.
     """
     mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=plan.compute.timeout_seconds)
-    blueprint = build_blueprint(recipe)
+    blueprint = build_blueprint(recipe, plan)
     check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
     recorder = Recorder()
     training = create_training(recipe, plan, blueprint, mesh, recorder, folder.path)

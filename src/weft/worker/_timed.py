@@ -44,7 +44,7 @@ class _Running:
         self._recipe, self._plan, self._device = recipe, plan, device
         torch.set_num_threads(plan.compute.num_threads)
         mesh = Mesh(plan.mesh, device, timeout_seconds=plan.compute.timeout_seconds)
-        blueprint = build_blueprint(recipe)
+        blueprint = build_blueprint(recipe, plan)
         self._training = create_training(recipe, plan, blueprint, mesh, Recorder())
         label_range = getattr(recipe.model.shape, "num_classes", None)
         self._data = TrialData(

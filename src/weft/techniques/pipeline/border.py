@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from weft.errors import PlanError
-from weft.models import FoundCut
-from weft.outline import Crossing
+from weft.models import Crossing, FoundCut
 from weft.parallel.autograd import no_view
 from weft.stand_ins import StandInMode, copy_on_meta
 from weft.techniques.pipeline.stages import stage_of
@@ -93,10 +93,10 @@ class Earlier(nn.Module):
         super().__init__()
         self._is_written = is_written
         self.border = border
-        self._name, self._dtype = name, dtype
+        self._name = name
         self._shapes: dict[Any, _Shapes] = {}
         # In a tuple, so that it is no child: this stage has none of its tensors.
-        self._whole = (copy_on_meta(whole).to(dtype),)
+        self._whole = (copy_on_meta(whole, dtype),)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         like = self._shapes_of(args, kwargs)
@@ -119,9 +119,9 @@ class Earlier(nn.Module):
         leaves = tree_leaves((args, kwargs))
         key = tuple(_key_of(leaf) for leaf in leaves)
         if key not in self._shapes:
-            with torch.no_grad(), StandInMode(self._name):
-                module = self._whole[0].train(self.training)
-                outputs = module(*_on_meta(args, self._dtype), **_on_meta(kwargs, self._dtype))
+            # A dry run computes with fake tensors, which want no others beside them.
+            with unset_fake_temporarily(), torch.no_grad(), StandInMode(self._name):
+                outputs = self._whole[0].train(self.training)(*_on_meta(args), **_on_meta(kwargs))
             self._shapes[key] = _Shapes(*tree_flatten(outputs))
         return self._shapes[key]
 
@@ -186,12 +186,14 @@ def _key_of(leaf: Any) -> Any:
     return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf)
 
 
-def _on_meta(tree: Mapping[str, Any] | tuple[Any, ...], dtype: torch.dtype) -> Any:
+def _on_meta(tree: Mapping[str, Any] | tuple[Any, ...]) -> Any:
+    """Arguments without memory; numbers and positions as they are, for they may decide about shapes."""
+
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.is_floating_point():
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-        return leaf.detach()
+        return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, FakeTensor) else leaf.detach()
 
     return tree_map(convert, tree)

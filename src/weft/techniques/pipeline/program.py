@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -41,9 +40,9 @@ def _other_end(message: StageMessage, ranks: tuple[int, ...], is_sent: bool) -> 
 def _bytes(share: ModelShare, boundary: int) -> int:
     """Bytes of an activation at the border before a stage, which tensor ranks may have a shard of."""
     entry = share.outline.entries[share.cuts[boundary - 1]]
-    if entry.crossings:
-        elements = (math.prod(crossing.shape_for(share.plan.microbatch.size)) for crossing in entry.crossings)
-        return sum(elements) * share.compute_bytes
+    if entry.crossing is not None:
+        grows, stays = entry.crossing
+        return (grows * share.plan.microbatch.size // share.outline.samples + stays) * share.compute_bytes
     samples, *rest = entry.shape
     if share.plan.tensor_parallel.sequence:
         length, ranks = rest[0], share.plan.mesh.tensor

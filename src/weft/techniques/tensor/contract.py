@@ -86,6 +86,8 @@ class Tensor(Technique):
         if facts.no_stages:
             problem = f"needs to know where the blocks begin and end: {facts.no_stages}.\nUse false."
             raise case.refuse(path, problem)
+        if facts.no_sequence:
+            raise case.refuse(path, f"cannot be had for this model: {facts.no_sequence}.\nUse false.")
         if facts.num_blocks is not None and facts.sequence_length is None:
             problem = f"has no sequence to split: samples of a {facts.name} are no sequences.\nUse false."
             raise case.refuse(path, problem)

@@ -89,9 +89,9 @@ class _Borders:
     """The shard for the next stage, on its way past the tail."""
 
     def install(self, region: SequenceRegion) -> None:
-        cut, first = self.blueprint.cut, self.part.get_submodule(region.blocks[0])
-        entry = cut.entry if isinstance(cut, CutTable) else ""
-        if not entry or is_own(self.part, self.blueprint, entry):
+        assert isinstance(self.blueprint.cut, CutTable), "a region has a table"
+        entry, first = self.blueprint.cut.entry, self.part.get_submodule(region.blocks[0])
+        if is_own(self.part, self.blueprint, entry):
             first.register_forward_pre_hook(self._cut, with_kwargs=True, prepend=True)
         else:
             self.part.get_submodule(entry).register_forward_hook(self._set_aside)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pool import RankPool
 from weft.comm import Mesh
-from weft.describe import find_cut
+from weft.describe import find_cut, propose_split
 from weft.models import Blueprint, FoundCut
 from weft.parallel import ModelPart, SequentialRunner, StepContext
 from weft.plan import MeshPlan, Plan
@@ -175,3 +175,36 @@ def test_what_cannot_be_cut_says_why(model: Callable[[], nn.Module], reason: str
     cut = find_cut(blueprint)
     assert isinstance(cut, str)
     assert reason in cut
+
+
+class _Keeping(_Few):
+    """Keeps what it computed, counts its runs, and has a module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__(_block, 3)
+        self.alias = self.layers[0]
+        self.norm = nn.BatchNorm1d(8)
+        self.kept: Tensor | None = None
+        self.runs = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.runs += 1
+        hidden = self.norm(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
+        self.kept = hidden if self.kept is None else self.kept
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def test_a_look_leaves_the_model_as_it_is() -> None:
+    blueprint = build(0)
+    blueprint.module = module = _Keeping()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    held = {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    find_cut(blueprint)
+    assert (module.runs, module.kept) == (0, None)
+    assert {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)} == held
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    propose_split(blueprint)
+    assert {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)} == held
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())

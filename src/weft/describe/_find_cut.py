@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from weft.describe._segment import find_blocks
 from weft.describe._trace import SAMPLES, trace
 from weft.errors import RecipeError
 from weft.models import Blueprint, Crossing, FoundCut
+from weft.stand_ins import copy_on_meta
 
 _INNER = -1
 """Stands for a value inside a module that is none of its results."""
@@ -36,16 +37,20 @@ class _NoCutError(Exception):
 def find_cut(blueprint: Blueprint) -> tuple[FoundCut, tuple[float, ...]] | str:
     """Return where a model may be cut, and what its parts cost; or why it cannot be: a sentence without its end.
 
-    Costs are those of [stem, block 0, …, tail] in units of the first block's, products and attention counted.  Nothing
-    of the model is changed and no memory is taken.
+    Costs are those of [stem, block 0, …, tail] in units of the first block's, products and attention counted.  A copy
+    without memory runs, so that what the forward counts or keeps in its modules stays as it is.
     """
     try:
-        found = trace(blueprint, torch.bfloat16, loss=False)
-        blocks = find_blocks(blueprint, found)
-        finder = _Finder(blueprint.module, found, blocks)
+        copied = replace(blueprint, module=copy_on_meta(blueprint.module))
+    except Exception as problem:  # what a module holds may refuse to be copied in its own way
+        return f"it cannot be copied ({type(problem).__name__}: {problem})"
+    try:
+        found = trace(copied, torch.bfloat16, loss=False)
+        blocks = find_blocks(copied, found)
+        finder = _Finder(copied.module, found, blocks)
         finder.follow()
         if finder.anywhere:  # positions, masks: cheaper computed again than sent
-            finder = _Finder(blueprint.module, found, blocks, finder.anywhere)
+            finder = _Finder(copied.module, found, blocks, finder.anywhere)
             finder.follow()
         return finder.cut(), finder.costs()
     except _NoCutError as problem:

@@ -296,7 +296,7 @@ def _stand_in_tensors(blueprint: Blueprint, dtype: torch.dtype, given: Mapping[s
 
 def _stand_in(name: str, tensor: Tensor, dtype: torch.dtype, keep: Sequence[str]) -> Tensor:
     if not tensor.is_floating_point():
-        return tensor
+        return tensor.clone()  # counts of a batch norm: the forward adds to them
     keeps = any(fnmatchcase(name, pattern) for pattern in keep)
     stand_in = torch.empty(tensor.shape, dtype=tensor.dtype if keeps else dtype, device="meta")
     return nn.Parameter(stand_in, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in

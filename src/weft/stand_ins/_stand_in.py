@@ -233,5 +233,5 @@ def copy_on_meta(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Modu
         stand_ins[id(parameter)] = nn.Parameter(empty(parameter), requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         keeps = not buffer.is_floating_point() and not buffer.is_meta
-        stand_ins[id(buffer)] = buffer if keeps else empty(buffer)
+        stand_ins[id(buffer)] = buffer.clone() if keeps else empty(buffer)
     return copy.deepcopy(module, stand_ins)

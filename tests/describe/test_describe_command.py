@@ -55,13 +55,11 @@ def test_a_wrong_recipe_is_one_paragraph(tmp_path: Path, capsys: pytest.CaptureF
     assert "Did you mean Gpt?" in capsys.readouterr().err
 
 
-def test_a_recipe_may_ask_for_the_proposed_table(tmp_path: Path, recipe: Path) -> None:
-    plain = build_blueprint(load_recipe(recipe))
-    assert not plain.split
-    assert any("weft describe" in note for note in plain.notes)
-    path = tmp_path / "proposed.toml"
-    path.write_text(RECIPE.format(more="propose_split = true"))
-    found = build_blueprint(load_recipe(path))
+def test_a_model_without_a_table_is_looked_at_unless_the_recipe_forbids_it(tmp_path: Path, recipe: Path) -> None:
+    found = build_blueprint(load_recipe(recipe))
+    path = tmp_path / "whole.toml"
+    path.write_text(RECIPE.format(more="propose_split = false"))
+    assert not build_blueprint(load_recipe(path)).split
     assert found.vocabulary_head == "head"
     assert {rule.kind for rule in found.split} == {"vocab", "column", "row", "heads", "sequence"}
     assert any("weft check" in note for note in found.notes)

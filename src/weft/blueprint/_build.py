@@ -1,41 +1,28 @@
-"""From a recipe to a blueprint with a split table: the model's own, or a proposed one where the recipe wants that."""
+"""From a recipe to a blueprint with its tables: the model's own, or what looking at it shows."""
 
 from __future__ import annotations
 
+from weft.families import Tables
 from weft.models import Blueprint, build_model
 from weft.plan import Plan
 from weft.recipe import Recipe
 
 
 def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
-    """Return the recipe's model; with `model.propose_split`, what no rule covers is split as its graph allows.
+    """Return the recipe's model; one that says nothing of its blocks, or of how it splits, is looked at.
 
-    A model that says nothing of its blocks is looked at for them, where the plan needs to know (none: any plan may).
-    Every rank proposes the same, for the analysis depends on the recipe alone.
+    That is done where the plan needs to know (none: any plan may).  `model.propose_split` says of the split otherwise:
+    true looks at any model, and splits what no rule covers; false at none.  Every rank finds the same, for the analysis
+    depends on the recipe alone.
 
     Raises:
-        RecipeError: the model cannot be built, or not be described.
+        RecipeError: the model cannot be built.
     """
     blueprint = build_model(recipe)
     if plan is None or _needs_blocks(plan):
         _look_for_a_cut(blueprint)
-    if recipe.model.propose_split:
-        # Ranks do without the analysis of graphs and the profiles it makes, thousands of lines, unless they need it.
-        from weft.describe import propose_split
-
-        proposal = propose_split(blueprint)
-        proposal.apply_to(blueprint)
-        modules = sum(proposed.rule.divides for proposed in proposal.rules)
-        said = (
-            f"the split table of {modules} rules was proposed by analysis of the graph (model.propose_split); run"
-            " `weft check` before you rely on it"
-            if proposal.splits
-            else "the graph shows nothing that could be split (model.propose_split): data and ZeRO plans only"
-        )
-        blueprint.notes = (*blueprint.notes, said)
-    elif not blueprint.splits and recipe.model.factory is not None:
-        said = "no split table: data and ZeRO plans only. `weft describe` shows what could be split"
-        blueprint.notes = (*blueprint.notes, said)
+    if (plan is None or plan.mesh.tensor > 1) and _may_split(blueprint, recipe):
+        _look_for_a_split(blueprint, recipe)
     return blueprint
 
 
@@ -49,10 +36,37 @@ def _look_for_a_cut(blueprint: Blueprint) -> None:
     """Where nothing says where a model may be cut into stages, see whether its forward does."""
     if blueprint.cut is not None or blueprint.no_stages:
         return
-    from weft.describe import find_cut  # as above
+    # Ranks do without descriptions and the analysis of graphs, thousands of lines, unless they need them.
+    from weft.describe import find_cut
 
     found = find_cut(blueprint)
     if isinstance(found, str):
         blueprint.no_stages = found
     else:
         blueprint.cut, blueprint.block_costs = found
+
+
+def _may_split(blueprint: Blueprint, recipe: Recipe) -> bool:
+    wanted = recipe.model.propose_split
+    if wanted is not None:
+        return wanted
+    return not blueprint.splits and not recipe.model.split and recipe.model.reference is None
+
+
+def _look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:
+    """Take what was kept of the same model, described by the same code; else see what its forward shows."""
+    from weft.description import stored  # as above
+
+    known = stored(recipe)
+    if known is not None:
+        _take_split(blueprint, known.tables)
+        return
+    from weft.describe import look
+
+    look(blueprint)
+
+
+def _take_split(blueprint: Blueprint, tables: Tables) -> None:
+    blueprint.split, blueprint.localise, blueprint.divisible = tables.split, tables.localise, tables.divisible
+    blueprint.vocabulary_head, blueprint.no_tensor = tables.vocabulary_head, tables.no_tensor
+    blueprint.notes = tables.notes

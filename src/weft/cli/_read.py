@@ -80,6 +80,8 @@ def read_choice(
     else:
         plan, note = load_plan(plan_path), ""
     _, plan = apply_overrides(recipe, plan, of_plan)
+    if plan_path != "auto" and recipe.model.reference is None and plan.mesh.tensor * plan.mesh.pipeline > 1:
+        facts = (described or describe_recipe(recipe)).facts  # how it splits, only looking at it tells
     check_plan(plan, recipe, facts, processes)
     return PlannedRun(recipe, plan, reasons, facts, machine, note, tight and "microbatch.size" not in plan.origins)
 

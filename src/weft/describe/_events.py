@@ -81,6 +81,9 @@ class Trace:
     """Module → the leaves of what it returned when it ran first, None for those that are no tensors."""
     num_runs: Mapping[str, int]
     """Module → how often it ran."""
+    touched: Mapping[int, frozenset[str]]
+    """Storage → modules in which a function was called with it, even one that did nothing (`x.float()`), or a property
+    was asked for."""
     outputs: tuple[Value, ...]
     """What the model returns."""
     loss_event: int

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
-from weft.describe._atoms import Atoms, Dim, Factor
+from weft.describe._atoms import Atoms, Dim
+from weft.describe._dims import ALONG, Dims, DimsWalker, place_of
 from weft.describe._events import Event, Trace, Value
 from weft.describe._graph import MATMULS, Graph
-
-Dims = list[Dim]
+from weft.describe._pointwise import broadcast, is_elementwise
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,30 +39,52 @@ class ForwardFlow:
     dims: Mapping[Value, Dims]
     odd: dict[str, str]
     """Parameter → why its product is no layer that could be split."""
-    shared: list[tuple[str, Dim]]
-    """Parameters that are the same along a dim that may be divided: each rank then has a part of their gradient."""
+    shared: list[tuple[str, Dim, int]]
+    """Parameters that are the same along a dim that may be divided, and the event: each rank then has a part of their
+    gradient."""
+    parameters: dict[str, Dims]
+    """Parameter that an operator met as it is, by its first name → its dims."""
+    uses: dict[str, set[int]]
+    """Parameter, by its first name → events that combine it with something."""
+    notes: list[str]
+    """What the analysis did not understand."""
 
 
-def follow(trace: Trace, root: nn.Module) -> ForwardFlow:
-    """Follow a forward traced without its loss."""
-    walker = _Walker(trace, root)
+OUTPUT = "it reaches the model's output"
+
+
+def follow(trace: Trace, root: nn.Module, gathering: Mapping[str, Value] | None = None) -> ForwardFlow:
+    """Follow a forward traced without its loss.  `gathering`: modules that get all of what enters, whatever it is
+    divided into, and whose result is divided as it was; and their result."""
+    walker = _Walker(trace, root, gathering or {})
     for event in trace.events:
         walker.step(event)
     for value in trace.outputs:
         for dim in walker.dims.get(value, ()):
-            walker.atoms.keep_whole(dim, "it reaches the model's output")
-    return ForwardFlow(walker.atoms, walker.layers, walker.dims, walker.odd, walker.shared)
+            walker.atoms.keep_whole(dim, OUTPUT)
+    return ForwardFlow(
+        walker.atoms,
+        walker.layers,
+        walker.dims,
+        walker.odd,
+        walker.shared,
+        walker.parameters,
+        walker.uses,
+        list(walker.notes),
+    )
 
 
 @dataclass(slots=True)
-class _Walker:
+class _Walker(DimsWalker):
     trace: Trace
     root: nn.Module
-    atoms: Atoms = field(default_factory=Atoms)
+    gathering: Mapping[str, Value]
     layers: dict[str, Layer] = field(default_factory=dict[str, Layer])
-    dims: dict[Value, Dims] = field(default_factory=dict[Value, Dims])
     odd: dict[str, str] = field(default_factory=dict[str, str])
-    shared: list[tuple[str, Dim]] = field(default_factory=list[tuple[str, Dim]])
+    shared: list[tuple[str, Dim, int]] = field(default_factory=list[tuple[str, Dim, int]])
+    parameters: dict[str, Dims] = field(default_factory=dict[str, Dims])
+    uses: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
+    notes: dict[str, None] = field(default_factory=dict[str, None])
     trained: set[int] = field(default_factory=set[int])
     """Storages that gradients flow back to."""
     graph: Graph = field(init=False)
@@ -76,162 +96,72 @@ class _Walker:
             if self.root.get_parameter(names[0]).requires_grad:
                 self.trained.add(storage)
         self.rules = {
-            **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), self._view),
-            **dict.fromkeys(("transpose", "t", "permute", "unsqueeze", "squeeze", "expand"), self._rearrange),
-            **dict.fromkeys(("select", "unbind", "slice", "split", "split_with_sizes", "chunk", "glu"), self._take),
-            **dict.fromkeys(("cat", "stack"), self._join),
-            **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "flip", "roll"), self._along),
+            **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), self.view),
+            **dict.fromkeys(("transpose", "t", "permute", "unsqueeze", "squeeze", "expand"), self.rearrange),
+            **dict.fromkeys(("select", "unbind", "slice", "split", "split_with_sizes", "chunk", "glu"), self.take),
+            **dict.fromkeys(("cat", "stack"), self.join),
+            **dict.fromkeys(ALONG, self.along),
             **dict.fromkeys(("native_layer_norm", "rms_norm"), self._norm),
             **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "native_group_norm"), self._channel_norm),
-            **dict.fromkeys(("mean", "sum", "var", "var_mean", "amax", "amin", "std"), self._reduce),
+            **dict.fromkeys(("mean", "sum", "var", "var_mean", "amax", "amin", "std"), self.reduce),
             **dict.fromkeys(MATMULS, self._product),
-            **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), self._pool),
+            **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), self.pool),
             "attention": self._attention,
             "convolution": self._convolution,
-            "dropout": self._pointwise,
+            "constant_pad_nd": self.pad,
+            **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), self.make),
+            "embedding": self.look_up,
         }
 
     def step(self, event: Event) -> None:
         if any(value.storage in self.trained for value in event.inputs):
             self.trained.update(value.storage for value in event.outputs if value.dtype.is_floating_point)
-        rule = self.rules.get(event.name, self._pointwise)
-        if rule in (self._product, self._convolution) or any(self._tracked(value) for value in event.inputs):
-            rule(event)
-
-    def _tracked(self, value: Value) -> bool:
-        return any(self.dims.get(value, ()))
-
-    def _of(self, value: Value) -> Dims:
-        return self.dims.get(value) or [()] * len(value.shape)
-
-    def _factors(self, value: Value) -> list[Factor]:
-        factors: list[Factor] = []
-        for size, dim in zip(value.shape, self._of(value), strict=True):
-            leaves = self.atoms.leaves(dim)
-            factors += [(self.atoms.size(leaf), leaf) for leaf in leaves] if leaves else [(size, None)]
-        return factors
-
-    def _whole(self, event: Event, dim: Dim, reason: str) -> None:
-        """Every rank must have all of it, because of this event."""
-        self.atoms.keep_whole(dim, f"{_place(event)} {reason}")
-
-    def _give_up(self, event: Event, reason: str) -> None:
-        """All that enters must be whole."""
-        for value in event.inputs:
-            for dim in self.dims.get(value, ()):
-                self._whole(event, dim, f"{reason}")
-
-    def _view(self, event: Event) -> None:
-        value, output = event.inputs[0], event.outputs[0]
-        groups = self.atoms.regrouped(self._factors(value), output.shape)
-        if groups is None:
-            self._give_up(event, f"reshapes {value.shape} to {output.shape}, across its borders")
+        if any(_is_inside(event.module, name) for name in self.gathering):
+            self._gather(event)
             return
-        self.dims[output] = [self._dim(group) for group in groups]
+        for value in event.inputs:
+            if value.storage in self.graph.derived:
+                self._meet_parameter(event, value)
+        rule = self.rules.get(event.name, self._pointwise)
+        if rule in (self._product, self._convolution) or any(self.is_tracked(value) for value in event.inputs):
+            try:
+                rule(event)
+            except (IndexError, ValueError, TypeError, ArithmeticError, AttributeError):
+                # Arguments in a form that no rule foresaw: nothing is known of the result, so what enters stays whole.
+                problem = f"calls {event.name} in a form that the analysis does not understand"
+                self.notes[f"{place_of(event)} {problem}"] = None
+                self.give_up(event, problem)
 
-    def _dim(self, group: Sequence[Factor]) -> Dim:
-        """Factors that nobody follows become atoms of their own where they share a dim with others."""
-        if all(atom is None for _, atom in group):
-            return ()
-        dim: list[int] = []
-        for size, atom in group:
-            if atom is None:
-                atom = self.atoms.new(size)
-                self.atoms.keep_whole((atom,), "every rank has it whole")
-            dim.append(atom)
-        return tuple(dim)
+    def _gather(self, event: Event) -> None:
+        """Inside a module that gets all of what enters: its result is divided as its input was."""
+        name = next(name for name in self.gathering if _is_inside(event.module, name))
+        result = self.gathering[name]
+        if result in event.outputs:
+            dims = self.dims.get(self.trace.entries[name][1], [()] * len(result.shape))
+            self.dims[result] = list(dims)
 
-    def _rearrange(self, event: Event) -> None:
-        value, output = event.inputs[0], event.outputs[0]
-        dims, rank = self._of(value), len(value.shape)
-        match event.name:
-            case "t":
-                dims = dims[::-1]
-            case "transpose":
-                first, second = (int(dim) % rank for dim in event.arguments[1:3])
-                dims = list(dims)
-                dims[first], dims[second] = dims[second], dims[first]
-            case "permute":
-                dims = [dims[int(dim) % rank] for dim in event.arguments[1]]
-            case "unsqueeze":
-                dims = list(dims)
-                dims.insert(int(event.arguments[1]) % (rank + 1), ())
-            case "squeeze":
-                chosen = event.arguments[1] if len(event.arguments) > 1 else range(rank)
-                gone = {int(dim) % rank for dim in ([chosen] if isinstance(chosen, int) else chosen)}
-                dims = [dim for at, dim in enumerate(dims) if at not in gone or value.shape[at] != 1]
-            case _:  # expand: new dims in front, and ones made larger, are the same everywhere
-                dims = [()] * (len(output.shape) - rank) + dims
-        self.dims[output] = list(dims)
-
-    def _take(self, event: Event) -> None:
-        """Parts of a dim: equal pieces leave the inside of each piece free to be divided."""
-        value = event.inputs[0]
-        dims, rank = self._of(value), len(value.shape)
-        place, default = _DIM[event.name]
-        at = int(_argument(event, place, "dim", default)) % rank
-        for output in event.outputs:
-            piece = [*dims]
-            if event.name in ("select", "unbind"):
-                self._whole(event, dims[at], "picks single entries of it")
-                del piece[at]
-            elif output.shape[at] != value.shape[at]:
-                piece[at] = self._piece(event, dims[at], value.shape[at], output.shape[at])
-            self.dims[output] = piece
-
-    def _piece(self, event: Event, dim: Dim, size: int, part: int) -> Dim:
-        equal = part > 0 and size % part == 0 and self._is_equal(event, part)
-        groups = self.atoms.aligned(dim, (size // part, part)) if dim and equal else None
-        if groups is None:
-            self._whole(event, dim, "cuts it into unequal pieces")
-            return ()
-        self._whole(event, groups[0], f"takes one of {size // part} pieces of it")
-        return groups[1]
-
-    def _is_equal(self, event: Event, part: int) -> bool:
-        if event.name == "slice":
-            start, step = int(_argument(event, 2, "start", 0) or 0), int(_argument(event, 4, "step", 1))
-            return step == 1 and start % part == 0
-        return len({output.shape for output in event.outputs}) == 1
-
-    def _join(self, event: Event) -> None:
-        """Along the joined dim everything is whole; the others are divided alike."""
-        values, output = list(event.arguments[0]), event.outputs[0]
-        stacked = event.name == "stack"
-        at = int(_argument(event, 1, "dim", 0)) % len(output.shape)
-        joined: Dims | None = None
-        for value in values:
-            dims = list(self._of(value))
-            if stacked:
-                dims.insert(at, ())
-            else:
-                self._whole(event, dims[at], "joins it with others")
-                dims[at] = ()
-            joined = dims if joined is None else [self._meet(event, a, b) for a, b in zip(joined, dims, strict=True)]
-        self.dims[output] = joined or []
-
-    def _meet(self, event: Event, a: Dim, b: Dim) -> Dim:
-        """Two dims of one size in one operator: both divided alike, or both whole."""
-        if not a and not b:
-            return ()
-        if a and b and self.atoms.unify_dims(a, b):
-            return a
-        self._whole(event, (*a, *b), "combines it with what every rank has whole")
-        return ()
-
-    def _along(self, event: Event) -> None:
-        chosen = event.arguments[2 if event.name == "roll" and len(event.arguments) > 2 else 1]
-        dims = self._of(event.inputs[0])
-        for dim in [chosen] if isinstance(chosen, int) else chosen:
-            self._whole(event, dims[dim], f"runs along it ({event.name})")
-        self.dims[event.outputs[0]] = dims
+    def _meet_parameter(self, event: Event, value: Value) -> None:
+        """Follow the dims of a parameter that operators meet as it is, and note who combines it with something."""
+        names = self.trace.parameters.get(value.storage)
+        name = self.graph.derived[value.storage][0]
+        if len({other.storage for other in event.inputs}) > 1:
+            self.uses.setdefault(name, set()).add(event.index)
+        if names is None or value in self.dims or value.shape != tuple(self.root.get_parameter(names[0]).shape):
+            return
+        if value.offset == 0 and names[0] not in self.parameters:
+            dims: Dims = [(self.atoms.new(size),) if size > 1 else () for size in value.shape]
+            self.dims[value] = self.parameters[names[0]] = dims
 
     def _norm(self, event: Event) -> None:
-        dims = self._of(event.inputs[0])
+        dims = self.dims_of(event.inputs[0])
         count = len(event.arguments[1]) if event.name == "native_layer_norm" else 1
         for dim in dims[-count:]:
-            self._whole(event, dim, "normalises over it")
-        self.shared += [(name, dim) for dim in dims[:-count] if dim for name in self.graph.weights(event)]
+            self.keep_whole(event, dim, "normalises over it")
+        names = [self.graph.derived[v.storage][0] for v in event.inputs[1:] if v.storage in self.graph.derived]
+        self.shared += [(name, dim, event.index) for dim in dims[:-count] if dim for name in names]
+        for value in event.inputs[1:]:
+            for dim in self.dims_of(value):
+                self.keep_whole(event, dim, "normalises with all of it")
         self.dims[event.outputs[0]] = dims
         for statistic in event.outputs[1:]:
             if len(statistic.shape) == len(dims):
@@ -240,9 +170,9 @@ class _Walker:
     def _channel_norm(self, event: Event) -> None:
         """Statistics of channels: a convolution's may be divided with the norm's own parameters."""
         value = event.inputs[0]
-        dims = list(self._of(value))
+        dims = list(self.dims_of(value))
         if event.name == "native_group_norm" or not self._from_convolution(dims[1]):
-            self._whole(event, dims[1], "has a parameter for each of its entries")
+            self.keep_whole(event, dims[1], "has a parameter for each of its entries")
         self.dims[event.outputs[0]] = dims
 
     def _from_convolution(self, dim: Dim) -> bool:
@@ -250,46 +180,37 @@ class _Walker:
         made = self.atoms.leaves([layer.made for layer in layers])
         return bool(dim) and set(self.atoms.leaves(dim)) <= set(made)
 
-    def _reduce(self, event: Event) -> None:
-        value, output = event.inputs[0], event.outputs[0]
-        rank = len(value.shape)
-        chosen = _argument(event, 1, "dim", None)
-        listed = range(rank) if chosen is None or chosen == [] else [chosen] if isinstance(chosen, int) else chosen
-        gone = {int(dim) % rank for dim in listed}
-        dims = self._of(value)
-        for dim in gone:
-            self._whole(event, dims[dim], f"reduces over it ({event.name})")
-        keeps = len(output.shape) == rank
-        left = [() if at in gone else dim for at, dim in enumerate(dims) if keeps or at not in gone]
-        for result in event.outputs:
-            self.dims[result] = left
-
-    def _pool(self, event: Event) -> None:
-        dims = self._of(event.inputs[0])
-        for dim in dims[-2:]:
-            self._whole(event, dim, "pools over it")
-        for output in event.outputs:
-            self.dims[output] = [*dims[:-2], (), ()]
-
     def _attention(self, event: Event) -> None:
-        query, key, value = (list(self._of(v)) for v in event.inputs[:3])
+        query, key, value = (list(self.dims_of(v)) for v in event.inputs[:3])
         sizes = [v.shape for v in event.inputs[:3]]
         heads = query[-3]
         for other, size in ((key, sizes[1]), (value, sizes[2])):
             if size[-3] == sizes[0][-3]:
-                heads = self._meet(event, heads, other[-3])
+                heads = self.meet(event, heads, other[-3])
             else:  # grouped: a key head serves consecutive query heads
                 groups = self.atoms.aligned(heads, (size[-3], sizes[0][-3] // size[-3])) if heads else None
                 if groups is None or not other[-3] or not self.atoms.unify_dims(groups[0], other[-3]):
-                    self._whole(event, (*heads, *other[-3]), "shares out key heads unevenly")
-            self._whole(event, other[-2], "attends over it")
+                    self.keep_whole(event, (*heads, *other[-3]), "shares out key heads unevenly")
+                else:  # every rank would need the gradient of a key head from all who read it
+                    self.keep_whole(event, groups[1], "shares a key head among them")
+            self.keep_whole(event, other[-2], "attends over it")
         for dim in (query[-1], key[-1]):
-            self._whole(event, dim, "multiplies over it")
-        if len(event.inputs) > 3 and len(event.inputs[3].shape) > 2 and event.inputs[3].shape[-3] > 1:
-            self._whole(event, heads, "has a mask of its own for each head")
-        if len(event.inputs) > 3 and event.inputs[3].storage in self.trained:
-            self._whole(event, heads, "adds learned scores")
+            self.keep_whole(event, dim, "multiplies over it")
+        if len(event.inputs) > 3:
+            heads = self._masked(event, heads, event.inputs[3])
         self.dims[event.outputs[0]] = [*query[:-3], heads, query[-2], value[-1]]
+
+    def _masked(self, event: Event, heads: Dim, mask: Value) -> Dim:
+        """A mask, or scores that are added: one for all heads, or one for each."""
+        dims = self.dims_of(mask)
+        for dim in dims[-2:]:
+            self.keep_whole(event, dim, "attends over it")
+        if len(mask.shape) > 2 and mask.shape[-3] > 1:
+            return self.meet(event, heads, dims[-3])
+        if mask.storage in self.trained:
+            self.keep_whole(event, heads, "adds learned scores that are the same for all heads")
+            return ()
+        return heads
 
     def _product(self, event: Event) -> None:
         start = 1 if event.name in ("addmm", "baddbmm") else 0
@@ -297,13 +218,27 @@ class _Walker:
         if right.storage in self.graph.derived or left.storage in self.graph.derived:
             self._weighted(event, left, right)
             return
-        a, b = self._of(left), self._of(right)
-        batch = [self._meet(event, a[0], b[0])] if len(a) == 3 else []
+        a, b = self.dims_of(left), self.dims_of(right)
+        batch = [self.meet(event, a[0], b[0])] if len(a) == 3 else []
         for dim in (a[-1], b[-2]):
-            self._whole(event, dim, "multiplies over it")
-        if start and len(event.inputs[0].shape) > 1:
-            self._give_up(event, "adds a matrix to its product")
-        self.dims[event.outputs[0]] = [*batch, a[-2], b[-1]]
+            self.keep_whole(event, dim, "multiplies over it")
+        dims: Dims = [*batch, a[-2], b[-1]]
+        if start:
+            dims = self._added(event, event.inputs[0], dims)
+        self.dims[event.outputs[0]] = dims
+
+    def _added(self, event: Event, value: Value, dims: Dims) -> Dims:
+        """A matrix that is added to a product must be divided as that is."""
+        shape, own = event.outputs[0].shape, self.dims_of(value)
+        if value.storage in self.trained and value.shape != shape:
+            for dim in dims:
+                self.keep_whole(event, dim, "adds a matrix to its product")
+            return [()] * len(dims)
+        lead = len(shape) - len(value.shape)
+        return [
+            self.meet(event, dim, own[at - lead]) if at >= lead and value.shape[at - lead] == shape[at] > 1 else dim
+            for at, dim in enumerate(dims)
+        ]
 
     def _weighted(self, event: Event, left: Value, right: Value) -> None:
         storage = right.storage if right.storage in self.graph.derived else left.storage
@@ -312,15 +247,15 @@ class _Walker:
         problem = _problem(self.root, name, event) if storage == right.storage else "it stands left in its product"
         if problem is not None:
             self.odd[name] = problem
-            self._give_up(event, f"multiplies it with {name}, which cannot be split: {problem}")
+            self.give_up(event, f"multiplies it with {name}, which cannot be split: {problem}")
             return
-        entering = self._of(left)[-1]
+        entering = self.dims_of(left)[-1]
         known = self.layers.get(owner)
         if known is None:
             known = self._layer(owner, "linear", event.outputs[0].shape[-1], entering, event)
         else:
-            known.entering = self._meet(event, known.entering, entering)
-        self.dims[event.outputs[0]] = [*self._of(left)[:-1], (known.made,)]
+            known.entering = self.meet(event, known.entering, entering)
+        self.dims[event.outputs[0]] = [*self.dims_of(left)[:-1], (known.made,)]
 
     def _layer(self, name: str, kind: str, features: int, entering: Dim, event: Event) -> Layer:
         size = sum(p.numel() for p in self.root.get_submodule(name).parameters(recurse=False))
@@ -332,15 +267,18 @@ class _Walker:
 
     def _convolution(self, event: Event) -> None:
         value, weight, output = event.inputs[0], event.inputs[1], event.outputs[0]
-        dims = self._of(value)
+        dims = self.dims_of(value)
         for dim in dims[2:]:
-            self._whole(event, dim, "slides over it")
+            self.keep_whole(event, dim, "slides over it")
         empty: Dims = [()] * (len(output.shape) - 2)
         groups = int(event.arguments[8])
         names = self.graph.derived.get(weight.storage)
+        for parameter in event.inputs[1:]:
+            for dim in self.dims_of(parameter):
+                self.keep_whole(event, dim, "is part of a convolution")
         owner = "" if names is None else self.graph.name_of(weight.storage, event).rpartition(".")[0]
         if names is None or owner in self.layers or groups > 1 or event.arguments[6]:
-            self._whole(event, dims[1], "is a grouped, transposed or repeated convolution")
+            self.keep_whole(event, dims[1], "is a grouped, transposed or repeated convolution")
             self.dims[output] = [dims[0], (), *empty]
             return
         made = self._layer(owner, "convolution", output.shape[1], dims[1], event).made
@@ -349,18 +287,18 @@ class _Walker:
     def _pointwise(self, event: Event) -> None:
         """Operators whose result is the broadcast of what enters; any other needs all of it in one place."""
         output = event.outputs[0] if event.outputs else None
-        shape = _broadcast([value.shape for value in event.inputs])
-        if output is None or shape is None or tuple(output.shape) != shape or event.name in _ORDERED:
-            self._give_up(event, f"computes {event.name} of it")
+        shape = broadcast([value.shape for value in event.inputs])
+        if output is None or shape is None or tuple(output.shape) != shape or not is_elementwise(event.name):
+            self.give_up(event, f"computes {event.name} of it")
             return
         dims: Dims = [()] * len(shape)
         for at in range(-1, -len(shape) - 1, -1):
             wide = [v for v in event.inputs if len(v.shape) >= -at and v.shape[at] == shape[at] and shape[at] > 1]
-            found = [self._of(value)[at] for value in wide]
+            found = [self.dims_of(value)[at] for value in wide]
             if any(found):
                 dim = found[0]
                 for other in found[1:]:
-                    dim = self._meet(event, dim, other)
+                    dim = self.meet(event, dim, other)
                 dims[at] = self._unless_shared(event, dim, at)
         for result in event.outputs:
             if result.shape == output.shape:
@@ -372,36 +310,11 @@ class _Walker:
             if value.storage not in self.trained or (len(value.shape) >= -at and value.shape[at] > 1):
                 continue
             if value.storage in self.graph.derived:
-                self.shared.append((self.graph.name_of(value.storage, event), dim))
+                self.shared.append((self.graph.derived[value.storage][0], dim, event.index))
             else:
-                self._whole(event, dim, "combines it with an activation that is shared along it")
+                self.keep_whole(event, dim, "combines it with an activation that is shared along it")
                 return ()
         return dim
-
-
-_DIM: Mapping[str, tuple[int, int]] = {
-    **dict.fromkeys(("select", "unbind", "slice"), (1, 0)),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk"), (2, 0)),
-    "glu": (1, -1),
-}
-"""Operator → where its dim stands among the arguments, and what it is by default."""
-_ORDERED = ("sort", "argsort", "topk", "index", "gather", "scatter", "cummax", "native_dropout_backward", "embedding")
-
-
-def _argument(event: Event, at: int, name: str, default: Any) -> Any:
-    """An argument given by place or by name."""
-    return event.arguments[at] if len(event.arguments) > at else event.keywords.get(name, default)
-
-
-def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    rank = max((len(shape) for shape in shapes), default=0)
-    result: list[int] = []
-    for at in range(-rank, 0):
-        sizes = {shape[at] for shape in shapes if len(shape) >= -at} - {1}
-        if len(sizes) > 1:
-            return None
-        result.append(math.prod(sizes))
-    return tuple(result)
 
 
 def _problem(root: nn.Module, parameter: str, event: Event) -> str | None:
@@ -417,5 +330,5 @@ def _problem(root: nn.Module, parameter: str, event: Event) -> str | None:
     return None
 
 
-def _place(event: Event) -> str:
-    return event.module or "the model's forward"
+def _is_inside(module: str, name: str) -> bool:
+    return module == name or module.startswith(name + ".")

@@ -73,6 +73,7 @@ def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | 
     query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
     if query.dim() < 4:
         return None  # without heads: torch computes it step by step
+    _check_shapes(query, key, mask, grouped=bool(given.get("enable_gqa")))
     settings = {"causal": bool(given.get("is_causal")), "dropout": float(given.get("dropout_p") or 0.0)}
     operands = (query, key, value) if mask is None else (query, key, value, mask)
 
@@ -80,6 +81,16 @@ def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | 
         return FusedAttention.apply(query, key, value, mask)
 
     return FusedCall(run=run, name="attention", operands=operands, settings=settings)
+
+
+def _check_shapes(query: Tensor, key: Tensor, mask: Tensor | None, *, grouped: bool) -> None:
+    """Raise what the kernel would, where operands do not fit together."""
+    heads = torch.Size([*key.shape[:-3], query.shape[-3]]) if grouped else key.shape[:-2]
+    if grouped and query.shape[-3] % key.shape[-3]:
+        raise RuntimeError(f"attention of {query.shape[-3]} heads over {key.shape[-3]} key heads")
+    batch = torch.broadcast_shapes(query.shape[:-2], heads)
+    if mask is not None:
+        torch.broadcast_shapes(mask.shape, (*batch, query.shape[-2], key.shape[-2]))
 
 
 def _rms_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:

@@ -18,6 +18,15 @@ class GroupMember:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPart:
+    """A parameter that operators meet as it is, of which each rank has a part along a dim."""
+
+    name: str
+    dim: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
     """Layers that are divided together: columns first, rows make the sum."""
 
@@ -25,6 +34,7 @@ class LayerGroup:
     size: int
     columns: tuple[GroupMember, ...]
     rows: tuple[GroupMember, ...]
+    parts: tuple[ParameterPart, ...] = ()
 
     @property
     def first(self) -> int:
@@ -48,6 +58,7 @@ def choose(
     taken = set(ruled)
     for group in sorted(found, key=lambda group: (not _is_local(group, places), group.first)):
         names = {member.layer.name for member in (*group.columns, *group.rows)}
+        names |= {part.name for part in group.parts}
         if names & taken:
             continue
         taken |= names
@@ -67,6 +78,7 @@ def _groups(flow: ForwardFlow, refused: set[int]) -> list[LayerGroup]:
     for layer in flow.layers.values():
         for member, atom in _places(flow, layer, layer.entering):
             entering.setdefault(atom, []).append(member)
+    parts = _parts(flow)
     groups: list[LayerGroup] = []
     for atom, members in columns.items():
         if atoms.reason(atom) is not None or atom in refused or atoms.size(atom) < 2:
@@ -75,8 +87,24 @@ def _groups(flow: ForwardFlow, refused: set[int]) -> list[LayerGroup]:
         names = [member.layer.name for member in (*members, *rows)]
         kinds = {member.layer.kind for member in (*members, *rows)}
         if rows and len(names) == len(set(names)) and len(kinds) == 1:
-            groups.append(LayerGroup(atom=atom, size=atoms.size(atom), columns=tuple(members), rows=tuple(rows)))
+            made = {f"{member.layer.name}.bias" for member in members}
+            met = tuple(part for part in parts.get(atom, ()) if part.name not in made)
+            size = atoms.size(atom)
+            if len(met) == len({part.name for part in met}):
+                groups.append(LayerGroup(atom=atom, size=size, columns=tuple(members), rows=tuple(rows), parts=met))
     return groups
+
+
+def _parts(flow: ForwardFlow) -> dict[int, list[ParameterPart]]:
+    """Atom → parameters with that atom in one of their dims."""
+    found: dict[int, list[ParameterPart]] = {}
+    for name, dims in flow.parameters.items():
+        for at, dim in enumerate(dims):
+            before = 1
+            for leaf in flow.atoms.leaves(dim):
+                found.setdefault(leaf, []).append(ParameterPart(name=name, dim=at, blocks=before))
+                before *= flow.atoms.size(leaf)
+    return found
 
 
 def _places(flow: ForwardFlow, layer: Layer, dim: Sequence[int]) -> list[tuple[GroupMember, int]]:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
-from weft.describe._events import Event, Trace
-from weft.describe._flow import ForwardFlow, Layer, follow
+from weft.describe._events import Event, Trace, Value
+from weft.describe._flow import ForwardFlow, follow
 from weft.describe._graph import Graph
 from weft.describe._groups import GroupMember, LayerGroup, SplitChoice, choose
 from weft.describe._proposal import Confidence, Proposal, ProposedRule
-from weft.describe._rehearse import Attribute, Rehearsal
+from weft.describe._rehearse import DTYPE, Attribute, Rehearsal, cut_dim
 from weft.describe._segment import find_blocks
 from weft.describe._trace import trace
-from weft.models import Blueprint, Localise, SplitRule, token_loss
+from weft.describe._vocabulary import VocabularyAnalysis, VocabularySplit
+from weft.errors import RecipeError
+from weft.models import Blueprint, Localise, SplitRule
 from weft.recipe import SplitKind
-from weft.stand_ins import glob_of, globs_of
+from weft.stand_ins import copy_on_meta, glob_of, globs_of
 
-_SMALL_TABLE = 0.01
-"""Share of the parameters below which splitting a table is not worth a collective."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 UNPROVEN = "not proven: compare gradients with one process before you rely on it (weft check)"
 
@@ -35,11 +34,22 @@ def propose_split(blueprint: Blueprint) -> Proposal:
     to those.  What a shape cannot show (a forward that counts by the data's values) only gradients can: so nothing of
     this is to be trusted before it has been compared with one process.
 
+    A copy without memory runs, so that what the forward counts or keeps in its modules stays as it is.
+
     Raises:
-        RecipeError: the forward cannot be described (see `examine`).
+        RecipeError: the forward cannot be described (see `examine`), or the model not be copied.
     """
-    found = trace(blueprint, torch.bfloat16, loss=False)
-    return _Proposer(blueprint, found, follow(found, blueprint.module)).proposal()
+    try:
+        blueprint = replace(blueprint, module=copy_on_meta(blueprint.module))
+    except Exception as problem:  # what a module holds may refuse to be copied in its own way
+        said = next(iter(str(problem).splitlines()), "")
+        raise RecipeError(f"it cannot be copied ({type(problem).__name__}: {said.rstrip('.')})") from problem
+    found = trace(blueprint, DTYPE, loss=False)
+    flow = follow(found, blueprint.module)
+    gathering = gatherable(found, flow, blueprint)
+    if gathering:
+        flow = follow(found, blueprint.module, gathering)
+    return _Proposer(blueprint, found, flow, gathering).proposal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,13 @@ class _Decision:
     reason: str
     confidence: Confidence = "high"
     blocks: int = 1
+    dim: int = 0
+    gather_output: bool = False
+
+    @property
+    def how(self) -> tuple[object, ...]:
+        """What a rule says, besides the name."""
+        return self.kind, self.blocks, self.dim, self.gather_output
 
 
 @dataclass(slots=True)
@@ -58,6 +75,8 @@ class _Proposer:
     blueprint: Blueprint
     trace: Trace
     flow: ForwardFlow
+    gathering: Mapping[str, Value]
+    """Modules that may be given all of a divided dim."""
     graph: Graph = field(init=False)
     blocks: tuple[str, ...] = field(init=False)
     places: dict[int, list[tuple[Event, int]]] = field(init=False)
@@ -72,24 +91,23 @@ class _Proposer:
     def proposal(self) -> Proposal:
         choice, attributes, parts = self._rehearsed()
         groups = [group for group in choice.groups if _kind(group) == "linear"]
-        head = self._vocabulary_head(parts)
-        tables, left_tables = self._tables(head, parts)
-        left = self._left(choice, head) + left_tables
-        heads = (
-            [] if head is None else [_Decision(head.name, "column", "the vocabulary loss takes its logits in parts")]
-        )
-        lookups = "each rank looks up the rows that it has, and the results are summed"
-        decisions = [_Decision(name, "vocab", lookups) for name in tables]
-        decisions += [*self._layers(groups), *heads, *self._marked(groups), *self._positionwise(groups, left)]
+        inside = tuple(f"{block}." for block in self.blocks)
+        taken = _names(groups) | {name for name in self.flow.layers if name.startswith(inside)}
+        vocabulary = VocabularyAnalysis(self.blueprint, self.trace, self.flow, parts, taken).run()
+        left = [*self._left(choice, vocabulary), *vocabulary.left]
+        decisions = [*_of_vocabulary(vocabulary), *self._layers(groups), *self._parts(groups)]
+        decisions += self._aliases(decisions)
+        decisions += [*self._marked(groups), *self._positionwise(groups, left)]
         rules = self._rules(decisions)
+        notes = (*self.trace.notes, *self.flow.notes)
         return Proposal(
             rules=rules,
             localise=tuple(Localise(match=glob_of(a.module), attribute=a.name) for a in attributes),
-            divisible=self._divisible(groups, tables, head),
-            vocabulary_head=None if head is None else head.name,
+            divisible=self._divisible(groups, vocabulary),
+            vocabulary_head=vocabulary.head if vocabulary.fused else None,
             replicated=tuple(self._summed(left)),
             priced_only=tuple(self._convolutions(choice)),
-            notes=(*self.trace.notes, UNPROVEN) if rules else self.trace.notes,
+            notes=(*notes, UNPROVEN) if rules else notes,
         )
 
     def _rehearsed(self) -> tuple[SplitChoice, tuple[Attribute, ...], int]:
@@ -104,7 +122,8 @@ class _Proposer:
             self._refuse(odd, refused, f"{parts} does not divide its size, as it does those of most others")
             if odd or any(self._clash(group, refused) for group in choice.groups):
                 continue
-            outcome = Rehearsal(self.blueprint, self.trace, self.flow, linear, parts).run() if linear else None
+            rehearsal = Rehearsal(self.blueprint, self.trace, self.flow, linear, parts, self._gathers(linear))
+            outcome = rehearsal.run() if linear else None
             if outcome is None or outcome.problem is None:
                 return choice, () if outcome is None else outcome.attributes, parts
             reason = (
@@ -123,13 +142,18 @@ class _Proposer:
                 self.refusals.setdefault(member.layer.name, reason)
 
     def _clash(self, group: LayerGroup, refused: set[int]) -> bool:
-        """Refuse a group whose activations meet parameters of a module with more inside: no rule could name those."""
+        """Refuse a group with parameters of which ranks would have a part of the gradient for some uses only."""
         if group.atom in refused:
             return False
+        leaves = self.flow.atoms.leaves
         for name in self._met([group]):
-            owner = self.blueprint.module.get_submodule(name.rpartition(".")[0])
-            if any(True for _ in owner.children()):
-                self._refuse([group], refused, f"its parts meet {name}, of a module that holds others")
+            known = {at for other, dim, at in self.flow.shared if other == name and group.atom in leaves(dim)}
+            if self.flow.uses.get(name, set()) - known:
+                self._refuse([group], refused, f"its parts meet {name}, which the model uses elsewhere, too")
+                return True
+        for part in group.parts:
+            if not self._own(part.name.rpartition(".")[0]):
+                self._refuse([group], refused, f"its parts meet {part.name}, of which a rule says how it splits")
                 return True
         return False
 
@@ -137,10 +161,19 @@ class _Proposer:
         """Parameters that every rank has whole and uses on its part."""
         chosen = {group.atom for group in groups}
         found: dict[str, None] = {}
-        for name, dim in self.flow.shared:
+        for name, dim, _ in self.flow.shared:
             if chosen.intersection(self.flow.atoms.leaves(dim)):
                 found[name] = None
         return list(found)
+
+    def _gathers(self, groups: Sequence[LayerGroup]) -> dict[str, Value]:
+        """Modules that get all of what these groups divide."""
+        chosen = {group.atom for group in groups}
+        found: dict[str, Value] = {}
+        for name, result in self.gathering.items():
+            if chosen.intersection(self.flow.atoms.leaves(self.flow.dims.get(result, [()])[-1])):
+                found[name] = result
+        return found
 
     def _own(self, name: str) -> bool:
         """Whether the blueprint's own rules leave a module to the proposal."""
@@ -160,15 +193,64 @@ class _Proposer:
                 decisions += [_Decision(m.layer.name, kind, reason, confidence, m.blocks) for m in members]
         return decisions
 
+    def _parts(self, groups: Sequence[LayerGroup]) -> list[_Decision]:
+        """Parameters of which each rank has a part, that no layer holds."""
+        reason = "each rank has what its part of the activations meets"
+        return [
+            _Decision(part.name, "part", reason, blocks=part.blocks, dim=part.dim)
+            for group in groups
+            for part in group.parts
+        ]
+
+    def _aliases(self, decisions: Sequence[_Decision]) -> list[_Decision]:
+        """Other names of parameters that are cut, in modules that do not use them: cut alike."""
+        made = {decision.name: decision for decision in decisions}
+        found: list[_Decision] = []
+        for names in self.trace.parameters.values():
+            for name in names:
+                owner, _, leaf = name.rpartition(".")
+                cut = self._cut(made.get(name) or made.get(owner), owner, leaf)
+                if cut is None:
+                    continue
+                dim, blocks = cut
+                others = [other for other in names if other not in made and other.rpartition(".")[0] not in made]
+                reason = f"it is {name} by another name"
+                found += [_Decision(other, "part", reason, blocks=blocks, dim=dim) for other in others]
+                break
+        return found
+
+    def _cut(self, decision: _Decision | None, owner: str, leaf: str) -> tuple[int, int] | None:
+        """Dim and blocks along which a decision cuts a parameter."""
+        if decision is None:
+            return None
+        if decision.kind == "part":
+            return decision.dim, decision.blocks
+        if decision.kind == "vocab":
+            return 0, 1
+        if decision.kind not in ("column", "row"):
+            return None
+        dim = cut_dim(self.blueprint.module.get_submodule(owner), leaf, column=decision.kind == "column")
+        return None if dim is None else (dim, decision.blocks)
+
     def _rules(self, decisions: Iterable[_Decision]) -> tuple[ProposedRule, ...]:
         """One rule for the same place in alike blocks, where its glob matches nothing that is decided otherwise."""
         made = {d.name: d for d in decisions if self._own(d.name)}
-        everything = [name for name, _ in self.blueprint.module.named_modules(remove_duplicate=False)]
-        rules: dict[str, ProposedRule] = {}
+        module = self.blueprint.module
+        everything = [name for name, _ in module.named_modules(remove_duplicate=False)]
+        everything += [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        rules: dict[tuple[str, str], ProposedRule] = {}
         for decision in made.values():
-            glob = next(g for g in globs_of(decision.name) if g in rules or _covers(g, decision, made, everything))
-            rule = SplitRule(match=glob, kind=decision.kind, blocks=decision.blocks)
-            rules.setdefault(glob, ProposedRule(rule=rule, reason=decision.reason, confidence=decision.confidence))
+            globs = globs_of(decision.name)
+            glob = next(g for g in globs if (g, decision.kind) in rules or _covers(g, decision, made, everything))
+            rule = SplitRule(
+                match=glob,
+                kind=decision.kind,
+                blocks=decision.blocks,
+                dim=decision.dim,
+                gather_output=decision.gather_output,
+            )
+            proposed = ProposedRule(rule=rule, reason=decision.reason, confidence=decision.confidence)
+            rules.setdefault((glob, decision.kind), proposed)
         return tuple(rules.values())
 
     def _events_on(self, groups: Sequence[LayerGroup]) -> list[tuple[Event, int]]:
@@ -204,8 +286,22 @@ class _Proposer:
         for event, at in self._events_on(groups):
             if event.name == "dropout" and self._is_dropout(event.module):
                 kinds[event.module] = "features" if at == len(event.outputs[0].shape) - 1 else "heads"
-        kinds |= {name.rpartition(".")[0]: "heads" for name in self._met(groups)}
-        return [_Decision(name, kind, "it works on each rank's part") for name, kind in kinds.items()]
+        made = [_Decision(name, kind, "it works on each rank's part") for name, kind in kinds.items()]
+        made += [_Decision(name, "heads", "it meets each rank's part") for name in self._met_as_wholes(groups)]
+        reason = "it gets all of what is divided before it, and each rank goes on with its part"
+        return made + [_Decision(name, "gather", reason) for name in self._gathers(groups)]
+
+    def _met_as_wholes(self, groups: Sequence[LayerGroup]) -> list[str]:
+        """Modules all of whose parameters meet parts, and single parameters of others."""
+        met = self._met(groups)
+        found: dict[str, None] = {}
+        for name in met:
+            owner = name.rpartition(".")[0]
+            module = self.blueprint.module.get_submodule(owner)
+            has_more = any(True for _ in module.children()) or not owner
+            all_met = all(f"{owner}.{leaf}" in met for leaf, _ in module.named_parameters(recurse=False))
+            found[name if has_more or not all_met else owner] = None
+        return list(found)
 
     def _is_dropout(self, module: str) -> bool:
         return isinstance(self.blueprint.module.get_submodule(module), _DROPOUTS)
@@ -228,61 +324,7 @@ class _Proposer:
                 found[event.module] = None
         return [_Decision(name, "sequence", "it works position by position") for name in found]
 
-    def _vocabulary_head(self, parts: int) -> Layer | None:
-        """The linear layer whose result is the logits that the token loss reads."""
-        blueprint = self.blueprint
-        if blueprint.loss is not token_loss or not blueprint.vocabulary_size or blueprint.vocabulary_head is not None:
-            return None
-        for layer in self.flow.layers.values():
-            module = blueprint.module.get_submodule(layer.name)
-            dims = self.flow.dims.get(self.trace.outputs[0]) if self.trace.outputs else None
-            is_output = dims is not None and dims[-1] == (layer.made,)
-            whole = isinstance(module, nn.Linear) and module.out_features == blueprint.vocabulary_size
-            if is_output and whole and self._own(layer.name) and blueprint.vocabulary_size % parts == 0:
-                return layer
-        return None
-
-    def _tables(self, head: Layer | None, parts: int) -> tuple[list[str], list[tuple[str, str]]]:
-        """Embeddings to cut by rows, and those left whole with the reason."""
-        total = sum(parameter.numel() for parameter in self.blueprint.module.parameters())
-        tables: list[str] = []
-        left: list[tuple[str, str]] = []
-        for event in self.trace.events:
-            module = self.blueprint.module.get_submodule(event.module) if event.module else None
-            if event.name not in _LOOKUPS or not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                continue
-            reason = self._table_problem(event, module, head, total, parts)
-            if reason is None and event.module not in tables:
-                tables.append(event.module)
-            elif reason is not None and (event.module, reason) not in left:
-                left.append((event.module, reason))
-        return tables, left
-
-    def _table_problem(
-        self, event: Event, module: nn.Embedding | nn.EmbeddingBag, head: Layer | None, total: int, parts: int
-    ) -> str | None:
-        if not self._own(event.module):
-            return "a rule of the recipe covers it"
-        if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-            return f"a {type(module).__name__} sums rows itself, which Weft cannot cut by rows"
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            return "its options (max_norm, scale_grad_by_freq, sparse) want all rows in one place"
-        if event.inputs[1].storage not in self.trace.per_sample:
-            return "it is looked up by position, the same rows for every sample"
-        if module.weight.numel() < _SMALL_TABLE * total:
-            return f"it has less than {_SMALL_TABLE:.0%} of the parameters"
-        if module.num_embeddings % parts:
-            padded = -(-module.num_embeddings // parts) * parts
-            return f"its {module.num_embeddings} rows do not divide by {parts}; {padded} would"
-        owners = {name.rpartition(".")[0] for name in self.trace.parameters[self._storage_of(event)]}
-        if len(owners) > 1 and (head is None or owners != {event.module, head.name}):
-            return f"it shares its weight with {', '.join(sorted(owners - {event.module}))}, which stays whole"
-        return None
-
-    def _storage_of(self, event: Event) -> int:
-        return next(value.storage for value in event.inputs if value.storage in self.trace.parameters)
-
-    def _divisible(self, groups: Sequence[LayerGroup], tables: Sequence[str], head: Layer | None) -> dict[str, int]:
+    def _divisible(self, groups: Sequence[LayerGroup], vocabulary: VocabularySplit) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for group in groups:
             unit = self._unit(group)
@@ -290,18 +332,18 @@ class _Proposer:
             while sizes.get(name, group.size) != group.size:
                 name += "_"
             sizes[name] = group.size
-        for name in tables:
+        for name in vocabulary.tables:
             module = self.blueprint.module.get_submodule(name)
             assert isinstance(module, nn.Embedding)
             sizes[f"{_leaf(name)}_rows"] = module.num_embeddings
-        if head is not None and self.blueprint.vocabulary_size:
+        if vocabulary.head is not None and self.blueprint.vocabulary_size:
             sizes["vocabulary_size"] = self.blueprint.vocabulary_size
         return sizes
 
-    def _left(self, choice: SplitChoice, head: Layer | None) -> list[tuple[str, str]]:
+    def _left(self, choice: SplitChoice, vocabulary: VocabularySplit) -> list[tuple[str, str]]:
         refused = [(name, reason) for name, reason in self.refusals.items() if name not in _names(choice.groups)]
-        known = {name for name, _ in refused}
-        rest = [(n, why) for n, why in choice.left if n not in known and (head is None or n != head.name)]
+        known = {*(name for name, _ in refused), *(name for name, _ in vocabulary.left), vocabulary.head}
+        rest = [(name, why) for name, why in choice.left if name not in known]
         return refused + rest + list(self.flow.odd.items())
 
     def _summed(self, left: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -322,7 +364,6 @@ class _Proposer:
         return list(found)
 
 
-_LOOKUPS = ("embedding", "_embedding_bag")
 _NORMS = ("native_layer_norm", "rms_norm")
 _NAMES = ("LlamaRMSNorm", "RMSNorm", "LayerNorm")
 
@@ -330,7 +371,37 @@ _NAMES = ("LlamaRMSNorm", "RMSNorm", "LayerNorm")
 def _covers(glob: str, decision: _Decision, made: Mapping[str, _Decision], everything: Sequence[str]) -> bool:
     """Whether all that a glob matches is decided alike."""
     found = [made.get(name) for name in everything if fnmatchcase(name, glob)]
-    return all(d is not None and (d.kind, d.blocks) == (decision.kind, decision.blocks) for d in found)
+    return all(d is not None and d.how == decision.how for d in found)
+
+
+def _of_vocabulary(split: VocabularySplit) -> list[_Decision]:
+    lookups = "each rank looks up the rows that it has, and the results are summed"
+    found = [_Decision(name, "vocab", lookups) for name in split.tables]
+    if split.head is not None:
+        reason = "the vocabulary loss takes its logits in parts" if split.fused else "its logits are gathered"
+        found.append(_Decision(split.head, "column", reason, gather_output=not split.fused))
+    return found
+
+
+def gatherable(trace: Trace, flow: ForwardFlow, blueprint: Blueprint) -> dict[str, Value]:
+    """Modules without others inside that need all of their input's last dim, and return as much: norms over all heads.
+    Each with its result."""
+    found: dict[str, Value] = {}
+    for name, module in blueprint.module.named_modules():
+        results = trace.results.get(name, ())
+        runs_once = trace.num_runs.get(name) == 1 and name in trace.entries
+        if not name or not runs_once or len(results) != 1 or any(True for _ in module.children()):
+            continue
+        entered, result = trace.entries[name][1], results[0]
+        if result is None or result.shape != entered.shape or result.storage == entered.storage:
+            continue
+        *others, last = flow.dims.get(entered) or [()]
+        reasons = [flow.atoms.reason(leaf) for leaf in flow.atoms.leaves(last)]
+        because = [reason for reason in reasons if reason is not None and reason.startswith(f"{name} ")]
+        flat = all(parameter.dim() == 1 for parameter in module.parameters())
+        if because and flat and not any(others) and blueprint.rule_of(name) is None and name not in flow.layers:
+            found[name] = result
+    return found
 
 
 def _leaves(members: Sequence[GroupMember]) -> str:

@@ -1,34 +1,42 @@
-"""Runs a model on one rank's share of its weights, still without memory, and compares every shape with what it must be.
+"""Runs a model on one rank's share of its weights, still without memory, and compares what it computes, operator by
+operator, with what it must be.
 
-So it shows where a forward counts heads or widths by numbers of its own: by attributes, which a plan can divide
-(`Localise`), or by the size of its input, which it cannot.
+So it shows where a forward counts heads or widths by numbers of its own: by attributes, of its modules or of the
+configurations that they hold, which a plan can divide (`Localise`), or by the size of its input, which it cannot.
+Shapes must be those of a part, and numbers that are multiplied, added or compared must be those of the whole model: a
+scale that follows from a divided count would compute something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from weft.describe._events import Event, Trace, Value
 from weft.describe._flow import ForwardFlow
 from weft.describe._fused import FUSED_NAMES
 from weft.describe._groups import LayerGroup
+from weft.describe._pointwise import LAYOUT, is_elementwise
 from weft.describe._trace import Unfinished, trace
-from weft.models import Blueprint
+from weft.models import Blueprint, localised, numbers_of
 from weft.stand_ins import glob_of
 
 _SIZES_OF_WEIGHTS = frozenset({"in_features", "out_features", "nf", "nx", "num_embeddings", "embedding_dim"})
 _ATTEMPTS = 8
+DTYPE = torch.float32
+"""Precision of the forwards that are looked at: every operator has a form in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A number of a module that counts something divided."""
+    """A number of a module that counts something divided; `config.num_heads` is one of an object that it holds."""
 
     module: str
     name: str
@@ -45,6 +53,14 @@ class SplitOutcome:
     """Divided atoms that are at hand where it fails."""
 
 
+Progress = tuple[int, int]
+"""How many operators that compute something were right, and the last one of any kind."""
+
+
+class _Wrong(Exception):
+    """What a forward on a part does otherwise; how many operators were right until then."""
+
+
 @dataclass(slots=True)
 class Rehearsal:
     blueprint: Blueprint
@@ -52,6 +68,12 @@ class Rehearsal:
     flow: ForwardFlow
     groups: Sequence[LayerGroup]
     parts: int
+    gathering: Mapping[str, Value] = field(default_factory=dict[str, Value])
+    wanted: list[Event] = field(init=False)
+    """Operators of the whole model that compute something."""
+
+    def __post_init__(self) -> None:
+        self.wanted = [event for event in self.reference.events if self._counts(event)]
 
     def run(self) -> SplitOutcome:
         """Divide attributes one after another, as long as each lets the forward come further."""
@@ -65,47 +87,71 @@ class Rehearsal:
                 break
             attribute, done, problem = better
             attributes.append(attribute)
-        event = self.reference.events[min(done, len(self.reference.events) - 1)]
+        event = self._event(done)
         return SplitOutcome(module=event.module, problem=problem, atoms=self._at_hand(event))
 
-    def _better(self, attributes: Sequence[Attribute], done: int) -> tuple[Attribute, int, str | None] | None:
-        best: tuple[Attribute, int, str | None] | None = None
+    def _event(self, done: Progress) -> Event:
+        return self.wanted[min(done[0], len(self.wanted) - 1)]
+
+    def _counts(self, event: Event) -> bool:
+        """Whether an event is compared: it computes something, outside of what gets all of its input."""
+        inside = any(f"{event.module}.".startswith(f"{name}.") for name in self.gathering)
+        return event.name not in LAYOUT and not inside
+
+    def _better(self, attributes: Sequence[Attribute], done: Progress) -> tuple[Attribute, Progress, str | None] | None:
+        best: tuple[Attribute, Progress, str | None] | None = None
         for attribute in self._candidates(done):
             if attribute in attributes:
                 continue
             reached, problem = self._attempt([*attributes, attribute])
-            if reached > (done if best is None else best[1]):
+            if reached > (done if best is None else best[1]) or problem is None:
                 best = attribute, reached, problem
             if problem is None:
                 break
         return best
 
-    def _attempt(self, attributes: Sequence[Attribute]) -> tuple[int, str | None]:
-        """Run with these attributes divided; how many events were right, and what went wrong then."""
-        problem: str | None = None
-        with _divided(self.blueprint.module, attributes, self._transposed(), self.parts):
+    def _attempt(self, attributes: Sequence[Attribute]) -> tuple[Progress, str | None]:
+        """Run with these attributes divided; how far it came, and what went wrong then."""
+        done = at = 0
+
+        def compare(found: Event) -> None:
+            nonlocal done, at
+            at = found.index
+            if not self._counts(found):
+                return
+            if done >= len(self.wanted):
+                raise _Wrong("it goes on where the whole model ends")
+            wrong = self._difference(self.wanted[done], found)
+            if wrong is not None:
+                raise _Wrong(wrong)
+            done += 1
+
+        with ExitStack() as stack:
+            stack.enter_context(_divided(self.blueprint.module, attributes, self._transposed(), self.parts))
+            stack.enter_context(_gathered(self.blueprint.module, self.gathering, self.parts))
             try:
-                events: Sequence[Event] = trace(self.blueprint, torch.bfloat16, self._share(), loss=False).events
+                trace(self.blueprint, DTYPE, self._share(), loss=False, watch=compare)
             except Unfinished as stopped:
                 cause = stopped.__cause__
-                events = stopped.events
-                problem = next(iter(str(cause if cause is not None else stopped).splitlines()), "it stops")
-        for at, (wanted, found) in enumerate(zip(self.reference.events, events, strict=False)):
-            wrong = self._difference(wanted, found)
-            if wrong is not None:
-                return at, wrong
-        return len(events), problem
+                return (done, at), next(iter(str(cause if cause is not None else stopped).splitlines()), "it stops")
+        return (done, at), None if done == len(self.wanted) else "it ends before the whole model does"
 
     def _difference(self, wanted: Event, found: Event) -> str | None:
         if wanted.name != found.name or len(wanted.outputs) != len(found.outputs):
             return f"it computes {found.name} where the whole model computes {wanted.name}"
+        if is_elementwise(wanted.name) or wanted.name in FUSED_NAMES:
+            mine, theirs = list(_numbers(wanted)), list(_numbers(found))
+            if mine != theirs:
+                return f"its {wanted.name} takes the number {theirs or 'none'} instead of {mine or 'none'}"
         count = 1 if wanted.name in FUSED_NAMES else len(wanted.outputs)
-        for mine, theirs in list(zip(wanted.outputs, found.outputs, strict=True))[:count]:
+        pairs = [("takes", *pair) for pair in zip(wanted.inputs, found.inputs, strict=False)]
+        pairs += [("makes", *pair) for pair in zip(wanted.outputs[:count], found.outputs, strict=False)]
+        for what, mine, theirs in pairs:
             if mine.storage not in self.reference.per_sample:
                 continue
             shape = self._local_shape(mine)
             if shape != theirs.shape:
-                return f"{wanted.name} makes {theirs.shape} instead of {shape}"
+                return f"{wanted.name} {what} {theirs.shape} instead of {shape}"
         return None
 
     def _chosen(self) -> frozenset[int]:
@@ -130,16 +176,14 @@ class Rehearsal:
                 return found
         return self._chosen()
 
-    def _candidates(self, done: int) -> list[Attribute]:
+    def _candidates(self, done: Progress) -> list[Attribute]:
         """Whole numbers of the module that fails, or of those around it, that equal a divided size there."""
-        event = self.reference.events[min(done, len(self.reference.events) - 1)]
         found: list[Attribute] = []
-        name, root = event.module, self.blueprint.module
+        name, root = self._event(done).module, self.blueprint.module
         while True:
             sizes = self._sizes_inside(name)
-            for attribute, value in vars(root.get_submodule(name)).items():
-                is_number = isinstance(value, int) and not isinstance(value, bool)
-                if is_number and value in sizes and attribute not in _SIZES_OF_WEIGHTS and value % self.parts == 0:
+            for attribute, value in numbers_of(root.get_submodule(name)):
+                if value in sizes and attribute not in _SIZES_OF_WEIGHTS and value % self.parts == 0:
                     found.append(Attribute(name, attribute))
             if not name:
                 return found
@@ -161,23 +205,38 @@ class Rehearsal:
             for members, column in ((group.columns, True), (group.rows, False)):
                 for member in members:
                     share |= self._share_of(member.layer.name, column)
+            for part in group.parts:
+                share[part.name] = self._part(part.name, part.dim)
         return share
 
     def _share_of(self, name: str, column: bool) -> dict[str, Tensor]:
         module = self.blueprint.module.get_submodule(name)
         share: dict[str, Tensor] = {}
-        for leaf, parameter in module.named_parameters(recurse=False):
+        for leaf, _ in module.named_parameters(recurse=False):
             dim = cut_dim(module, leaf, column=column)
             if dim is not None:
-                shape = list(parameter.shape)
-                shape[dim] //= self.parts
-                share[f"{name}.{leaf}"] = nn.Parameter(torch.empty(shape, device="meta"))
+                share[f"{name}.{leaf}"] = self._part(f"{name}.{leaf}", dim)
         return share
+
+    def _part(self, name: str, dim: int) -> nn.Parameter:
+        parameter = self.blueprint.module.get_parameter(name)
+        shape = list(parameter.shape)
+        shape[dim] //= self.parts
+        made = torch.empty(shape, dtype=DTYPE, device="meta")
+        return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
     def _transposed(self) -> list[Attribute]:
         """Widths that Hugging Face's `Conv1D` reads."""
         names = [member.layer.name for group in self.groups for member in group.columns]
         return [Attribute(name, "nf") for name in names if hasattr(self.blueprint.module.get_submodule(name), "nf")]
+
+
+def _numbers(event: Event) -> Iterator[float]:
+    """Numbers that an operator computes with."""
+    given: Any = (event.arguments, {key: value for key, value in event.keywords.items() if key != "dtype"})
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, int | float):
+            yield float(leaf)
 
 
 def cut_dim(module: nn.Module, leaf: str, *, column: bool) -> int | None:
@@ -192,20 +251,31 @@ def _divided(
     root: nn.Module, attributes: Iterable[Attribute], more: Iterable[Attribute], parts: int
 ) -> Generator[None]:
     """Divide attributes of a model for a while: those given by example in every module of the same place."""
-    changed: list[tuple[nn.Module, str, int]] = []
-    try:
+    with ExitStack() as stack:
         for attribute in attributes:
             glob = glob_of(attribute.module)
-            value = getattr(root.get_submodule(attribute.module), attribute.name)
+            value = dict(numbers_of(root.get_submodule(attribute.module))).get(attribute.name)
             for name, module in root.named_modules():
-                if fnmatchcase(name, glob) and getattr(module, attribute.name, None) == value:
-                    changed.append((module, attribute.name, value))
+                if fnmatchcase(name, glob) and (attribute.name, value) in list(numbers_of(module)):
+                    stack.enter_context(localised(module, attribute.name, parts))
         for item in more:
-            module = root.get_submodule(item.module)
-            changed.append((module, item.name, getattr(module, item.name)))
-        for module, name, value in changed:
-            object.__setattr__(module, name, value // parts)
+            stack.enter_context(localised(root.get_submodule(item.module), item.name, parts))
         yield
-    finally:
-        for module, name, value in changed:
-            object.__setattr__(module, name, value)
+
+
+@contextmanager
+def _gathered(root: nn.Module, names: Iterable[str], parts: int) -> Generator[None]:
+    """Let modules get all of what a part of enters, and return a part of what they return."""
+
+    def gather(module: nn.Module, args: Any) -> Any:
+        return (torch.cat([args[0]] * parts, -1), *args[1:])
+
+    def part(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.chunk(parts, -1)[0]
+
+    with ExitStack() as stack:
+        for name in names:
+            module = root.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(gather).remove)
+            stack.callback(module.register_forward_hook(part).remove)
+        yield

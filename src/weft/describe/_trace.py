@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -29,17 +29,22 @@ LOSS = "loss"
 
 
 def trace(
-    blueprint: Blueprint, dtype: torch.dtype, parameters: Mapping[str, Tensor] | None = None, *, loss: bool = True
+    blueprint: Blueprint,
+    dtype: torch.dtype,
+    parameters: Mapping[str, Tensor] | None = None,
+    *,
+    loss: bool = True,
+    watch: Callable[[Event], None] | None = None,
 ) -> Trace:
     """Run the model in `dtype` as it is (training or evaluation mode), and its loss if wanted; nothing is computed.
 
     The model's own tensors are not touched: meta tensors of their shapes, or the given `parameters`, stand in for the
-    run.
+    run.  `watch` sees every event as it happens; what it raises ends the run.
 
     Raises:
         RecipeError: the model has no example batch, its forward raises, or asks what only a real run can answer.
     """
-    recorder = _Recorder(blueprint, dtype, parameters or {})
+    recorder = _Recorder(blueprint, dtype, parameters or {}, watch)
     return recorder.run(loss)
 
 
@@ -58,9 +63,15 @@ class _Held:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, blueprint: Blueprint, dtype: torch.dtype, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        dtype: torch.dtype,
+        parameters: Mapping[str, Tensor],
+        watch: Callable[[Event], None] | None,
+    ) -> None:
         super().__init__()
-        self._blueprint, self._dtype = blueprint, dtype
+        self._blueprint, self._dtype, self._watch = blueprint, dtype, watch
         self._stand_ins = StandIns()
         self._events: list[Event] = []
         self._saves: list[tuple[Save, weakref.ref[_Held]]] = []
@@ -71,6 +82,7 @@ class _Recorder(TorchDispatchMode):
         self._exits: dict[str, int] = {}
         self._results: dict[str, tuple[Value | None, ...]] = {}
         self._num_runs: Counter[str] = Counter()
+        self._touched: dict[int, set[str]] = {}
         self._modules: list[str] = [""]
         self._call = 0
         self._paused = False
@@ -129,6 +141,7 @@ class _Recorder(TorchDispatchMode):
             exits=self._exits,
             results=self._results,
             num_runs=self._num_runs,
+            touched={storage: frozenset(modules) for storage, modules in self._touched.items()},
             outputs=outputs,
             loss_event=loss_event,
             notes=tuple(self._stand_ins.notes),
@@ -136,10 +149,11 @@ class _Recorder(TorchDispatchMode):
 
     def value(self, tensor: Tensor) -> Value:
         """The value of a tensor, whose storage is kept from now on: so no other gets its address."""
-        found = Value.of(tensor)
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] # looking is no call of the model's
+            found = Value.of(tensor)
         if found.storage not in self._storages:
-            self._storages[found.storage] = tensor.untyped_storage()
-            self._dtypes[found.storage] = tensor.dtype
+            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+                self._storages[found.storage], self._dtypes[found.storage] = tensor.untyped_storage(), tensor.dtype
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,6 +162,12 @@ class _Recorder(TorchDispatchMode):
         if not self._paused:
             self._note(func.overloadpacket.__name__, args, kwargs or {}, result, mutates=func._schema.is_mutable)
         return result
+
+    def touch(self, given: Iterable[Any]) -> None:
+        """Note what a function was called with, or asked for."""
+        for leaf in given:
+            if isinstance(leaf, Tensor) and not self._paused:
+                self._touched.setdefault(self.value(leaf).storage, set()).add(self._modules[-1])
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one call of the model or the loss, in one kernel where devices have one."""
@@ -206,6 +226,8 @@ class _Recorder(TorchDispatchMode):
                 mutates=mutates,
             )
         )
+        if self._watch is not None:
+            self._watch(self._events[-1])
 
     def _pack(self, tensor: Tensor) -> _Held:
         held, value = _Held(), self.value(tensor)
@@ -276,6 +298,7 @@ class _Functions(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._recorder.touch((*args, *(kwargs or {}).values()))
         if getattr(func, "__name__", "") in ("__get__", "__set__"):
             return func(*args, **(kwargs or {}))
         return self._recorder.call(func, args, kwargs or {})

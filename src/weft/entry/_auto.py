@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, KnownMachine, known_machine
-from weft.describe import describe, describe_weights
+from weft.describe import describe, describe_weights, look
 from weft.description import Description, description_of, store, stored
 from weft.errors import RecipeError
 from weft.families import Tables
@@ -46,6 +46,19 @@ def describe_user_model(blueprint: Blueprint, recipe: Recipe) -> Description:
         if module is None:
             return _described(replace(blueprint, example=None), recipe)
         return _described(replace(blueprint, module=module), recipe)
+
+
+def look_at_user_model(blueprint: Blueprint) -> None:
+    """Split a module that the user has constructed as its forward allows; a copy of it on the meta device runs."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        module = _on_meta(blueprint.module)
+        if module is None:
+            return
+        seen = replace(blueprint, module=module)
+        look(seen)
+        for name, value in Tables(**seen.of_tables).of_tables.items():
+            setattr(blueprint, name, value)
 
 
 def _kept(recipe: Recipe, blueprint: Blueprint) -> Description:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, known_machine
-from weft.description import facts_of
+from weft.description import description_of, facts_of
 from weft.entry._auto import describe_recipe
 from weft.entry._check_report import CheckFailure, CheckReport, describe_case
 from weft.entry._one_process import OneProcess
@@ -142,8 +142,10 @@ def check_by(
 
 
 def _facts(recipe: Recipe) -> ModelFacts:
-    """A factory's model is built, because it will run as it is; of others the recipe says enough."""
-    return facts_of(recipe) if recipe.model.factory is None else facts_of_blueprint(build_blueprint(recipe), recipe)
+    """What the recipe says of a model that it fully describes; others are built and looked at."""
+    if recipe.model.factory is not None:  # it will run as it is, whatever was kept of it
+        return facts_of_blueprint(build_blueprint(recipe), recipe)
+    return facts_of(recipe) if description_of(recipe) is not None else describe_recipe(recipe).facts
 
 
 def _fitting(small: SmallCase) -> ModelFacts:

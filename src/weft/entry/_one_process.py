@@ -104,7 +104,7 @@ class OneProcess:
 
 def _builder(small: SmallCase) -> Callable[[], Blueprint]:
     """Builds the small model, with no parameter that starts constant."""
-    return lambda: perturb_constants(build_blueprint(small.recipe))
+    return lambda: perturb_constants(build_blueprint(small.recipe, Plan()))
 
 
 def _nudged(small: SmallCase, precision: Precision) -> Blueprint:

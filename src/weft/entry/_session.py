@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.comm import Mesh, group_store
 from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
-from weft.entry._auto import describe_user_model, machine_for
+from weft.entry._auto import describe_user_model, look_at_user_model, machine_for
 from weft.entry._calls import Calls
 from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
 from weft.entry._recording import SessionRuns
@@ -344,7 +344,7 @@ class Session:
                 )
         tables.split, tables.cut = (*own, *known), cut if cut is not None else tables.cut
         tables.vocabulary_head = vocabulary_head
-        return Blueprint(
+        blueprint = Blueprint(
             **tables.of_tables,
             module=model,
             inputs=inputs,
@@ -355,6 +355,9 @@ class Session:
                 for name, value in example.items()
             },
         )
+        if not blueprint.splits and not own and self._plan is not None and self._plan.mesh.tensor > 1:
+            look_at_user_model(blueprint)
+        return blueprint
 
     def _choose(self, recipe: Recipe, blueprint: Blueprint, loss: UserLoss, example: UserBatch) -> Plan:
         facts = facts_of_blueprint(blueprint, recipe)

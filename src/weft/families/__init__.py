@@ -6,6 +6,7 @@ from weft.families._find import families as families
 from weft.families._find import family_of as family_of
 from weft.families._tables import INHERITED as INHERITED
 from weft.families._tables import NO_SEQUENCE as NO_SEQUENCE
+from weft.families._tables import OF_PARAMETERS as OF_PARAMETERS
 from weft.families._tables import Crossing as Crossing
 from weft.families._tables import Cut as Cut
 from weft.families._tables import CutTable as CutTable

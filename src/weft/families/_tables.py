@@ -12,6 +12,8 @@ from weft.recipe import SplitKind
 
 INHERITED = ("sequence", "replicate", "heads", "features")
 """Kinds that also hold for what lies inside the matching module."""
+OF_PARAMETERS = ("part", "heads")
+"""Kinds that a single parameter may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,16 +24,22 @@ class SplitRule:
     `sequence` marks modules (norms, dropouts) that may work on a shard of the sequence.
     `whole` marks modules that read the sequence's length off their input (`batch, length, _ = x.shape`): under sequence
     parallelism their first argument is gathered before them, and not once more at the columns inside.
-    `heads` / `features` mark dropouts whose input is already split along dim 1 (heads) / the last dim (features).
+    `heads` / `features` mark dropouts whose input is already split along dim 1 (heads) / the last dim (features), and
+    modules or single parameters that are the same for all heads: each rank then has a part of their gradient.
+    `gather` marks modules that need all of a last dim which is split (norms over all heads): it is gathered before
+    them, and each rank goes on with its part of their result.
+    `part` names a parameter of which each rank has a part along `dim`, because it meets activations that are split.
     """
 
     match: str
-    """Glob over module names; the first rule that matches wins."""
+    """Glob over the names of modules, and for `part` and `heads` of parameters; the first rule that matches wins."""
     kind: SplitKind
     blocks: int = 1
     """Equal blocks fused along the split dimension (3 for a fused query-key-value), each cut on its own."""
     gather_output: bool = False
     """`column` only: all-gather the output (a head whose loss is not vocabulary-parallel)."""
+    dim: int = 0
+    """`part` only: along which dimension."""
 
     @property
     def divides(self) -> bool:
@@ -155,6 +163,11 @@ class Tables:
             if "." not in around:
                 return None
             around = around.rpartition(".")[0]
+
+    def rule_of_parameter(self, name: str) -> SplitRule | None:
+        """The rule about a parameter itself; None: that of its module holds."""
+        found = next((rule for rule in self.split if fnmatchcase(name, rule.match)), None)
+        return found if found is not None and found.kind in OF_PARAMETERS else None
 
     def kind_of(self, name: str) -> SplitKind | None:
         """The kind of `rule_of`."""

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 Shape = tuple[int, ...]
-CallKind = Literal["column", "row", "vocab", "whole", "replicate", "batch_norm"]
+CallKind = Literal["column", "row", "vocab", "whole", "replicate", "gather", "batch_norm"]
 """How ranks share a module's work; `batch_norm`: data ranks share its statistics."""
 
 

@@ -39,6 +39,8 @@ SplitKind = Literal[
     "heads",
     "features",
     "whole",
+    "gather",
+    "part",
 ]
 
 
@@ -62,9 +64,9 @@ class ModelRecipe:
     """`tokens`, `classes`, `regression`, or `package.module:function`; by default the model's own."""
     split: Mapping[str, SplitKind] = field(default_factory=dict[str, SplitKind], hash=False)
     """`[model.split]`: glob over module names → kind; wins over every other table."""
-    propose_split: bool = False
-    """Let an analysis of the model's graph say how the layers split that no table covers (`weft describe` shows it);
-    prove it with `weft check`."""
+    propose_split: bool | None = None
+    """Whether to find out by looking at the model's forward how layers split that no table covers (`weft describe`
+    shows it). By default where nothing says how the model splits; prove it with `weft check`."""
     freeze: tuple[str, ...] = ()
     """Globs over parameter names that are not trained."""
 

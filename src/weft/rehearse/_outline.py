@@ -26,7 +26,7 @@ _SAMPLES = 2
 """Samples of the forward: a batch norm in training wants more than one."""
 _OF_A_SHAPE = ("new_", "empty_like", "zeros_like", "ones_like")
 """Operators that read the shape of a tensor and no value: what begins so, as a mask of dropout, depends on nothing."""
-_NOTED = ("column", "row", "vocab", "whole", "replicate")
+_NOTED = ("column", "row", "vocab", "whole", "replicate", "gather")
 
 
 def outline_of(blueprint: Blueprint) -> Outline:
@@ -86,14 +86,20 @@ def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator
             shape=tuple(tensor.shape),
             is_trained=tensor.requires_grad,
             split=None if split is None else TensorCut(split.dim, split.blocks),
-            partial=_partial(blueprint.kind_of(owner), leaf, region is not None and region.contains(owner)),
+            partial=_partial(_kind_for(blueprint, name, owner), leaf, region is not None and region.contains(owner)),
             is_sparse=names[name] in sparse,
         )
 
 
+def _kind_for(blueprint: Blueprint, name: str, owner: str) -> str | None:
+    """How a parameter's own rule, or else its module's, has it."""
+    own = blueprint.rule_of_parameter(name)
+    return blueprint.kind_of(owner) if own is None else own.kind
+
+
 def _partial(kind: str | None, leaf: str, in_region: bool) -> Any:
     """Of which modules each tensor rank computes a part of the gradient."""
-    if kind in ("heads", "features"):
+    if kind in ("heads", "features", "gather"):
         return "always"
     if in_region and (kind == "sequence" or (kind == "row" and leaf == "bias")):
         return "sequence"

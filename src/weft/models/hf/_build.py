@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from weft.errors import RecipeError
-from weft.families import family_of
+from weft.families import Tables, family_of
 from weft.models._blueprint import Blueprint, Initialiser
 from weft.models._examples import token_example
 from weft.models._isolation import check_isolation
@@ -24,7 +24,7 @@ from weft.models.hf._attention import (
 )
 from weft.models.hf._experts import IMPLEMENTATION as EXPERTS
 from weft.models.hf._experts import register_experts
-from weft.models.hf._tables import description_of_model, library_tables
+from weft.models.hf._tables import description_of_model
 from weft.models.hf._weights import SafetensorsFolder, folder_initialiser, random_initialiser
 from weft.recipe import ModelRecipe, hf_config_file, read_hf_config
 
@@ -49,7 +49,7 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
         check_isolation(transformers, recipe.hf, model.config)
     length = _sequence_length(recipe, config)
     description = description_of_model(model, length, where=recipe.hf)
-    tables = library_tables(model) if description is None else description.tables
+    tables = Tables() if description is None else description.tables
     initialise, notes = _initialiser(model, SafetensorsFolder(folder))
     family = family_of(config.model_type)
     if family is not None:

@@ -1,4 +1,4 @@
-"""Tables of Hugging Face models: of the family's file, else of the library's own tensor-parallel plan."""
+"""Tables of Hugging Face models: of the family's file; and the library's own tensor-parallel plan, to compare with."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def description_of_model(
 
 
 def tables_of_model(model: Any, sequence_length: int | None = None) -> Tables:
-    """Return how a constructed model splits and where it is cut, as its family or its own plan says."""
+    """Return how a constructed model splits and where it is cut, as its family says; what has no family is looked at
+    (`weft.describe`)."""
     description = description_of_model(model, sequence_length)
-    return library_tables(model) if description is None else description.tables
+    return Tables() if description is None else description.tables
 
 
 _STYLES: dict[str, tuple[SplitKind, bool]] = {
@@ -54,30 +55,3 @@ def translate_plan(model: Any) -> tuple[list[SplitRule], list[str]]:
         if style in _STYLES
     ]
     return rules, unknown
-
-
-def library_tables(model: Any) -> Tables:
-    """Tables of a family without a file: its own tensor plan if all of it translates, and no pipeline cuts.
-
-    A pipeline plan alone does not tell what a forward does between the embedding and the first block (some scale
-    there), so Weft does not cut by it.
-    """
-    config = model.config
-    rules, unknown = translate_plan(model)
-    no_tensor, notes = "", list[str]()
-    if unknown:
-        rules = []
-        no_tensor = f"its tensor-parallel plan uses {', '.join(unknown)}, which Weft cannot split"
-        notes.append(f"{no_tensor}: no tensor axis.")
-    elif not rules:
-        no_tensor = "it brings no tensor-parallel plan, and the recipe has no [model.split]"
-        notes.append("it brings no tensor-parallel plan: no tensor axis unless [model.split] says how.")
-    counts = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    sizes = {name: getattr(config, name, None) for name in counts}
-    divisible = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    return Tables(
-        split=rules,
-        divisible=divisible if rules else {},
-        no_tensor=no_tensor,
-        notes=notes,
-    )

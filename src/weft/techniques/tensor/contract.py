@@ -71,7 +71,10 @@ class Tensor(Technique):
             return  # A split table of one's own says itself what must divide; it is looked at when the model is built.
         if not sizes:
             why = case.facts.no_tensor or f"a {case.facts.name} has no layers for the tensor axis"
-            raise case.refuse(("mesh", "tensor"), f"has nothing to split: {why}.\nUse 1, and data ranks.")
+            raise case.refuse(
+                ("mesh", "tensor"),
+                f"has nothing to split: {why}.\nUse 1: data ranks share the model (plan.data_parallel.zero).",
+            )
         wrong = {name: size for name, size in sizes.items() if size % tensor}
         if wrong:
             common = math.gcd(*sizes.values())

@@ -14,6 +14,9 @@ from weft.errors import PlanError
 from weft.models import INHERITED, Blueprint, SplitRule, Tables
 from weft.parallel import ModelLayout, Split
 
+_NO_CUTS = (*INHERITED, "whole", "gather", "part")
+"""Kinds of modules whose parameters stay whole."""
+
 
 def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
@@ -33,14 +36,25 @@ def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, Split]:
     splits: dict[str, Split] = {}
     for name, child in blueprint.module.named_modules(remove_duplicate=False):
         rule = blueprint.rule_of(name)
-        if rule is None or rule.kind in INHERITED or rule.kind == "whole":
-            continue
-        for leaf, dim in _cut_dims(name, child, rule, blueprint.module).items():
-            parameter = getattr(child, leaf)
-            if parameter is not None:
-                _check_divides(f"{name}.{leaf}", parameter.shape, dim, rule, view.size)
-                splits[f"{name}.{leaf}"] = Split(dim=dim, parts=view.size, index=view.index, blocks=rule.blocks)
+        cuts = {} if rule is None or rule.kind in _NO_CUTS else _cut_dims(name, child, rule, blueprint.module)
+        for leaf, parameter in child.named_parameters(recurse=False):
+            whole_name = f"{name}.{leaf}" if name else leaf
+            own = blueprint.rule_of_parameter(whole_name)
+            if own is not None and own.kind == "part":
+                splits[whole_name] = _split(whole_name, parameter, own.dim, own, view)
+            elif rule is not None and leaf in cuts:
+                splits[whole_name] = _split(whole_name, parameter, cuts[leaf], rule, view)
     return splits
+
+
+def _split(name: str, parameter: nn.Parameter, dim: int, rule: SplitRule, view: GroupView) -> Split:
+    if dim >= parameter.dim():
+        raise PlanError(
+            f'model.split: "{rule.match}" cuts dimension {dim} of {name}, which has the shape'
+            f" {tuple(parameter.shape)}. Name a dimension that it has, or leave the rule out."
+        )
+    _check_divides(name, parameter.shape, dim, rule, view.size)
+    return Split(dim=dim, parts=view.size, index=view.index, blocks=rule.blocks)
 
 
 def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) -> Mapping[str, int]:

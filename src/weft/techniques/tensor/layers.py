@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitRule
+from weft.models import Blueprint, SplitRule, number_of, set_number
 from weft.parallel import ModelLayout, Split, StepContext, fill_layout, first_names, is_own
 from weft.parallel.autograd import (
     copy_to_group,
@@ -164,8 +164,14 @@ class _Splitter:
                 case "heads" | "features":
                     for leaf, _ in module.named_parameters(recurse=False):
                         mark_partial(self.layout, f"{name}.{leaf}")
+                case "gather":
+                    self._gather(name, module)
                 case _:
                     pass
+        for name, _ in self.part.named_parameters(remove_duplicate=False):
+            own = self.blueprint.rule_of_parameter(name)
+            if own is not None and own.kind == "heads":
+                mark_partial(self.layout, name)
 
     def _column(self, name: str, module: nn.Module, rule: SplitRule, inside: bool, *, gathered: bool) -> None:
         is_head = rule.gather_output or name == self.blueprint.vocabulary_head
@@ -178,6 +184,13 @@ class _Splitter:
             object.__setattr__(module, "nf", width // self.view.size)
         if rule.gather_output and name != self.blueprint.vocabulary_head:
             module.register_forward_hook(partial(_gather_output, self.view, rule.blocks))
+
+    def _gather(self, name: str, module: nn.Module) -> None:
+        """Each rank computes the whole result and goes on with its part, so it has a part of every gradient."""
+        module.register_forward_pre_hook(partial(_enter_gathered, self.view))
+        module.register_forward_hook(partial(_leave_gathered, self.view))
+        for leaf, _ in module.named_parameters(recurse=False):
+            mark_partial(self.layout, f"{name}.{leaf}")
 
     def _copied(self, x: Tensor) -> Tensor:
         return copy_to_group(x, self.view) if torch.is_grad_enabled() and x.requires_grad else x
@@ -216,6 +229,15 @@ def _share_input(
         return (get(args[0]), *args[1:]), kwargs
     key = next(iter(kwargs))
     return args, {**kwargs, key: get(kwargs[key])}
+
+
+def _enter_gathered(view: GroupView, module: nn.Module, args: Any) -> Any:
+    whole = gather_features(args[0], view)
+    return (copy_to_group(whole, view) if whole.requires_grad else whole, *args[1:])
+
+
+def _leave_gathered(view: GroupView, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.chunk(view.size, -1)[view.index].contiguous()
 
 
 def _gather_output(view: GroupView, blocks: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -295,7 +317,7 @@ def _localise(part: nn.Module, blueprint: Blueprint, view: GroupView) -> None:
         for entry in blueprint.localise:
             if not fnmatchcase(name, entry.match) or (id(module), entry.attribute) in done:
                 continue
-            value = getattr(module, entry.attribute, None)
+            value = number_of(module, entry.attribute)
             if value is None:
                 continue
             if not isinstance(value, int) or value % view.size:
@@ -303,5 +325,5 @@ def _localise(part: nn.Module, blueprint: Blueprint, view: GroupView) -> None:
                     f"plan.mesh.tensor = {view.size} does not divide {name}.{entry.attribute} = {value}."
                     " Use a size that does, or tensor = 1."
                 )
-            setattr(module, entry.attribute, value // view.size)
+            set_number(module, entry.attribute, value // view.size)
             done.add((id(module), entry.attribute))

@@ -42,6 +42,8 @@ class _Around:
                     yield self._send("all_reduce", self._bytes(call.output), call, "sum of embeddings")
                 case "whole" if inside:
                     yield from self._reads(call, inside)
+                case "gather":
+                    yield from self._gathers(call)
                 case "replicate" if inside:
                     yield from self._replicated(call)
                 case _:
@@ -81,6 +83,12 @@ class _Around:
         yield self._send("reduce_scatter", self._padded(call.output), call, "sum of its output", again)
         if call.gives_gradient:
             yield self._send("all_gather", self._padded(call.output), call, "gradient of its output")
+
+    def _gathers(self, call: ModuleCall) -> Iterator[RankSend]:
+        again = self._again(call, call.is_entry_repeated)
+        yield self._send("all_gather", self._bytes(call.shape), call, "whole input", again)
+        if call.needs_gradient:
+            yield self._send("all_reduce", self._bytes(call.shape), call, "gradient of its input")
 
     def _replicated(self, call: ModuleCall) -> Iterator[RankSend]:
         again = self._again(call, call.is_entry_repeated)

@@ -1,0 +1,49 @@
+"""Gives a model without a split table the one that looking at it shows, or the reason why there is none."""
+
+from __future__ import annotations
+
+from weft.describe._proposal import Proposal
+from weft.describe._propose import propose_split
+from weft.errors import RecipeError
+from weft.models import Blueprint
+
+_SHOWN = 2
+"""Reasons in a sentence."""
+
+
+def look(blueprint: Blueprint) -> None:
+    """Split a model as its forward allows, behind the rules that it has; never raises for what the model does.
+
+    Where nothing can be split, `no_tensor` says why.  Every process finds the same, for the analysis depends on the
+    model alone.
+    """
+    try:
+        proposal = propose_split(blueprint)
+    except RecipeError as problem:
+        blueprint.no_tensor = _first_sentence(str(problem))
+        return
+    except Exception as problem:  # a forward may do what no rule of the analysis foresaw: no table, and no failure
+        said = next(iter(str(problem).splitlines()), "")
+        blueprint.no_tensor = f"looking at its forward failed ({type(problem).__name__}: {said})"
+        return
+    proposal.apply_to(blueprint)
+    if proposal.splits:
+        modules = sum(proposed.rule.divides for proposed in proposal.rules)
+        said = f"its split table, {modules} rules, was found by looking at it; `weft check` proves it"
+        blueprint.notes = (*blueprint.notes, said)
+    elif not blueprint.splits:
+        blueprint.no_tensor = why_whole(proposal)
+
+
+def why_whole(proposal: Proposal) -> str:
+    """Why nothing can be split: the modules, and what about them stands in the way.  A sentence without its end."""
+    reasons = [f"{name}: {reason}" for name, reason in proposal.replicated]
+    if not reasons:
+        return "no linear layer of it feeds another by way of parts"
+    more = f"; and {len(reasons) - _SHOWN} more (`weft describe`)" if len(reasons) > _SHOWN else ""
+    return "no layer of it can be split: " + "; ".join(reasons[:_SHOWN]) + more
+
+
+def _first_sentence(text: str) -> str:
+    """Without the change to make, which is about describing the model and not about the plan."""
+    return text.splitlines()[0].split(". ")[0].rstrip(".")

@@ -33,15 +33,23 @@ class Segments:
 
 
 def find_blocks(blueprint: Blueprint, trace: Trace) -> tuple[str, ...]:
-    """The blocks of the cut table; else the children of the containers that repeat one class, in order of execution."""
+    """The blocks of the cut table; else the children of the containers that repeat one class, in order of execution.
+
+    Where no container does (stages of a network of several kinds in turn), those of containers of mixed classes.
+    """
     if blueprint.cut is not None:
         return tuple(blueprint.cut.blocks)
-    names = [name for container in _containers(blueprint.module) for name in container if name in trace.entries]
-    return tuple(sorted(names, key=lambda name: trace.entries[name][0]))
+    found: tuple[str, ...] = ()
+    for mixed in (False, True):
+        names = [name for c in _containers(blueprint.module, mixed=mixed) for name in c if name in trace.entries]
+        found = tuple(sorted(names, key=lambda name: trace.entries[name][0]))
+        if len(found) > 1:
+            return found
+    return found
 
 
-def _containers(root: nn.Module) -> list[list[str]]:
-    """Outermost lists and sequences whose children are all of one class, two or more, with parameters."""
+def _containers(root: nn.Module, *, mixed: bool) -> list[list[str]]:
+    """Outermost lists and sequences of two or more children with parameters, of one class unless `mixed`."""
     found: list[list[str]] = []
 
     def visit(name: str, module: nn.Module) -> None:
@@ -50,7 +58,7 @@ def _containers(root: nn.Module) -> list[list[str]]:
         has_weights = any(True for _ in module.parameters())
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
         composed = any(True for _, child in children for _ in child.children())
-        if listed and len(children) > 1 and len(kinds) == 1 and has_weights and composed:
+        if listed and len(children) > 1 and (mixed or len(kinds) == 1) and has_weights and composed:
             found.append([f"{name}.{key}" if name else key for key, _ in children])
             return
         for key, child in children:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import RecipeError
-
 IMPLEMENTATION = "weft"
 """`config._attn_implementation` of the families that Weft knows; `add_masks` builds their masks."""
 
@@ -106,15 +104,14 @@ def weft_attention(
 ) -> tuple[Tensor, None]:
     """Attend from (batch, heads, length, head_size) and return (batch, length, heads, head_size).
 
-    `dropout` is the rate in training and 0 in evaluation, as the calling module says.
-
-    Raises:
-        RecipeError: the model asks for attention sinks or a position bias.
+    `dropout` is the rate in training and 0 in evaluation, as the calling module says.  Among the other settings
+    `s_aux` has a score for each head that takes part in the softmax and attends to nothing (an attention sink, Xiao et
+    al. 2023, https://arxiv.org/abs/2309.17453, learned as in gpt-oss), and `position_bias` scores to add.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-    _refuse_unknown(module, kwargs)
-    if dropout == 0.0 and softcap is None:
+    sinks: Tensor | None = kwargs.pop("s_aux", None)
+    if dropout == 0.0 and softcap is None and sinks is None:
         mixed, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
         )
@@ -124,22 +121,27 @@ def weft_attention(
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if kwargs.get("position_bias") is not None:
+        scores = scores + kwargs["position_bias"]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None and causal and query.shape[2] > 1:
-        attention_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    probabilities = scores.softmax(-1, dtype=wide).to(query.dtype)
+    probabilities = _softmax(_masked(scores, attention_mask, causal=causal), sinks).to(query.dtype)
     if dropout > 0.0:
         probabilities = getattr(module, getattr(module, _NAME))(probabilities)
     return (probabilities @ value).transpose(1, 2).contiguous(), None
 
 
-def _refuse_unknown(module: nn.Module, settings: dict[str, Any]) -> None:
-    for name in ("s_aux", "position_bias"):
-        if settings.get(name) is not None:
-            raise RecipeError(
-                f"model.hf: {type(module).__name__} passes {name} to its attention, which Weft's own does not"
-                " take. Use a model without it."
-            )
+def _masked(scores: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """Scores with those that may not count as low as can be; a mask of floats is added, as transformers means it."""
+    if mask is None and causal and scores.shape[2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is None:
+        return scores.softmax(-1, dtype=wide)
+    beside = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, beside], -1).softmax(-1, dtype=wide)[..., :-1]

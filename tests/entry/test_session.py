@@ -256,7 +256,7 @@ class TwiceTied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.entry = Entry()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
         self.tail = Tail(self.entry)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class TwiceTied(nn.Module):
         return self.tail(hidden)
 
 
-def tied_twice(pipeline: int, folder: str) -> list[tuple[float, float]]:
+def tied_twice(pipeline: int, folder: str, *, by_hand: bool = True) -> list[tuple[float, float]]:
     torch.manual_seed(0)
     model = TwiceTied().double()
     tokens = torch.randint(0, 11, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -280,7 +280,8 @@ def tied_twice(pipeline: int, folder: str) -> list[tuple[float, float]]:
     def loss(outputs: Tensor, batch: list[Tensor]) -> tuple[Tensor, int]:
         return nn.functional.cross_entropy(outputs, batch[1], reduction="sum"), len(outputs)
 
-    cut = CutTable(entry="entry", blocks=("blocks.0", "blocks.1"), tail=("tail",))
+    table = CutTable(entry="entry", blocks=("blocks.0", "blocks.1"), tail=("tail",))
+    cut = table if by_hand else None
     with weft.session(plan=plan, permit=("fp64",), folder=folder, quiet=True) as session:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         state = session.prepare(model, optimizer, loader, loss=loss, cut=cut)
@@ -289,8 +290,9 @@ def tied_twice(pipeline: int, folder: str) -> list[tuple[float, float]]:
 
 def test_two_ties_between_the_same_stages_are_summed_each_with_its_own(ranks, tmp_path) -> None:
     alone = ranks.run(1, tied_twice, 1, str(tmp_path / "a"))[0]
-    for found in ranks.run(2, tied_twice, 2, str(tmp_path / "b")):
-        assert found == [pytest.approx(pair, rel=1e-12) for pair in alone]
+    for by_hand in (True, False):  # by looking, too
+        for found in ranks.run(2, tied_twice, 2, str(tmp_path / f"{by_hand}"), by_hand=by_hand):
+            assert found == [pytest.approx(pair, rel=1e-12) for pair in alone]
 
 
 def strays(zero: int, folder: str) -> list[float]:

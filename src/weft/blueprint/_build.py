@@ -19,8 +19,7 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
         RecipeError: the model cannot be built.
     """
     blueprint = build_model(recipe)
-    if plan is None or _needs_blocks(plan):
-        _look_for_a_cut(blueprint)
+    look_for_blocks(blueprint, plan)
     if (plan is None or plan.mesh.tensor > 1) and _may_split(blueprint, recipe):
         _look_for_a_split(blueprint, recipe)
     return blueprint
@@ -32,9 +31,12 @@ def _needs_blocks(plan: Plan) -> bool:
     return plan.mesh.pipeline > 1 or plan.memory.recomputes or plan.compute.compile or gathers
 
 
-def _look_for_a_cut(blueprint: Blueprint) -> None:
-    """Where nothing says where a model may be cut into stages, see whether its forward does."""
-    if blueprint.cut is not None or blueprint.no_stages:
+def look_for_blocks(blueprint: Blueprint, plan: Plan | None = None) -> None:
+    """Where nothing says what the blocks of a model are and a plan needs to know, see whether its forward does.
+
+    Enters into the blueprint where the model may be cut into stages and what its parts cost, or why it cannot be cut.
+    """
+    if blueprint.cut is not None or blueprint.no_stages or not (plan is None or _needs_blocks(plan)):
         return
     # Ranks do without descriptions and the analysis of graphs, thousands of lines, unless they need them.
     from weft.describe import find_cut

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from weft.blueprint import look_for_blocks
 from weft.comm import Mesh, group_store
 from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
 from weft.entry._auto import describe_user_model, look_at_user_model, machine_for
@@ -249,6 +250,8 @@ class Session:
     ) -> TrainState:
         """Choose the plan, and bring model and optimizer under it."""
         model = blueprint.module
+        if self._plan is not None:  # what is chosen here shares out data alone
+            look_for_blocks(blueprint, self._plan)
         plan = self._choose(recipe, blueprint, loss, example)
         groups = group_indices(optimizer, model)
         self._own(model)

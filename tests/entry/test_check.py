@@ -16,7 +16,7 @@ from checking import on_ranks
 from pool import RankPool
 from weft.cli import run
 from weft.entry import check_by
-from weft.errors import LaunchError, RecipeError
+from weft.errors import LaunchError, PlanError, RecipeError
 from weft.launch.launcher import ForkServer
 from weft.plan import DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.recipe import Recipe, parse_recipe
@@ -36,6 +36,7 @@ global_batch_size = 64
 steps = 1000
 """
 MODEL = '''
+import numpy
 import torch
 from torch import nn
 from weft.models import Blueprint, SplitRule
@@ -75,6 +76,19 @@ def build():
             "rows": torch.empty(n, 5, 16, device="meta"), "targets": torch.empty(n, 3, device="meta")
         },
     )
+
+
+class Masking(Attention):
+    """Masks at random, as audio models do, from a generator that knows nothing of samples."""
+
+    def forward(self, rows):
+        return super().forward(rows * torch.from_numpy(numpy.random.rand(rows.shape[1], 1)).to(rows))
+
+
+def build_masking():
+    blueprint = build()
+    blueprint.module = Masking()
+    return blueprint
 
 
 def build_without_example():
@@ -207,6 +221,11 @@ def test_what_cannot_be_checked(
 def test_a_model_without_an_example_says_what_is_missing(project: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be checked: nothing says what its samples look like"):
         weft.check(factory("build_without_example"), Plan(microbatch=MicrobatchPlan(size=8)))
+
+
+def test_draws_that_no_plan_can_key_are_refused_and_no_difference(project: Path) -> None:
+    with pytest.raises(PlanError, match="draws from numpy's generator, which cannot be keyed by sample"):
+        weft.check(factory("build_masking"), Plan(mesh=MeshPlan(replicate=2), microbatch=MicrobatchPlan(size=4)))
 
 
 def test_a_model_that_is_too_large_says_how_to_make_it_smaller(project: Path) -> None:

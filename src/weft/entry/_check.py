@@ -46,6 +46,7 @@ from weft.numerics import (
     shrink_case,
     without,
 )
+from weft.parallel.draws import draws_of
 from weft.plan import ModelFacts, Plan, check_plan, check_runnable, dump_plan, load_plan
 from weft.recipe import Recipe, dump_recipe, load_recipe
 from weft.search import choose_plan
@@ -153,8 +154,9 @@ def _fitting(small: SmallCase) -> ModelFacts:
 
     Raises:
         RecipeError: there is nothing to make samples from.
+        PlanError: the model draws what the plan cannot key.  One process and plain PyTorch would differ then, too.
     """
-    blueprint = build_blueprint(small.recipe)
+    blueprint = build_blueprint(small.recipe, small.plan)
     if blueprint.example is None:
         what = small.recipe.model.factory or type(blueprint.module).__name__
         raise RecipeError(
@@ -163,6 +165,7 @@ def _fitting(small: SmallCase) -> ModelFacts:
         )
     facts = facts_of_blueprint(blueprint, small.recipe)
     check_plan(small.plan, small.recipe, facts)
+    draws_of(blueprint, small.plan)
     return facts
 
 

@@ -32,7 +32,8 @@ class Layer(nn.Module):
             change = change + side
         result = change if "bare" in self.traits else hidden + change
         if "tuple" in self.traits:
-            return {"hidden": result, "side": change.tanh(), "note": "text"}
+            passed = side is not None and "pass" in self.traits  # as T5 hands on its position bias
+            return {"hidden": result, "side": side if passed else change.tanh(), "note": "text"}
         return result
 
 
@@ -98,7 +99,7 @@ class Drawn(nn.Module):
         return self.head(made)
 
 
-TRAITS = ("bare", "tuple", "skip", "gain", "again", "tied", "positions", "write", "mix", "late", "functional")
+TRAITS = ("bare", "tuple", "skip", "gain", "again", "tied", "positions", "write", "mix", "late", "functional", "pass")
 
 
 def draw(seed: int) -> tuple[list[int], frozenset[str]]:

@@ -34,7 +34,7 @@ def describe(
     import torch
 
     from weft.blueprint import build_blueprint
-    from weft.describe import examine, propose_split
+    from weft.describe import examine, propose_split, stage_lines
     from weft.models import build_model
 
     blueprint = build_blueprint(with_overrides)
@@ -48,6 +48,7 @@ def describe(
     print("\n".join(_lines(description, dtype.itemsize)))
     print()
     print("\n".join(_split_lines(proposal, covered=plain.splits)))
+    print("\n".join(stage_lines(blueprint)))
 
 
 def _lines(description: ForwardDescription, element_bytes: int) -> list[str]:

@@ -203,11 +203,17 @@ class _Finder:
 
     def _crossings(self, border: int) -> tuple[Crossing, ...]:
         """Results of units before block `border` that are read from there on."""
-        found: list[Crossing] = []
+        by_value: dict[Value, Crossing] = {}
         for unit in self.units:
             if self._stands_before(unit, border):
-                found += [self._crossing(source) for source in self._read_behind(unit, border)]
-        dtypes = {self._result(crossing).dtype for crossing in found}
+                for source in self._read_behind(unit, border):
+                    crossing = self._crossing(source)
+                    value = self._result(crossing)
+                    first = by_value.get(value)
+                    # What a module only passes on is the same tensor, and travels once.
+                    by_value[value] = crossing if first is None else replace(first, also=(*first.also, source))
+        found = tuple(by_value.values())
+        dtypes = {value.dtype for value in by_value}
         if len(dtypes) > 1:
             raise _NoCutError(
                 f"what block {border} and later ones read of earlier ones has several dtypes:"
@@ -215,7 +221,7 @@ class _Finder:
             )
         if not found:
             raise _NoCutError(f"nothing that comes before block {border} is read behind it")
-        return tuple(found)
+        return found
 
     def _stands_before(self, unit: str, border: int) -> bool:
         is_tail = self.units.index(unit) > self.units.index(self.blocks[-1])

@@ -91,6 +91,8 @@ class Crossing:
     """Its shape for two samples."""
     is_per_sample: bool = True
     """Whether dim 0 grows with the samples."""
+    also: tuple[tuple[str, int], ...] = ()
+    """Other results that are this same tensor, passed on: module and place."""
 
     def shape_for(self, samples: int) -> tuple[int, ...]:
         """Its shape where the forward sees so many samples."""

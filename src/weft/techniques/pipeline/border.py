@@ -53,9 +53,11 @@ class Border:
 
     def take(self, module: str, leaf: int, like: Tensor) -> Tensor | None:
         """Return a result of a module of an earlier stage; None: it has not crossed, for nobody reads it."""
-        wanted = next((c for c in self._arriving if (c.module, c.leaf) == (module, leaf)), None)
+        wanted = next((c for c in self._arriving if (module, leaf) in ((c.module, c.leaf), *c.also)), None)
         if wanted is None:
             return None
+        if (known := self._values.get((wanted.module, wanted.leaf))) is not None:
+            return known
         assert self._received is not None, "a later stage ran without what should have come to it"
         if self._arriving.index(wanted) != self._taken:
             raise PlanError(
@@ -69,7 +71,7 @@ class Border:
         # No view of a leaf: a forward may write into a result of its modules.
         value = torch.ops.aten._unsafe_view(value, value.shape)
         self._taken += 1
-        self._values[module, leaf] = value
+        self._values[wanted.module, wanted.leaf] = value
         return value
 
     def note(self, module: str, leaves: Sequence[Any]) -> None:

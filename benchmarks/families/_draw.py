@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -94,8 +93,8 @@ def _small_form(family: Family, kind: str, folder: Path) -> Drawn:
             raise ValueError(f"its small form has {parameters:,} parameters")
         path = folder / family.model_type
         path.mkdir(parents=True, exist_ok=True)
-        kept = config.to_dict() | {"architectures": [type(model).__name__]}
-        (path / "config.json").write_text(json.dumps(kept, indent=1, default=str))
+        config.architectures = [type(model).__name__]
+        (path / "config.json").write_text(config.to_json_string(use_diff=False))
         return Drawn(family.model_type, kind, family.auto, type(model).__name__, parameters)
     assert first is not None
     raise first

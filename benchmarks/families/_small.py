@@ -94,7 +94,9 @@ def _is_of_stages(name: str, value: Any) -> bool:
 
 
 def _list(name: str, value: list[int]) -> dict[str, list[int]]:
-    """Sizes of stages: as they are to one another, and narrow."""
+    """Sizes of stages: as they are to one another, and narrow; or both sides of an image."""
+    if name in ("image_size", "patch_size"):
+        return {name: [IMAGE if name == "image_size" else PATCH] * len(value)}
     if name.endswith(("depths", "layers", "num_blocks")):
         return {name: [min(one, 2) for one in value]}
     if _WIDTHS.fullmatch(name) and max(value) > 64:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from weft.models import Blueprint, class_loss
 
 def build(folder: str, auto: str) -> Blueprint:
     """A family's small model with its samples and its loss."""
-    config: Any = AutoConfig.for_model(**json.loads((Path(folder) / "config.json").read_text()))
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     config.use_cache = False
     model = construct(config, auto)
     samples = samples_of(model, auto)

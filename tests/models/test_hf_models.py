@@ -149,8 +149,8 @@ def test_errors_of_folders(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(RecipeError, match="transformers cannot read"):
         build_hf(recipe(tmp_path))
-    hf_config("bert", architectures=["BertForSequenceClassification"]).save_pretrained(tmp_path)
-    with pytest.raises(RecipeError, match="neither a causal nor a masked"):
+    hf_config("bert", architectures=["BertForNextSentencePrediction"]).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match="for no task that Weft trains"):
         build_hf(recipe(tmp_path))
     hf_config("gpt2").save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match="max_position_embeddings = 16"):

@@ -6,8 +6,11 @@ import json as to_text
 
 from weft.cli._options import Json, Overrides, PlanFile, RecipeFile
 from weft.cli._read import read_choice
+from weft.errors import WeftError
 
 DIFFERS_STATUS = 1
+CANNOT_STATUS = 2
+"""Status of a plan that does not run: nothing was compared, so nothing differs."""
 
 
 def check(
@@ -23,7 +26,7 @@ def check(
     """Prove that a plan computes what one process computes, before a costly run.
 
     The model is made small and the plan's axes are scaled down to CPU processes of this machine. Status 0: equal; 1:
-    something differs, and is named; 2: the plan or recipe is wrong, or cannot be checked.
+    something differs, and is named; 2: the plan or recipe is wrong, does not run, or cannot be checked.
 
     Parameters
     ----------
@@ -40,6 +43,12 @@ def check(
         check_runnable(choice.plan)  # before torch is imported
         from weft.entry import check as run
 
-        report = run(choice.recipe, choice.plan, processes=processes, explain=explain, fork_server=fork_server)
+        try:
+            report = run(choice.recipe, choice.plan, processes=processes, explain=explain, fork_server=fork_server)
+        except WeftError as error:
+            error.status = CANNOT_STATUS
+            raise
     print(to_text.dumps(report.to_json(), indent=2, ensure_ascii=False) if json else report)
-    return 0 if report.is_equal else DIFFERS_STATUS
+    if report.is_equal:
+        return 0
+    return DIFFERS_STATUS if report.failure is not None and report.failure.mismatch is not None else CANNOT_STATUS

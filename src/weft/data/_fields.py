@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -17,14 +16,6 @@ Split = Literal["all", "train", "validation"]
 
 IGNORED = -100
 """Label of a position that no loss counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One field of one sample."""
-
-    shape: tuple[int, ...]
-    dtype: Literal["int64", "float32"]
 
 
 def check_finite(name: str, values: NDArray[Any], ids: NDArray[np.int64]) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data._fields import IGNORED, Field, Fields, check_finite
+from weft.data._fields import IGNORED, Fields, check_finite
 from weft.data._sampler import Sampler
 from weft.data._samples import SampleSet, SampleSpec
+from weft.families import SampleField
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +70,13 @@ class ValidationReader:
         batch["sample_ids"] = ids
         return batch
 
-    def _ignored(self, name: str, field: Field, count: int) -> NDArray[Any]:
+    def _ignored(self, name: str, field: SampleField, count: int) -> NDArray[Any]:
         value = IGNORED if name == "labels" and field.dtype == "int64" else 0
         return np.full((count, *field.shape), value, field.dtype)
 
 
-def with_ids(fields: Mapping[str, Field]) -> dict[str, Field]:
-    return {**fields, "sample_ids": Field((), "int64")}
+def with_ids(fields: Mapping[str, SampleField]) -> dict[str, SampleField]:
+    return {**fields, "sample_ids": SampleField((), "int64")}
 
 
 def gather(
@@ -83,7 +84,7 @@ def gather(
     corpora: NDArray[np.int64],
     index: NDArray[np.int64],
     ids: NDArray[np.int64],
-    fields: Mapping[str, Field] | None = None,
+    fields: Mapping[str, SampleField] | None = None,
 ) -> Fields:
     """Read each sample from its set and put it at its place in the batch."""
     fields = with_ids(sets[0].fields) if fields is None else fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from weft.data._prepare import check_vocabulary, prepare, shared_tokenizer
 from weft.data._prepared import PreparedData
 from weft.data._progress import Progress, silent
 from weft.data._reader import TrainSpec
-from weft.data._samples import SYNTHETIC_SAMPLES, SYNTHETIC_VALIDATION, ImageSpec, SampleSpec, TokenSpec
+from weft.data._samples import SYNTHETIC_SAMPLES, SYNTHETIC_VALIDATION, FieldSpec, ImageSpec, SampleSpec, TokenSpec
 from weft.data._shape import DataShape
 from weft.data._tokens import TokenTask
 from weft.document import spell
 from weft.errors import DataError
+from weft.families import SampleField
 from weft.recipe import DataRecipe, Recipe
 
 _IMAGE_SOURCES = ("digits", "synthetic")
@@ -40,7 +41,42 @@ def prepare_data(
     _check_used(recipe, shape)
     if shape.is_text:
         return _prepare_text(recipe, shape, workers, progress)
+    if shape.fields:
+        return _prepare_fields(recipe, shape.fields)
     return _prepare_images(recipe, shape)
+
+
+def _prepare_fields(recipe: Recipe, named: Mapping[str, SampleField]) -> PreparedData:
+    """Samples with named fields, made up or from files."""
+    from weft.data._named import describe_named, digest_of, is_of_fields  # text and sets of images do without
+
+    data, others = recipe.data, _validation_names(recipe)
+    names = [source.source for source in data.train]
+    for name in (*names, *others):
+        if name != "synthetic" and not is_of_fields(name):
+            raise DataError(
+                f"The source {name} cannot feed this model, whose samples have {describe_named(named)}. Use synthetic, "
+                "or a file of JSON lines (.jsonl) or Parquet with these fields."
+            )
+
+    def make(name: str, split: Split, fraction: float) -> FieldSpec:
+        size = SYNTHETIC_VALIDATION if split == "validation" else SYNTHETIC_SAMPLES
+        if name == "synthetic":
+            return FieldSpec(file=None, split=split, validation_fraction=0.0, named=named, num_samples=size)
+        file = str(Path(name).expanduser().resolve())
+        return FieldSpec(file=file, split=split, validation_fraction=fraction, named=named, digest=digest_of(file))
+
+    fraction = 0.0 if data.validation else data.validation_fraction
+    train = [make(name, "train" if fraction else "all", fraction) for name in names]
+    held_out = [make(name, "validation", fraction) for name in names] if fraction else []
+    held_out += [make(name, "validation", 1.0) for name in others]
+    if "labels" not in named:  # nothing could say that a sample which only fills up a batch does not count
+        held_out = []
+    lines = [
+        f"{name}: {spec.open().size:,} samples of {describe_named(named)}"
+        for name, spec in zip(names, train, strict=True)
+    ]
+    return _prepared(recipe, train, held_out, None, lines)
 
 
 def _check_used(recipe: Recipe, shape: DataShape) -> None:
@@ -86,6 +122,7 @@ def _fingerprint(train: Sequence[SampleSpec], weights: Sequence[float]) -> str:
     known: list[dict[str, Any]] = [{"kind": type(spec).__name__, **dataclasses.asdict(spec)} for spec in train]
     for spec in known:
         spec.pop("folder", None)
+        spec.pop("file", None)  # its digest stands beside it
         # The seed has a place of its own in a checkpoint, and an error of its own.
         spec.get("task", {}).pop("seed", None)
     return xxhash.xxh3_128_hexdigest(json.dumps([known, list(weights)], sort_keys=True).encode())

@@ -12,10 +12,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data._fields import Field, Fields, Split, check_finite
+from weft.data._fields import Fields, Split, check_finite
 from weft.data._keyed import Permutation, normal, uniform
 from weft.data._tokens import StreamWindows, SyntheticWindows, TokenSamples, TokenTask
 from weft.errors import DataError
+from weft.families import SampleField
 
 SYNTHETIC_SAMPLES = 65_536
 SYNTHETIC_VALIDATION = 129
@@ -31,7 +32,7 @@ class SampleSet(Protocol):
     def size(self) -> int: ...
 
     @property
-    def fields(self) -> Mapping[str, Field]: ...
+    def fields(self) -> Mapping[str, SampleField]: ...
 
     def read(self, index: NDArray[np.int64], ids: NDArray[np.int64]) -> Fields:
         """Return the samples at `index`, stacked along dim 0; `ids` key what is random about them."""
@@ -83,7 +84,29 @@ class ImageSpec:
         return SyntheticImages(self)
 
 
-SampleSpec = TokenSpec | ImageSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldSpec:
+    """How to open a set of samples with named fields."""
+
+    file: str | None
+    """A file, or a folder of files, of samples; None: they are made up."""
+    split: Split
+    validation_fraction: float
+    named: Mapping[str, SampleField]
+    num_samples: int = 0
+    """Made up only."""
+    digest: str = ""
+    """Hash of the files."""
+
+    def open(self) -> SampleSet:
+        from weft.data._named import FileFields, SyntheticFields  # text and sets of images do without
+
+        if self.file is None:
+            return SyntheticFields(self.named, self.num_samples, self.split)
+        return FileFields(Path(self.file), self.named, self.split, self.validation_fraction)
+
+
+SampleSpec = TokenSpec | ImageSpec | FieldSpec
 
 
 class ImageSamples:
@@ -101,10 +124,10 @@ class ImageSamples:
         return len(self._values["images"])
 
     @property
-    def fields(self) -> Mapping[str, Field]:
+    def fields(self) -> Mapping[str, SampleField]:
         floats = {name: values.dtype.kind == "f" for name, values in self._values.items()}
         return {
-            name: Field(values.shape[1:], "float32" if floats[name] else "int64")
+            name: SampleField(values.shape[1:], "float32" if floats[name] else "int64")
             for name, values in self._values.items()
         }
 
@@ -126,11 +149,15 @@ class SyntheticImages:
         return self._spec.num_samples
 
     @property
-    def fields(self) -> Mapping[str, Field]:
+    def fields(self) -> Mapping[str, SampleField]:
         if self._spec.num_classes is not None:
-            return {"images": Field(self._spec.shape, "float32"), "labels": Field((), "int64")}
-        label = Field(self._spec.label_shape, "float32")
-        return {"images": Field(self._spec.shape, "float32"), "labels": label, "weights": Field((), "float32")}
+            return {"images": SampleField(self._spec.shape, "float32"), "labels": SampleField((), "int64")}
+        label = SampleField(self._spec.label_shape, "float32")
+        return {
+            "images": SampleField(self._spec.shape, "float32"),
+            "labels": label,
+            "weights": SampleField((), "float32"),
+        }
 
     def read(self, index: NDArray[np.int64], ids: NDArray[np.int64]) -> Fields:
         noise = normal(self._key, index[:, None], self._elements)

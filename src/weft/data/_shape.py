@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from weft.errors import DataError
+from weft.families import SampleField
 from weft.recipe import ConvNetShape, MlpShape, Recipe
 
 if TYPE_CHECKING:
@@ -14,7 +16,11 @@ if TYPE_CHECKING:
     from weft.models import Blueprint
 
 _DEFAULT_CLASSES = 10
-DataTask = Literal["causal_lm", "masked_lm", "classification", "regression"]
+DataTask = Literal["causal_lm", "masked_lm", "classification", "regression", "fields"]
+_OF_TEXT = {"tokens", "positions", "document_ids"}
+"""Fields of a batch that corpora give."""
+_UNKNOWN_VALUES = 10
+"""Integers of which nobody says how large they may be are below this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +37,8 @@ class DataShape:
     num_classes: int = _DEFAULT_CLASSES
     label_shape: tuple[int, ...] = (1,)
     """Shape of one regression target."""
+    fields: Mapping[str, SampleField] = field(default_factory=dict[str, SampleField])
+    """A sample, field by field, of a model that takes neither tokens alone nor images alone; empty: of any other."""
 
     @property
     def is_text(self) -> bool:
@@ -44,6 +52,9 @@ def data_shape(blueprint: Blueprint, recipe: Recipe) -> DataShape:
         DataError: A language model does not say its vocabulary or sequence length.
     """
     example = blueprint.example(1) if blueprint.example is not None else {}
+    named = _named_fields(blueprint, example)
+    if named:
+        return DataShape(task="fields", fields=named)
     if blueprint.task in ("causal_lm", "masked_lm") or "tokens" in blueprint.inputs.values():
         return _text_shape(blueprint, recipe, example)
     image = tuple(example["images"].shape[1:]) if "images" in example else None
@@ -54,6 +65,28 @@ def data_shape(blueprint: Blueprint, recipe: Recipe) -> DataShape:
     shape = recipe.model.shape
     classes = shape.num_classes if isinstance(shape, MlpShape | ConvNetShape) else _DEFAULT_CLASSES
     return DataShape(task="classification", image_shape=image, num_classes=classes)
+
+
+def _named_fields(blueprint: Blueprint, example: Mapping[str, Tensor]) -> Mapping[str, SampleField]:
+    """Fields of a sample that neither corpora nor sets of images have; empty: they have what the model reads."""
+    if blueprint.samples:
+        return blueprint.samples
+    read = set(blueprint.inputs.values())
+    if read <= _OF_TEXT or read == {"images"}:
+        return {}
+    if not example:
+        raise DataError(
+            f"The model reads {', '.join(sorted(read))}, and nothing says what these look like. Give its Blueprint an "
+            "`example`, or pass a loader to weft.session."
+        )
+    below = blueprint.vocabulary_size or _UNKNOWN_VALUES
+    return {
+        name: SampleField(tuple(like.shape[1:]), "float32")
+        if like.is_floating_point()
+        else SampleField(tuple(like.shape[1:]), "int64", below)
+        for name, like in example.items()
+        if name != "sample_ids"
+    }
 
 
 def _text_shape(blueprint: Blueprint, recipe: Recipe, example: dict[str, Tensor]) -> DataShape:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data._fields import IGNORED, Field, Fields
+from weft.data._fields import IGNORED, Fields
 from weft.data._keyed import keyed, uniform
 from weft.errors import DataError
+from weft.families import SampleField
 
 if TYPE_CHECKING:
     from weft.data._corpus import TokenStream
@@ -113,9 +114,9 @@ class TokenSamples:
         return self._windows.size
 
     @property
-    def fields(self) -> Mapping[str, Field]:
+    def fields(self) -> Mapping[str, SampleField]:
         names = ["tokens", "labels", *(("positions", "document_ids") if self._task.isolated else ())]
-        return {name: Field((self._task.sequence_length,), "int64") for name in names}
+        return {name: SampleField((self._task.sequence_length,), "int64") for name in names}
 
     def read(self, index: NDArray[np.int64], ids: NDArray[np.int64]) -> Fields:
         windows, real = self._windows.read(index)

@@ -20,6 +20,7 @@ from weft.describe._events import Event, Save, Trace, Value
 from weft.describe._fused import FUSED, FusedCall
 from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
+from weft.models.samples import draw_integers
 from weft.stand_ins import StandIns
 
 SAMPLES = 2
@@ -338,11 +339,11 @@ def _fields(blueprint: Blueprint, dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     fields: dict[str, Tensor] = {}
     for name, like in example(SAMPLES).items():
-        fields[name] = _field(name, like, dtype, blueprint.vocabulary_size or 2, generator)
+        fields[name] = _field(blueprint, name, like, dtype, generator)
     return fields
 
 
-def _field(name: str, like: Tensor, dtype: torch.dtype, values: int, generator: torch.Generator) -> Tensor:
+def _field(blueprint: Blueprint, name: str, like: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     if like.is_floating_point():
         return torch.empty(like.shape, dtype=dtype, device="meta")
     if name == "positions":
@@ -351,5 +352,5 @@ def _field(name: str, like: Tensor, dtype: torch.dtype, values: int, generator: 
         return torch.zeros(like.shape, dtype=like.dtype)
     if like.dtype == torch.bool or name == "attention_mask":
         return torch.ones(like.shape, dtype=like.dtype)
-    high = 2 if name == "labels" else values
-    return torch.randint(0, high, like.shape, generator=generator).to(like.dtype)
+    high = 2 if name == "labels" else blueprint.vocabulary_size or 2
+    return draw_integers(blueprint.samples.get(name), like.shape, high, generator).to(like.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -115,8 +116,31 @@ def check_by(
     launch: Launch, recipe: Recipe | str | Path, plan: Plan | str | Path, *, processes: int | None, explain: bool
 ) -> CheckReport:
     """`check`, with ranks started by `launch`."""
-    began = time.monotonic()
     recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
+    try:
+        return _checked(launch, recipe, plan, processes, explain)
+    except WeftError:
+        raise
+    except Exception as problem:  # of an analysis, or of the model's own code: no exception is a result
+        raise RecipeError(_not_understood(recipe, problem)) from problem
+
+
+def _not_understood(recipe: Recipe, problem: Exception) -> str:
+    """What stopped a check that nobody foresaw, and where."""
+    frame = traceback.extract_tb(problem.__traceback__)[-1]
+    words = next(iter(str(problem).strip().splitlines()), "").rstrip(".") or "no words"
+    model = recipe.model.hf or recipe.model.factory or recipe.model.reference
+    where = f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
+    return (
+        f"{model} cannot be checked: {type(problem).__name__} in {where} was not foreseen: {words}. If a forward and a"
+        " backward of the model run without Weft, this is a defect of Weft: please report it with recipe and plan."
+    )
+
+
+def _checked(
+    launch: Launch, recipe: Recipe, plan: Plan | str | Path, processes: int | None, explain: bool
+) -> CheckReport:
+    began = time.monotonic()
     facts = _facts(recipe)
     if plan == "auto":
         profile = describe_recipe(recipe).profile

@@ -6,6 +6,7 @@ from weft.families import Cut as Cut
 from weft.families import CutTable as CutTable
 from weft.families import FoundCut as FoundCut
 from weft.families import Localise as Localise
+from weft.families import SampleField as SampleField
 from weft.families import SplitRule as SplitRule
 from weft.families import Tables as Tables
 from weft.models._adopt import tables_of as tables_of

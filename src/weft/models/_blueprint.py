@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from weft.families import Tables
+from weft.families import SampleField, Tables
 
 if TYPE_CHECKING:
     from weft.description import Description
@@ -56,6 +56,9 @@ class Blueprint(Tables):
     """Relative forward cost of [stem, block 0, …, tail]; empty: cut by block count."""
     example: Callable[[int], dict[str, Tensor]] | None = None
     """`example(batch_size)`: a batch on the meta device, to find shapes."""
+    samples: Mapping[str, SampleField] = field(default_factory=dict[str, SampleField])
+    """What a sample looks like, field by field, `labels` among them; where given, `example` is that of these shapes,
+    and samples can be made up that the model takes.  Empty: `example` alone says shapes."""
     export: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     """Weights under the names and shapes that `transformers` loads; None: as they are."""
     export_config: Mapping[str, Any] | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 from weft.checkpoint import Json
 from weft.data import rank_range
 from weft.models import Batch, Blueprint
+from weft.models.samples import UNKNOWN_VALUES, draw_integers
 from weft.plan import Plan
 
 _IGNORED = -100
@@ -32,7 +33,7 @@ class TrialData:
         self._plan = plan
         self._seed = seed
         self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, data_index)
-        self._label_range = label_range or blueprint.vocabulary_size or 10
+        self._label_range = label_range or blueprint.vocabulary_size or UNKNOWN_VALUES
 
     def microbatches(self, step: int) -> list[Batch]:
         """This data rank's microbatches of a step."""
@@ -77,7 +78,7 @@ class TrialData:
             return self._documents(name, shape[1], index)
         if like.dtype == torch.bool or name == "attention_mask":
             return torch.ones(shape, dtype=like.dtype)
-        values = torch.randint(0, self._label_range, shape, generator=generator)
+        values = draw_integers(self._blueprint.samples.get(name), shape, self._label_range, generator)
         if name == "labels" and len(shape) > 1:
             values[torch.rand(shape, generator=generator) < (index % 8) / 7.0] = _IGNORED
         return values

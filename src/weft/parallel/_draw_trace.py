@@ -130,7 +130,7 @@ def _traced(
     try:
         module = copy_on_meta(blueprint.module).train(blueprint.module.training)
         loss = copy.copy(blueprint.loss)
-        fields = {name: _field(like, blueprint.vocabulary_size or 2) for name, like in example(samples).items()}
+        fields = {name: _field(blueprint, name, like) for name, like in example(samples).items()}
         fields.setdefault("sample_ids", torch.arange(samples))
         inputs = {keyword: fields[name] for keyword, name in blueprint.inputs.items() if name in fields}
         with ExitStack() as stack:
@@ -148,12 +148,16 @@ def _traced(
     return recorder.shapes
 
 
-def _field(like: Tensor, values: int) -> Tensor:
+def _field(blueprint: Blueprint, name: str, like: Tensor) -> Tensor:
     if like.is_floating_point():
         return torch.empty(like.shape, dtype=like.dtype, device="meta")
     if like.dtype == torch.bool:
         return torch.ones(like.shape, dtype=like.dtype)
-    return torch.randint(0, values, like.shape).to(like.dtype)
+    if name in blueprint.samples:
+        from weft.models.samples import draw_integers  # loaded for models that neither corpora nor images feed
+
+        return draw_integers(blueprint.samples[name], like.shape, 2)
+    return torch.randint(0, blueprint.vocabulary_size or 2, like.shape).to(like.dtype)
 
 
 class _Recorder(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,7 +117,8 @@ def _draw(blueprint: Blueprint, owner: str, seed: int) -> dict[str, Tensor]:
 
 def shallow_copy(module: nn.Module) -> nn.Module:
     """Return a module that shares children and settings with `module`, but whose own tensors may be replaced."""
-    copied = copy.copy(module)
+    copied: nn.Module = object.__new__(type(module))  # `copy.copy` refuses modules with parametrizations
+    copied.__dict__.update(module.__dict__)
     for attribute in ("_parameters", "_buffers", "_modules"):
         copied.__dict__[attribute] = dict(module.__dict__[attribute])
     return copied

@@ -60,7 +60,8 @@ def read_hf_config(location: str) -> Mapping[str, Any]:
     config = JsonObject.parse(file, content, RecipeError, advice)
     for size, most in _LARGEST.items():
         for name in HF_KEYS[size]:
-            if config.values.get(name) is not None:
+            # A list has a number for each stage of the model.
+            if config.values.get(name) is not None and not isinstance(config.values[name], list):
                 config.count(name, least=0 if size in _MAY_BE_ZERO else 1, most=most)
     if config.values.get("architectures") is not None:
         config.texts("architectures")

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # pyright: ignore[repo
 from weft.comm import Mesh, fake_world
 from weft.engine import TrainingState, create_training
 from weft.models import Batch, Blueprint
+from weft.models.samples import place_prompt
 from weft.plan import Axis, Plan, axis_coordinates, reduction_rounds
 from weft.program import differences, occasions_of, program_of
 from weft.recipe import Recipe
@@ -225,6 +226,7 @@ def example_batch(blueprint: Blueprint, plan: Plan) -> Batch:
     assert blueprint.example is not None
     example = blueprint.example(plan.microbatch.size)
     batch = {name: torch.zeros(like.shape, dtype=like.dtype) for name, like in example.items()}
+    batch |= {name: place_prompt(field, batch[name]) for name, field in blueprint.samples.items()}
     return {"sample_ids": torch.zeros(plan.microbatch.size, dtype=torch.int64), **batch}
 
 

@@ -72,18 +72,30 @@ def name_attention_dropouts(model: nn.Module) -> list[str]:
     names: list[str] = []
     for name, module in list(model.named_modules()):
         child = _existing_child(module)
-        if child is None and isinstance(getattr(module, "attention_dropout", None), float):
+        rate = _rate(module)
+        if child is None and rate is not None:
             child = _CHILD
-            module.add_module(_CHILD, nn.Dropout(module.attention_dropout))  # type: ignore[arg-type]
+            module.add_module(_CHILD, nn.Dropout(rate))
         if child is not None:
             setattr(module, _NAME, child)
             names.append(f"{name}.{child}")
     return names
 
 
+def _rate(module: nn.Module) -> float | None:
+    """The rate of an attention module that keeps it as a number."""
+    names = ("attention_dropout", "dropout") if _attends(module) else ("attention_dropout",)
+    return next((rate for name in names if isinstance(rate := getattr(module, name, None), float)), None)
+
+
+def _attends(module: nn.Module) -> bool:
+    """What every attention module has that calls the attention interface."""
+    return hasattr(module, "is_causal") and hasattr(module, "scaling")
+
+
 def _existing_child(module: nn.Module) -> str | None:
-    if not (hasattr(module, "is_causal") and hasattr(module, "scaling")):
-        return None  # what every attention module has that calls the attention interface
+    if not _attends(module):
+        return None
     for child in ("attn_dropout", "dropout"):
         if isinstance(getattr(module, child, None), nn.Dropout):
             return child

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,13 +24,16 @@ from weft.models.hf._attention import (
 )
 from weft.models.hf._experts import IMPLEMENTATION as EXPERTS
 from weft.models.hf._experts import register_experts
+from weft.models.hf._samples import samples_of
 from weft.models.hf._tables import description_of_model
+from weft.models.hf._tasks import HubTask, task_of
 from weft.models.hf._weights import SafetensorsFolder, folder_initialiser, random_initialiser
+from weft.models.samples import field_example
 from weft.recipe import ModelRecipe, hf_config_file, read_hf_config
 
 
 def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Blueprint:
-    """Return a causal or masked language model of `transformers` on the meta device with its tables.
+    """Return a model of `transformers` on the meta device with its tables, for the task that its architecture has.
 
     Weights come from safetensors in the folder when there are any, else they are drawn as the model's class says.
     With `isolated_documents` the batch's positions are passed, from whose restarts transformers finds the documents.
@@ -41,37 +44,55 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
     assert recipe.hf is not None
     transformers = _transformers()
     folder, config = _read_config(transformers, recipe.hf)
-    task = _task(recipe.hf, config)
+    task = task_of(recipe.hf, config)
     exported_config: dict[str, Any] = config.to_dict()
     model = _construct(transformers, config, task)
-    inputs = _inputs(recipe.hf, config, task, isolated_documents)
+    _check_documents(recipe.hf, config, task, isolated_documents)
     if isolated_documents and not _has_plain_masks(config):
         check_isolation(transformers, recipe.hf, model.config)
-    length = _sequence_length(recipe, config)
-    description = description_of_model(model, length, where=recipe.hf)
+    length = _sequence_length(recipe, config, task)
+    description = description_of_model(model, length, where=recipe.hf) if task.is_of_tokens else None
     tables = Tables() if description is None else description.tables
     initialise, notes = _initialiser(model, SafetensorsFolder(folder))
-    family = family_of(config.model_type)
+    family = family_of(config.model_type) if task.is_of_tokens else None
     if family is not None:
         family.adapt(model)
     notes = (*tables.notes, *notes, *_attention_notes(model.config))
     blueprint = Blueprint(
         **replace(tables, notes=notes).of_tables,
+        **_fed(model, task, length, isolated_documents, where=recipe.hf),
         module=model,
         name=config.model_type,
-        inputs=inputs,
-        loss=token_loss,
         initialise=initialise,
-        task=task,
-        vocabulary_size=config.vocab_size,
-        flops_per_sample=6.0 * sum(parameter.numel() for parameter in model.parameters()) * length,
-        example=token_example(length, inputs.values()),
+        flops_per_sample=6.0 * sum(parameter.numel() for parameter in model.parameters()) * (length or 1),
         export=None if family is None else family.exported,
         export_config=exported_config | {"architectures": [type(model).__name__]},
-        sequence_length=length,
         keep_dtype=("*inv_freq",),
     )
     return blueprint if description is None else blueprint.described_by(description)
+
+
+def _fed(model: Any, task: HubTask, length: int | None, isolated_documents: bool, *, where: str) -> dict[str, Any]:
+    """What a blueprint says of samples and loss."""
+    if task.is_of_tokens:
+        assert length is not None
+        inputs = {"input_ids": "tokens"} | ({"position_ids": "positions"} if isolated_documents else {})
+        return {
+            "inputs": inputs,
+            "loss": token_loss,
+            "task": task.name,
+            "vocabulary_size": model.config.get_text_config().vocab_size,
+            "example": token_example(length, inputs.values()),
+            "sequence_length": length,
+        }
+    samples = samples_of(model, task, length, where=where)
+    return {
+        "inputs": samples.inputs,
+        "loss": samples.loss,
+        "samples": samples.fields,
+        "example": field_example(samples.fields),
+        "sequence_length": length,
+    }
 
 
 def _has_plain_masks(config: Any) -> bool:
@@ -107,34 +128,18 @@ def _first_line(problem: Exception) -> str:
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
-def _task(path: str, config: Any) -> Literal["causal_lm", "masked_lm"]:
-    names: list[str] = list(config.architectures or ())
-    family = family_of(config.model_type)
-    if not names and family is not None:
-        return family.task
-    if any(name.endswith("ForMaskedLM") for name in names):
-        return "masked_lm"
-    if not names or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
-        return "causal_lm"
-    raise RecipeError(
-        f'model.hf = "{path}": its architecture {names[0]} is neither a causal nor a masked language model.'
-        " Change `architectures` in config.json (…ForCausalLM, …ForMaskedLM), or use model.factory."
-    )
-
-
-def _construct(transformers: Any, config: Any, task: str) -> Any:
+def _construct(transformers: Any, config: Any, task: HubTask) -> Any:
     register_attention()
     register_experts()
     config.use_cache = False
     config._experts_implementation = EXPERTS
-    family = family_of(config.model_type)
+    family = family_of(config.model_type) if task.is_of_tokens else None
     if family is not None:
         family.prepare(config)
-    has_plain_masks = _has_plain_masks(config)
+    has_plain_masks = task.is_of_tokens and _has_plain_masks(config)
     attention = IMPLEMENTATION if has_plain_masks else MASKED_IMPLEMENTATION
-    auto = transformers.AutoModelForMaskedLM if task == "masked_lm" else transformers.AutoModelForCausalLM
     try:
-        model = _of_config(auto, config, attention)
+        model = _of_config(getattr(transformers, task.auto), config, attention)
         name_attention_dropouts(model)  # of rates that no module of transformers may have looked at
     except Exception as problem:
         raise RecipeError(
@@ -144,7 +149,7 @@ def _construct(transformers: Any, config: Any, task: str) -> Any:
     model.tie_weights()
     model.train()
     if has_plain_masks:
-        add_masks(model, causal=task == "causal_lm")
+        add_masks(model, causal=task.name == "causal_lm")
     return model
 
 
@@ -183,9 +188,14 @@ def _initialiser(model: Any, weights: SafetensorsFolder) -> tuple[Initialiser, l
     return initialise, [f"{len(unread)} tensors in {weights.folder} belong to no part of the model: {shown}"]
 
 
-def _sequence_length(recipe: ModelRecipe, config: Any) -> int:
-    names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    limit: int | None = next((found for name in names if (found := getattr(config, name, None))), None)
+def _sequence_length(recipe: ModelRecipe, config: Any, task: HubTask) -> int | None:
+    """Tokens of a sample; None where it has none."""
+    if task.name in ("image_classification", "audio_classification", "ctc"):
+        return None
+    inner = config.get_text_config() if task.is_of_tokens else config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+    known = (getattr(one, name, None) for one in (config, inner) for name in names)
+    limit: int | None = next((value for value in known if value), None)
     length = recipe.sequence_length or limit
     if length is None:
         raise RecipeError(
@@ -200,12 +210,10 @@ def _sequence_length(recipe: ModelRecipe, config: Any) -> int:
     return length
 
 
-def _inputs(path: str, config: Any, task: str, isolated_documents: bool) -> dict[str, str]:
-    if not isolated_documents:
-        return {"input_ids": "tokens"}
-    if task == "masked_lm":
+def _check_documents(path: str, config: Any, task: HubTask, isolated_documents: bool) -> None:
+    """Refuse to isolate documents in a model that takes no borders."""
+    if isolated_documents and task.name != "causal_lm":
         raise RecipeError(
             f'data.documents = "isolated" cannot be had with model.hf = "{path}": {config.model_type} sees a sample in'
             ' both directions and takes no document borders. Use "packed", or model.reference = "encoder".'
         )
-    return {"input_ids": "tokens", "position_ids": "positions"}

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from weft.document import JsonObject, is_plain_name, read_plain_file
 from weft.errors import RecipeError
 from weft.models._blueprint import Initialiser
+from weft.models._seeded import seeded
 
+_UNSET = torch.iinfo(torch.int64).min
+"""A whole number that nobody has set."""
+_DRAWN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm)
+"""Modules of which `_init_weights` draws everything."""
 _COPY = "Copy the model's folder again from where you trust it."
 
 
@@ -26,11 +31,13 @@ def random_initialiser(model: Any) -> Initialiser:
     else of the model is on the meta device, where drawing costs nothing and takes nothing from the generator.
     """
     skeleton = copy.deepcopy(model)
+    constructed = _Constructed(skeleton)
 
     def initialise(name: str, module: nn.Module) -> None:
         _uninitialised(name, module)
         if not name:
             skeleton._init_weights(module)
+            constructed.fill(name, module)
             return
         parent_name, _, leaf = name.rpartition(".")
         parent = skeleton.get_submodule(parent_name)
@@ -39,12 +46,70 @@ def random_initialiser(model: Any) -> Initialiser:
         try:
             parts = name.split(".")
             for depth in range(len(parts), -1, -1):
-                skeleton._init_weights(skeleton.get_submodule(".".join(parts[:depth])))
+                path = ".".join(parts[:depth])
+                _innermost(skeleton, path)._init_weights(skeleton.get_submodule(path))
         finally:
             parent._modules[leaf] = before
-        _check_filled(name, module)
+        constructed.fill(name, module)
 
     return initialise
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return tensor.dtype == torch.int64 and bool((tensor == _UNSET).any())
+
+
+class _Constructed:
+    """What the constructors of a model set and its `_init_weights` does not: tokens and scales of their own.
+
+    The whole model is really constructed once, where such a tensor is first met, always from the same seed, so that all
+    ranks have the same; only these tensors are kept.
+    """
+
+    def __init__(self, skeleton: Any) -> None:
+        self._skeleton = skeleton
+        self._tensors: dict[str, Tensor] | None = None
+
+    def fill(self, name: str, module: nn.Module) -> None:
+        """Fill what is unset of a module's own tensors.
+
+        Raises:
+            RecipeError: the constructor leaves it unset, too.
+        """
+        named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        unset = {leaf: tensor for leaf, tensor in named if _is_unset(tensor)}
+        for leaf, tensor in unset.items():
+            value = self._value(f"{name}.{leaf}" if name else leaf)
+            if value is None or value.shape != tensor.shape or not value.isfinite().all():
+                raise RecipeError(
+                    f"model.hf: transformers' own initialisation leaves {name}.{leaf} unset, so it cannot be trained"
+                    " from a config alone. Give a folder with weights (model.safetensors)."
+                )
+            tensor.data.copy_(value)
+
+    def _value(self, full: str) -> Tensor | None:
+        if self._tensors is None:
+            with seeded(0), torch.device("cpu"):
+                whole = type(self._skeleton)(copy.deepcopy(self._skeleton.config))
+            owners = dict(whole.named_modules())
+            self._tensors = {
+                name: tensor.detach()
+                for name, tensor in (*whole.named_parameters(), *whole.named_buffers())
+                if not isinstance(owners[name.rpartition(".")[0]], _DRAWN)
+            }
+        return self._tensors.get(full)
+
+
+def _innermost(skeleton: Any, path: str) -> Any:
+    """The model that rules over a module: a model in a model has rules of its own."""
+    found = skeleton
+    inner = skeleton
+    for name in path.split(".") if path else ():
+        inner = getattr(inner, name)
+        found = inner if hasattr(inner, "_init_weights") else found
+    return found
 
 
 def _uninitialised(name: str, module: nn.Module) -> None:
@@ -52,16 +117,8 @@ def _uninitialised(name: str, module: nn.Module) -> None:
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
             tensor.data.fill_(torch.nan)
-
-
-def _check_filled(name: str, module: nn.Module) -> None:
-    named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    for leaf, tensor in named:
-        if tensor.is_floating_point() and tensor.isnan().any():
-            raise RecipeError(
-                f"model.hf: transformers' own initialisation leaves {name}.{leaf} unset, so it cannot be trained from a"
-                " config alone. Give a folder with weights (model.safetensors)."
-            )
+        elif tensor.dtype == torch.int64:
+            tensor.data.fill_(_UNSET)
 
 
 class SafetensorsFolder:

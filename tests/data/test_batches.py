@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from weft.data import DataShape, PreparedData, data_shape, open_data
 from weft.data._corpus import TokenStream
 from weft.data._fields import check_finite
+from weft.data._image_samples import ImageSamples
 from weft.data._reader import TrainReader
-from weft.data._samples import ImageSamples
 from weft.data._tokens import StreamWindows, TokenSamples, TokenTask, document_borders, mask_tokens
 from weft.data.preparation import load_tokenizer, prepare, prepare_data
 from weft.errors import DataError

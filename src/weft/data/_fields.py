@@ -14,6 +14,8 @@ Fields = dict[str, NDArray[Any]]
 
 Split = Literal["all", "train", "validation"]
 
+SYNTHETIC_KEY = 0x5EED
+"""Key of everything that is made up."""
 IGNORED = -100
 """Label of a position that no loss counts."""
 

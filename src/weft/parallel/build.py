@@ -7,6 +7,7 @@ compilation); last what owns weights and gradients (ZeRO).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,13 +114,22 @@ def parallelize(
         apply_batch_norm(part.module, summing, is_narrow=dtypes.compute != dtypes.master)
         apply_keyed_dropout(part.module, blueprint, mesh, context, sequence=part.shares_sequence, keyed=draws.modules)
         apply_keyed_draws(part.module, draws, mesh, context)
-        materialise(part.module, blueprint, part.layout, seed, mesh.device, dtypes.master)
+        materialise(
+            part.module,
+            blueprint,
+            part.layout,
+            seed,
+            mesh.device,
+            dtypes.master,
+            frozen_dtype=dtypes.master if _shards_weights(plan, summing) else dtypes.compute,
+            later=_filled_in_shards(part, blueprint, plan, summing),
+        )
     for technique in techniques:
         technique.join(parts)
         for part in parts:
             technique.wrap(part)
     codec = next((codec for each in techniques if (codec := each.codec()) is not None), None)
-    stores = _create_stores(blueprint, plan, summing, dtypes, parts, group_parameters, cuts, codec)
+    stores = _create_stores(build, summing, parts, group_parameters, cuts, codec)
     if gathers_ahead:
         _gather_ahead(stores, blueprint, parts)
     for technique in techniques:
@@ -158,24 +168,42 @@ def _create_runner(
     return runner or SequentialRunner(parts[0], build.blueprint, build.mesh, dtype=build.dtypes.compute)
 
 
+def _shards_weights(plan: Plan, mesh: Mesh) -> bool:
+    return plan.data_parallel.shards_weights and mesh.size("shard") > 1
+
+
+def _filled_in_shards(part: ModelPart, blueprint: Blueprint, plan: Plan, mesh: Mesh) -> set[str]:
+    """Parameters that have no storage before ZeRO-3 has cut them, so that no rank ever holds them whole."""
+    if blueprint.initialise is None or not _shards_weights(plan, mesh):
+        return set()
+    names = Counter(first_names(part.module).values())
+    tables = sparse_tables(blueprint.module)
+    return {
+        name
+        for name, parameter in part.module.named_parameters()
+        if names[name] == 1 and parameter.is_floating_point() and part.layout[name].name not in tables
+        if not part.layout[name].tied and part.layout[name].sharding(mesh) == mesh["shard"]
+    }
+
+
 def _create_stores(
-    blueprint: Blueprint,
-    plan: Plan,
+    build: Build,
     mesh: Mesh,
-    dtypes: Dtypes,
     parts: Sequence[ModelPart],
     group_parameters: GroupParameters,
     cuts: Literal["anywhere", "parameter"],
     compression: CodecSpec | None,
 ) -> StoreSet:
+    """Stores of all that is trained.  `mesh` is the one over whose data ranks gradients are summed."""
+    blueprint, plan, dtypes = build.blueprint, build.plan, build.dtypes
     every = _members(parts, mesh, group_parameters)
     sparse = sparse_tables(blueprint.module)
     tables = {key: member for key, member in every.items() if member.layout.name in sparse}
     members = {key: member for key, member in every.items() if key not in tables}
-    shards_weights = plan.data_parallel.shards_weights and mesh.size("shard") > 1
+    shards_weights = _shards_weights(plan, mesh)
     stores: list[GradientStore] = []
     if shards_weights:
-        from weft.parallel.zero3 import FullyShardedStore, apply_zero3  # loaded where weights are cut
+        from weft.parallel.zero3 import FullyShardedStore, apply_zero3, fill_shards  # loaded where weights are cut
 
         kept_out = tables.keys() | {
             key
@@ -195,6 +223,7 @@ def _create_stores(
                 hold=_holds_weights(plan),
                 sum_replicas=compression is None,
             )
+            fill_shards(part, blueprint, mesh, build.seed)
         stores.append(
             FullyShardedStore(
                 parts,

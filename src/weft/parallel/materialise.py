@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from weft.models import Blueprint, seeded
-from weft.parallel._layout import ModelLayout, ParameterLayout
+from weft.models import Blueprint, StoredTensor, seeded, stored_tensors
+from weft.parallel._layout import ModelLayout, NestedSplit, ParameterLayout
+from weft.parallel._local import InMemory, read_local
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -23,23 +25,36 @@ def materialise(
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    frozen_dtype: torch.dtype | None = None,
+    later: Collection[str] = (),
 ) -> None:
     """Give every parameter and buffer of `part` real storage of its local shape, filled, on `device` and in `dtype`.
 
-    Values depend on `seed` and the name in the whole model alone: each module's own parameters are drawn whole, in
-    fp32 on the CPU, then cut by the layout, so that tensor ranks, stages and precisions agree.  A tied parameter is
-    drawn under its first name and stays one object.  Where `blueprint.initialise` is None the tensors there are cut,
-    moved and cast.  Buffers missing from the layout are whole.  Non-floating tensors keep their dtype, and so do, in
-    bf16 and fp16, the buffers of `blueprint.keep_dtype`.
+    Values depend on `seed` and the name in the whole model alone.  What the initialiser finds stored is read in parts:
+    this rank's, and nothing else.  Of the rest each module's own tensors are drawn whole, in fp32 on the CPU, then cut
+    by the layout, so that tensor ranks, stages and precisions agree.  A tied parameter is drawn under its first name
+    and stays one object.  Where `blueprint.initialise` is None the tensors there are cut, moved and cast.  Buffers
+    missing from the layout are whole.  Non-floating tensors keep their dtype, and so do, in bf16 and fp16, the buffers
+    of `blueprint.keep_dtype`.  Parameters that are not trained are in `frozen_dtype`, where it is given.  Those named
+    in `later` stay on the meta device, for `fill_rows`.
 
     Not collective.  `blueprint.module` must still be whole (parts are cut from copies of it).
     """
-    fresh = _FreshTensors(part, layout, device, dtype, blueprint.keep_dtype)
+    fresh = _FreshTensors(part, layout, device, dtype, frozen_dtype or dtype, blueprint.keep_dtype)
     if blueprint.initialise is None:
         for name in list(fresh.unplaced):
             fresh.place(name, fresh.unplaced[name])
         return
-    for owner, names in _by_owner(fresh, layout).items():
+    for name in later:
+        fresh.postpone(name)
+    stored = stored_tensors(blueprint.initialise)
+    for name in list(fresh.unplaced):
+        source = stored.get(fresh.layout_of(name).name)
+        if source is not None:
+            fresh.read(name, source)
+    owned = _by_owner({name: fresh.layout_of(name).name for name in fresh.unplaced})
+    for owner, names in owned.items():
         drawn = _draw(blueprint, owner, seed)
         for name, leaf in names:
             assert drawn[leaf].shape == fresh.layout_of(name).shape, (
@@ -48,14 +63,47 @@ def materialise(
             fresh.place(name, drawn[leaf])
 
 
+def fill_rows(rows: Mapping[str, Rows], blueprint: Blueprint, seed: int) -> None:
+    """Fill runs of rows of parameters by their name in the whole model, with what `materialise` would have put there.
+
+    As there, at most one module's own tensors are whole at a time.
+    """
+    stored = stored_tensors(blueprint.initialise)
+    for name in rows.keys() & stored.keys():
+        rows[name].fill(stored[name])
+    for owner, names in _by_owner({name: name for name in rows if name not in stored}).items():
+        drawn = _draw(blueprint, owner, seed)
+        for name, leaf in names:
+            rows[name].fill(InMemory(drawn[leaf]))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A run of rows of this rank's part of a parameter, with storage to fill."""
+
+    target: Tensor
+    split: NestedSplit
+    first: int
+
+    def fill(self, source: StoredTensor) -> None:
+        read_local(self.target, source, self.split, self.first)
+
+
 class _FreshTensors:
     """The part's tensors, replaced one after another; a tensor found under several names is replaced under all."""
 
     def __init__(
-        self, part: nn.Module, layout: ModelLayout, device: torch.device, dtype: torch.dtype, keep: Sequence[str]
+        self,
+        part: nn.Module,
+        layout: ModelLayout,
+        device: torch.device,
+        dtype: torch.dtype,
+        frozen_dtype: torch.dtype,
+        keep: Sequence[str],
     ) -> None:
         self.unplaced: dict[str, Tensor] = {}
-        self._part, self._layout, self._device, self._dtype, self._keep = part, layout, device, dtype, keep
+        self._part, self._layout, self._device, self._keep = part, layout, device, keep
+        self._dtype, self._frozen_dtype = dtype, frozen_dtype
         self._aliases: dict[int, list[str]] = {}
         for name, tensor in _tensors(part):
             aliases = self._aliases.setdefault(id(tensor), [])
@@ -74,17 +122,38 @@ class _FreshTensors:
     @torch.no_grad()
     def place(self, name: str, whole: Tensor) -> None:
         """Install this rank's part of `whole` under `name` and all its aliases."""
-        layout, old = self.layout_of(name), self.unplaced.pop(name)
+        layout = self.layout_of(name)
         local = layout.split.slice(whole) if whole.shape == layout.shape else whole
-        local = local.detach().to(device=self._device, dtype=self._dtype_of(layout.name, whole)).contiguous()
+        dtype = self._dtype_of(name, whole.dtype)
+        self._install(name, local.detach().to(device=self._device, dtype=dtype).contiguous())
+
+    def read(self, name: str, source: StoredTensor) -> None:
+        """Read this rank's part of a stored tensor, and install it."""
+        layout = self.layout_of(name)
+        assert source.shape == layout.shape, f"{name}: the blueprint's module is no longer whole"
+        dtype = self._dtype_of(name, self.unplaced[name].dtype)
+        local = torch.empty(layout.split.local_shape(layout.shape), dtype=dtype, device=self._device)
+        read_local(local, source, layout.split)
+        self._install(name, local)
+
+    def postpone(self, name: str) -> None:
+        """Install a parameter of this rank's shape on the meta device."""
+        layout = self.layout_of(name)
+        dtype = self._dtype_of(name, self.unplaced[name].dtype)
+        self._install(name, torch.empty(layout.split.local_shape(layout.shape), dtype=dtype, device="meta"))
+
+    def _install(self, name: str, local: Tensor) -> None:
+        old = self.unplaced.pop(name)
         new = nn.Parameter(local, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else local
         vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
         for alias in self._aliases[id(old)]:
             _install(self._part, alias, new)
 
-    def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        keeps = self._dtype in _NARROW and any(fnmatchcase(name, pattern) for pattern in self._keep)
-        return tensor.dtype if keeps or not tensor.is_floating_point() else self._dtype
+    def _dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        old, known = self.unplaced[name], self.layout_of(name).name
+        wanted = self._frozen_dtype if isinstance(old, nn.Parameter) and not old.requires_grad else self._dtype
+        keeps = wanted in _NARROW and any(fnmatchcase(known, pattern) for pattern in self._keep)
+        return dtype if keeps or not dtype.is_floating_point else wanted
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -92,11 +161,11 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _by_owner(fresh: _FreshTensors, layout: ModelLayout) -> dict[str, list[tuple[str, str]]]:
-    """Module in the whole model → (name in the part, name of the tensor in that module)."""
+def _by_owner(known: Mapping[str, str]) -> dict[str, list[tuple[str, str]]]:
+    """From name here → name in the whole model to: module there → (name here, name of the tensor in that module)."""
     owners: dict[str, list[tuple[str, str]]] = {}
-    for name in fresh.unplaced:
-        owner, _, leaf = fresh.layout_of(name).name.rpartition(".")
+    for name, whole in known.items():
+        owner, _, leaf = whole.rpartition(".")
         owners.setdefault(owner, []).append((name, leaf))
     return owners
 

@@ -31,10 +31,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weft.comm import GroupView, Mesh, start_all_reduce
+from weft.models import Blueprint
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard, first_element
 from weft.parallel.buckets import BucketMember
+from weft.parallel.materialise import Rows, fill_rows
 from weft.parallel.shared_buffers import share_buffers
 from weft.techniques.buckets.contract import BucketSettings
 
@@ -79,6 +81,27 @@ def apply_zero3(
             if hasattr(module, "set_reduce_scatter_unused_params"):  # not in the oldest torch that Weft takes
                 module.set_reduce_scatter_unused_params(True)
             share_buffers(module, mesh["shard"])
+
+
+def fill_shards(part: ModelPart, blueprint: Blueprint, mesh: Mesh, seed: int) -> None:
+    """Give the shards of parameters that were cut without storage (`materialise`, `later`) their initial values."""
+    waiting = {name for name, parameter in part.module.named_parameters() if parameter.is_meta}
+    if not waiting:
+        return
+    # As `to_empty` does, for those alone: torch's own way to give shards storage, padding included.
+    def stored(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=mesh.device) if tensor.is_meta else tensor
+
+    part.module._apply(stored)  # pyright: ignore[reportPrivateUsage]
+    rows: dict[str, Rows] = {}
+    for name, parameter in part.module.named_parameters():
+        if name not in waiting:
+            continue
+        assert isinstance(parameter, DTensor), f"{name} has no storage and was not sharded"
+        layout, local = part.layout[name], parameter.to_local().detach()
+        first = first_element(parameter.shape, layout.sharding(mesh)) // max(parameter.shape[1:].numel(), 1)
+        rows[layout.name] = Rows(local, layout.split, first)
+    fill_rows(rows, blueprint, seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,17 @@ from weft.document import JsonObject, is_plain_name, read_plain_file
 from weft.errors import RecipeError
 from weft.models._blueprint import Initialiser
 from weft.models._seeded import seeded
+from weft.models._stored import Box, StoredTensor
+from weft.models.hf._conversion import converted
+from weft.models.hf._deferred import Deferred
 
 _UNSET = torch.iinfo(torch.int64).min
 """A whole number that nobody has set."""
 _DRAWN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm)
 """Modules of which `_init_weights` draws everything."""
 _COPY = "Copy the model's folder again from where you trust it."
+_NARROWEST = 2
+"""Bytes of the narrowest number that weights are trained from."""
 
 
 def random_initialiser(model: Any) -> Initialiser:
@@ -139,17 +145,25 @@ class SafetensorsFolder:
     def is_empty(self) -> bool:
         return not self.files
 
-    def read(self, key: str) -> Tensor:
-        with _opened(self.folder / self.files[key]) as file:
-            return file.get_tensor(key)
+    def tensors(self) -> dict[str, Deferred]:
+        """Return all tensors by their key; each file's header is read once, and nothing else."""
+        keys: dict[str, list[str]] = {}
+        for key, name in self.files.items():
+            keys.setdefault(name, []).append(key)
+        found: dict[str, Deferred] = {}
+        for name, held in keys.items():
+            with _opened(self.folder / name) as file:
+                for key in held:
+                    part = file.get_slice(key)
+                    shape = tuple(part.get_shape())
+                    dtype = (part[0:0] if shape else part[...]).dtype
+                    found[key] = Deferred(shape, dtype, partial(self._read, key))
+        return found
 
-    def shape(self, key: str) -> tuple[int, ...]:
+    def _read(self, key: str, box: Box) -> Tensor:
         with _opened(self.folder / self.files[key]) as file:
-            return tuple(file.get_slice(key).get_shape())
-
-    def is_floating_point(self, key: str) -> bool:
-        with _opened(self.folder / self.files[key]) as file:
-            return str(file.get_slice(key).get_dtype()).startswith(("F", "BF"))
+            part = file.get_slice(key)
+            return part[tuple(slice(start, stop) for start, stop in box)] if box else part[...]
 
 
 @contextmanager
@@ -217,69 +231,78 @@ def _check_inside(folder: Path, named_by: str, path: Path) -> None:
         )
 
 
+class FolderInitialiser:
+    """Fills a module's own tensors from the folder, and draws or computes those that nobody stores."""
+
+    def __init__(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
+        self.stored = stored
+        """See `weft.models.stored_tensors`."""
+        self._random = random_initialiser(model)
+
+    def __call__(self, name: str, module: nn.Module) -> None:
+        own = {f"{name}.{leaf}": tensor for leaf, tensor in _own_tensors(module)}
+        if not all(full in self.stored for full in own):
+            self._random(name, module)  # buffers that are computed, not stored
+        for full, tensor in own.items():
+            if full in self.stored:
+                tensor.data.copy_(self.stored[full].read())
+
+
 def folder_initialiser(model: Any, weights: SafetensorsFolder) -> tuple[Initialiser, list[str]]:
     """Return an initialiser that reads each module's own tensors from the folder, and the keys that nothing reads.
 
     Raises:
-        RecipeError: a parameter is missing, or has another shape.
+        RecipeError: a parameter is missing, has another shape, or is quantised.
     """
-    keys = _match_keys(model, weights)
-    random = random_initialiser(model)
-
-    def initialise(name: str, module: nn.Module) -> None:
-        own = {f"{name}.{leaf}": tensor for leaf, tensor in _own_tensors(module)}
-        if not all(full in keys for full in own):
-            random(name, module)  # buffers that are computed, not stored
-        for full, tensor in own.items():
-            if full in keys:
-                tensor.data.copy_(weights.read(keys[full]))
-
-    unread = sorted(set(weights.files) - set(keys.values()))
-    return initialise, unread
+    tensors = weights.tensors()
+    stored, unread = converted(model, tensors, str(weights.folder))
+    _check_numbers(tensors, weights)
+    return FolderInitialiser(model, _complete(model, stored, unread, weights)), unread
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 
-def _match_keys(model: Any, weights: SafetensorsFolder) -> dict[str, str]:
-    """Name in the model → key in the folder, for all parameters and stored buffers, tied ones under each name."""
+def _check_numbers(tensors: Mapping[str, Deferred], weights: SafetensorsFolder) -> None:
+    """Refuse numbers of 8 bits or fewer: they mean something only together with their scales."""
+    for key, tensor in tensors.items():
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize < _NARROWEST:
+            raise RecipeError(
+                f'model.hf = "{weights.folder}": {key} in {weights.files[key]} is quantised'
+                f" ({str(tensor.dtype).removeprefix('torch.')}), and Weft trains from bf16, fp16, fp32 or fp64."
+                " Load the folder with transformers, call `dequantize()` on the model, and save it again."
+            )
+
+
+def _complete(
+    model: Any, stored: dict[str, StoredTensor], unread: Sequence[str], weights: SafetensorsFolder
+) -> dict[str, StoredTensor]:
+    """The stored tensors, checked to be all of the model's and as it has them, tied ones under each name."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    found: dict[str, str] = {}
-    by_tensor: dict[int, str] = {}
-    for name, tensor in state.items():
-        key = next((key for key in _spellings(name, model.base_model_prefix) if key in weights.files), None)
-        if key is not None:
-            found[name] = key
-            by_tensor.setdefault(id(tensor), key)
-    for name, tensor in state.items():
-        if name not in found and id(tensor) in by_tensor:
-            found[name] = by_tensor[id(tensor)]
-    missing = [name for name in state if name not in found]
+    by_tensor = {id(state[name]): tensor for name, tensor in reversed(stored.items())}
+    found = {name: stored[name] if name in stored else by_tensor.get(id(tensor)) for name, tensor in state.items()}
+    missing = [name for name, tensor in found.items() if tensor is None]
     if missing:
+        others = f" What nothing of the model takes: {', '.join(unread[:3])}." if unread else ""
         raise RecipeError(
             f'model.hf = "{weights.folder}": the weights lack {missing[0]} ({len(missing)} of {len(state)} tensors are'
-            " missing). Is config.json of the same model? Remove the weights to start from random ones."
+            f" missing).{others} Is config.json of the same model? Remove the weights to start from random ones."
         )
-    for name, key in found.items():
-        if state[name].is_floating_point() and not weights.is_floating_point(key):
+    for name, tensor in found.items():
+        assert tensor is not None
+        if state[name].is_floating_point() and not tensor.dtype.is_floating_point:
             raise RecipeError(
-                f'model.hf = "{weights.folder}": {key} in {weights.files[key]} holds no floating-point numbers, and the'
-                f" model's parameter does. {_COPY}"
+                f'model.hf = "{weights.folder}": {name} holds no floating-point numbers in {_file_of(name, weights)},'
+                f" and the model's parameter does. {_COPY}"
             )
-        if weights.shape(key) != tuple(state[name].shape):
+        if tensor.shape != state[name].shape:
             raise RecipeError(
-                f'model.hf = "{weights.folder}": {key} has shape {weights.shape(key)} in the weights but'
+                f'model.hf = "{weights.folder}": {name} has shape {tuple(tensor.shape)} in the weights but'
                 f" {tuple(state[name].shape)} by config.json. Use the config of the same model."
             )
-    return found
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _spellings(name: str, prefix: str) -> list[str]:
-    """How a tensor may be called on disk: as now, without the base model's prefix, or by BERT's old norm names."""
-    bare = name.removeprefix(f"{prefix}.")
-    old = [
-        spelling.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
-        for spelling in (name, bare)
-    ]
-    return list(dict.fromkeys((name, bare, *old)))
+def _file_of(name: str, weights: SafetensorsFolder) -> str:
+    return weights.files.get(name, "the folder")

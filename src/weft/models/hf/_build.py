@@ -159,9 +159,12 @@ def _of_config(auto: Any, config: Any, attention: str) -> Any:
     for implementation in (attention, "sdpa", "eager"):
         try:
             with torch.device("meta"):
-                return auto.from_config(
+                model = auto.from_config(
                     config, attn_implementation=implementation, dtype=torch.float32, trust_remote_code=False
                 )
+            if implementation == "eager" or getattr(model, "_supports_sdpa", True):
+                return model
+            # It would take any name, compute by its own code, and add a mask of truth values to its scores (TrOCR).
         except (KeyError, ValueError) as problem:  # what it says of an attention that it does not have
             refused = refused or problem
     assert refused is not None
@@ -195,7 +198,7 @@ def _sequence_length(recipe: ModelRecipe, config: Any, task: HubTask) -> int | N
     inner = config.get_text_config() if task.is_of_tokens else config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
     known = (getattr(one, name, None) for one in (config, inner) for name in names)
-    limit: int | None = next((value for value in known if value), None)
+    limit: int | None = next((value for value in known if isinstance(value, int) and value > 0), None)  # XLNet: -1
     length = recipe.sequence_length or limit
     if length is None:
         raise RecipeError(

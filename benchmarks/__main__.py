@@ -17,7 +17,7 @@ from benchmarks._results import RESULTS, ROOT, log
 
 BENCHMARKS = (
     *("memory", "bubble", "overhead", "techniques", "communication", "selector", "compression", "ahead", "offload"),
-    *("search", "peers", "auto"),
+    *("search", "peers", "auto", "loading"),
 )
 
 

@@ -33,6 +33,7 @@ from weft.document import spell
 from weft.document._write import describe_fields  # pyright: ignore[reportPrivateUsage]
 from weft.plan import Plan, plan_schema
 from weft.recipe import (
+    AdapterRecipe,
     ConvNetShape,
     DataSource,
     DecoderShape,
@@ -55,7 +56,7 @@ def recipe_page() -> str:
         " `--set recipe.<section>.<name>=<value>`. Unknown names, wrong types and impossible sizes are errors.",
     ]
     lines += _sections(Recipe, {"model": _shapes(), "data": _items("train and validation", DataSource)})
-    lines += _items("[[optimizer.groups]]", ParameterGroup)
+    lines += _items("[model.adapter]", AdapterRecipe) + _items("[[optimizer.groups]]", ParameterGroup)
     return _text(lines)
 
 

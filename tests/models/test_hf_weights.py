@@ -46,7 +46,7 @@ def export(blueprint: Any, module: nn.Module, folder: Path) -> Path:
 
 @pytest.mark.parametrize(("seed", "masked"), [(0, False), (1, False), (2, True)])
 def test_drawn_families_come_in_and_go_out(seed: int, masked: bool, tmp_path: Path) -> None:
-    """Four of each draw at least: loaded, trained by a step, exported, and read by the library, with the same logits."""
+    """Four of each draw: loaded, trained by a step, exported, and read by the library, with the same logits."""
     import transformers
 
     auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM

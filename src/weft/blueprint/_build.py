@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.families import Tables
 from weft.models import Blueprint, build_model
 from weft.plan import Plan
@@ -18,10 +20,16 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
     Raises:
         RecipeError: the model cannot be built.
     """
-    blueprint = build_model(recipe)
+    # Looked at are the model's own layers; how an adapter splits follows from the layer beside it.
+    bare = recipe if recipe.model.adapter is None else replace(recipe, model=replace(recipe.model, adapter=None))
+    blueprint = build_model(bare)
     look_for_blocks(blueprint, plan)
-    if (plan is None or plan.mesh.tensor > 1) and _may_split(blueprint, recipe):
-        _look_for_a_split(blueprint, recipe)
+    if (plan is None or plan.mesh.tensor > 1) and _may_split(blueprint, bare):
+        _look_for_a_split(blueprint, bare)
+    if recipe.model.adapter is not None:
+        from weft.models.adapters import apply_adapter
+
+        apply_adapter(blueprint, recipe)
     return blueprint
 
 

@@ -17,8 +17,6 @@ from weft.checkpoint._read import StoredCheckpoint
 from weft.errors import CheckpointError
 from weft.models import Blueprint
 
-_WEIGHTS = "model.safetensors"
-
 
 def read_tensors(path: Path, prefix: str = "model/") -> Iterator[tuple[str, Tensor]]:
     """Yield (name without prefix, whole tensor) of a verified checkpoint, one tensor at a time.
@@ -113,7 +111,7 @@ def export_checkpoint(
         partial.mkdir(parents=True)
         try:
             mapped = weights if blueprint.export is None else blueprint.export(weights)
-            _write_weights(partial, mapped, dtype, file_bytes)
+            _write_weights(partial, blueprint.export_files[1], mapped, dtype, file_bytes)
             _write_companions(partial, blueprint, tokenizer, dtype)
             sync_folder(partial)
             if folder.exists():
@@ -137,17 +135,19 @@ def _check_names(weights: StoredWeights, blueprint: Blueprint, checkpoint: Path)
         )
 
 
-def _write_weights(folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None, file_bytes: int) -> None:
+def _write_weights(
+    folder: Path, file: str, weights: Mapping[str, Tensor], dtype: torch.dtype | None, file_bytes: int
+) -> None:
     entries = [_entry(weights, name, dtype) for name in weights]
     groups = list(grouped(entries, lambda entry: entry.size_bytes, file_bytes)) or [[]]
-    names = [_WEIGHTS] if len(groups) == 1 else [_shard_name(at, len(groups)) for at in range(len(groups))]
+    names = [file] if len(groups) == 1 else [_shard_name(file, at, len(groups)) for at in range(len(groups))]
     for name, group in zip(names, groups, strict=True):
         write_tensors(folder / name, group, {"format": "pt"})
     if len(groups) > 1:
         where = {entry.key: name for name, group in zip(names, groups, strict=True) for entry in group}
         total = sum(entry.size_bytes for group in groups for entry in group)
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        write_text(folder / f"{_WEIGHTS}.index.json", json.dumps(index, indent=2))
+        write_text(folder / f"{file}.index.json", json.dumps(index, indent=2))
 
 
 def _entry(weights: Mapping[str, Tensor], name: str, wanted: torch.dtype | None) -> Entry:
@@ -163,16 +163,16 @@ def _entry(weights: Mapping[str, Tensor], name: str, wanted: torch.dtype | None)
     return Entry(name, shape, dtype, fetch)
 
 
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+def _shard_name(file: str, number: int, count: int) -> str:
+    return f"{file.removesuffix('.safetensors')}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _write_companions(folder: Path, blueprint: Blueprint, tokenizer: Path | None, dtype: torch.dtype | None) -> None:
     if blueprint.export_config is not None:
         config = dict(blueprint.export_config)
-        if dtype is not None:
+        if dtype is not None and "architectures" in config:
             config["dtype"] = str(dtype).removeprefix("torch.")
-        write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+        write_text(folder / blueprint.export_files[0], json.dumps(config, indent=2, sort_keys=True) + "\n")
     if tokenizer is not None:
         write_text(folder / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
         # Without it `AutoTokenizer` goes by the model's type and expects that family's own files.

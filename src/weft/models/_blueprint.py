@@ -63,6 +63,8 @@ class Blueprint(Tables):
     """Weights under the names and shapes that `transformers` loads; None: as they are."""
     export_config: Mapping[str, Any] | None = None
     """`config.json` beside exported weights."""
+    export_files: tuple[str, str] = ("config.json", "model.safetensors")
+    """Names of the files of `export_config` and of the weights; a model's adapters have others."""
     sequence_length: int | None = None
     """Tokens per sample; None where samples are no sequences."""
     keep_dtype: Sequence[str] = ()

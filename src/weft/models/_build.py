@@ -37,6 +37,10 @@ def build_model(recipe: Recipe) -> Blueprint:
     _apply_split(blueprint, recipe)
     _freeze(blueprint, recipe)
     _apply_loss(blueprint, recipe)
+    if model.adapter is not None:
+        from weft.models.adapters import apply_adapter
+
+        apply_adapter(blueprint, recipe)
     return blueprint
 
 

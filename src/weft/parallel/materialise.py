@@ -63,7 +63,7 @@ def materialise(
             fresh.place(name, drawn[leaf])
 
 
-def fill_rows(rows: Mapping[str, Rows], blueprint: Blueprint, seed: int) -> None:
+def fill_rows(rows: Mapping[str, ShardRows], blueprint: Blueprint, seed: int) -> None:
     """Fill runs of rows of parameters by their name in the whole model, with what `materialise` would have put there.
 
     As there, at most one module's own tensors are whole at a time.
@@ -78,7 +78,7 @@ def fill_rows(rows: Mapping[str, Rows], blueprint: Blueprint, seed: int) -> None
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ShardRows:
     """A run of rows of this rank's part of a parameter, with storage to fill."""
 
     target: Tensor

@@ -36,7 +36,7 @@ from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard, first_element
 from weft.parallel.buckets import BucketMember
-from weft.parallel.materialise import Rows, fill_rows
+from weft.parallel.materialise import ShardRows, fill_rows
 from weft.parallel.shared_buffers import share_buffers
 from weft.techniques.buckets.contract import BucketSettings
 
@@ -93,14 +93,14 @@ def fill_shards(part: ModelPart, blueprint: Blueprint, mesh: Mesh, seed: int) ->
         return torch.empty_like(tensor, device=mesh.device) if tensor.is_meta else tensor
 
     part.module._apply(stored)  # pyright: ignore[reportPrivateUsage]
-    rows: dict[str, Rows] = {}
+    rows: dict[str, ShardRows] = {}
     for name, parameter in part.module.named_parameters():
         if name not in waiting:
             continue
         assert isinstance(parameter, DTensor), f"{name} has no storage and was not sharded"
         layout, local = part.layout[name], parameter.to_local().detach()
         first = first_element(parameter.shape, layout.sharding(mesh)) // max(parameter.shape[1:].numel(), 1)
-        rows[layout.name] = Rows(local, layout.split, first)
+        rows[layout.name] = ShardRows(local, layout.split, first)
     fill_rows(rows, blueprint, seed)
 
 

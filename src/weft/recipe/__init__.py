@@ -1,5 +1,6 @@
 """Recipe: what to train."""
 
+from weft.recipe._adapter import AdapterRecipe as AdapterRecipe
 from weft.recipe._hf_config import HF_KEYS as HF_KEYS
 from weft.recipe._hf_config import hf_config_file as hf_config_file
 from weft.recipe._hf_config import hf_size as hf_size

@@ -10,6 +10,7 @@ from typing import Literal
 
 from weft.document import HIDDEN, Flattened, Rules, dump
 from weft.errors import BadSetting, RecipeError, did_you_mean
+from weft.recipe._adapter import AdapterRecipe
 from weft.recipe._shapes import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ReferenceShape
 
 BUILT_IN_LOSSES = ("tokens", "classes", "regression")
@@ -69,6 +70,8 @@ class ModelRecipe:
     shows it). By default where nothing says how the model splits; prove it with `weft check`."""
     freeze: tuple[str, ...] = ()
     """Globs over parameter names that are not trained."""
+    adapter: AdapterRecipe | None = None
+    """`[model.adapter]`: train adapters alone, and leave the model's own weights as they are."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
@@ -87,6 +90,8 @@ class ModelRecipe:
             hint = did_you_mean(self.loss, BUILT_IN_LOSSES)
             raise _RULES.refuse(self, "loss", f'is neither one of {names} nor "package.module:function".{hint}')
         _RULES.at_least(self, 1, "sequence_length")
+        if self.adapter is not None and self.freeze:
+            raise _RULES.refuse(self, "freeze", "stands beside adapter, which freezes every weight. Remove it.")
 
     def _check_source(self) -> None:
         sources = [name for name in ("reference", "hf", "factory") if getattr(self, name) is not None]

@@ -66,6 +66,7 @@ class Tensor(Technique):
 
     def check_model(self, case: Case) -> None:
         self._check_sequence(case)
+        self._check_adapter(case)
         sizes, tensor = case.facts.divisible, case.plan.mesh.tensor
         if tensor == 1 or sizes is None or case.recipe.model.split:
             return  # A split table of one's own says itself what must divide; it is looked at when the model is built.
@@ -81,6 +82,20 @@ class Tensor(Technique):
             choices = [n for n in range(1, common + 1) if common % n == 0]
             listed = ", ".join(f"{name} = {size}" for name, size in wrong.items())
             raise case.refuse(("mesh", "tensor"), f"does not divide {listed}.\nUse {list_choices(choices)}.")
+
+    def _check_adapter(self, case: Case) -> None:
+        """Adapters other than pairs of linear layers look at whole weights."""
+        adapter, plan = case.recipe.model.adapter, case.plan
+        if adapter is None or plan.mesh.tensor == 1:
+            return
+        if not adapter.divides:
+            what = "DoRA" if adapter.method == "lora" else f'method = "{adapter.method}"'
+            problem = f"cannot divide the adapters of model.adapter: {what} computes with whole weights of its layer."
+            use = "Use 1, with data, ZeRO or pipeline ranks, or plain LoRA."
+            raise case.refuse(("mesh", "tensor"), f"{problem}\n{use}")
+        if plan.tensor_parallel.sequence:
+            problem = "cannot be had with model.adapter: the narrow activation inside an adapter is not shared out."
+            raise case.refuse(("tensor_parallel", "sequence"), f"{problem}\nUse false.")
 
     def _check_sequence(self, case: Case) -> None:
         facts, path = case.facts, ("tensor_parallel", "sequence")

@@ -1,0 +1,3 @@
+"""Adapters of the package `peft` in a model: only they are trained."""
+
+from weft.models.adapters._apply import apply_adapter as apply_adapter

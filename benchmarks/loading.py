@@ -23,7 +23,7 @@ from weft.blueprint import build_blueprint
 from weft.comm import Mesh
 from weft.launch import RankInfo, initialise_distributed
 from weft.launch.launcher import launch_function
-from weft.models import Box, StoredTensor, stored_tensors
+from weft.models.stored import Box, StoredTensor, stored_tensors
 from weft.parallel import parallelize
 from weft.plan import Plan, parse_plan
 from weft.recipe import parse_recipe

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import Mesh
 from weft.errors import RecipeError
-from weft.models import Box, StoredTensor, stored_tensors
 from weft.models.hf import build_hf
+from weft.models.stored import Box, StoredTensor, stored_tensors
 from weft.parallel import parallelize
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.recipe import ModelRecipe

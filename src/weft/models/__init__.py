@@ -31,6 +31,3 @@ from weft.models._losses import regression_loss as regression_loss
 from weft.models._losses import token_loss as token_loss
 from weft.models._seeded import others_draw as others_draw
 from weft.models._seeded import seeded as seeded
-from weft.models._stored import Box as Box
-from weft.models._stored import StoredTensor as StoredTensor
-from weft.models._stored import stored_tensors as stored_tensors

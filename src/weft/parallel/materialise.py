@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from weft.models import Blueprint, StoredTensor, seeded, stored_tensors
-from weft.parallel._layout import ModelLayout, NestedSplit, ParameterLayout
-from weft.parallel._local import InMemory, read_local
+from weft.models import Blueprint, seeded
+from weft.parallel._layout import ModelLayout, ParameterLayout
+
+if TYPE_CHECKING:
+    from weft.models.stored import StoredTensor
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -37,7 +39,7 @@ def materialise(
     and stays one object.  Where `blueprint.initialise` is None the tensors there are cut, moved and cast.  Buffers
     missing from the layout are whole.  Non-floating tensors keep their dtype, and so do, in bf16 and fp16, the buffers
     of `blueprint.keep_dtype`.  Parameters that are not trained are in `frozen_dtype`, where it is given.  Those named
-    in `later` stay on the meta device, for `fill_rows`.
+    in `later` stay on the meta device, for `weft.parallel.stored.fill_rows`.
 
     Not collective.  `blueprint.module` must still be whole (parts are cut from copies of it).
     """
@@ -48,45 +50,19 @@ def materialise(
         return
     for name in later:
         fresh.postpone(name)
-    stored = stored_tensors(blueprint.initialise)
+    stored: Mapping[str, StoredTensor] = getattr(blueprint.initialise, "stored", {})
     for name in list(fresh.unplaced):
         source = stored.get(fresh.layout_of(name).name)
         if source is not None:
             fresh.read(name, source)
-    owned = _by_owner({name: fresh.layout_of(name).name for name in fresh.unplaced})
+    owned = by_owner({name: fresh.layout_of(name).name for name in fresh.unplaced})
     for owner, names in owned.items():
-        drawn = _draw(blueprint, owner, seed)
+        drawn = draw(blueprint, owner, seed)
         for name, leaf in names:
             assert drawn[leaf].shape == fresh.layout_of(name).shape, (
                 f"{name}: the blueprint's module is no longer whole"
             )
             fresh.place(name, drawn[leaf])
-
-
-def fill_rows(rows: Mapping[str, ShardRows], blueprint: Blueprint, seed: int) -> None:
-    """Fill runs of rows of parameters by their name in the whole model, with what `materialise` would have put there.
-
-    As there, at most one module's own tensors are whole at a time.
-    """
-    stored = stored_tensors(blueprint.initialise)
-    for name in rows.keys() & stored.keys():
-        rows[name].fill(stored[name])
-    for owner, names in _by_owner({name: name for name in rows if name not in stored}).items():
-        drawn = _draw(blueprint, owner, seed)
-        for name, leaf in names:
-            rows[name].fill(InMemory(drawn[leaf]))
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRows:
-    """A run of rows of this rank's part of a parameter, with storage to fill."""
-
-    target: Tensor
-    split: NestedSplit
-    first: int
-
-    def fill(self, source: StoredTensor) -> None:
-        read_local(self.target, source, self.split, self.first)
 
 
 class _FreshTensors:
@@ -129,6 +105,8 @@ class _FreshTensors:
 
     def read(self, name: str, source: StoredTensor) -> None:
         """Read this rank's part of a stored tensor, and install it."""
+        from weft.parallel.stored import read_local
+
         layout = self.layout_of(name)
         assert source.shape == layout.shape, f"{name}: the blueprint's module is no longer whole"
         dtype = self._dtype_of(name, self.unplaced[name].dtype)
@@ -161,7 +139,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _by_owner(known: Mapping[str, str]) -> dict[str, list[tuple[str, str]]]:
+def by_owner(known: Mapping[str, str]) -> dict[str, list[tuple[str, str]]]:
     """From name here → name in the whole model to: module there → (name here, name of the tensor in that module)."""
     owners: dict[str, list[tuple[str, str]]] = {}
     for name, whole in known.items():
@@ -170,7 +148,7 @@ def _by_owner(known: Mapping[str, str]) -> dict[str, list[tuple[str, str]]]:
     return owners
 
 
-def _draw(blueprint: Blueprint, owner: str, seed: int) -> dict[str, Tensor]:
+def draw(blueprint: Blueprint, owner: str, seed: int) -> dict[str, Tensor]:
     """Return the initial values of one module's own tensors, whole, on the CPU."""
     module = shallow_copy(blueprint.module.get_submodule(owner))
     for leaf, parameter in list(module.named_parameters(recurse=False)):

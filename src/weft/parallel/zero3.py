@@ -36,8 +36,8 @@ from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard, first_element
 from weft.parallel.buckets import BucketMember
-from weft.parallel.materialise import ShardRows, fill_rows
 from weft.parallel.shared_buffers import share_buffers
+from weft.parallel.stored import ShardRows, fill_rows
 from weft.techniques.buckets.contract import BucketSettings
 
 if TYPE_CHECKING:

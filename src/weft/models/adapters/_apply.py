@@ -21,9 +21,9 @@ from weft.errors import RecipeError
 from weft.families import SplitRule
 from weft.models._blueprint import Blueprint, Initialiser
 from weft.models._seeded import seeded
-from weft.models._stored import StoredTensor, stored_tensors
 from weft.models.adapters._config import adapter_config, config_json, load_peft
 from weft.models.adapters._splits import split_beside
+from weft.models.stored import StoredTensor, stored_tensors
 from weft.recipe import Recipe
 
 _BASE = "base_layer"
@@ -110,7 +110,7 @@ class _AdapterInitialiser:
         former = stored_tensors(original)
         names = dict(bare.named_parameters(remove_duplicate=False)) | dict(bare.named_buffers(remove_duplicate=False))
         self.stored: Mapping[str, StoredTensor] = {self._moved(name): former[name] for name in names if name in former}
-        """See `weft.models.stored_tensors`."""
+        """See `weft.models.stored.stored_tensors`."""
 
     def __call__(self, name: str, module: nn.Module) -> None:
         layer = self._layer_of(name)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import RecipeError
-from weft.models._stored import Box, StoredTensor
 from weft.models.hf._deferred import Deferred, NotDeferrableError
+from weft.models.stored import Box, StoredTensor
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.models._stored import Box
+from weft.models.stored import Box
 
 
 class NotDeferrableError(Exception):
@@ -22,7 +22,7 @@ class NotDeferrableError(Exception):
 
 
 class Deferred:
-    """A tensor of which only shape and dtype are known until it is read; see `weft.models.StoredTensor`."""
+    """A tensor of which only shape and dtype are known until it is read; see `weft.models.stored.StoredTensor`."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, read: Callable[[Box], Tensor]) -> None:
         self._shape, self._dtype, self._read = torch.Size(shape), dtype, read

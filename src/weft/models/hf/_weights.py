@@ -17,9 +17,9 @@ from weft.document import JsonObject, is_plain_name, read_plain_file
 from weft.errors import RecipeError
 from weft.models._blueprint import Initialiser
 from weft.models._seeded import seeded
-from weft.models._stored import Box, StoredTensor
 from weft.models.hf._conversion import converted
 from weft.models.hf._deferred import Deferred
+from weft.models.stored import Box, StoredTensor
 
 _UNSET = torch.iinfo(torch.int64).min
 """A whole number that nobody has set."""
@@ -236,7 +236,7 @@ class FolderInitialiser:
 
     def __init__(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
         self.stored = stored
-        """See `weft.models.stored_tensors`."""
+        """See `weft.models.stored.stored_tensors`."""
         self._random = random_initialiser(model)
 
     def __call__(self, name: str, module: nn.Module) -> None:

@@ -21,9 +21,10 @@ import torch
 
 from checkpoint.layouts import ThreadRanks, one_piece
 from pool import RankPool
-from weft.checkpoint import Checkpointer, Peers, SaveError, read_tensors
+from weft.checkpoint import Checkpointer, Peers, SaveError
 from weft.checkpoint._files import StoredFile
 from weft.checkpoint._format import digest_of, read_manifest
+from weft.checkpoint.export import read_tensors
 from weft.comm import GroupView
 from weft.errors import CheckpointError
 from weft.parallel import Piece

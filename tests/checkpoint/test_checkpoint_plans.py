@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pool import RankPool
-from weft.checkpoint import Checkpointer, Peers, read_tensors
+from weft.checkpoint import Checkpointer, Peers
+from weft.checkpoint.export import read_tensors
 from weft.comm import Mesh
 from weft.engine import create_training
 from weft.models import build_model

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from checkpoint.layouts import Cut, ThreadRanks, one_piece, pieces_of
-from weft.checkpoint import Checkpointer, Peers, export_checkpoint, read_tensors
+from weft.checkpoint import Checkpointer, Peers
+from weft.checkpoint.export import export_checkpoint, read_tensors
 from weft.errors import CheckpointError
 from weft.models import Blueprint, build_reference, class_loss
 from weft.recipe import DecoderShape

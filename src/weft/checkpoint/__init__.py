@@ -2,8 +2,6 @@
 
 from weft.checkpoint._checkpointer import Checkpointer as Checkpointer
 from weft.checkpoint._checkpointer import SaveError as SaveError
-from weft.checkpoint._export import export_checkpoint as export_checkpoint
-from weft.checkpoint._export import read_tensors as read_tensors
 from weft.checkpoint._format import Json as Json
 from weft.checkpoint._peers import Peers as Peers
 from weft.checkpoint._pieces import module_pieces as module_pieces

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weft.checkpoint import read_tensors
+from weft.checkpoint.export import read_tensors
 from weft.data.preparation import load_tokenizer, separator_of
 from weft.errors import LaunchError, RecipeError
 from weft.events import RunFolder

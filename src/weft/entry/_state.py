@@ -16,7 +16,8 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
-from weft.checkpoint import Checkpointer, Json, Peers, export_checkpoint
+from weft.checkpoint import Checkpointer, Json, Peers
+from weft.checkpoint.export import export_checkpoint
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.document import JsonObject

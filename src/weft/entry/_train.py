@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import weft
 from weft.blueprint import build_blueprint
-from weft.checkpoint import export_checkpoint
+from weft.checkpoint.export import export_checkpoint
 from weft.cluster import Cluster
 from weft.comm import backend_for, device_for_rank
 from weft.data import PreparedData, data_shape

@@ -39,7 +39,7 @@ def materialise(
     and stays one object.  Where `blueprint.initialise` is None the tensors there are cut, moved and cast.  Buffers
     missing from the layout are whole.  Non-floating tensors keep their dtype, and so do, in bf16 and fp16, the buffers
     of `blueprint.keep_dtype`.  Parameters that are not trained are in `frozen_dtype`, where it is given.  Those named
-    in `later` stay on the meta device, for `weft.parallel.stored.fill_rows`.
+    in `later` stay on the meta device, for `weft.parallel.zero3.fill_shards`.
 
     Not collective.  `blueprint.module` must still be whole (parts are cut from copies of it).
     """

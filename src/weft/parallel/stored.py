@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from weft.models import Blueprint
-from weft.models.stored import Box, StoredTensor, stored_tensors
+from weft.models.stored import Box, StoredTensor
 from weft.parallel._layout import NestedSplit
-from weft.parallel.materialise import by_owner, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +66,3 @@ def _pieces(split: NestedSplit, shape: torch.Size) -> Iterator[tuple[int, int, i
     length = block // cut.parts
     for index in range(cut.blocks):
         yield cut.dim, index * length, length, index * block + cut.index * length
-
-
-def fill_rows(rows: Mapping[str, ShardRows], blueprint: Blueprint, seed: int) -> None:
-    """Fill runs of rows of parameters by their name in the whole model, with what `materialise` would have put there.
-
-    As there, at most one module's own tensors are whole at a time.
-    """
-    stored = stored_tensors(blueprint.initialise)
-    for name in rows.keys() & stored.keys():
-        rows[name].fill(stored[name])
-    for owner, names in by_owner({name: name for name in rows if name not in stored}).items():
-        drawn = draw(blueprint, owner, seed)
-        for name, leaf in names:
-            rows[name].fill(InMemory(drawn[leaf]))
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRows:
-    """A run of rows of this rank's part of a parameter, with storage to fill."""
-
-    target: Tensor
-    split: NestedSplit
-    first: int
-
-    def fill(self, source: StoredTensor) -> None:
-        read_local(self.target, source, self.split, self.first)

@@ -32,12 +32,14 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm import GroupView, Mesh, start_all_reduce
 from weft.models import Blueprint
-from weft.parallel._layout import ParameterLayout
+from weft.models.stored import StoredTensor, stored_tensors
+from weft.parallel._layout import NestedSplit, ParameterLayout
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard, first_element
 from weft.parallel.buckets import BucketMember
+from weft.parallel.materialise import by_owner, draw
 from weft.parallel.shared_buffers import share_buffers
-from weft.parallel.stored import ShardRows, fill_rows
+from weft.parallel.stored import InMemory, read_local
 from weft.techniques.buckets.contract import BucketSettings
 
 if TYPE_CHECKING:
@@ -88,20 +90,47 @@ def fill_shards(part: ModelPart, blueprint: Blueprint, mesh: Mesh, seed: int) ->
     waiting = {name for name, parameter in part.module.named_parameters() if parameter.is_meta}
     if not waiting:
         return
+
     # As `to_empty` does, for those alone: torch's own way to give shards storage, padding included.
     def stored(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=mesh.device) if tensor.is_meta else tensor
 
     part.module._apply(stored)  # pyright: ignore[reportPrivateUsage]
-    rows: dict[str, ShardRows] = {}
+    rows: dict[str, _Rows] = {}
     for name, parameter in part.module.named_parameters():
         if name not in waiting:
             continue
         assert isinstance(parameter, DTensor), f"{name} has no storage and was not sharded"
         layout, local = part.layout[name], parameter.to_local().detach()
         first = first_element(parameter.shape, layout.sharding(mesh)) // max(parameter.shape[1:].numel(), 1)
-        rows[layout.name] = ShardRows(local, layout.split, first)
-    fill_rows(rows, blueprint, seed)
+        rows[layout.name] = _Rows(local, layout.split, first)
+    _fill_rows(rows, blueprint, seed)
+
+
+def _fill_rows(rows: Mapping[str, _Rows], blueprint: Blueprint, seed: int) -> None:
+    """Fill runs of rows of parameters by their name in the whole model, with what `materialise` would have put there.
+
+    As there, at most one module's own tensors are whole at a time.
+    """
+    stored = stored_tensors(blueprint.initialise)
+    for name in rows.keys() & stored.keys():
+        rows[name].fill(stored[name])
+    for owner, names in by_owner({name: name for name in rows if name not in stored}).items():
+        drawn = draw(blueprint, owner, seed)
+        for name, leaf in names:
+            rows[name].fill(InMemory(drawn[leaf]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A run of rows of this rank's part of a parameter, with storage to fill."""
+
+    target: Tensor
+    split: NestedSplit
+    first: int
+
+    def fill(self, source: StoredTensor) -> None:
+        read_local(self.target, source, self.split, self.first)
 
 
 @dataclass(frozen=True, slots=True)

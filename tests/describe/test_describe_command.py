@@ -38,6 +38,29 @@ def test_table_and_proposal(recipe: Path, capsys: pytest.CaptureFixture[str]) ->
     assert '"blocks.*.attention.qkv"  = "column"  # blocks=3' in text
     assert "blocks.*.attention: num_heads is divided too" in text
     assert "propose_split = true" in text
+    assert " of the parameters are divided; it must divide " in text
+
+
+def test_a_model_that_cannot_be_followed_is_described_as_far_as_it_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_model.py").write_text(
+        "from torch import nn\n"
+        "class Odd(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.tokens, self.head = nn.Embedding(48, 8), nn.Linear(8, 48)\n"
+        "    def forward(self, tokens):\n"
+        "        raise LookupError('no such luck')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "odd.toml"
+    path.write_text(RECIPE.format(more='loss = "tokens"').replace("own_models:Gpt", "odd_model:Odd"))
+    assert run(["describe", str(path)]) == 0
+    text = capsys.readouterr().out
+    for line in ("Tensor axis: nothing to split", "Operators: not understood"):
+        assert line in text, text
+    assert text.count("no such luck") >= 2
 
 
 def test_json(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,14 @@ from weft.figures import spell_figure
 
 if TYPE_CHECKING:
     from weft.describe import ForwardDescription, Proposal
+    from weft.models import Blueprint
     from weft.profile import Block, Operator, Profile
+
+
+_MOST_KINDS = 3
+"""Kinds of blocks of which the operators are listed: all of it fits on a screen."""
+_MOST_WHOLE = 8
+"""Modules that stay whole of which the reason is printed."""
 
 
 def describe(
@@ -21,7 +28,8 @@ def describe(
     overrides: Overrides = (),
     json: Json = False,
 ) -> None:
-    """Say what a recipe's model computes and keeps, block by block, and how it could be split.
+    """Say what a recipe's model computes and keeps, block by block, how it splits and where it may be cut, and what of
+    it was not understood.
 
     Nothing is computed: the model runs on the meta device. Sizes are those of one sample's forward, in bf16 where the
     recipe permits it.
@@ -35,20 +43,43 @@ def describe(
 
     from weft.blueprint import build_blueprint
     from weft.describe import examine, propose_split, stage_lines
+    from weft.errors import RecipeError
     from weft.models import build_model
 
     blueprint = build_blueprint(with_overrides)
     dtype = torch.bfloat16 if "bf16" in with_overrides.permit.precision else torch.float32
-    description = examine(blueprint, dtype=dtype)
-    plain = build_model(with_overrides)
-    proposal = propose_split(plain)
+    try:
+        description = examine(blueprint, dtype=dtype)
+        plain = build_model(with_overrides)
+        proposal = propose_split(plain)
+    except RecipeError as problem:
+        if json:
+            raise
+        print("\n".join([_tensor_line(blueprint), *stage_lines(blueprint), f"Operators: not understood: {problem}"]))
+        return
     if json:
         print(to_text.dumps(_as_json(description, proposal, dtype.itemsize), indent=2))
         return
     print("\n".join(_lines(description, dtype.itemsize)))
     print()
+    print(f"{_tensor_line(blueprint)}\n")
     print("\n".join(_split_lines(proposal, covered=plain.splits)))
     print("\n".join(stage_lines(blueprint)))
+
+
+def _tensor_line(blueprint: Blueprint) -> str:
+    """What the tensor axis may do with the model, or why nothing."""
+    if not blueprint.splits:
+        return f"Tensor axis: nothing to split: {blueprint.no_tensor or 'no table says how'}"
+    total = divided = 0
+    for name, parameter in blueprint.module.named_parameters():
+        rule, own = blueprint.rule_of(name.rpartition(".")[0]), blueprint.rule_of_parameter(name)
+        total += parameter.numel()
+        if (rule is not None and rule.divides) or (own is not None and own.kind == "part"):
+            divided += parameter.numel()
+    sizes = ", ".join(f"{name} = {size}" for name, size in blueprint.divisible.items())
+    share = f"Tensor axis: {divided / max(total, 1):.0%} of the parameters are divided"
+    return share + (f"; it must divide {sizes}" if sizes else "")
 
 
 def _lines(description: ForwardDescription, element_bytes: int) -> list[str]:
@@ -61,10 +92,14 @@ def _lines(description: ForwardDescription, element_bytes: int) -> list[str]:
         f" {_short(description.kept_bytes_per_sample)}B kept for backward"
         f" with one kernel per call ({'bf16' if element_bytes == 2 else 'fp32'}).",
     ]
-    for times, block in _parts(profile):
+    parts = _parts(profile)
+    shown = [*parts[:_MOST_KINDS], *parts[-1:]] if len(parts) > _MOST_KINDS + 1 else parts
+    for times, block in shown:
         lines += ["", f"{block.name}{f' × {times}' if times > 1 else ''}  ({block.parameters:,} parameters)"]
         lines.append(f"  {'operator':<34}{'kind':<13}{'split':<11}{'parameters':>14}{'FLOP':>9}{'kept':>9}  shape")
         lines += [_row(operator, profile.sequence_length, element_bytes) for operator in block.operators]
+    if len(shown) < len(parts):
+        lines += ["", f"{len(parts) - len(shown)} other kinds of blocks (--json has them)"]
     return lines + [f"assumed: {note}" for note in description.notes]
 
 
@@ -106,7 +141,12 @@ def _split_lines(proposal: Proposal, *, covered: bool) -> list[str]:
     if covered and not proposal.splits:
         return ["The model brings a split table, to which analysis of its graph adds nothing."]
     head = "Proposed by analysis of the graph" + (", beside the table that the model brings" if covered else "")
-    return [f"# {head}:", *lines_of(proposal)]
+    lines = lines_of(proposal)
+    whole = [line for line in lines if line.startswith("# whole")]
+    left_out = whole[_MOST_WHOLE:]
+    lines = [line for line in lines if line not in left_out]
+    more = [f"# whole on every rank: {len(left_out)} others (--json has them)"] if left_out else []
+    return [f"# {head}:", *lines, *more]
 
 
 def _as_json(description: ForwardDescription, proposal: Proposal, element_bytes: int) -> dict[str, Any]:

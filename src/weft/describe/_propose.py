@@ -80,6 +80,7 @@ class _Proposer:
     graph: Graph = field(init=False)
     blocks: tuple[str, ...] = field(init=False)
     places: dict[int, list[tuple[Event, int]]] = field(init=False)
+    useless: set[tuple[str | None, Attribute, tuple[Attribute, ...]]] = field(default_factory=lambda: set())
     refusals: dict[str, str] = field(default_factory=dict[str, str])
     """Layer → why a rehearsal left it whole."""
 
@@ -122,7 +123,8 @@ class _Proposer:
             self._refuse(odd, refused, f"{parts} does not divide its size, as it does those of most others")
             if odd or any(self._clash(group, refused) for group in choice.groups):
                 continue
-            rehearsal = Rehearsal(self.blueprint, self.trace, self.flow, linear, parts, self._gathers(linear))
+            gathers = self._gathers(linear)
+            rehearsal = Rehearsal(self.blueprint, self.trace, self.flow, linear, parts, gathers, self.useless)
             outcome = rehearsal.run() if linear else None
             if outcome is None or outcome.problem is None:
                 return choice, () if outcome is None else outcome.attributes, parts

@@ -69,6 +69,8 @@ class Rehearsal:
     groups: Sequence[LayerGroup]
     parts: int
     gathering: Mapping[str, Value] = field(default_factory=dict[str, Value])
+    useless: set[tuple[str | None, Attribute, tuple[Attribute, ...]]] = field(default_factory=lambda: set())
+    """Problems, attributes that did not help there, and those that were divided before: rehearsals share it."""
     wanted: list[Event] = field(init=False)
     """Operators of the whole model that compute something."""
 
@@ -82,7 +84,7 @@ class Rehearsal:
         for _ in range(_ATTEMPTS):
             if problem is None:
                 return SplitOutcome(attributes=tuple(attributes))
-            better = self._better(attributes, done)
+            better = self._better(attributes, done, problem)
             if better is None:
                 break
             attribute, done, problem = better
@@ -98,12 +100,17 @@ class Rehearsal:
         inside = any(f"{event.module}.".startswith(f"{name}.") for name in self.gathering)
         return event.name not in LAYOUT and not inside
 
-    def _better(self, attributes: Sequence[Attribute], done: Progress) -> tuple[Attribute, Progress, str | None] | None:
+    def _better(
+        self, attributes: Sequence[Attribute], done: Progress, before: str | None
+    ) -> tuple[Attribute, Progress, str | None] | None:
         best: tuple[Attribute, Progress, str | None] | None = None
         for attribute in self._candidates(done):
-            if attribute in attributes:
+            known = (before, attribute, tuple(attributes))
+            if attribute in attributes or known in self.useless:
                 continue
             reached, problem = self._attempt([*attributes, attribute])
+            if reached <= done and problem is not None:
+                self.useless.add(known)
             if reached > (done if best is None else best[1]) or problem is None:
                 best = attribute, reached, problem
             if problem is None:
@@ -179,15 +186,16 @@ class Rehearsal:
     def _candidates(self, done: Progress) -> list[Attribute]:
         """Whole numbers of the module that fails, or of those around it, that equal a divided size there."""
         found: list[Attribute] = []
-        name, root = self._event(done).module, self.blueprint.module
+        name, root, levels = self._event(done).module, self.blueprint.module, 0
         while True:
             sizes = self._sizes_inside(name)
             for attribute, value in numbers_of(root.get_submodule(name)):
-                if value in sizes and attribute not in _SIZES_OF_WEIGHTS and value % self.parts == 0:
+                of_model = "." in attribute and (levels > 1 or attribute.endswith("_id"))
+                if value in sizes and attribute not in _SIZES_OF_WEIGHTS and value % self.parts == 0 and not of_model:
                     found.append(Attribute(name, attribute))
             if not name:
                 return found
-            name = name.rpartition(".")[0]
+            name, levels = name.rpartition(".")[0], levels + 1
 
     def _sizes_inside(self, module: str) -> set[int]:
         chosen, leaves, sizes = self._chosen(), self.flow.atoms.leaves, set[int]()

@@ -26,7 +26,7 @@ help:
 	@echo "make check    ruff, pyright, import-linter and the rules of the house"
 	@echo "make bench    the benchmarks; writes benchmarks/results"
 	@echo "make bench-comm  those of communication alone (half an hour)"
-	@echo "make families  drawn families of models under every plan; writes docs/models.md (an hour on 2 cores)"
+	@echo "make families  drawn families of models under every plan; writes docs/models.md (hours on 2 cores)"
 	@echo "make docs     the documentation: its examples run, its links checked, its site built in build/site"
 	@echo "make gpu      the suite for one CUDA device: parity, speed, memory (9 minutes)"
 

@@ -130,10 +130,12 @@ def test_families_without_a_file_are_cut_where_their_forward_says(tmp_path: Path
     transformers.Gemma2Config(**sizes, **heads, sliding_window=4).save_pretrained(tmp_path)
     blueprint = build_hf(ModelRecipe(hf=str(tmp_path)))
     assert blueprint.cut is None
-    assert blueprint.split
+    assert not blueprint.split
     text = f'[model]\nhf = "{tmp_path}"\n[batch]\nglobal_batch_size = 2\n[run]\nsteps = 1\n'
-    cut = build_blueprint(parse_recipe(text)).cut
+    looked_at = build_blueprint(parse_recipe(text))
+    cut = looked_at.cut
     assert isinstance(cut, FoundCut)
+    assert looked_at.split
     assert (cut.blocks, cut.stem) == (("model.layers.0", "model.layers.1"), ("model.embed_tokens",))
     logits = real(blueprint)(torch.randint(0, 64, (1, 8))).logits
     assert logits.shape == (1, 8, 64)

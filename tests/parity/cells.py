@@ -86,6 +86,7 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
             reference="mlp", shape=MlpShape(num_layers=4, input_size=12, hidden_size=16, num_classes=10, dropout=0.1)
         ),
         "own": ModelRecipe(factory="parity_models:build_own"),
+        "looked": ModelRecipe(factory="parity_models:build_looked"),
         "global_heads": ModelRecipe(factory="parity_models:build_global_heads"),
     }
     for name, config in HF_CONFIGS.items():

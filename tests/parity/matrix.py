@@ -97,6 +97,20 @@ def pairs() -> Iterator[Cell]:
     yield from _cells("decoder", _data(2, pipeline=2, schedule="interleaved_zero_bubble", chunks=2, micro=1))
 
 
+def looked() -> Iterator[Cell]:
+    """A model without a table, cut where its forward shows it, under everything that works block by block."""
+    yield from _cells("looked", plan(pipeline=2), plan(pipeline=4, micro=1), plan(recompute="full"), _data(3))
+    for schedule in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"):
+        yield from _cells("looked", plan(pipeline=2, schedule=schedule, chunks=2, micro=4))
+    for zero in ZERO:
+        yield from _cells("looked", _data(zero, pipeline=2))
+    yield from _cells(
+        "looked", plan(tensor=2, micro=4), plan(tensor=2, pipeline=2), _data(1, shares=(4, 2), pipeline=2)
+    )
+    yield from _cells("looked", plan(pipeline=2, recompute="selective"), plan(pipeline=2, recompute=MIXED))
+    yield from _cells("looked", _data(3, tensor=2, pipeline=2), plan(replicate=2, shard=2, zero=3, pipeline=2, micro=1))
+
+
 def threefold() -> Iterator[Cell]:
     """Data 2 × tensor 2 × pipeline 2 under each ZeRO stage, hybrid shards beside another axis, and more at once."""
     for zero in ZERO:
@@ -169,7 +183,7 @@ def compiled() -> Iterator[Cell]:
 
 
 def _full() -> tuple[Cell, ...]:
-    groups = (alone(), schedules(), pairs(), threefold(), unequal(), algorithms(), reductions(), compiled())
+    groups = (alone(), looked(), schedules(), pairs(), threefold(), unequal(), algorithms(), reductions(), compiled())
     return tuple(dict.fromkeys(itertools.chain(*groups)))  # once each, in order
 
 

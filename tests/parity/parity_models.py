@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models import Batch, Blueprint, CutTable, Localise, SplitRule
+from weft.blueprint import look_for_blocks
+from weft.models import Batch, Blueprint, CutTable, FoundCut, Localise, SplitRule
 
 NUM_BLOCKS = 4
 RARE_ABOVE = 1.4
@@ -85,6 +88,32 @@ class GlobalHeads(nn.Module):
         return self.head((rows + self.output(mixed)).mean(1))
 
 
+class Looked(nn.Module):
+    """No table says where it may be cut: two stacks, of which the second reads what the first made; sums, a gain and
+    draws outside of blocks; a layer that runs twice; a head that is tied to a layer of the stem."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.entry = nn.Linear(6, 16, bias=False)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.twice = nn.Linear(16, 16)
+        self.first = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.second = nn.ModuleList(Block(dropout) for _ in range(NUM_BLOCKS - 2))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(6, 16, bias=False)
+        self.head.weight = self.entry.weight
+        self.dropout = dropout
+
+    def forward(self, features: Tensor) -> Tensor:
+        made = F.dropout(self.entry(features) * self.gain, self.dropout, self.training)
+        for block in self.first:
+            made = block(made)
+        hidden = self.twice(self.entry(features.flip(1)))
+        for block in self.second:
+            hidden = hidden + block(hidden + 0.1 * made)
+        return F.linear(self.norm(self.twice(hidden) + made), self.head.weight.t())[:, :3]
+
+
 def squares(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """A loss of the user's own: squared errors, a mean over samples."""
     return (outputs - batch["targets"]).square().sum(), outputs.new_tensor(float(outputs.shape[0]))
@@ -111,6 +140,19 @@ def _blueprint(module: nn.Module) -> Blueprint:
 
 def build_own(dropout: float = 0.1) -> Blueprint:
     return _blueprint(Own(dropout))
+
+
+def build_looked(dropout: float = 0.1) -> Blueprint:
+    """Cut where one forward shows that it may be; split by rules."""
+    blueprint = replace(_blueprint(Looked(dropout)), cut=None)
+    blueprint.split = tuple(
+        SplitRule(match=f"{stack}.*.{name}", kind=kind)
+        for stack in ("first", "second")
+        for name, kind in (("up", "column"), ("down", "row"))
+    )
+    look_for_blocks(blueprint)
+    assert isinstance(blueprint.cut, FoundCut), blueprint.no_stages
+    return blueprint
 
 
 def build_scaled_outside() -> Blueprint:

@@ -81,6 +81,7 @@ class Drawn(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
+        assert self.second is None or self.second.layers[0].norm.eps > 0, "a forward may look at modules of any stage"
         if "positions" in self.traits:
             hidden = hidden * HIDDEN**0.5 + self.positions
         if "write" in self.traits:

@@ -23,12 +23,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from weft.comm import GroupView, Mesh, start_all_reduce
 from weft.models import Blueprint
@@ -36,6 +37,7 @@ from weft.models.stored import StoredTensor, stored_tensors
 from weft.parallel._layout import NestedSplit, ParameterLayout
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard, first_element
+from weft.parallel.autograd import no_view
 from weft.parallel.buckets import BucketMember
 from weft.parallel.materialise import by_owner, draw
 from weft.parallel.shared_buffers import share_buffers
@@ -69,6 +71,7 @@ def apply_zero3(
     present = dict(part.module.named_modules())
     units = [present[name] for name in blocks if name in present and any(True for _ in present[name].parameters())]
     for unit in [*units, part.module]:
+        unit.register_forward_hook(_return_no_views)
         fully_shard(
             unit,
             mesh=device_mesh,
@@ -131,6 +134,15 @@ class _Rows:
 
     def fill(self, source: StoredTensor) -> None:
         read_local(self.target, source, self.split, self.first)
+
+
+def _return_no_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """What a unit returns, as `fully_shard` wants it: models slice their results, and hand on what they were given."""
+
+    def convert(leaf: Any) -> Any:
+        return no_view(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(convert, output)
 
 
 @dataclass(frozen=True, slots=True)

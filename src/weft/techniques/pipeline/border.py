@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from weft.errors import PlanError
@@ -88,17 +89,32 @@ class Border:
         return torch.cat([value.reshape(-1) for value in values])
 
 
-class Earlier(nn.Module):
+class _Foreign(nn.Module):
+    """Stands for a module of another stage.  What a forward reads of it beside its results (dtypes, sizes) it has."""
+
+    def __init__(self, whole: nn.Module, border: Border) -> None:
+        super().__init__()
+        self.border = border
+        # In a tuple, so that it is no child: this stage has none of its tensors.
+        self._whole = (whole,)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_whole" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_whole"][0], name)
+
+
+class Earlier(_Foreign):
     """Stands for a module of an earlier stage: returns its results as they have crossed, or stand-ins."""
 
     def __init__(self, name: str, whole: nn.Module, border: Border, dtype: torch.dtype, *, is_written: bool) -> None:
-        super().__init__()
+        super().__init__(copy_on_meta(whole, dtype), border)
         self._is_written = is_written
-        self.border = border
         self._name = name
         self._shapes: dict[Any, _Shapes] = {}
-        # In a tuple, so that it is no child: this stage has none of its tensors.
-        self._whole = (copy_on_meta(whole, dtype),)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         like = self._shapes_of(args, kwargs)
@@ -121,19 +137,15 @@ class Earlier(nn.Module):
         leaves = tree_leaves((args, kwargs))
         key = tuple(_key_of(leaf) for leaf in leaves)
         if key not in self._shapes:
-            # A dry run computes with fake tensors, which want no others beside them.
-            with unset_fake_temporarily(), torch.no_grad(), StandInMode(self._name):
+            # Neither the fake tensors of a dry run nor the keys of draws are for what is not computed.
+            with _disable_current_modes(), torch.no_grad(), StandInMode(self._name):
                 outputs = self._whole[0].train(self.training)(*_on_meta(args), **_on_meta(kwargs))
             self._shapes[key] = _Shapes(*tree_flatten(outputs))
         return self._shapes[key]
 
 
-class Later(nn.Module):
+class Later(_Foreign):
     """Stands for a module of a later stage: whoever calls it has done this stage's work."""
-
-    def __init__(self, border: Border) -> None:
-        super().__init__()
-        self.border = border
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise _Reached
@@ -152,7 +164,7 @@ def cut_found(module: nn.Module, table: FoundCut, stage: int, cuts: Sequence[int
         if home < stage:
             memo[id(whole)] = Earlier(name, whole, border, dtype, is_written=name in table.written)
         elif home > stage:
-            memo[id(whole)] = Later(border)
+            memo[id(whole)] = Later(whole, border)
     part = copy.deepcopy(module, memo)
     for name in dict.fromkeys(crossing.module for crossing in leaving):
         if stage_of(name, table, cuts) == stage:

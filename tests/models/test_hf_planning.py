@@ -176,5 +176,5 @@ def test_defaults_of_a_family_count_where_its_configuration_is_short(tmp_path: P
     config.pop("sliding_window", None)
     path.write_text(json.dumps(config))
     built = built_facts(recipe)
-    assert bool(built.no_stages)
-    assert bool(facts_of(recipe).no_stages)
+    assert built.no_sequence == facts_of(recipe).no_sequence != ""
+    assert built.no_stages == facts_of(recipe).no_stages == ""

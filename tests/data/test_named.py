@@ -32,7 +32,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    usual = {"input_ids": [7, 7, 1, 2], "pixel_values": [[[0.0, 1, 2], [3, 4, 5]]], "labels": [4, 5]}
+    usual = {"input_ids": [7, 7, 1, 2, 5, 6], "pixel_values": [[[0.0, 1, 2], [3, 4, 5]]], "labels": [4, 5]}
     return {**usual, **changes}
 
 
@@ -56,7 +56,7 @@ def test_made_up_samples_are_permissible_and_the_same_again() -> None:
 def test_rows_of_a_file(tmp_path: Path) -> None:
     samples = opened(write(tmp_path / "train.jsonl", [row(), row(labels=[1, 2, 3, -100])]))
     values = samples.read(np.array([0, 1]), IDS[:2])
-    assert values["input_ids"].tolist()[0] == [7, 7, 1, 2, 0, 0]
+    assert values["input_ids"].tolist()[0] == [7, 7, 1, 2, 5, 6]
     assert values["labels"].tolist() == [[4, 5, -100, -100], [1, 2, 3, -100]]
     assert values["decoder_input_ids"].tolist() == [[3, 4, 5, 3], [3, 1, 2, 3]]
     assert values["pixel_values"].dtype == np.float32
@@ -77,10 +77,27 @@ def test_fields_in_files_beside_the_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("channels", "values", "message"),
+    [(1, 5, "5 values of sound, more than it takes. Cut it"), (2, 4, "2 channels; one is read. Mix them into one")],
+)
+def test_sounds_lose_nothing_in_silence(tmp_path: Path, channels: int, values: int, message: str) -> None:
+    with wave.open(str(tmp_path / "sound.wav"), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(16_000)
+        file.writeframes(np.ones(values, "<i2").tobytes())
+    path = write(tmp_path / "train.jsonl", [{"sound": "sound.wav"}])
+    samples = FileFields(path, {"sound": SampleField((4,), "float32")}, "all", 0.0)
+    with pytest.raises(DataError, match=message):
+        samples.read(np.array([0]), IDS[:1])
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"labels": [4, 20]}, r"train.jsonl:2 has 20 in its labels, but the model takes labels as 4 whole numbers"),
         ({"input_ids": [1] * 7}, r"input_ids of shape \(7,\)"),
+        ({"input_ids": [7, 7, 1, 2]}, r"input_ids of shape \(4,\)"),
         ({"pixel_values": [1.0]}, r"pixel_values of shape \(1,\), .* 1 × 2 × 3 numbers"),
         ({"input_ids": [0.5]}, r"has '\[0.5\]' as its input_ids"),
         ({"pixel_values": "../out.npy"}, "lies outside the folder"),

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from pool import RankPool
 from weft.comm import Mesh
 from weft.describe import find_cut, propose_split
+from weft.errors import PlanError
 from weft.models import Blueprint, FoundCut
 from weft.parallel import ModelPart, SequentialRunner, StepContext
 from weft.plan import MeshPlan, Plan
+from weft.techniques.pipeline.cut import cut_stage
 from weft.techniques.pipeline.parts import cut_parts
 from weft.techniques.pipeline.runner import PipelineRunner
 from weft.techniques.pipeline.ties import share_parameters
@@ -102,6 +104,22 @@ def test_what_crosses_is_what_is_read() -> None:
             assert names == list(cut.blocks[:-1]), f"{seed}: one activation crosses each border"
         if "late" in traits and not traits & {"mix", "functional"}:
             assert all(any(c.module == "embedding" for c in crossings) for crossings in cut.crossings) or cut.between
+
+
+def test_what_stands_for_another_stage_is_no_module_of_this_one() -> None:
+    """Its sizes can be read; nothing that works on a stage's modules finds any inside, nor changes the model."""
+    blueprint = build(0)
+    cut = found(blueprint)
+    norm = f"{cut.blocks[0]}.norm"
+    for stage, name in ((1, norm), (0, f"{cut.blocks[-1]}.norm")):
+        part = cut_stage(blueprint, stage, (1,), torch.float64)
+        foreign = part.get_submodule(name.removesuffix(".norm"))
+        assert foreign.norm.eps == 1e-5  # type: ignore[union-attr]
+        assert foreign.norm.weight.is_meta  # type: ignore[union-attr]
+        with pytest.raises(AttributeError):
+            part.get_submodule(name)
+        with pytest.raises(PlanError, match="a LayerNorm inside of a module that another pipeline stage has"):
+            foreign.norm(torch.zeros(1, 8))  # type: ignore[operator]
 
 
 class _Few(nn.Module):

@@ -99,7 +99,8 @@ class FileFields:
     """Samples of a file: a row has each field by its name, as a number or as lists of numbers.
 
     A field of numbers may also name a file beside the data: `.npy`, a wave (`.wav`, 16 bits), or an image, which Pillow
-    reads.  A row of whole numbers may be shorter than the model takes: labels are filled up with −100, others with 0.
+    reads.  A row of labels may be shorter than the model takes: the rest counts for nothing (−100).  Inputs may not:
+    the model gets no mask, and would attend to what fills them up.
     """
 
     def __init__(self, path: Path, named: Mapping[str, SampleField], split: str, validation_fraction: float) -> None:
@@ -154,7 +155,7 @@ class _Row:
             array = array.astype(field.dtype, casting="same_kind")
         except (TypeError, ValueError, OSError) as problem:
             raise self._wrong(f"has {str(value)[:60]!r} as its {name} ({problem})", name, field) from None
-        array = _filled(array, name, field)
+        array = _filled(array, field) if name == "labels" else array
         if array.shape != field.shape:
             raise self._wrong(f"has a {name} of shape {array.shape}", name, field)
         outside = (array >= field.below) | ((array < 0) & (array != IGNORED)) if field.below else np.zeros(1, np.bool_)
@@ -176,24 +177,27 @@ class _Row:
         return DataError(f"{self.file}:{self.line} {what}, but the model takes {name} as {_words(field)}. Correct it.")
 
 
-def _filled(array: NDArray[Any], name: str, field: SampleField) -> NDArray[Any]:
-    """A row of whole numbers that is too short, filled up."""
+def _filled(array: NDArray[Any], field: SampleField) -> NDArray[Any]:
+    """A row of labels that is too short, filled up with those that count for nothing."""
     if field.dtype != "int64" or len(field.shape) != 1 or array.ndim != 1 or len(array) >= field.shape[0]:
         return array
-    value = IGNORED if name == "labels" else 0
-    return np.concatenate([array, np.full(field.shape[0] - len(array), value, array.dtype)])
+    return np.concatenate([array, np.full(field.shape[0] - len(array), IGNORED, array.dtype)])
 
 
 def _wave(path: Path, field: SampleField) -> NDArray[Any]:
-    """A wave in [−1, 1), of its first channel, cut or filled up with silence."""
+    """A wave in [−1, 1), with silence behind it where the model takes a longer one."""
     with wave.open(str(path)) as file:
         if file.getsampwidth() != 2:
             raise ValueError(f"{8 * file.getsampwidth()} bits a sample; 16 are read")
-        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())[:, 0]
+        if file.getnchannels() != 1:
+            raise ValueError(f"{file.getnchannels()} channels; one is read. Mix them into one")
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
     if len(field.shape) != 1:
         raise ValueError("the model takes spectrograms; give them as .npy")
+    if len(samples) > field.shape[0]:
+        raise ValueError(f"{len(samples):,} values of sound, more than it takes. Cut it into pieces")
     whole = np.zeros(field.shape, np.float32)
-    whole[: len(samples)] = samples[: len(whole)].astype(np.float32) / 32768
+    whole[: len(samples)] = samples.astype(np.float32) / 32768
     return whole
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -316,6 +316,5 @@ def _operations(event: Event) -> float:
         query, key = event.inputs[:2]
         return 4.0 * query.numel * key.shape[-2]
     if event.name == "convolution":
-        weight: Mapping[int, int] = dict(enumerate(event.inputs[1].shape))
-        return 2.0 * output * math.prod(weight.values()) / max(weight[0], 1)
+        return 2.0 * output * math.prod(event.inputs[1].shape[1:])
     return 0.0

@@ -89,14 +89,35 @@ class Border:
         return torch.cat([value.reshape(-1) for value in values])
 
 
+class _Seen:
+    """A module inside of one of another stage, of which a forward reads dtypes and sizes.  It is no `nn.Module`:
+    nothing that works on the modules of a stage takes it for one of them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return _seen(getattr(self._module, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(
+            f"the forward calls a {type(self._module).__name__} inside of a module that another pipeline stage has,"
+            " unlike the forward by which the model was cut into stages. Use plan.mesh.pipeline = 1."
+        )
+
+
+def _seen(value: Any) -> Any:
+    return _Seen(value) if isinstance(value, nn.Module) else value
+
+
 class _Foreign(nn.Module):
     """Stands for a module of another stage.  What a forward reads of it beside its results (dtypes, sizes) it has."""
 
-    def __init__(self, whole: nn.Module, border: Border) -> None:
+    def __init__(self, whole: nn.Module, border: Border, dtype: torch.dtype) -> None:
         super().__init__()
         self.border = border
-        # In a tuple, so that it is no child: this stage has none of its tensors.
-        self._whole = (whole,)
+        # Without memory, and in a tuple so that it is no child: this stage has none of its tensors.
+        self._whole = (copy_on_meta(whole, dtype),)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -104,14 +125,14 @@ class _Foreign(nn.Module):
         except AttributeError:
             if "_whole" not in self.__dict__:
                 raise
-            return getattr(self.__dict__["_whole"][0], name)
+            return _seen(getattr(self.__dict__["_whole"][0], name))
 
 
 class Earlier(_Foreign):
     """Stands for a module of an earlier stage: returns its results as they have crossed, or stand-ins."""
 
     def __init__(self, name: str, whole: nn.Module, border: Border, dtype: torch.dtype, *, is_written: bool) -> None:
-        super().__init__(copy_on_meta(whole, dtype), border)
+        super().__init__(whole, border, dtype)
         self._is_written = is_written
         self._name = name
         self._shapes: dict[Any, _Shapes] = {}
@@ -164,7 +185,7 @@ def cut_found(module: nn.Module, table: FoundCut, stage: int, cuts: Sequence[int
         if home < stage:
             memo[id(whole)] = Earlier(name, whole, border, dtype, is_written=name in table.written)
         elif home > stage:
-            memo[id(whole)] = Later(whole, border)
+            memo[id(whole)] = Later(whole, border, dtype)
     part = copy.deepcopy(module, memo)
     for name in dict.fromkeys(crossing.module for crossing in leaving):
         if stage_of(name, table, cuts) == stage:

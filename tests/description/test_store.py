@@ -107,6 +107,16 @@ def test_another_model_or_other_code_is_described_anew(
     assert stored(recipe) is None
 
 
+def test_a_kept_split_brings_no_notes_of_another_time(cache: Path, tmp_path: Path) -> None:
+    """What was said of a folder's weights then need not be so now."""
+    recipe = recipe_of(tmp_path / "model")
+    fresh = build_blueprint(recipe).notes
+    description = describe_recipe(recipe)
+    store(recipe, replace(description, tables=replace(description.tables, notes=("3 tensors belong to no part",))))
+    assert stored(recipe) is not None
+    assert build_blueprint(recipe).notes == fresh
+
+
 def test_own_code_is_never_kept(cache: Path) -> None:
     recipe = Recipe(model=ModelRecipe(factory="a.b:c"), batch=BatchRecipe(global_batch_size=1), run=RunRecipe(steps=1))
     store(recipe, description_of_shape(MLP))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.families import Tables
+from weft.families import Tables, found_split_note
 from weft.models import Blueprint, build_model
 from weft.plan import Plan
 from weft.recipe import Recipe
@@ -79,4 +79,5 @@ def _look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:
 def _take_split(blueprint: Blueprint, tables: Tables) -> None:
     blueprint.split, blueprint.localise, blueprint.divisible = tables.split, tables.localise, tables.divisible
     blueprint.vocabulary_head, blueprint.no_tensor = tables.vocabulary_head, tables.no_tensor
-    blueprint.notes = tables.notes
+    if tables.splits:  # other notes that were kept are not of this model: its folder may have got weights since
+        blueprint.notes = (*blueprint.notes, found_split_note(tables.split))

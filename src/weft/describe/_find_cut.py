@@ -57,6 +57,9 @@ def find_cut(blueprint: Blueprint) -> tuple[FoundCut, tuple[float, ...]] | str:
         return str(problem)
     except RecipeError as problem:
         return f"its forward could not be followed ({str(problem).rstrip('.')})"
+    except Exception as problem:  # a forward may do what no rule of the analysis foresaw: no cut, and no failure
+        said = next(iter(str(problem).splitlines()), "")
+        return f"looking at its forward failed ({type(problem).__name__}: {said})"
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft.describe._proposal import Proposal
 from weft.describe._propose import propose_split
 from weft.errors import RecipeError
+from weft.families import found_split_note
 from weft.models import Blueprint
 
 _SHOWN = 2
@@ -28,9 +29,7 @@ def look(blueprint: Blueprint) -> None:
         return
     proposal.apply_to(blueprint)
     if proposal.splits:
-        modules = sum(proposed.rule.divides for proposed in proposal.rules)
-        said = f"its split table, {modules} rules, was found by looking at it; `weft check` proves it"
-        blueprint.notes = (*blueprint.notes, said)
+        blueprint.notes = (*blueprint.notes, found_split_note(proposed.rule for proposed in proposal.rules))
     elif not blueprint.splits:
         blueprint.no_tensor = why_whole(proposal)
 

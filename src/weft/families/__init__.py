@@ -15,3 +15,4 @@ from weft.families._tables import FoundCut as FoundCut
 from weft.families._tables import Localise as Localise
 from weft.families._tables import SplitRule as SplitRule
 from weft.families._tables import Tables as Tables
+from weft.families._tables import found_split_note as found_split_note

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -127,6 +127,12 @@ class FoundCut:
 
 
 Cut = CutTable | FoundCut
+
+
+def found_split_note(rules: Iterable[SplitRule]) -> str:
+    """What a user should hear of rules that were found by looking at a model."""
+    return f"its split table, {sum(r.divides for r in rules)} rules, was found by looking at it; `weft check` proves it"
+
 
 NO_SEQUENCE = "its blocks were found by looking at its forward, and nothing says what stands between them"
 """Why tensor ranks do not share the sequence of a model with a `FoundCut`."""

@@ -13,10 +13,10 @@ from cells import Cell, plan
 from weft.plan import Plan
 
 ALL_MODELS = (
-    "decoder", "decoder_untied", "decoder_dropout", "decoder_grouped", "encoder", "convnet", "mlp", "own", "hf_llama",
-    "hf_qwen", "hf_gpt2", "hf_bert",
+    "decoder", "decoder_untied", "decoder_dropout", "decoder_grouped", "encoder", "convnet", "mlp", "own", "looked",
+    "hf_llama", "hf_qwen", "hf_gpt2", "hf_bert",
 )  # fmt: skip
-TRANSFORMERS = tuple(name for name in ALL_MODELS if name not in ("convnet", "mlp", "own"))
+TRANSFORMERS = tuple(name for name in ALL_MODELS if name not in ("convnet", "mlp", "own", "looked"))
 ZERO = (0, 1, 2, 3)
 MIXED = ("full", "none", "selective", "full")
 
@@ -99,7 +99,7 @@ def pairs() -> Iterator[Cell]:
 
 def looked() -> Iterator[Cell]:
     """A model without a table, cut where its forward shows it, under everything that works block by block."""
-    yield from _cells("looked", plan(pipeline=2), plan(pipeline=4, micro=1), plan(recompute="full"), _data(3))
+    yield from _cells("looked", plan(pipeline=4, micro=1), plan(recompute="full"), _data(3))
     for schedule in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"):
         yield from _cells("looked", plan(pipeline=2, schedule=schedule, chunks=2, micro=4))
     for zero in ZERO:

@@ -28,7 +28,7 @@ from weft.parallel import parallelize
 from weft.plan import Plan, parse_plan
 from weft.recipe import parse_recipe
 
-_CONFIG: dict[str, Any] = {
+CONFIG: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 5632,
     "num_hidden_layers": 19,
@@ -38,7 +38,7 @@ _CONFIG: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
-_SHARD = "500MB"
+SHARD = "500MB"
 PLANS = {
     "tensor 2 x data 2": "[mesh]\ntensor = 2\nshard = 2\n",
     "data 4, ZeRO-3": "[mesh]\nshard = 4\n[data_parallel]\nzero = 3\n",
@@ -48,12 +48,12 @@ _MIB = 2**20
 
 def main() -> None:
     parser = options_parser(__doc__, rounds=1)
-    parser.add_argument("--layers", type=int, default=_CONFIG["num_hidden_layers"], help="blocks of the model")
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="blocks of the model")
     options = parser.parse_args()
     about = {"machine": machine(), "versions": versions("transformers", "safetensors"), "note": options.note}
     folder = Path(tempfile.mkdtemp(prefix="weft-loading-"))
     try:
-        parameters, largest = _write_model(folder, options.layers)
+        parameters, largest = write_model(folder, options.layers)
         samples: dict[str, Any] = {"parameters": parameters, "largest_tensor_bytes": 4 * largest}
         goals: list[Goal] = []
         for name, plan in PLANS.items():
@@ -73,7 +73,7 @@ def main() -> None:
                         unit=" MiB",
                     )
                 )
-        settings = {"config": {**_CONFIG, "num_hidden_layers": options.layers}, "plans": PLANS, "shards": _SHARD}
+        settings = {"config": {**CONFIG, "num_hidden_layers": options.layers}, "plans": PLANS, "shards": SHARD}
         write_result(
             "loading", goals=goals, samples=samples, about={**about, "settings": settings}, folder=options.folder
         )
@@ -81,17 +81,17 @@ def main() -> None:
         shutil.rmtree(folder)
 
 
-def _write_model(folder: Path, layers: int) -> tuple[int, int]:
+def write_model(folder: Path, layers: int) -> tuple[int, int]:
     """Write the model; return its parameters, and those of its largest tensor."""
     import transformers
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {**_CONFIG, "num_hidden_layers": layers, "dtype": "bfloat16"}
+    sizes: dict[str, Any] = {**CONFIG, "num_hidden_layers": layers, "dtype": "bfloat16"}
     config = transformers.LlamaConfig(**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     numbers = [parameter.numel() for parameter in model.parameters()]
     log(f"writing {sum(numbers) / 1e9:.2f} billion parameters")
-    model.save_pretrained(folder, max_shard_size=_SHARD)
+    model.save_pretrained(folder, max_shard_size=SHARD)
     del model
     gc.collect()
     return sum(numbers), max(numbers)

@@ -76,7 +76,7 @@ class Ways:
     def plan(self, name: str) -> Plan:
         """A plan that the model may take."""
         plan = PLANS[name]
-        if not self.sees_whole_batch or plan.mesh.pipeline > 1:
+        if not self.sees_whole_batch:
             return plan
         return replace(plan, microbatch=MicrobatchPlan(size=8 // plan.mesh.data))
 
@@ -143,7 +143,8 @@ class Family:
         except RankError as error:
             outcome, why = "traceback", _last_of(str(error))
         except WeftError as error:
-            outcome, why = "refused", _sentence(error, self._folder)
+            outcome = "traceback" if "was not foreseen" in str(error) else "refused"
+            why = _sentence(error, self._folder)
         except Exception as error:
             outcome, why = "traceback", _last_line(error)
         return Cell(outcome, why, round(time.monotonic() - began, 1))

@@ -16,6 +16,7 @@ import weft.description._store
 from weft.blueprint import build_blueprint
 from weft.description import Description, description_of_shape, of_json, store, stored, to_json
 from weft.entry import describe_recipe
+from weft.families import Crossing, FoundCut
 from weft.models import Tables
 from weft.profile import profile_of_sizes
 from weft.profile.known import KNOWN_MODELS
@@ -61,6 +62,16 @@ def test_known_models_as_text(name: str) -> None:
 )
 def test_reference_models_as_text(shape: DecoderShape | MlpShape) -> None:
     description = description_of_shape(shape)
+    assert of_json(to_json(description)) == description
+
+
+def test_a_cut_that_was_found_as_text() -> None:
+    """With all that it may say, such as modules into whose results the forward writes."""
+    crossing = Crossing(module="stem", leaf=1, shape=(2, 3), is_per_sample=False, also=(("late", 0),))
+    cut = FoundCut(
+        stem=("stem",), blocks=("a", "b"), between={"late": 1}, tail=(), crossings=((crossing,),), written=("stem",)
+    )
+    description = replace(description_of_shape(MLP), tables=Tables(cut=cut))
     assert of_json(to_json(description)) == description
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -259,3 +260,26 @@ def test_lower_precisions_are_held_to_their_own_rounding() -> None:
     comparison = compare_results(alone, outcome(2e-1), precision="bf16", exact=exact)
     assert [mismatch.name for mismatch in comparison.mismatches if mismatch.kind == "gradient"] == ["a"]
     assert comparison.num_gradients == 1  # the other one is zero in exact arithmetic
+
+
+def test_one_number_may_lie_close_to_the_exact_one_by_chance() -> None:
+    """Drawn gradients of one number whose terms cancel: further roundings of one process take the false alarms away,
+    and what is far beyond rounding is found all the same."""
+    generator = torch.Generator().manual_seed(4)
+
+    def outcome(error: float) -> TrialResult:
+        many = {f"gradient/{name}": torch.ones(50, dtype=torch.float64) for name in "abc"}
+        made = many | {"gradient/scale": torch.tensor([1.0 + error], dtype=torch.float64)}
+        return TrialResult(initial={}, gradients=made, state={}, losses=[1.0], norms=[1.0], validation=1.0)
+
+    once = several = found = 0
+    for _ in range(400):
+        one, other, *more = (torch.randn(5, generator=generator, dtype=torch.float64) * 1e-3).tolist()
+        alone, nudged = outcome(one), [outcome(one + each) for each in more]
+        compare = partial(compare_results, alone, precision="fp32", exact=outcome(0.0))
+        once += not compare(outcome(other)).is_equal
+        several += not compare(outcome(other), nudged=nudged).is_equal
+        found += not compare(outcome(0.1), nudged=nudged).is_equal
+    assert once > 40
+    assert several < 8
+    assert found == 400

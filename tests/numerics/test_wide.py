@@ -104,6 +104,19 @@ def test_what_writes_into_narrow_memory_is_named() -> None:
     assert torch.equal(narrow, x.float() + x.float())
 
 
+@pytest.mark.parametrize("watches_only", [True, False])
+def test_the_least_number_of_a_wide_type_has_a_place(watches_only: bool) -> None:
+    """As attention masks are made: a tensor of the default type with the least number of the scores' type."""
+    scores = torch.randn(3, 4, dtype=torch.float64)
+    least = torch.finfo(scores.dtype).min
+    with KeptWide(watches_only=watches_only) as mode:
+        masked = torch.maximum(scores, torch.full((), least))
+        with pytest.raises(RuntimeError, match="overflow"):
+            torch.full((2,), 1e9, dtype=torch.int16)
+    assert torch.equal(masked, scores)
+    assert not mode.narrowed
+
+
 @pytest.mark.parametrize("form", ["rows", "columns", "sums", "batch"])
 def test_grouped_products_in_fp64(form: str) -> None:
     torch.manual_seed(0)

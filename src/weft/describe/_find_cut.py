@@ -131,7 +131,7 @@ class _Finder:
             between=inside,
             tail=self.units[last + 1 :],
             crossings=tuple(self._crossings(border) for border in range(1, len(self.blocks))),
-            written=frozenset(unit for unit, _ in self._changed),
+            written=tuple(sorted({unit for unit, _ in self._changed})),
         )
 
     def costs(self) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -42,7 +42,7 @@ class OneProcess:
     inside: Inside
     exact: TrialResult
     """What it computed in fp64."""
-    nudged: TrialResult | None
+    nudged: Sequence[TrialResult]
     """The same with weights moved by a rounding, where rounding inside could not be kept out; it sets the limits."""
     rounds: str
     """What rounds inside, in words."""
@@ -57,11 +57,12 @@ class OneProcess:
             if inside == "as written":
                 raise
             return cls.of(small, "as written")
-        nudged, rounds = None, ""
+        nudged: list[TrialResult] = []
+        rounds = ""
         if trial.narrowed:
             coarsest = max(trial.narrowed.values(), key=("fp32", "fp16", "bf16").index)
             build = partial(_nudged, small, coarsest)
-            nudged = join_trials([_trial_alone(small, plan, build, inside=inside)], plan)
+            nudged.append(join_trials([_trial_alone(small, plan, build, inside=inside)], plan))
             verb = "rounds" if len(trial.narrowed) == 1 else "round"
             rounds = f"{' and '.join(trial.narrowed)} {verb} to {coarsest} inside the model"
         exact = join_trials([trial], plan)
@@ -87,6 +88,11 @@ class OneProcess:
         )
         return join_trials([trial], plan)
 
+    def run_nudged(self, precision: Precision, draws: int) -> list[TrialResult]:
+        """Train so many times as written, each time with the weights moved by another draw of their last digits."""
+        builds = [partial(_nudged, self.small, precision, draw) for draw in range(draws)]
+        return [self.run(precision, build, inside="as written") for build in builds]
+
     def against_plain_torch(self) -> Comparison | None:
         """One process beside a loop without Weft's engine, dropout left out; None where torch has no such loop."""
         build = without_dropout(self.build)
@@ -97,7 +103,7 @@ class OneProcess:
         candidate = self.run("fp64", build)
         loop = PlainLoop(recipe=small.recipe, plan=small.plan, label_range=small.label_range, inside=self.inside)
         reference = loop.run(blueprint, candidate.initial)
-        nudged = None if self.nudged is None else comparable(self.nudged, loop.steps)
+        nudged = [comparable(each, loop.steps) for each in self.nudged]
         found = compare_results(reference, comparable(candidate, loop.steps), precision="fp64", nudged=nudged)
         return replace(found, rounds_inside=self.rounds)
 
@@ -107,8 +113,8 @@ def _builder(small: SmallCase) -> Callable[[], Blueprint]:
     return lambda: perturb_constants(build_blueprint(small.recipe, Plan()))
 
 
-def _nudged(small: SmallCase, precision: Precision) -> Blueprint:
-    return nudge_weights(_builder(small)(), precision)
+def _nudged(small: SmallCase, precision: Precision, draw: int = 0) -> Blueprint:
+    return nudge_weights(_builder(small)(), precision, draw=draw)
 
 
 def _trial_alone(

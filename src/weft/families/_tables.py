@@ -117,7 +117,7 @@ class FoundCut:
     tail: tuple[str, ...]
     crossings: tuple[tuple[Crossing, ...], ...]
     """What crosses a border before each block but the first, in the order in which it is computed."""
-    written: frozenset[str] = frozenset()
+    written: tuple[str, ...] = ()
     """Modules whose results the forward writes into."""
 
     def crossing_shape(self, block: int, samples: int) -> tuple[int, ...]:

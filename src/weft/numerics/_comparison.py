@@ -92,7 +92,7 @@ def compare_results(
     *,
     precision: str,
     exact: TrialResult | None = None,
-    nudged: TrialResult | None = None,
+    nudged: Sequence[TrialResult] = (),
     order: Sequence[str] = (),
 ) -> Comparison:
     """Compare what a plan computed with what one process did.
@@ -102,8 +102,10 @@ def compare_results(
     more; gradients that are zero in exact arithmetic and weights after the steps (which an optimizer such as Adam
     moves by the sign of a rounding error) are not judged there, the loss curve that they make is.
 
-    `nudged`, in fp64, is one process whose weights were moved by a rounding of what the model computes in inside
-    (`nudge_weights`): where rounding cannot be kept out of a model, a plan may differ by four times what that does.
+    `nudged` are runs of one process, in the same precision, whose weights were moved by a rounding (`nudge_weights`),
+    and a plan may differ by four times what that does.  In fp64 it is a rounding of what the model computes in inside,
+    where it cannot be kept out.  In lower precisions it is their own: that one process lies close to `exact` may be
+    chance, above all in a single number whose terms cancel.
 
     `order` lists parameters as the forward meets them.
     """
@@ -193,21 +195,23 @@ class _Limits:
     """How far a plan may be from one process."""
 
     def __init__(
-        self, reference: TrialResult, exact: TrialResult | None, nudged: TrialResult | None, precision: str
+        self, reference: TrialResult, exact: TrialResult | None, nudged: Sequence[TrialResult], precision: str
     ) -> None:
         self._law = TOLERANCES.get(precision, 0.0)
-        self._noise: dict[Quantity, dict[str, float]] = {}
         self.unjudged: frozenset[str] = frozenset()
         """Gradients that are nothing but rounding noise in this precision."""
-        if nudged is not None:
-            self._noise = _distances(nudged, reference, lambda name: True)
-            self._noise |= _state_distances(nudged, reference)
-        if exact is None:
-            return
-        norms = {name: float(tensor.double().norm()) for name, tensor in exact.gradients.items()}
-        whole = math.sqrt(sum(norm * norm for norm in norms.values()))
-        self.unjudged = frozenset(name for name, norm in norms.items() if norm <= _NOTHING * whole)
-        self._noise = _distances(exact, reference, lambda name: name not in self.unjudged)
+        if exact is not None:
+            norms = {name: float(tensor.double().norm()) for name, tensor in exact.gradients.items()}
+            whole = math.sqrt(sum(norm * norm for norm in norms.values()))
+            self.unjudged = frozenset(name for name, norm in norms.items() if norm <= _NOTHING * whole)
+        self._noise: dict[Quantity, dict[str, float]] = {}
+        for other in nudged if exact is None else (exact, *nudged):
+            distances = _distances(other, reference, lambda name: name not in self.unjudged)
+            if exact is None:
+                distances |= _state_distances(other, reference)
+            for kind, values in distances.items():
+                known = self._noise.setdefault(kind, {})
+                known |= {name: max(value, known.get(name, 0.0)) for name, value in values.items()}
 
     def of(self, kind: Quantity, name: str) -> float:
         noise = self._noise.get(kind)

@@ -26,40 +26,51 @@ def perturb_constants(blueprint: Blueprint) -> Blueprint:
     return _after_drawing(blueprint, _stir)
 
 
-def nudge_weights(blueprint: Blueprint, precision: Precision) -> Blueprint:
+def nudge_weights(blueprint: Blueprint, precision: Precision, *, draw: int = 0) -> Blueprint:
     """Return the blueprint with every weight moved by its last digit in `precision`, up or down, without rounding it.
 
-    In fp64 that shows how far a rounding inside of the model carries.
+    In fp64 that shows how far a rounding inside of the model carries, and in `precision` how far any rounding does.
+    `draw` numbers the draws of ups and downs.
     """
 
     @torch.no_grad()
-    def nudge(parameter: Tensor, generator: torch.Generator | None) -> None:
+    def nudge(name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
+        del generator
         if parameter.is_floating_point():
-            signs = torch.randint(2, parameter.shape, generator=generator).mul_(2).sub_(1)
+            signs = torch.randint(2, parameter.shape, generator=_generator(f"{draw} {name}")).mul_(2).sub_(1)
             parameter.mul_(1 + signs * _LAST_DIGIT[precision])
 
     return _after_drawing(blueprint, nudge)
 
 
-def _after_drawing(blueprint: Blueprint, change: Callable[[Tensor, torch.Generator | None], None]) -> Blueprint:
+_Change = Callable[[str, Tensor, torch.Generator | None], None]
+"""What is done to a parameter, by its name, with a generator; None: the default one, which is seeded for its module."""
+
+
+def _generator(name: str) -> torch.Generator:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def _after_drawing(blueprint: Blueprint, change: _Change) -> Blueprint:
     """Change every parameter once it has its initial weights, in the same way under every plan."""
     original = blueprint.initialise
     if original is None:
         for name, parameter in blueprint.module.named_parameters():
-            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-            change(parameter, torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1))
+            change(name, parameter, _generator(name))
         return blueprint
 
     def initialise(name: str, module: nn.Module) -> None:
         original(name, module)
-        for parameter in module.parameters(recurse=False):
-            change(parameter, None)  # from the default generator, which is seeded for this module
+        for leaf, parameter in module.named_parameters(recurse=False):
+            change(f"{name}.{leaf}", parameter, None)
 
     return replace(blueprint, initialise=initialise)
 
 
 @torch.no_grad()
-def _stir(parameter: Tensor, generator: torch.Generator | None) -> None:
+def _stir(name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
+    del name
     if parameter.numel() < 2 or not parameter.is_floating_point():
         return
     flat = parameter.reshape(-1)

@@ -44,7 +44,7 @@ class KeptWide(TorchDispatchMode):
         given = kwargs or {}
         tensors = [leaf for leaf in tree_flatten((args, given))[0] if isinstance(leaf, Tensor)]
         if not any(tensor.dtype == _WIDE for tensor in tensors):
-            return func(*args, **given)
+            return _without_wide(func, args, given)
         name = func.overloadpacket.__name__
         if given.get("dtype") in _NARROW and name in _CASTS:
             if self._watches_only or _in_backward():
@@ -74,6 +74,17 @@ class KeptWide(TorchDispatchMode):
         self.narrowed[name] = "fp32"
         found = func(*_cast(args, {_WIDE}, torch.float32), **_cast(kwargs, {_WIDE}, torch.float32))
         return _cast(found, {torch.float32}, _WIDE)
+
+
+def _without_wide(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result, in fp64 where it is a number of fp64, such as its least, for which the type that is wanted has no
+    place: models ask for the least number of their scores' type, and make a tensor of the default type."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as problem:
+        if "without overflow" not in str(problem) or kwargs.get("dtype", torch.float32) not in (None, *_NARROW):
+            raise
+        return func(*args, **{**kwargs, "dtype": _WIDE})
 
 
 def _in_backward() -> bool:

@@ -163,18 +163,29 @@ class Scores(nn.Module):
 SHARE = 1.0
 
 
+class Normed(nn.Module):
+    """Its first bias has no gradient in exact arithmetic: batch norm takes every constant away."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Conv1d(1, 32, 3), nn.BatchNorm1d(32), nn.Linear(32, 3)
+
+    def forward(self, rows):
+        return self.down(self.norm(self.up(rows[:, None]) + 100.0).relu().sum(-1))
+
+
 def squares(outputs, batch):
     return (outputs - batch["targets"]).square().sum(), outputs.new_tensor(float(outputs.shape[0]))
 
 
-def build(wrong=0.0):
+def build(wrong=0.0, kind="Scores"):
     """With `wrong`, each data rank's loss is off by so much: no plan of several is equal."""
     def loss(outputs, batch):
         total, count = squares(outputs, batch)
         return total + wrong * outputs.square().sum() ** 2 / count, count
 
     return Blueprint(
-        module=Scores(),
+        module=globals()[kind](),
         inputs={"rows": "rows"},
         loss=loss if wrong else squares,
         initialise=None,
@@ -210,3 +221,20 @@ def test_a_model_that_must_round_is_held_to_its_rounding(ranks: RankPool, models
     if report.failure is not None:
         assert report.failure.mismatch is not None
         assert 1e-10 < report.failure.mismatch.limit < 1e-5
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1e-9])
+def test_a_gradient_that_is_zero_in_exact_arithmetic_is_no_alarm(ranks: RankPool, models: None, wrong: float) -> None:
+    """What is left of it in fp64 is rounding, which further runs of one process show; other limits stay."""
+    recipe = parse_recipe(
+        '[model]\nfactory = "rounding_models:build"\n'
+        f'arguments = {{ wrong = {wrong}, kind = "Normed" }}\n[batch]\nglobal_batch_size = 8\n[run]\nsteps = 9\n'
+    )
+    plan = Plan(mesh=MeshPlan(replicate=2), microbatch=MicrobatchPlan(size=4), memory=MemoryPlan(fused_loss=False))
+    report = check_by(on_ranks(ranks), recipe, plan, processes=None, explain=False)
+    assert report.is_equal == (wrong == 0.0), str(report)
+    if report.failure is None:
+        assert report.comparisons[0].largest["gradient"] > 1e-10, "the bias before batch norm is noise beside the rest"
+    else:
+        assert report.failure.mismatch is not None
+        assert report.failure.mismatch.limit == 1e-10

@@ -56,8 +56,6 @@ from weft.worker import facts_of_blueprint
 
 _MEMORY_SHARE = 0.5
 """Share of this machine's memory that a model which cannot be shrunk may take."""
-_NUDGES = 3
-"""Further runs of one process in a lower precision, by which a difference is judged that one run does not allow."""
 _SEARCH_SECONDS = 180.0
 """Time after which no further technique is taken out to find the cause."""
 
@@ -278,10 +276,13 @@ class _Runs:
         alone = self.alone
         reference = alone.exact if case == EXACT else alone.run(case.precision, inside="as written")
         candidate = join_trials(self.trials(case), self.small.plan)
-        compare = partial(compare_results, reference, candidate, precision=case.precision, exact=exact, order=order)
-        comparison = compare(nudged=alone.nudged if case == EXACT else ())
-        if case != EXACT and not comparison.is_equal:
-            comparison = compare(nudged=alone.run_nudged(case.precision, _NUDGES))
+
+        def compare(nudged: Sequence[TrialResult]) -> Comparison:
+            return compare_results(
+                reference, candidate, precision=case.precision, exact=exact, nudged=nudged, order=order
+            )
+
+        comparison = alone.judge(compare, case.precision)
         rounds = alone.rounds if case == EXACT else ""
         return replace(comparison, precision=str(case), rounds_inside=rounds), reference
 

@@ -17,7 +17,7 @@ from weft.models import Blueprint
 from weft.recipe import Precision
 
 _SPREAD = 0.1
-_LAST_DIGIT: Mapping[Precision, float] = {"fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
+_LAST_DIGIT: Mapping[Precision, float] = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
 """Distance from 1 to the next number."""
 
 
@@ -37,8 +37,9 @@ def nudge_weights(blueprint: Blueprint, precision: Precision, *, draw: int = 0) 
     def nudge(name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
         del generator
         if parameter.is_floating_point():
-            signs = torch.randint(2, parameter.shape, generator=_generator(f"{draw} {name}")).mul_(2).sub_(1)
-            parameter.mul_(1 + signs * _LAST_DIGIT[precision])
+            signs = 2.0 * torch.randint(2, parameter.shape, generator=_generator(f"{draw} {name}")).double() - 1.0
+            # In fp64, whatever it is drawn in: the last digit of fp64 would be lost in fp32.
+            parameter.data = parameter.double() * (1 + signs * _LAST_DIGIT[precision])
 
     return _after_drawing(blueprint, nudge)
 

@@ -67,6 +67,17 @@ def test_counts_per_row_are_binomial():
     assert abs(float(counts.var() / (256 * 0.25 * 0.75)) - 1) < 5 * (2 / counts.numel()) ** 0.5
 
 
+def test_rows_that_are_no_samples_are_refused_where_plans_would_differ():
+    """As those of an expert, which takes the tokens of its own; one process may draw anything."""
+    rows = torch.ones(7, 64, dtype=torch.float64)
+    with pytest.raises(
+        PlanError, match=r"experts\.0\.dropout drops elements of \(7, 64\).*4 samples.*Set this dropout"
+    ):
+        KeyedDropout(0.5, "experts.0.dropout", StepContext(current=state()))(rows)
+    dropped = KeyedDropout(0.5, "experts.0.dropout", StepContext(current=state(), is_alone=True))(rows)
+    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+
+
 def test_a_sample_draws_the_same_in_any_microbatch():
     whole = mask_of((4, 10, 6))
     assert torch.equal(whole[1:3], mask_of((2, 10, 6), ids=(1, 2)))

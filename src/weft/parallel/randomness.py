@@ -86,8 +86,28 @@ class KeyedDropout(nn.Dropout):
         if self.context.current is None and self.view is None:
             # a call of the user's own outside every step, where there are no samples to key by
             return F.dropout(input, self.p)
+        if self._is_scattered(input):
+            return F.dropout(input, self.p)
         keep, scale = self.mask(input)
         return cast(Tensor, _Masked.apply(input, keep, scale))
+
+    def _is_scattered(self, x: Tensor) -> bool:
+        """Whether rows are no samples, as where an expert takes the tokens of its own: one process may draw anything.
+
+        Raises:
+            PlanError: they are not, and there are other ranks or microbatches.
+        """
+        samples = self.context.require().sample_ids.numel()
+        if x.shape[0] % samples == 0:
+            return False
+        if self.context.is_alone:
+            return True
+        raise PlanError(
+            f"{self.key} drops elements of {tuple(x.shape)}, whose rows are no multiple of the {samples} samples at"
+            " hand (an expert's own tokens, it may be), so that no key says which sample a row is of, and plans would"
+            " drop different ones. Set this dropout to 0, put it where tokens are in order again, or train on one"
+            " process with the whole batch in one microbatch."
+        )
 
     @torch.no_grad()
     def mask(self, x: Tensor) -> tuple[Tensor, float]:
@@ -97,7 +117,6 @@ class KeyedDropout(nn.Dropout):
         if dropped == RESOLUTION:
             return torch.zeros(x.shape, dtype=torch.bool, device=x.device), 0.0
         samples = state.sample_ids.numel()
-        assert x.shape[0] % samples == 0, f"{self.key}: dim 0 of {tuple(x.shape)} is not {samples} samples"
         width = x.shape[1] if self.channels else x.shape[-1]
         if x.dim() == 1:
             width = 1

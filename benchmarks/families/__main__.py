@@ -55,9 +55,8 @@ def _run(options: argparse.Namespace) -> None:
     is_same = result.get("seed") == options.seed and _library(result["versions"]) == _library(known)
     kept = result["families"] if is_same else {}
     if is_same and all((WORK / one["name"]).exists() for one in result["drawn"] if one["auto"]):
-        drawn, redrawn = (
-            [cls(**one) for one in result[name]] for cls, name in ((Drawn, "drawn"), (Redrawn, "redrawn"))
-        )
+        drawn = [Drawn(**one) for one in result["drawn"]]
+        redrawn = [Redrawn(**one) for one in result["redrawn"]]
     else:
         drawn, redrawn = draw(options.seed, WORK)
         drawn += own_modules()

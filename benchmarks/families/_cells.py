@@ -124,7 +124,7 @@ class Family:
         self._ways = ways_of(drawn, folder)
         self._folder = folder / drawn.name
         self._server = server
-        self._losses: dict[bool, tuple[float, ...] | WeftError] = {}
+        self._losses: dict[bool | None, tuple[float, ...] | WeftError] = {}
         """Of one process, by whether a split is proposed (then the model is a factory's)."""
 
     @property
@@ -209,7 +209,8 @@ def _last_of(text: str) -> str:
 
 
 def _without_paths(text: str) -> str:
-    """Files as they are named from where they are imported."""
+    """Files as they are named from where they are imported, and no machine's name."""
+    text = re.sub(r" on host [\w.-]+", "", text)
     return re.sub(r"/[^\s:,\"']*/(src|site-packages|python3\.\d+)/", "", text)
 
 

@@ -156,3 +156,29 @@ def test_what_was_kept_plans_without_torch(cache: Path, tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(describe_recipe(recipe).profile.num_parameters), "False", "False"]
+
+
+def test_what_is_said_of_a_model_is_kept_too(cache: Path, tmp_path: Path) -> None:
+    """The second `weft describe` says the same without torch, and another model's is another."""
+    recipe_of(tmp_path / "model")
+    file = tmp_path / "recipe.toml"
+    text = f'[model]\nhf = "{tmp_path / "model"}"\nsequence_length = 16\n'
+    text += "[batch]\nglobal_batch_size = 4\n[run]\nsteps = 1\n"
+    code = (
+        "import sys; from weft.cli._describe import describe\n"
+        f"describe({str(file)!r}, overrides=sys.argv[1:])\n"
+        "print('torch' in sys.modules)"
+    )
+
+    def said(*overrides: str) -> tuple[str, str]:
+        done = subprocess.run([sys.executable, "-c", code, *overrides], capture_output=True, text=True, check=True)
+        page, _, had_torch = done.stdout.rstrip().rpartition("\n")
+        return page, had_torch
+
+    file.write_text(text)
+    first, again = said(), said()
+    assert first[0] == again[0]
+    assert (first[1], again[1]) == ("True", "False")
+    longer = said("recipe.model.sequence_length=32")
+    assert longer[1] == "True"
+    assert "sample of 32 tokens" in longer[0]

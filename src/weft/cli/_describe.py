@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as to_text
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli._options import Json, Overrides, RecipeFile
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from weft.describe import ForwardDescription, Proposal
     from weft.models import Blueprint
     from weft.profile import Block, Operator, Profile
+    from weft.recipe import Recipe
 
 
 _MOST_KINDS = 3
@@ -34,11 +36,22 @@ def describe(
     Nothing is computed: the model runs on the meta device. Sizes are those of one sample's forward, in bf16 where the
     recipe permits it.
     """
+    from weft.description import store_page, stored_page
     from weft.plan import Plan, apply_overrides
     from weft.recipe import load_recipe
 
     with_overrides, _ = apply_overrides(load_recipe(recipe), Plan(), overrides)
 
+    page = None if json else stored_page(with_overrides, Path(__file__))
+    if page is None:
+        page = _page(with_overrides, json=json)
+        if not json:
+            store_page(with_overrides, Path(__file__), page)
+    print(page)
+
+
+def _page(recipe: Recipe, *, json: bool) -> str:
+    """What is said of a recipe's model, as it is built and looked at."""
     import torch
 
     from weft.blueprint import build_blueprint
@@ -46,25 +59,20 @@ def describe(
     from weft.errors import RecipeError
     from weft.models import build_model
 
-    blueprint = build_blueprint(with_overrides)
-    dtype = torch.bfloat16 if "bf16" in with_overrides.permit.precision else torch.float32
+    blueprint = build_blueprint(recipe)
+    dtype = torch.bfloat16 if "bf16" in recipe.permit.precision else torch.float32
     try:
         description = examine(blueprint, dtype=dtype)
-        plain = build_model(with_overrides)
+        plain = build_model(recipe)
         proposal = propose_split(plain)
     except RecipeError as problem:
         if json:
             raise
-        print("\n".join([_tensor_line(blueprint), *stage_lines(blueprint), f"Operators: not understood: {problem}"]))
-        return
+        return "\n".join([_tensor_line(blueprint), *stage_lines(blueprint), f"Operators: not understood: {problem}"])
     if json:
-        print(to_text.dumps(_as_json(description, proposal, dtype.itemsize), indent=2))
-        return
-    print("\n".join(_lines(description, dtype.itemsize)))
-    print()
-    print(f"{_tensor_line(blueprint)}\n")
-    print("\n".join(_split_lines(proposal, covered=plain.splits)))
-    print("\n".join(stage_lines(blueprint)))
+        return to_text.dumps(_as_json(description, proposal, dtype.itemsize), indent=2)
+    lines = [*_lines(description, dtype.itemsize), "", _tensor_line(blueprint), ""]
+    return "\n".join([*lines, *_split_lines(proposal, covered=plain.splits), *stage_lines(blueprint)])
 
 
 def _tensor_line(blueprint: Blueprint) -> str:

@@ -11,6 +11,8 @@ from weft.description._small import shrink_config as shrink_config
 from weft.description._small import shrink_shape as shrink_shape
 from weft.description._small import shrink_sizes as shrink_sizes
 from weft.description._store import store as store
+from weft.description._store import store_page as store_page
 from weft.description._store import stored as stored
+from weft.description._store import stored_page as stored_page
 from weft.description._text import of_json as of_json
 from weft.description._text import to_json as to_json

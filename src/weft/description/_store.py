@@ -40,25 +40,48 @@ def stored(recipe: Recipe) -> Description | None:
 def store(recipe: Recipe, description: Description) -> None:
     """Keep a description of a recipe's model.  A folder that cannot be written is no error: it is described again."""
     path = _path(recipe)
+    if path is not None:
+        _keep(path, to_json(description))
+
+
+def stored_page(recipe: Recipe, writer: Path) -> str | None:
+    """Return the page that `store_page` kept of the same model, written by the same code; else None."""
+    path = _path(recipe, writer)
     if path is None:
-        return
+        return None
+    with suppress(OSError, ValueError):
+        if path.stat().st_size <= _MOST_BYTES:
+            return path.read_text(encoding="utf-8")
+    return None
+
+
+def store_page(recipe: Recipe, writer: Path, page: str) -> None:
+    """Keep what the code in the file `writer` says of a recipe's model."""
+    path = _path(recipe, writer)
+    if path is not None:
+        _keep(path, page)
+
+
+def _keep(path: Path, text: str) -> None:
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, to_json(description))
-        kept = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        write_whole(path, text)
+        kept = sorted(path.parent.glob(f"*{path.suffix}"), key=lambda file: file.stat().st_mtime)
         for old in kept[:-_MOST_KEPT]:
             old.unlink(missing_ok=True)
 
 
-def _path(recipe: Recipe) -> Path | None:
-    """Where the description of this model by this code belongs; None where it is not kept."""
+def _path(recipe: Recipe, writer: Path | None = None) -> Path | None:
+    """Where the description of this model by this code belongs, or a page about it; None where it is not kept."""
     if recipe.model.hf is None:
         return None
     kind = str(read_hf_config(recipe.model.hf).get("model_type", "model")).replace("-", "_")
     whole = hashlib.sha256()
     for part in _parts(recipe, kind):
         whole.update(hashlib.sha256(part).digest())
-    return cache_folder("descriptions", f"{whole.hexdigest()}.json")
+    if writer is not None:
+        whole.update(writer.read_bytes())
+    return cache_folder("descriptions", f"{whole.hexdigest()}.{'txt' if writer is not None else 'json'}")
 
 
 def _parts(recipe: Recipe, kind: str) -> Iterator[bytes]:

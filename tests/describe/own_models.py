@@ -255,6 +255,19 @@ class LatentAttention(nn.Module):
         return self.output(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
+class MadeWeight(nn.Module):
+    """Multiplies with a matrix that the forward makes: what enters would get its gradient in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(10, 10), nn.Linear(10, 16), nn.Linear(16, 3)
+        self.left, self.right = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(4, 5))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = torch.tanh(self.first(rows))
+        return self.down(torch.tanh(self.up(x) + F.linear(x, torch.kron(self.left, self.right))))
+
+
 def squares(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return (outputs - batch["targets"]).square().sum(), outputs.new_tensor(float(outputs.shape[0]))
 
@@ -307,6 +320,7 @@ def build(name: str) -> Blueprint:
         "perceptron": lambda: _regression(Perceptron(), rows=(10,)),
         "gated-perceptron": lambda: _regression(GatedPerceptron(), rows=(10,)),
         "shared-gate": lambda: _regression(SharedGate(), rows=(10,)),
+        "made-weight": lambda: _regression(MadeWeight(), rows=(10,)),
         "vision": lambda: _regression(Vision(), images=(3, 8, 8)),
         "recommender": lambda: _regression(Recommender(), dense=(5,), ids=(3,)),
     }

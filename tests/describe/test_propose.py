@@ -110,6 +110,9 @@ def test_an_activation_whose_gradient_would_come_in_parts_forbids_the_split() ->
     proposal = propose_split(build("shared-gate"))
     assert not proposal.splits
     assert "shared along it" in dict(proposal.replicated)["up"]
+    made = propose_split(build("made-weight"))
+    assert not made.splits
+    assert "what is not divided and has a gradient" in dict(made.replicated)["up"]
 
 
 def test_torch_attention_is_left_whole_with_the_reason() -> None:

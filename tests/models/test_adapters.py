@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from weft.errors import PlanError, RecipeError
 from weft.models import build_model
 from weft.plan import parse_plan
 from weft.recipe import AdapterRecipe, Recipe, parse_recipe
+from weft.rehearse import rehearse_world
 
 peft: Any = pytest.importorskip("peft", reason="the package peft is not installed: `make setup` does")
 
@@ -53,6 +57,15 @@ def recipe(folder: Path, adapter: str, *, precision: str = "fp32") -> Recipe:
         precision = ["{precision}"]
         """
     )
+
+
+def drawn_methods() -> Iterator[tuple[str, str, str, int, str]]:
+    """Methods of peft that nobody chose, beside layers that nobody chose, of families that differ in what they fuse."""
+    draw = random.Random(13)
+    for method in draw.sample(["beft", "deft", "delora", "glora", "gralora", "hira", "hra", "lokr", "oft"], 3):
+        family, ends = draw.choice([("llama", EVERY), ("gpt_neox", '"query_key_value", "dense", "dense_4h_to_h"')])
+        chosen = ", ".join(draw.sample(ends.split(", "), 2))
+        yield family, f'method = "{method}"\ntargets = [{chosen}]', "tensor = 2", 4, ""
 
 
 def plan(mesh: str, batches: int = 2, more: str = "") -> Any:
@@ -126,6 +139,11 @@ def test_peft_loads_what_was_trained(
             "[data_parallel]\nzero = 3\n",
         ),
         ("llama", 'method = "loha"\ntargets = ["v_proj"]', "shard = 2", 2, "[data_parallel]\nzero = 2\n"),
+        ("llama", 'targets = ["all-linear"]\nsettings = { use_dora = true }', "tensor = 2", 4, ""),
+        ("gpt2", "dropout = 0.2\nsettings = { use_dora = true }", "tensor = 2\nshard = 2", 2, ""),
+        ("llama", 'method = "loha"\ntargets = ["q_proj", "down_proj"]', "tensor = 2", 4, ""),
+        ("llama", 'method = "ia3"', "tensor = 2\nshard = 2", 2, ""),
+        *drawn_methods(),
     ],
 )
 def test_plans_compute_what_one_process_does(
@@ -136,6 +154,37 @@ def test_plans_compute_what_one_process_does(
     small_model(transformers.AutoModelForCausalLM, family).save_pretrained(tmp_path)
     report = weft.check(recipe(tmp_path, adapter), plan(mesh, batches, more), explain=False)
     assert report.is_equal, report
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [("", ""), ("settings = { use_dora = true }", ""), ("settings = { use_dora = true }", "dropout = 0.2")],
+)
+def test_a_dry_run_sends_what_is_predicted(base: Path, settings: str, more: str) -> None:
+    """Of adapters beside columns and rows; what is sent again where blocks are computed again."""
+    made = recipe(base, f"targets = [{EVERY}]\n{more}\n{settings}")
+    for memory in ("", '[memory]\nrecompute = "full"\n'):
+        how = plan("tensor = 2\nshard = 2", 2, memory)
+        report = rehearse_world(made, how, lambda: build_blueprint(made), (3,))
+        assert report.problems == ()
+        for rank in report.asked:
+            assert rank.issued
+            assert rank.unpredicted == ()
+            assert rank.unlike_predicted == (), f"rank {rank.rank}"
+
+
+def test_what_an_adapter_keeps_whole_is_said(base: Path) -> None:
+    """Its layer and those that are split with it; the rest of the model splits."""
+    blueprint = build_blueprint(recipe(base, 'method = "loha"\ntargets = ["down_proj"]'))
+    assert blueprint.kind_of("model.layers.0.mlp.gate_proj") is None
+    assert blueprint.kind_of("model.layers.1.mlp.down_proj.base_layer") is None
+    assert blueprint.kind_of("model.layers.1.self_attn.q_proj") == "column"
+    assert blueprint.kind_of("model.layers.0.self_attn.o_proj") == "row"
+    said = [note for note in blueprint.notes if "stay whole on the tensor ranks" in note]
+    assert len(said) == 1
+    assert said[0].startswith("2 of 2 layers with adapters (down_proj)")
+    both = build_blueprint(recipe(base, f"targets = [{EVERY}]\nsettings = {{ use_dora = true }}"))
+    assert not any("stay whole" in note for note in both.notes)
 
 
 def test_adapters_start_as_peft_starts_them(base: Path) -> None:
@@ -166,6 +215,9 @@ def test_adapters_start_as_peft_starts_them(base: Path) -> None:
         ('method = "lorra"', r'"lorra" is none that peft .* has.*Did you mean lora'),
         ('method = "prompt_tuning"', r"adds prompts or models .*adapters into single modules"),
         ('method = "vera"', r"shares weights between layers"),
+        ('method = "lily"\ntargets = ["q_proj"]', r"shares weights between layers .*layers\.0.*layers\.1"),
+        ('method = "fourierft"\ntargets = ["q_proj"]', r"keeps indices of .*q_proj as no parameter or buffer"),
+        ('method = "osf"', r"replaces the frozen weights"),
         ("settings = { use_dorra = true }", r"use_dorra is no setting.*Did you mean use_dora"),
         ("settings = { r = 4 }", r"write model\.adapter\.rank"),
         ('settings = { init_lora_weights = "pissa" }', r"changes frozen weights"),
@@ -180,8 +232,12 @@ def test_what_cannot_be_had_is_refused(base: Path, adapter: str, message: str) -
 
 
 def test_plans_that_adapters_refuse_say_what_works(base: Path) -> None:
-    with pytest.raises(PlanError, match=r"(?s)DoRA computes with whole weights.*Use 1, with data, ZeRO or pipeline"):
-        weft.check(recipe(base, "settings = { use_dora = true }"), plan("tensor = 2", 4))
+    own = recipe(base, 'method = "loha"\ntargets = ["up_proj"]')
+    own = replace(own, model=replace(own.model, split={"model.layers.*.mlp.up_proj": "column"}))
+    with pytest.raises(
+        RecipeError, match=r'"column" divides model\.layers\.0\.mlp\.up_proj.*"loha".*Leave the rule out'
+    ):
+        build_model(own)
     with pytest.raises(PlanError, match=r"(?s)sequence.*model\.adapter.*Use false"):
         weft.check(recipe(base, ""), plan("tensor = 2", 4, "[tensor_parallel]\nsequence = true\n"))
 
@@ -195,4 +251,6 @@ def test_the_recipe_alone_refuses_what_makes_no_sense() -> None:
         AdapterRecipe(method="Lo RA")
     assert AdapterRecipe().divides
     assert not AdapterRecipe(method="loha").divides
+    assert AdapterRecipe(settings={"use_dora": True}).has_magnitudes
+    assert not AdapterRecipe(method="loha").has_magnitudes
     assert json.loads(json.dumps({"rank": AdapterRecipe(rank=3).rank})) == {"rank": 3}

@@ -20,17 +20,36 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
     Raises:
         RecipeError: the model cannot be built.
     """
-    # Looked at are the model's own layers; how an adapter splits follows from the layer beside it.
-    bare = recipe if recipe.model.adapter is None else replace(recipe, model=replace(recipe.model, adapter=None))
+    adapter = recipe.model.adapter
+    bare = recipe if adapter is None else replace(recipe, model=replace(recipe.model, adapter=None))
     blueprint = build_model(bare)
     look_for_blocks(blueprint, plan)
-    if (plan is None or plan.mesh.tensor > 1) and _may_split(blueprint, bare):
+    divides = plan is None or plan.mesh.tensor > 1
+    if adapter is not None and not adapter.divides:
+        _adapt_and_look(blueprint, recipe, divides=divides)
+        return blueprint
+    if divides and _may_split(blueprint, bare):
         _look_for_a_split(blueprint, bare)
-    if recipe.model.adapter is not None:
+    if adapter is not None:
+        # Looked at are the model's own layers: how these adapters split follows from the layers beside them.
         from weft.models.adapters import apply_adapter
 
         apply_adapter(blueprint, recipe)
     return blueprint
+
+
+def _adapt_and_look(blueprint: Blueprint, recipe: Recipe, *, divides: bool) -> None:
+    """Put in adapters of which no rule says how they split, and look at the model that has them: what they compute with
+    whole weights stays whole, and what must be whole with it."""
+    from weft.models.adapters import apply_adapter, whole_layers_note
+
+    apply_adapter(blueprint, recipe)
+    if divides and recipe.model.propose_split is not False:
+        from weft.describe import look
+
+        blueprint.vocabulary_head = None  # a rule of its own says how it splits
+        look(blueprint)
+        blueprint.notes = (*blueprint.notes, *whole_layers_note(blueprint, recipe))
 
 
 def _needs_blocks(plan: Plan) -> bool:

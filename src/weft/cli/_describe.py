@@ -71,7 +71,8 @@ def _page(recipe: Recipe, *, json: bool) -> str:
         return "\n".join([_tensor_line(blueprint), *stage_lines(blueprint), f"Operators: not understood: {problem}"])
     if json:
         return to_text.dumps(_as_json(description, proposal, dtype.itemsize), indent=2)
-    lines = [*_lines(description, dtype.itemsize), "", _tensor_line(blueprint), ""]
+    notes = (f"# {note}" for note in blueprint.notes)
+    lines = [*_lines(description, dtype.itemsize), "", _tensor_line(blueprint), *notes, ""]
     return "\n".join([*lines, *_split_lines(proposal, covered=plain.splits), *stage_lines(blueprint)])
 
 

@@ -196,6 +196,8 @@ class _Walker(DimsWalker):
             self.keep_whole(event, other[-2], "attends over it")
         for dim in (query[-1], key[-1]):
             self.keep_whole(event, dim, "multiplies over it")
+        if any(v.storage in self.trained for v in event.inputs[:2]):  # gradients of the scores sum over it
+            self.keep_whole(event, value[-1], "weighs all of it with the same scores")
         if len(event.inputs) > 3:
             heads = self._masked(event, heads, event.inputs[3])
         self.dims[event.outputs[0]] = [*query[:-3], heads, query[-2], value[-1]]
@@ -222,6 +224,10 @@ class _Walker(DimsWalker):
         batch = [self.meet(event, a[0], b[0])] if len(a) == 3 else []
         for dim in (a[-1], b[-2]):
             self.keep_whole(event, dim, "multiplies over it")
+        for other, dim in ((left, b[-1]), (right, a[-2])):
+            # The other factor's gradient is a sum over this dim, of which each rank would have a part.
+            if other.storage in self.trained:
+                self.keep_whole(event, dim, "multiplies it with what is not divided and has a gradient")
         dims: Dims = [*batch, a[-2], b[-1]]
         if start:
             dims = self._added(event, event.inputs[0], dims)

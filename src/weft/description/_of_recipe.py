@@ -16,12 +16,14 @@ from weft.recipe import Recipe, ReferenceShape, read_hf_config
 def description_of(recipe: Recipe) -> Description | None:
     """Return the description of a reference model, or of a model of a family that has a file.
 
-    None for what only building it would tell: a factory's, other families.
+    None for what only building it would tell: a factory's, other families, and any with adapters.
 
     Raises:
         RecipeError: `model.hf` names no readable `config.json`, or one that makes no model.
     """
     model = recipe.model
+    if model.adapter is not None:
+        return None
     if model.shape is not None:
         return description_of_shape(model.shape)
     if model.hf is None:

@@ -90,7 +90,7 @@ def _parts(recipe: Recipe, kind: str) -> Iterator[bytes]:
     yield hf_config_file(recipe.model.hf).read_bytes()
     settings = {field.name: getattr(recipe.model, field.name) for field in fields(recipe.model) if field.name != "hf"}
     yield repr((settings, recipe.data.documents, "bf16" in recipe.permit.precision)).encode()
-    yield repr([sys.version, *(_version(name) for name in ("torch", "transformers"))]).encode()
+    yield repr([sys.version, *(_version(name) for name in ("torch", "transformers", "peft"))]).encode()
     weft = Path(__file__).parents[1]
     found = importlib.util.find_spec("transformers")  # without importing it
     folders = [weft / name for name in _DESCRIBING]

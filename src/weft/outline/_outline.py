@@ -11,8 +11,9 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 Shape = tuple[int, ...]
-CallKind = Literal["column", "row", "vocab", "whole", "replicate", "gather", "batch_norm"]
-"""How ranks share a module's work; `batch_norm`: data ranks share its statistics."""
+CallKind = Literal["column", "row", "vocab", "whole", "replicate", "gather", "batch_norm", "enter", "sum", "norms"]
+"""How ranks share a module's work; `batch_norm`: data ranks share its statistics.  Three are no calls but what a module
+does inside of its forward: `enter` copies an activation, `sum` sums its parts, `norms` those of norms of weights."""
 
 
 class TensorCut(NamedTuple):

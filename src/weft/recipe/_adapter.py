@@ -44,5 +44,11 @@ class AdapterRecipe:
 
     @property
     def divides(self) -> bool:
-        """Whether its adapters follow a layer that the tensor axis divides: pairs of linear layers and no more."""
-        return self.method == "lora" and not self.settings.get("use_dora", False)
+        """Whether its adapters follow any layer that the tensor axis divides: pairs of linear layers, with DoRA and a
+        magnitude for each feature.  How others split is seen by looking at the model that has them."""
+        return self.method == "lora"
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether it is DoRA, which computes with the norms of its layers' weights."""
+        return self.method == "lora" and bool(self.settings.get("use_dora", False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from weft.parallel.region import SequenceRegion, sequence_region
 from weft.rehearse._witness import ANSWERS
 from weft.stand_ins import copy_on_meta
 from weft.techniques.tensor.cuts import split_parameters
+from weft.techniques.tensor.magnitudes import column_magnitudes, is_magnitude, row_magnitudes
 
 _SAMPLES = 2
 """Samples of the forward: a batch norm in training wants more than one."""
@@ -202,6 +204,9 @@ class _Notes:
             if id(module) in done:
                 continue
             kind = self._kind(name, module)
+            if kind in ("column", "row") and is_magnitude(module):
+                self._note_magnitudes(name, module, kind)
+                continue
             if kind == "whole" and self._is_in_region(name):
                 wholes.append(name + ".")
             if kind is not None:
@@ -223,9 +228,39 @@ class _Notes:
     def _is_in_region(self, name: str) -> bool:
         return self.region is not None and self.region.contains(name)
 
+    def _block_of(self, name: str) -> int | None:
+        return next((i for i, b in enumerate(self._blocks) if name == b or name.startswith(f"{b}.")), None)
+
+    def _note_magnitudes(self, name: str, module: nn.Module, kind: CallKind) -> None:
+        """Let the module compute as it does on tensor ranks, and note what it does with their parts."""
+
+        def through(kind: CallKind, x: Tensor) -> Tensor:
+            number, shape, wants = self._number(x), tuple(x.shape), x.requires_grad
+            call = ModuleCall(
+                module=name,
+                kind=kind,
+                block=self._block_of(name),
+                source=number,
+                shape=shape,
+                output=shape,
+                needs_gradient=wants,
+                gives_gradient=wants,
+            )
+            self._in_block.append((len(self.calls), self._num_kept, self._num_kept))
+            self.calls.append(call)
+            return x
+
+        noted = {kind: partial(through, kind) for kind in ("enter", "sum", "norms")}
+        is_column = kind == "column"
+        module.forward = (
+            column_magnitudes(module, noted["enter"])
+            if is_column
+            else row_magnitudes(module, noted["norms"], noted["sum"])
+        )
+
     def _note(self, name: str, module: nn.Module, kind: CallKind, *, is_inside_whole: bool) -> None:
         rule = self.blueprint.rule_of(name)
-        block = next((i for i, b in enumerate(self._blocks) if name == b or name.startswith(f"{b}.")), None)
+        block = self._block_of(name)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             read = _first(args, kwargs)

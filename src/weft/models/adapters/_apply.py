@@ -22,11 +22,11 @@ from weft.families import SplitRule
 from weft.models._blueprint import Blueprint, Initialiser
 from weft.models._seeded import seeded
 from weft.models.adapters._config import adapter_config, config_json, load_peft
-from weft.models.adapters._splits import split_beside
+from weft.models.adapters._layers import BASE, adapter_layers, check_single
+from weft.models.adapters._splits import check_own_rules, split_beside
 from weft.models.stored import StoredTensor, stored_tensors
 from weft.recipe import Recipe
 
-_BASE = "base_layer"
 _ADAPTER = "default"
 """Name that `peft` gives to a model's only adapter; files leave it out."""
 
@@ -34,16 +34,21 @@ _ADAPTER = "default"
 def apply_adapter(blueprint: Blueprint, recipe: Recipe) -> None:
     """Put the recipe's adapter into the blueprint's model, in place.
 
+    The rules of layers beside which adapters stand become rules of these and their adapters.  With a method of which
+    nobody can say beforehand how it splits, the model keeps no rules but the recipe's own.
+
     Raises:
         RecipeError: peft is absent, has no such method or setting, or finds no module for it.
     """
-    assert recipe.model.adapter is not None
-    config = adapter_config(recipe.model.adapter)
+    adapter = recipe.model.adapter
+    assert adapter is not None
+    config = adapter_config(adapter)
     names = [name for name, _ in blueprint.module.named_modules() if name]
     tied = _tied_modules(blueprint.module)
     bare = copy.deepcopy(blueprint.module) if blueprint.initialise is not None else None
     _inject(config, blueprint.module, recipe, is_real=bare is None)
     layers = adapter_layers(blueprint.module)
+    check_single(blueprint.module, layers, adapter.method)
     shared = sorted(tied & set(layers))
     if shared:
         raise RecipeError(
@@ -52,19 +57,18 @@ def apply_adapter(blueprint: Blueprint, recipe: Recipe) -> None:
     if bare is not None:
         assert blueprint.initialise is not None
         blueprint.initialise = _AdapterInitialiser(blueprint.initialise, bare, config, layers)
-    blueprint.split = split_beside(blueprint, layers, names)
     if blueprint.vocabulary_head in layers:
         blueprint.split = [_gathered(rule, blueprint.vocabulary_head) for rule in blueprint.split]
         blueprint.vocabulary_head = None
+    if adapter.divides:
+        blueprint.split = split_beside(blueprint, layers, names, has_magnitudes=adapter.has_magnitudes)
+    else:
+        blueprint.split = list(blueprint.split)[: len(recipe.model.split)]
+        blueprint.localise, blueprint.divisible = (), {}
+        check_own_rules(blueprint, layers, adapter.method)
     blueprint.export = _exporter(blueprint.module)
     blueprint.export_config = config_json(config, recipe.model.hf or "", blueprint.task)
     blueprint.export_files = ("adapter_config.json", "adapter_model.safetensors")
-
-
-def adapter_layers(module: nn.Module) -> list[str]:
-    """Names of the modules that `peft` has put around others."""
-    tuner: Any = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
-    return [name for name, each in module.named_modules() if isinstance(each, tuner)]
 
 
 def _tied_modules(module: nn.Module) -> set[str]:
@@ -88,6 +92,12 @@ def _inject(config: Any, module: nn.Module, recipe: Recipe, *, is_real: bool) ->
                 with torch.device("meta"):
                     peft.inject_adapter_in_model(config, module, low_cpu_mem_usage=True)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as problem:
+        if "meta tensor" in str(problem):
+            raise RecipeError(
+                f"model.adapter: peft cannot put {recipe.model.adapter.method} into a model whose weights are not there"
+                " yet, because it computes the adapters' sizes from numbers; Weft reads weights layer by layer. Use"
+                " another method, such as lora."
+            ) from problem
         raise RecipeError(
             f"model.adapter: peft cannot put {recipe.model.adapter.method} into a {type(module).__name__}"
             f" ({str(problem).rstrip('.')}). Name other model.adapter.targets, such as the ends of the names that"
@@ -115,8 +125,8 @@ class _AdapterInitialiser:
     def __call__(self, name: str, module: nn.Module) -> None:
         layer = self._layer_of(name)
         inside = name[len(layer) + 1 :] if layer is not None else ""
-        if layer is None or inside.partition(".")[0] == _BASE:
-            self._original(name if layer is None else f"{layer}{inside[len(_BASE) :]}", module)
+        if layer is None or inside.partition(".")[0] == BASE:
+            self._original(name if layer is None else f"{layer}{inside[len(BASE) :]}", module)
             return
         drawn = self._drawn(layer)
         for leaf, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
@@ -134,7 +144,7 @@ class _AdapterInitialiser:
     def _moved(self, name: str) -> str:
         """Where a parameter or buffer of the bare model is now."""
         layer = self._layer_of(name)
-        return name if layer is None else f"{layer}.{_BASE}{name[len(layer) :]}"
+        return name if layer is None else f"{layer}.{BASE}{name[len(layer) :]}"
 
     def _drawn(self, name: str) -> nn.Module:
         """The layer with its adapter, as `peft` makes them of the layer alone."""
@@ -170,9 +180,8 @@ def _tensor(module: nn.Module, path: str) -> Tensor:
 
 
 def _gathered(rule: SplitRule, head: str | None) -> SplitRule:
-    """The head's own rules, so that its output is whole: only a bare linear layer is fused with the loss."""
-    names = (f"{head}.{_BASE}", f"{head}.lora_B.*")
-    return replace(rule, gather_output=True) if rule.match in names and rule.kind == "column" else rule
+    """The head's own rule, so that its output is whole: only a bare linear layer is fused with the loss."""
+    return replace(rule, gather_output=True) if rule.match == head and rule.kind == "column" else rule
 
 
 def _exporter(module: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:

@@ -36,6 +36,7 @@ _OF_LORA = (
     *("layers_to_transform", "layers_pattern", "exclude_modules", "task_type", "revision"),
 )
 """Settings of LoRA that leave it what it is: the rest are methods of their own that read data or change the base."""
+_DECOMPOSING = ("osf", "psoft")
 _PLAIN_STARTS = ("gaussian",)
 
 
@@ -87,9 +88,14 @@ def _kind_of(peft: Any, method: str) -> Any:
     every = {str(each.value).lower(): config for each, config in mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     inside = {name for name, tuner in tuners.items() if hasattr(tuner, "uses_shared_state")}
     apart = {name for name in inside if tuners[name].uses_shared_state}
-    possible = sorted(inside - apart - {"xlora", "poly", "shadow", "trainable_tokens"})
+    possible = sorted(inside - apart - {"xlora", "poly", "shadow", "trainable_tokens", *_DECOMPOSING})
     if method in possible:
         return every[method]
+    if method in _DECOMPOSING:
+        raise RecipeError(
+            f'model.adapter.method = "{method}" replaces the frozen weights by parts of their decomposition, which no'
+            f" export of adapters holds; Weft takes: {', '.join(possible)}."
+        )
     if method in every:
         why = "shares weights between layers" if method in apart else "adds prompts or models around the model"
         raise RecipeError(

@@ -84,16 +84,9 @@ class Tensor(Technique):
             raise case.refuse(("mesh", "tensor"), f"does not divide {listed}.\nUse {list_choices(choices)}.")
 
     def _check_adapter(self, case: Case) -> None:
-        """Adapters other than pairs of linear layers look at whole weights."""
+        """Where an adapter's pair stands, the sequence is whole."""
         adapter, plan = case.recipe.model.adapter, case.plan
-        if adapter is None or plan.mesh.tensor == 1:
-            return
-        if not adapter.divides:
-            what = "DoRA" if adapter.method == "lora" else f'method = "{adapter.method}"'
-            problem = f"cannot divide the adapters of model.adapter: {what} computes with whole weights of its layer."
-            use = "Use 1, with data, ZeRO or pipeline ranks, or plain LoRA."
-            raise case.refuse(("mesh", "tensor"), f"{problem}\n{use}")
-        if plan.tensor_parallel.sequence:
+        if adapter is not None and plan.tensor_parallel.sequence:
             problem = "cannot be had with model.adapter: the narrow activation inside an adapter is not shared out."
             raise case.refuse(("tensor_parallel", "sequence"), f"{problem}\nUse false.")
 

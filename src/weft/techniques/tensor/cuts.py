@@ -13,6 +13,7 @@ from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import INHERITED, Blueprint, SplitRule, Tables
 from weft.parallel import ModelLayout, Split
+from weft.techniques.tensor.magnitudes import is_magnitude
 
 _NO_CUTS = (*INHERITED, "whole", "gather", "part")
 """Kinds of modules whose parameters stay whole."""
@@ -67,6 +68,8 @@ def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) ->
         if rule.kind == "column":
             return {"weight": 0 if linear else 1, "bias": 0}
         return {"weight": 1 if linear else 0}
+    if rule.kind in ("column", "row") and is_magnitude(module):
+        return {"weight": 0} if rule.kind == "column" else {}
     fitting = {"vocab": "an nn.Embedding", "column": "a linear layer", "row": "a linear layer"}.get(rule.kind)
     if fitting is None:
         raise PlanError(

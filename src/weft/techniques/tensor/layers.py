@@ -40,6 +40,7 @@ from weft.techniques.tensor.cuts import (
     mark_partial,
     split_parameters,
 )
+from weft.techniques.tensor.magnitudes import column_magnitudes, is_magnitude, row_magnitudes
 
 Forward = Callable[..., Any]
 
@@ -150,6 +151,11 @@ class _Splitter:
             done.add(id(module))
             inside = region is not None and region.contains(name)
             match rule.kind:
+                case "column" if is_magnitude(module):
+                    module.forward = column_magnitudes(module, self._copied)
+                case "row" if is_magnitude(module):
+                    reduce = partial(reduce_from_group, view=self.view)
+                    module.forward = row_magnitudes(module, reduce, reduce)
                 case "column":
                     self._column(name, module, rule, inside, gathered=name.startswith(tuple(wholes)))
                 case "row":

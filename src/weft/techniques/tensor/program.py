@@ -46,6 +46,14 @@ class _Around:
                     yield from self._gathers(call)
                 case "replicate" if inside:
                     yield from self._replicated(call)
+                case "enter" if call.needs_gradient:
+                    yield self._send("all_reduce", self._bytes(call.shape), call, "gradient of its input")
+                case "sum":
+                    again = self._exit_again(call)
+                    yield self._send("all_reduce", self._bytes(call.output), call, "sum of its output", again)
+                case "norms":
+                    size = math.prod(call.output) * self._share.compute_bytes
+                    yield self._send("all_reduce", size, call, "norms of weights", self._exit_again(call))
                 case _:
                     pass
         if self._sequence:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from weft.describe import describe, examine
 from weft.description import profile_of
 from weft.errors import RecipeError
-from weft.models import Blueprint, build_reference
+from weft.models import Blueprint, build_reference, class_loss
 from weft.models.hf import build_hf
 from weft.profile import Block, Operator, Profile
 from weft.recipe import (
@@ -199,6 +199,37 @@ def test_blocks_are_found_without_a_table() -> None:
     assert found.block_names == ("blocks.0", "blocks.1")
     assert found.profile.sequence_length == 5  # four patches and the class token
     assert found.profile.blocks[0] is found.profile.blocks[1]
+
+
+class Between(nn.Module):
+    """What runs between two blocks belongs to a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+        self.bridges = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8)]) for _ in range(3))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block, bridge in zip(self.blocks, self.bridges, strict=True):
+            rows = bridge[0](block(rows)).relu()
+        return rows
+
+
+def test_what_runs_between_blocks_is_counted_and_has_its_own_name() -> None:
+    blueprint = Blueprint(
+        module=Between(),
+        inputs={"rows": "rows"},
+        loss=class_loss,
+        initialise=None,
+        example=lambda n: {
+            "rows": torch.empty(n, 8, device="meta"),
+            "labels": torch.empty(n, dtype=torch.int64, device="meta"),
+        },
+    )
+    profile = describe(blueprint)
+    assert profile.num_parameters == 6 * (8 * 8 + 8)
+    assert sum(block.parameters for block in (profile.stem, *profile.blocks, profile.tail)) == profile.num_parameters
+    assert profile.flops_per_sample >= 6 * 2 * 8 * 8
 
 
 def test_a_model_is_described_without_memory() -> None:

@@ -66,7 +66,12 @@ def draft_key(root: nn.Module, prefix: str, graph: Graph, event: Event) -> tuple
 
 
 def place(root: nn.Module, prefix: str, module: str) -> str:
-    """A module's name inside the part that begins with `prefix`, with `*` for the elements of a list (experts)."""
+    """A module's name inside the part that begins with `prefix`, with `*` for the elements of a list (experts).
+
+    What runs between two blocks may be another module's: it has its whole name.
+    """
+    if not f"{module}.".startswith(prefix):
+        prefix = ""
     inside = "" if f"{module}." == prefix else module.removeprefix(prefix)
     parts = inside.split(".")
     lists = [(prefix + ".".join(parts[:at])).rstrip(".") for at in range(len(parts))]

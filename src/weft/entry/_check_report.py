@@ -58,6 +58,11 @@ class CheckReport:
             rest = "".join(
                 f", {comparison.largest['gradient']:.1e} in {comparison.precision}" for comparison in rounded
             )
+            rest += "".join(
+                f"; rounding alone moves {each.num_noisy} by more than 1 % in {each.precision}"
+                for each in self.comparisons
+                if each.num_noisy
+            )
             line = f"gradients equal one process: largest relative difference {text}{rest}  ({self.seconds:.1f} s)"
             rounds = f"{exact.rounds_inside}, which sets the limits in fp64" if exact.rounds_inside else ""
             return [_labelled("check", line), *([_labelled("", rounds)] if rounds else [])]
@@ -110,6 +115,7 @@ def _comparison_json(comparison: Comparison) -> dict[str, Json]:
         "precision": comparison.precision,
         "equal": comparison.is_equal,
         "gradients": comparison.num_gradients,
+        "moved_by_rounding": comparison.num_noisy,
         "largest_gradient": comparison.largest_gradient,
         "rounds_inside": comparison.rounds_inside,
         "largest": {kind: _number(value) for kind, value in comparison.largest.items()},

@@ -24,6 +24,8 @@ _NOISE_FACTOR = 4.0
 """A lower precision may be so many times as far from one process as one process is from itself in fp64."""
 _NOTHING = 1e-12
 """A gradient so small beside the whole, in fp64, is zero in exact arithmetic: in lower precisions it is noise."""
+_NOISY = 1e-2
+"""A gradient that roundings move by so much of itself says nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class Comparison:
     largest_gradient: str
     """Name of the parameter whose gradient differs most."""
     num_gradients: int
+    num_noisy: int = 0
+    """Gradients that rounding alone moves by more than 1 %: held to their limits, and left out of `largest`."""
     rounds_inside: str = ""
     """What the model rounds to a narrower type by itself, in fp64; that sets the limits."""
     mismatches: tuple[Mismatch, ...]
@@ -124,11 +128,14 @@ def compare_results(
                 mismatches.append(Mismatch(kind=kind, name=name, relative=values[name], limit=limit, step=step))
     mismatches.sort(key=_when)
     gradients = differences["gradient"]
+    clear = {name: value for name, value in gradients.items() if limits.of("gradient", name) < _NOISY}
+    shown = differences | {"gradient": clear}
     return Comparison(
         precision=precision,
-        largest={kind: max(differences.get(kind, {}).values(), default=0.0) for kind in _QUANTITIES},
-        largest_gradient=max(gradients, key=lambda name: gradients[name], default=""),
+        largest={kind: max(shown.get(kind, {}).values(), default=0.0) for kind in _QUANTITIES},
+        largest_gradient=max(clear, key=lambda name: clear[name], default=""),
         num_gradients=len(gradients),
+        num_noisy=len(gradients) - len(clear),
         mismatches=tuple(mismatches),
     )
 

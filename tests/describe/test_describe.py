@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft.describe import describe, examine
+from weft.describe import describe, examine, propose_split
 from weft.description import profile_of
 from weft.errors import RecipeError
 from weft.models import Blueprint, build_reference, class_loss
@@ -215,16 +215,42 @@ class Between(nn.Module):
         return rows
 
 
+class Masked(nn.Module):
+    """Makes its mask by a vectorised function of positions, as many models of today do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        def allowed(query: Tensor, key: Tensor) -> Tensor:
+            return query.new_zeros((), dtype=torch.bool) | (query >= key)
+
+        places = torch.arange(8, device=rows.device)
+        mask = torch.vmap(torch.vmap(allowed, in_dims=(None, 0)), in_dims=(0, None))(places, places)
+        return self.down(self.up(rows).relu()) @ mask.to(rows.dtype)
+
+
+def test_a_mask_that_is_made_by_vmap_is_followed() -> None:
+    blueprint = Blueprint(
+        module=Masked(), inputs={"rows": "rows"}, loss=class_loss, initialise=None, example=_rows_and_labels
+    )
+    assert describe(blueprint).num_parameters == 8 * 16 + 16 + 16 * 8 + 8
+    assert propose_split(blueprint).splits
+
+
+def _rows_and_labels(number: int) -> dict[str, Tensor]:
+    labels = torch.empty(number, dtype=torch.int64, device="meta")
+    return {"rows": torch.empty(number, 8, device="meta"), "labels": labels}
+
+
 def test_what_runs_between_blocks_is_counted_and_has_its_own_name() -> None:
     blueprint = Blueprint(
         module=Between(),
         inputs={"rows": "rows"},
         loss=class_loss,
         initialise=None,
-        example=lambda n: {
-            "rows": torch.empty(n, 8, device="meta"),
-            "labels": torch.empty(n, dtype=torch.int64, device="meta"),
-        },
+        example=_rows_and_labels,
     )
     profile = describe(blueprint)
     assert profile.num_parameters == 6 * (8 * 8 + 8)

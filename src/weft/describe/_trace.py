@@ -165,9 +165,9 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def touch(self, given: Iterable[Any]) -> None:
-        """Note what a function was called with, or asked for."""
+        """Note what a function was called with, or asked for; tensors inside a `torch.vmap` have no storage."""
         for leaf in given:
-            if isinstance(leaf, Tensor) and not self._paused:
+            if isinstance(leaf, Tensor) and not self._paused and not _is_of_vmap(leaf):
                 self._touched.setdefault(self.value(leaf).storage, set()).add(self._modules[-1])
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -291,6 +291,10 @@ class _Recorder(TorchDispatchMode):
             else:
                 buffers.update(keys)
         return parameters, frozenset(buffers)
+
+
+def _is_of_vmap(tensor: Tensor) -> bool:
+    return torch._C._functorch.is_batchedtensor(tensor)  # pyright: ignore[reportPrivateUsage] # nothing public says so
 
 
 class _Functions(TorchFunctionMode):

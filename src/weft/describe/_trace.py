@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor  # nothing public says so
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -167,7 +168,7 @@ class _Recorder(TorchDispatchMode):
     def touch(self, given: Iterable[Any]) -> None:
         """Note what a function was called with, or asked for; tensors inside a `torch.vmap` have no storage."""
         for leaf in given:
-            if isinstance(leaf, Tensor) and not self._paused and not _is_of_vmap(leaf):
+            if isinstance(leaf, Tensor) and not self._paused and not is_batchedtensor(leaf):
                 self._touched.setdefault(self.value(leaf).storage, set()).add(self._modules[-1])
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -291,10 +292,6 @@ class _Recorder(TorchDispatchMode):
             else:
                 buffers.update(keys)
         return parameters, frozenset(buffers)
-
-
-def _is_of_vmap(tensor: Tensor) -> bool:
-    return torch._C._functorch.is_batchedtensor(tensor)  # pyright: ignore[reportPrivateUsage] # nothing public says so
 
 
 class _Functions(TorchFunctionMode):

@@ -20,7 +20,7 @@ from pool import RankPool
 from weft.errors import WeftError
 from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 
-METHODS = ("step", "step", "step", "save", "evaluate", "load", "export", "raise")
+METHODS = ("step", "step", "step", "save", "evaluate", "predict", "gather", "load", "export", "raise")
 SECONDS = 10.0
 """In which every session must have ended; `collective_timeout_seconds` is far more."""
 
@@ -50,6 +50,10 @@ def _do(state: Any, method: str, folder: Path, number: int) -> None:
         state.step(next(state.batches()))
     elif method == "evaluate":
         state.evaluate(DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=4))
+    elif method == "predict":
+        state.predict(DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=4))
+    elif method == "gather":
+        state.gather(torch.ones(2, 3))
     elif method == "export":
         state.export(folder / f"export-{number}")
     elif method == "raise":
@@ -176,7 +180,7 @@ def _differ(folder: str, port: int, kind: str) -> str:
         ("lr at prepare", "SGD's lr (group 0) differs between the ranks: 0.1 on rank 0, 0.2 on rank 1"),
         ("lr", "SGD's lr (group 0) differs between the ranks: 0.1 on rank 0, 0.05 on rank 1"),
         ("betas", "SGD's momentum (group 0) differs between the ranks: 0 on rank 0, 0.9 on rank 1"),
-        ("evaluate", "the number of samples that evaluate() was given differs between the ranks: 6 on rank 0, 10"),
+        ("evaluate", "the number of samples that the loader gave differs between the ranks: 6 on rank 0, 10"),
         ("nothing", ""),
     ],
 )

@@ -22,8 +22,9 @@ from weft.entry._auto import describe_user_model, look_at_user_model, machine_fo
 from weft.entry._calls import Calls
 from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
 from weft.entry._recording import SessionRuns
-from weft.entry._state import LossOfUser, TrainState
+from weft.entry._state import TrainState
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, infer_inputs
+from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import group_indices, settings_of
 from weft.errors import DataError, RecipeError
 from weft.launch import Distributed, RankFailure, RankInfo, initialise_distributed
@@ -150,6 +151,29 @@ class Session:
         """The first other rank that failed, and how; None while all live, or where no supervisor would say so (under
         torchrun).  Nothing collective can be done any more then, `save` included."""
         return self._distributed.rank_failure
+
+    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """Print on rank 0 alone, and at once.  Not collective."""
+        if self.rank == 0:
+            print(*values, sep=sep, end=end, flush=True)
+
+    @contextmanager
+    def first(self, *, per_host: bool = False) -> Generator[None]:
+        """A section that rank 0 goes through before the others: what it downloads or prepares, they find.
+
+        Call on every rank.  With `per_host` the first rank of every host goes first, for folders that hosts do not
+        share.  The others wait no longer than for any collective (`collective_timeout_seconds`).
+
+        Raises:
+            CollectiveError: on the others, if a rank that goes first leaves the section by an error.
+        """
+        goes_first = self.rank == 0 or (per_host and self._rank_info is not None and self._rank_info.local_rank == 0)
+        if goes_first:
+            yield
+        with self._calls.call("session.first()", meets=True):
+            pass
+        if not goes_first:
+            yield
 
     def close(self) -> None:
         """End what prepared models run in the background; they take no more steps.  Leaving the session does it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,17 +22,22 @@ from weft.data import rank_range
 from weft.document import JsonObject
 from weft.engine import StepReporter, begin_training, model_pieces
 from weft.entry._agreement import check_same_facts
+from weft.entry._attached import Attached
 from weft.entry._calls import Calls
+from weft.entry._epochs import Epochs
+from weft.entry._evaluation import Evaluation
 from weft.entry._guards import Guard, LeftGradients, refuse_untrainable, retire
 from weft.entry._loop_draws import Yielded
+from weft.entry._metrics import Metrics
+from weft.entry._outputs import Outputs, Select, logits_alone, logits_and_labels
 from weft.entry._recording import ModelRun
 from weft.entry._seen_batches import SeenBatches
-from weft.entry._user_batches import BatchStream, UserBatch, fields_of, restored, trainable
+from weft.entry._user_batches import BatchStream, UserBatch, fields_of, trainable
+from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import CheckpointError, DataError, PlanError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, StepEvent
 from weft.models import Batch, Blueprint
-from weft.models.auxiliary import AuxiliaryLoss, auxiliary_of
 from weft.parallel import ParallelModel, parallelize
 from weft.plan import Plan
 from weft.recipe import Recipe
@@ -86,6 +90,7 @@ class TrainState:
             group_parameters=lambda shapes: {name: groups[name] for name in shapes},
             cuts="anywhere" if cuts == "anywhere" else "parameter",
         )
+        self._evaluation = Evaluation(self._parallel.runner, blueprint, self._loss, mesh, plan, recipe)
         self._optimizer = UserOptimizer(
             optimizer, self._parallel.stores.shards, whole=cuts != "anywhere", guard=self._guard
         )
@@ -95,6 +100,9 @@ class TrainState:
         self._reporter = StepReporter(self._run, self._recorder, self._parallel)
         self._reporter.start(0, None)
         self._steps = 0
+        self._passes = 0
+        """Passes through a loader that only iterates."""
+        self._attached = Attached()
         self._in_pass = 0
         """Batches taken of the present pass through a loader that only iterates."""
         self._seen = SeenBatches(shared_by_all=plan.mesh.data == 1 and plan.mesh.world_size > 1)
@@ -135,6 +143,7 @@ class TrainState:
                 yield self._handed_out(batch)
             self._seen.check_reached(number + 1, skipped)
             self._in_pass = 0
+            self._passes += 1
             return
         first, epoch = self._steps, self._stream.epoch_of(self._steps)
         step = first
@@ -176,35 +185,98 @@ class TrainState:
         self._reporter.report()
         return event
 
-    def evaluate(self, loader: Iterable[UserBatch]) -> float:
+    def evaluate(
+        self, loader: Iterable[UserBatch], metrics: Mapping[str, Any] | None = None, *, outputs: Select | None = None
+    ) -> Any:
         """Return the mean loss over a loader, each sample counted once; `loader` must yield the same on all ranks.
 
         Every rank takes its share of each batch, also of a short last one.
+
+        Args:
+            loader: batches of any size.
+            metrics: name → a function of (predictions, targets) of all samples, or an object with `update` and
+                `compute`, such as a metric of torchmetrics, which is told of them batch by batch on every rank.  With
+                metrics the result is a dictionary of their values and the `loss`.
+            outputs: `outputs(model outputs, batch) -> (predictions, targets)` of a microbatch; by default the logits,
+                and the batch's `labels` or last entry.
+
+        Raises:
+            DataError: the ranks were given other numbers of samples, or what `outputs` selects has no row per sample.
+            RecipeError: a metric is none.
         """
-        totals, seen = torch.zeros(2, dtype=torch.float64, device=self._mesh.device), 0
+        known = Metrics(metrics or {})
+        collected = self._evaluation.outputs(outputs or logits_and_labels) if metrics else None
         recording = self._reporter.phase("evaluation")
         with self._calls.call(f"{self._name}.evaluate()", meets=True), self._guard.inside(), recording as seconds:
-            for batch in loader:
-                fields = fields_of(batch)
-                size = next(iter(fields.values())).shape[0]
-                seen += size
-                for at in range(0, size, self._batch_size):
-                    totals += self._evaluate_once(
-                        {name: value[at : at + self._batch_size] for name, value in fields.items()}, type(batch)
-                    )
+            totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+            for batch_totals in self._evaluation.run_through(loader, collected, counts=True):
+                totals += batch_totals
+                if collected is not None:
+                    known.update(collected.join())
             world = self._mesh["world"]
-            facts = {"data: the number of samples that evaluate() was given": str(seen)}
-            check_same_facts(facts, self._mesh.device, world.group)
             if world.group is not None:
                 dist.all_reduce(totals, group=world.group)
-        loss = float(totals[0] / totals[1]) if totals[1] else math.nan
-        self._run.emit(EvaluationEvent(step=self._steps, validation_loss=loss, seconds=seconds()))
-        return loss
+            loss = float(totals[0] / totals[1]) if totals[1] else math.nan
+            values = known.compute(collected.all()) if collected is not None else {}
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        self._run.emit(EvaluationEvent(step=self._steps, validation_loss=loss, seconds=seconds(), metrics=numbers))
+        return {"loss": loss, **values} if metrics else loss
+
+    def predict(self, loader: Iterable[UserBatch], *, outputs: Select | None = None) -> Any:
+        """Return the model's outputs for all samples of a loader, in its order, whole on every rank and on the CPU.
+
+        Args:
+            loader: batches of any size, the same on all ranks.
+            outputs: `outputs(model outputs, batch)` of a microbatch: a tensor with a row for each sample, or a tuple or
+                dictionary of such; by default the logits.
+
+        Raises:
+            DataError: what it selects has no row per sample, or rows of several shapes.
+        """
+        collected = self._evaluation.outputs(outputs or logits_alone)
+        with self._calls.call(f"{self._name}.predict()", meets=True), self._guard.inside():
+            for _ in self._evaluation.run_through(loader, collected, counts=False):
+                collected.join()
+            return collected.all()
+
+    def gather(self, value: Any) -> Any:
+        """Return a tensor with a row for each sample of this rank's share, or a tuple or dictionary of such, for the
+        whole batch, in its order, on every rank and on the CPU.
+
+        Raises:
+            DataError: on every rank: samples do not lie along dim 0, or other ranks gave other fields.
+        """
+        collected = Outputs(lambda outputs, batch: outputs, self._mesh)
+        with self._calls.call(f"{self._name}.gather()", meets=True):
+            collected.take(value)
+            return collected.join()
+
+    def attach(self, **objects: Any) -> None:
+        """Save objects with the run from now on: schedulers, counters, whatever has `state_dict` and `load_state_dict`.
+
+        `save` writes their states, which must be equal on all ranks, and `load` gives them back: attach before it.
+
+        Raises:
+            RecipeError: an object has no such methods, or its name is taken.
+        """
+        self._attached.add(objects)
+
+    def epochs(self, number: int) -> Epochs:
+        """Return the epochs up to `number`: `for epoch in state.epochs(3): for batch in epoch: state.step(batch)`.
+
+        After `load` they begin with the epoch that the run was in.  `len(epoch)` is its number of steps, and
+        `epoch.number` counts from 0.
+        """
+        return Epochs(self.batches, lambda: self._epoch, self._stream.steps_per_epoch, number)
 
     def save(self) -> Path:
-        """Save model, optimizer and place in the data; any later plan can load it.
+        """Save model, optimizer, place in the data and what is attached; any later plan can load it.
 
-        What a scheduler has made of the optimizer's settings is saved with them; the scheduler's own state is yours.
+        What a scheduler has made of the optimizer's settings is saved with them; its own state, if it is attached.
+
+        Raises:
+            RecipeError: on every rank; what is attached has other states on other ranks.
+            CheckpointError: on every rank; it cannot be written.
         """
         state: dict[str, Json] = {
             "steps": self._steps,
@@ -212,14 +284,18 @@ class TrainState:
             "num_samples": self._stream.num_samples,
             "seed": self._recipe.run.seed,
             "in_pass": self._in_pass,
+            "passes": self._passes,
             "last_batch": self._stream.digest,
             "optimizer": cast(Json, self._optimizer.settings()),
             **self._training.state(),
         }
         recording = self._reporter.phase("checkpoint")
         with self._calls.call(f"{self._name}.save()", meets=True), self._guard.inside(), recording as seconds:
+            check_same_facts(self._attached.facts(), self._mesh.device, self._mesh["world"].group)
+            state["attached"] = cast(Json, self._attached.states()[0])
             self._optimizer.create_states()
-            path = self._checkpointer.save(self._steps, self._training.pieces(), state)
+            held = [*self._training.pieces(), *self._attached.pieces(counts=self._mesh["world"].index == 0)]
+            path = self._checkpointer.save(self._steps, held, state)
         self._run.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds()))
         return path
 
@@ -255,13 +331,16 @@ class TrainState:
         which = "latest" if path is None else Path(path)
         with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
             self._optimizer.create_states()
-            state = self._checkpointer.load(which, self._training.pieces(), check=self._check_state)
+            held = [*self._training.pieces(), *self._attached.pieces_to_fill()]
+            state = self._checkpointer.load(which, held, check=self._check_state)
             self._training.restored(state)
+            self._attached.load(state)
         steps = cast(int, state["steps"])
         self._refuse_other_data(state)
         self._optimizer.load_settings(cast(Any, state["optimizer"]))
-        in_pass = state.get("in_pass")
+        in_pass, passes = state.get("in_pass"), state.get("passes")
         self._steps, self._in_pass = steps, in_pass if isinstance(in_pass, int) else 0
+        self._passes = passes if isinstance(passes, int) else 0
         self._seen.expected = str(state.get("last_batch") or "")
         self._reporter.start(self._steps, None)
         return steps
@@ -272,6 +351,9 @@ class TrainState:
             raise CheckpointError(f"{state.path} was not saved by a session. Load it with the recipe that trained it.")
         state.count("steps", least=step, most=step)
         state.count("in_pass")
+        if "passes" in state.values:
+            state.count("passes")
+        self._attached.check(state)
         if "last_batch" in state.values:
             state.text("last_batch", r"[0-9a-f]{0,16}", "a digest")
         self._optimizer.check_settings(state)
@@ -361,25 +443,11 @@ class TrainState:
         whole = {**fields, "sample_ids": ids}
         return [{name: value[at : at + micro] for name, value in whole.items()} for at in range(0, size, micro)]
 
-    def _evaluate_once(self, fields: Mapping[str, Tensor], like: type[Any]) -> Tensor:
-        """Totals of at most one global batch.
-
-        Every rank runs as many microbatches as the largest share has, because gathers are collectives; where a rank
-        has no samples left, it runs the batch's first one, which does not count.
-        """
-        self._loss.like = like
-        micro, most = self.plan.microbatch.size, max(self.plan.microbatch.shares(self.plan.mesh.data))
-        size = next(iter(fields.values())).shape[0]
-        own = range(min(self._start, size), min(self._stop, size), micro)
-        fields = {**fields, "sample_ids": torch.arange(size)}
-        cut = [{name: value[at : min(at + micro, self._stop)] for name, value in fields.items()} for at in own]
-        fill = [{name: value[:1] for name, value in fields.items()}] * (most - len(cut))
-        totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        if cut:
-            totals += self._parallel.runner.evaluate(cut, step=0, seed=self._recipe.run.seed).addend(self._mesh)
-        if fill:
-            self._parallel.runner.evaluate(fill, step=0, seed=self._recipe.run.seed)
-        return totals
+    @property
+    def _epoch(self) -> int:
+        """The epoch in which the next step lies."""
+        known = self._stream.epoch_of(self._steps)
+        return self._passes if known is None else known
 
     def _check_equal(self, fields: Mapping[str, Tensor]) -> None:
         """Compare a batch over the ranks by a digest of all its fields."""
@@ -402,40 +470,6 @@ class TrainState:
                 " order equally on all ranks (by a generator= of the sampler's own, since torch's is seeded by rank in"
                 " each step), or use a torch DataLoader over a map-style dataset, which Weft shuffles itself."
             )
-
-
-class LossOfUser:
-    """The user's loss by Weft's contract; a plain scalar is taken as a mean over samples, which is said once."""
-
-    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
-        self._loss = loss
-        self._told = False
-        self.per_sample: bool = getattr(loss, "per_sample", True)
-        self.like: type[Any] = dict
-        self.auxiliary = {name: self._of_user(term) for name, term in auxiliary_of(loss).items()}
-
-    def _of_user(self, term: AuxiliaryLoss) -> AuxiliaryLoss:
-        def sums(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-            return term.sums(outputs, restored(batch, self.like))
-
-        return replace(term, sums=sums)
-
-    def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        found = self._loss(outputs, restored(batch, self.like))
-        if isinstance(found, tuple):
-            loss_sum, count = cast(tuple[Tensor, Any], found)
-            return loss_sum, torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
-        samples = next(iter(batch.values())).shape[0]
-        if not self._told:
-            self._told = True
-            warnings.warn(
-                "the loss returned one number, which is taken as the mean over the batch's samples. If it is a mean"
-                " over"
-                " something else (tokens, pixels), return (sum, count), so that microbatches and ranks are weighted"
-                " right.",
-                stacklevel=2,
-            )
-        return found * samples, found.new_full((), float(samples), dtype=torch.float64)
 
 
 def _take_weights_of_rank_0(module: nn.Module, mesh: Mesh) -> None:

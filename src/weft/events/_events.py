@@ -124,6 +124,8 @@ class EvaluationEvent:
     step: int
     validation_loss: float
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Further values by name, of a session's own metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

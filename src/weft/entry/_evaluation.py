@@ -1,0 +1,87 @@
+"""Runs a prepared model over a loader of the user's, in evaluation mode, under any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import Mesh
+from weft.data import rank_range
+from weft.entry._agreement import check_same_facts
+from weft.entry._outputs import Outputs, Select
+from weft.entry._user_batches import UserBatch, fields_of
+from weft.entry._user_loss import LossOfUser
+from weft.errors import PlanError
+from weft.models import Blueprint
+from weft.parallel import Runner
+from weft.plan import Plan
+from weft.recipe import Recipe
+
+
+class Evaluation:
+    """What a pass without training needs: the runner, the loss that it calls, and this rank's share of a batch."""
+
+    def __init__(
+        self, runner: Runner, blueprint: Blueprint, loss: LossOfUser, mesh: Mesh, plan: Plan, recipe: Recipe
+    ) -> None:
+        self._runner, self._blueprint, self._loss = runner, blueprint, loss
+        self._mesh, self._plan, self._seed = mesh, plan, recipe.run.seed
+        self._batch_size = recipe.batch.global_batch_size
+        self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.data_index)
+
+    def outputs(self, select: Select) -> Outputs:
+        """Return what collects the outputs of a pass.  Raises `PlanError` where no rank has whole ones."""
+        if self._blueprint.vocabulary_head is not None and self._plan.mesh.tensor > 1:
+            raise PlanError(
+                f"under plan.mesh.tensor = {self._plan.mesh.tensor} each rank has a part of the logits of"
+                f" {self._blueprint.vocabulary_head}, which prepare was told only a vocabulary loss reads, so there are"
+                " none to be selected. Leave prepare's vocabulary_head= out."
+            )
+        return Outputs(select, self._mesh)
+
+    def run_through(self, loader: Iterable[UserBatch], collected: Outputs | None, *, counts: bool) -> Iterator[Tensor]:
+        """Run the model over a loader; yield this rank's addends of (loss sum, count), (2,) float64, of at most one
+        global batch each.  Without `counts` no loss is computed.  Call on every rank, and take all that it yields.
+
+        Raises:
+            DataError: on every rank; the loader gave other numbers of samples.
+        """
+        seen = 0
+        for batch in loader:
+            fields = fields_of(batch)
+            size = next(iter(fields.values())).shape[0]
+            seen += size
+            for at in range(0, size, self._batch_size):
+                part = {name: value[at : at + self._batch_size] for name, value in fields.items()}
+                yield self._run_share(part, type(batch), collected, counts=counts)
+        facts = {"data: the number of samples that the loader gave": str(seen)}
+        check_same_facts(facts, self._mesh.device, self._mesh["world"].group)
+
+    def _run_share(
+        self, fields: Mapping[str, Tensor], like: type[Any], collected: Outputs | None, *, counts: bool
+    ) -> Tensor:
+        """Every rank runs as many microbatches as the largest share has, because gathers are collectives; where a rank
+        has no samples left, it runs the batch's first one, which does not count."""
+        self._loss.like = like
+        micro, most = self._plan.microbatch.size, max(self._plan.microbatch.shares(self._plan.mesh.data))
+        size = next(iter(fields.values())).shape[0]
+        own = range(min(self._start, size), min(self._stop, size), micro)
+        fields = {**fields, "sample_ids": torch.arange(size)}
+        cut = [{name: value[at : min(at + micro, self._stop)] for name, value in fields.items()} for at in own]
+        fill = [{name: value[:1] for name, value in fields.items()}] * (most - len(cut))
+        totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        if cut:
+            look = collected.look if collected is not None else _nothing
+            with self._loss.watched(look, counts=counts):
+                totals += self._runner.evaluate(cut, step=0, seed=self._seed).addend(self._mesh)
+        if fill:
+            with self._loss.watched(_nothing, counts=counts):
+                self._runner.evaluate(fill, step=0, seed=self._seed)
+        return totals
+
+
+def _nothing(outputs: Any, batch: Any) -> None:
+    """Look at nothing."""

@@ -1,0 +1,155 @@
+"""What a model returns for samples that are spread over ranks, put together in the order of the samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm import Mesh
+from weft.entry._agreement import gather_texts
+from weft.errors import DataError
+from weft.models import logits_of
+
+Select = Callable[[Any, Any], Any]
+"""`select(outputs, batch)` of a microbatch: a tensor with samples along dim 0, or a tuple or dictionary of such."""
+Fields = dict[str, Tensor]
+
+
+def logits_alone(outputs: Any, batch: Any) -> Any:
+    """The logits, or all that the model returns where that is one tensor."""
+    del batch
+    return logits_of(outputs)
+
+
+def logits_and_labels(outputs: Any, batch: Any) -> Any:
+    """Predictions and targets: the logits, and the batch's `labels` or last entry."""
+    if isinstance(batch, Mapping):
+        named = cast(Mapping[str, Any], batch)
+        return logits_of(outputs), named["labels"] if "labels" in named else list(named.values())[-1]
+    return logits_of(outputs), batch if isinstance(batch, Tensor) else batch[-1]
+
+
+class Outputs:
+    """Collects what `select` makes of this rank's microbatches, and puts that of all ranks together.
+
+    The result has the shape that `select` returns, tensors are on the CPU.
+    """
+
+    def __init__(self, select: Select, mesh: Mesh) -> None:
+        self._select, self._mesh = select, mesh
+        self._shape = ""
+        """`tensor`, `tuple` or `dict`; empty where nothing was seen."""
+        self._own: list[Fields] = []
+        self._whole: list[Fields] = []
+
+    def look(self, outputs: Any, batch: Any) -> None:
+        """Take a microbatch.  Raises `DataError` where samples do not lie along dim 0."""
+        self.take(self._select(outputs, batch), len(_first(batch)))
+
+    def take(self, found: Any, size: int | None = None) -> None:
+        """Take what was selected of a microbatch of `size` samples; None: as many as its first field has rows."""
+        shape, fields = _taken_apart(found)
+        first = next(iter(fields.values()), None)
+        if size is None:
+            size = len(first) if isinstance(first, Tensor) and first.ndim else 1
+        for name, value in fields.items():
+            if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != size:
+                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                where = "" if shape == "tensor" else f" as {name}"
+                raise DataError(
+                    f"what is to be put together is {what}{where} for {size} samples. Give tensors with one row for"
+                    " each sample, such as outputs.logits.argmax(-1)."
+                )
+        self._shape = shape
+        self._own.append({name: value.detach().cpu() for name, value in cast(Fields, fields).items()})
+
+    def join(self) -> Any:
+        """Return what all ranks have taken since the last call, in the order of samples.  Call on every rank.
+
+        Raises:
+            DataError: on every rank; ranks selected other things.
+        """
+        own, counts = _joined(self._own), self._mesh.index("tensor") == 0 and bool(self._own)
+        self._own = []
+        view = self._mesh["world"]
+        if view.group is None:
+            self._whole.append(own)
+            return _put_together(own, self._shape)
+        said = {"place": self._mesh.data_index, "shape": self._shape, "fields": _described(own)} if counts else None
+        of_ranks = [json.loads(text) for text in gather_texts(json.dumps(said), self._mesh.device, view.group)]
+        having = sorted((one["place"], rank) for rank, one in enumerate(of_ranks) if one is not None)
+        if len({(of_ranks[rank]["shape"], *(of_ranks[rank]["fields"])) for _, rank in having}) > 1:
+            raise DataError("the function that selects outputs returned other fields on other ranks.")
+        whole: list[Fields] = []
+        for _, rank in having:
+            self._shape = of_ranks[rank]["shape"]
+            whole.append(self._sent(own if rank == view.index else None, of_ranks[rank]["fields"], rank))
+        found = _joined(whole)
+        self._whole.append(found)
+        return _put_together(found, self._shape)
+
+    def _sent(self, own: Fields | None, described: Mapping[str, Any], source: int) -> Fields:
+        """The fields of one rank, on all."""
+        found: Fields = {}
+        for name, (shape, dtype) in described.items():
+            kind = getattr(torch, dtype)
+            value = torch.empty(shape, dtype=kind) if own is None else own[name].contiguous()
+            moved = value.view(torch.uint8) if kind == torch.bool else value  # not every backend carries bool
+            moved = moved.to(self._mesh.device)
+            dist.broadcast(moved, src=source, group=self._mesh["world"].group)
+            found[name] = moved.cpu().view(kind)
+        return found
+
+    def all(self) -> Any:
+        """Everything that `join` has returned, one after another.
+
+        Raises:
+            DataError: batches gave rows of other shapes, as where each is padded to its own longest sample.
+        """
+        return _put_together(_joined(self._whole), self._shape)
+
+
+def _first(batch: Any) -> Tensor:
+    if isinstance(batch, Tensor):
+        return batch
+    return next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+
+
+def _taken_apart(found: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(found, Mapping):
+        return "dict", {str(name): value for name, value in cast(Mapping[Any, Any], found).items()}
+    if isinstance(found, tuple | list):
+        return "tuple", {str(place): value for place, value in enumerate(cast(Sequence[Any], found))}
+    return "tensor", {"0": found}
+
+
+def _put_together(fields: Fields, shape: str) -> Any:
+    if shape == "dict":
+        return fields
+    if shape == "tuple":
+        return tuple(fields[str(place)] for place in range(len(fields)))
+    return fields.get("0")
+
+
+def _described(fields: Fields) -> dict[str, Any]:
+    return {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in fields.items()}
+
+
+def _joined(parts: Sequence[Fields]) -> Fields:
+    if not parts:
+        return {}
+    found: Fields = {}
+    for name in parts[0]:
+        shapes = {tuple(part[name].shape[1:]) for part in parts}
+        if len(shapes) > 1:
+            raise DataError(
+                f"the selected outputs have rows of other shapes in other microbatches ({', '.join(map(str, shapes))}),"
+                " so they make up no tensor. Select what has one shape for every sample, or pad it."
+            )
+        found[name] = torch.cat([part[name] for part in parts])
+    return found

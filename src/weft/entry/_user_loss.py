@@ -1,0 +1,70 @@
+"""The user's loss by Weft's contract, and what else may be made of a model's outputs where the loss is computed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from weft.entry._user_batches import restored
+from weft.models import Batch
+from weft.models.auxiliary import AuxiliaryLoss, auxiliary_of
+
+
+class LossOfUser:
+    """The user's loss by Weft's contract; a plain scalar is taken as a mean over samples, which is said once."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
+        self._loss = loss
+        self._told = False
+        self.per_sample: bool = getattr(loss, "per_sample", True)
+        self.like: type[Any] = dict
+        self.auxiliary = {name: self._of_user(term) for name, term in auxiliary_of(loss).items()}
+        self._look: Callable[[Any, Any], None] | None = None
+        self._counts = True
+
+    @contextmanager
+    def watched(self, look: Callable[[Any, Any], None], *, counts: bool) -> Generator[None]:
+        """Show `look` the outputs and the batch of every microbatch; without `counts` no loss is computed.
+
+        Ranks that do not compute the loss (all stages but the last) see nothing.
+        """
+        self._look, self._counts = look, counts
+        try:
+            yield
+        finally:
+            self._look, self._counts = None, True
+
+    def _of_user(self, term: AuxiliaryLoss) -> AuxiliaryLoss:
+        def sums(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+            return term.sums(outputs, restored(batch, self.like))
+
+        return replace(term, sums=sums)
+
+    def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        own = restored(batch, self.like)
+        if self._look is not None:
+            self._look(outputs, own)
+        if not self._counts:
+            nothing = torch.zeros((), dtype=torch.float64, device=batch["sample_ids"].device)
+            return nothing, nothing
+        found = self._loss(outputs, own)
+        if isinstance(found, tuple):
+            loss_sum, count = cast(tuple[Tensor, Any], found)
+            return loss_sum, torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
+        samples = next(iter(batch.values())).shape[0]
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                "the loss returned one number, which is taken as the mean over the batch's samples. If it is a mean"
+                " over"
+                " something else (tokens, pixels), return (sum, count), so that microbatches and ranks are weighted"
+                " right.",
+                stacklevel=2,
+            )
+        return found * samples, found.new_full((), float(samples), dtype=torch.float64)

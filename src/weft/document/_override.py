@@ -33,8 +33,8 @@ def parse_overrides(texts: Iterable[str], nouns: Sequence[str]) -> list[Override
     return [_parse_override(text, nouns) for text in texts]
 
 
-def lay_over(document: Document, overrides: Iterable[Override]) -> Document:
-    """Return the document with the overrides that are its noun's; later ones win."""
+def lay_over(document: Document, overrides: Iterable[Override], origin: str = SET) -> Document:
+    """Return the document with the overrides that are its noun's; later ones win.  `origin`: where they were given."""
     table: dict[str, Any] = copy.deepcopy(dict(document.table))
     origins = dict(document.origins)
     for override in overrides:
@@ -43,7 +43,7 @@ def lay_over(document: Document, overrides: Iterable[Override]) -> Document:
             key = dotted(path)
             for inside in [other for other in origins if other.startswith((f"{key}.", f"{key}["))]:
                 del origins[inside]
-            origins[key] = SET
+            origins[key] = origin
     return dataclasses.replace(document, table=table, origins=origins)
 
 

@@ -22,6 +22,7 @@ from weft.entry._auto import describe_user_model, look_at_user_model, machine_fo
 from weft.entry._calls import Calls
 from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
 from weft.entry._recording import SessionRuns
+from weft.entry._settings import PlanSettings
 from weft.entry._state import TrainState
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, infer_inputs
 from weft.entry._user_loss import LossOfUser
@@ -37,9 +38,6 @@ from weft.worker import facts_of_blueprint
 
 logger = logging.getLogger(__name__)
 
-_DATA_ONLY: Mapping[str, str] = dict.fromkeys(("mesh.tensor", "mesh.pipeline"), "a session's auto splits the data only")
-"""What `auto` leaves alone: a loop may call the model by itself, or several models that must share their batches."""
-
 UserLoss = Callable[[Any, Any], Any]
 """`loss(outputs, batch)`: a (sum, count) pair, or a scalar that is a mean over the batch's samples."""
 
@@ -51,6 +49,8 @@ def session(
     seed: int = 1234,
     permit: Sequence[Precision] = ("fp32",),
     compression: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    accumulate: int | None = None,
     folder: str | Path | None = None,
     record: bool = True,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -66,6 +66,9 @@ def session(
         seed: of data order and of dropout.
         permit: precisions that a plan may choose from.
         compression: lossy compressions of gradients that a plan may name.
+        settings: of the plan by dotted key, such as `{"data_parallel.zero": 3, "compute.compile": True}`: laid over the
+            plan, or what `auto` must leave as it is.
+        accumulate: beside `auto`, microbatches of a rank in a step; the global batch stays the loader's.
         folder: of the run, as that of `weft train`: plan, metrics, logs, and what `save` writes.  By default
             `runs/<script>-<date>-<n>`; to go on with an earlier run, give its folder and call `load`.
         record: keep plan, metrics and logs; False leaves nothing in the folder (then by default `runs/session`) but
@@ -86,7 +89,9 @@ def session(
                 step = state.step(batch)
     """
     with ExitStack() as stack:
+        given = PlanSettings(settings=settings or {}, accumulate=accumulate)
         requested = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
+        requested = given.over(requested) if isinstance(requested, Plan) else requested
         if isinstance(requested, Plan) and requested.compute.device != "auto":
             device = requested.compute.device
         backend = requested.compute.backend if isinstance(requested, Plan) else "auto"
@@ -99,6 +104,7 @@ def session(
             distributed,
             RankInfo.from_environment(),
             own_plan if isinstance(requested, Plan) else None,
+            given,
             timeout_seconds=timeout_seconds,
             seed=seed,
             permit=PermitRecipe(precision=tuple(permit), compression=tuple(compression)),
@@ -121,6 +127,7 @@ class Session:
         distributed: Distributed,
         rank_info: RankInfo | None,
         plan: Plan | None,
+        given: PlanSettings,
         *,
         timeout_seconds: float,
         seed: int,
@@ -133,7 +140,7 @@ class Session:
         self.device = distributed.device
         self._distributed = distributed
         self._rank_info = rank_info
-        self._plan = plan
+        self._plan, self._given = plan, given
         self._timeout_seconds = timeout_seconds
         self._seed = seed
         self._permit = permit
@@ -401,9 +408,10 @@ class Session:
                 facts,
                 self.world_size,
                 profile=description.profile,
-                given=Plan(origins=_DATA_ONLY),
+                given=self._given.pins(recipe.batch.global_batch_size, self.world_size),
             )
-            plan, reasons = _with_timeout(choice.plan, self._timeout_seconds), choice.reasons
+            plan = self._given.beyond(_with_timeout(choice.plan, self._timeout_seconds))
+            reasons = choice.reasons
             note = "; ".join(description.notes)
         check_no_loop(plan)
         check_plan(plan, recipe, facts, self.world_size)

@@ -12,6 +12,7 @@ from weft.plan._load import apply_overrides as apply_overrides
 from weft.plan._load import dump_plan as dump_plan
 from weft.plan._load import load_plan as load_plan
 from weft.plan._load import parse_plan as parse_plan
+from weft.plan._load import with_settings as with_settings
 from weft.plan._plan import AXES as AXES
 from weft.plan._plan import BATCH_AXES as BATCH_AXES
 from weft.plan._plan import Axis as Axis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from weft.document import (
     Document,
@@ -60,6 +61,17 @@ def apply_overrides(recipe: Recipe, plan: Plan, overrides: Iterable[str]) -> tup
     """
     parsed = parse_overrides(overrides, ("recipe", "plan"))
     return _lay_over_recipe(recipe, parsed), _lay_over_plan(plan, parsed)
+
+
+def with_settings(plan: Plan, settings: Mapping[str, Any], origin: str) -> Plan:
+    """Return a plan with settings by dotted key (`data_parallel.zero`) laid over it, given at `origin`, for messages.
+
+    Raises:
+        PlanError: a setting is unknown or impossible.
+    """
+    overrides = [Override("plan", tuple(key.split(".")), value) for key, value in settings.items()]
+    document = lay_over(Document("plan", PlanError, to_table(plan), plan.origins), overrides, origin)
+    return dataclasses.replace(bind(Plan, document), origins=document.origins)
 
 
 def _lay_over_recipe(recipe: Recipe, overrides: list[Override]) -> Recipe:

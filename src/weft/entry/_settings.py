@@ -1,0 +1,88 @@
+"""What a session is told of its plan beside a file or `auto`: single settings, and how often a rank accumulates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weft.errors import PlanError
+from weft.plan import Plan, plan_settings, with_settings
+
+_SETTINGS = "weft.session(settings=…)"
+_ACCUMULATE = "weft.session(accumulate=…)"
+_DATA_ONLY = ("mesh.tensor", "mesh.pipeline")
+"""What `auto` leaves alone: a loop may call the model by itself, or several models that must share their batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """Settings of the plan by dotted key, and microbatches of a rank in a step (None: as the plan has it)."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    accumulate: int | None = None
+
+    def over(self, plan: Plan) -> Plan:
+        """A plan of the user's own with the settings laid over it.
+
+        Raises:
+            PlanError: a setting is unknown or impossible; the plan itself says how often a rank accumulates.
+        """
+        if self.accumulate is not None:
+            raise PlanError(
+                f"{_ACCUMULATE} goes with plan = auto, and this plan has microbatch.per_step ="
+                f" {plan.microbatch.per_step}. Change it there, or by settings={{'microbatch.per_step': …}}."
+            )
+        return with_settings(plan, self.settings, _SETTINGS) if self.settings else plan
+
+    def pins(self, batch_size: int, world_size: int) -> Plan:
+        """A plan whose `origins` name what a search must leave as it is, for a global batch on so many ranks.
+
+        Raises:
+            PlanError: a setting is unknown or impossible, or the batch cannot be accumulated so.
+        """
+        for key in self.settings.keys() & set(_DATA_ONLY):
+            raise PlanError(
+                f"{_SETTINGS}: {key} splits the model, and a session's auto splits the data only. Give a whole plan, as"
+                " a file or weft.Plan(mesh=…)."
+            )
+        for each in plan_settings():
+            if each.knob.follows and each.key in self.settings:
+                instead = "accumulate=" if each.key == "microbatch.per_step" else f"{each.knob.follows!r}"
+                raise PlanError(
+                    f"{_SETTINGS}: {each.key} follows from what auto chooses. Give {instead}, or a whole plan."
+                )
+        plan = Plan(origins=dict.fromkeys(_DATA_ONLY, "a session's auto splits the data only"))
+        plan = with_settings(plan, self.settings, _SETTINGS) if self.settings else plan
+        if self.accumulate is None:
+            return plan
+        if "microbatch.size" in plan.origins:
+            raise PlanError(f"{_ACCUMULATE} and settings of microbatch.size say the same twice. Leave one out.")
+        size = self._microbatch(batch_size, world_size)
+        plan = replace(plan, microbatch=replace(plan.microbatch, size=size))
+        return replace(plan, origins={**plan.origins, "microbatch.size": _ACCUMULATE})
+
+    def _microbatch(self, batch_size: int, ranks: int) -> int:
+        number = self.accumulate
+        if type(number) is not int or number < 1:
+            raise PlanError(f"{_ACCUMULATE} = {number!r} is no number of microbatches. Give a whole number from 1 on.")
+        size, rest = divmod(batch_size, ranks * number)
+        if rest or not size:
+            fitting = [other for other in range(1, batch_size + 1) if batch_size % (ranks * other) == 0]
+            fix = (
+                f"Use accumulate={min(fitting, key=lambda other: abs(other - number))}"
+                if fitting
+                else "Use a batch size that it divides"
+            )
+            raise PlanError(
+                f"{_ACCUMULATE} = {number} on {ranks} data rank{'s' * (ranks > 1)} does not divide the global batch of"
+                f" {batch_size}. {fix}."
+            )
+        return size
+
+    def beyond(self, plan: Plan) -> Plan:
+        """What search has chosen, with the settings that it does not choose (compile, threads)."""
+        plan = with_settings(plan, self.settings, _SETTINGS) if self.settings else plan
+        if self.accumulate is None:
+            return plan
+        return replace(plan, origins={**plan.origins, "microbatch.size": _ACCUMULATE})

@@ -27,7 +27,7 @@ from weft.recipe import Recipe, parse_recipe
 
 PLANS = {
     "data 2": "[mesh]\nreplicate = 2\n[microbatch]\nper_step = 1\n",
-    "tensor 2": "[mesh]\ntensor = 2\n[microbatch]\nper_step = 1\n",
+    "tensor 2": "[mesh]\ntensor = 2\n[microbatch]\nsize = 2\nper_step = 1\n",
 }
 _ADAPTER = {"method": "lora", "rank": 16, "alpha": 32.0, "targets": ["all-linear"]}
 _STEPS = 3

@@ -62,7 +62,7 @@ def _table(result: Mapping[str, Any]) -> list[str]:
 
 def _reasons(result: Mapping[str, Any]) -> list[str]:
     """Every reason once, with the families and plans that it stands for."""
-    lines = ["## Why not", ""]
+    lines = ["## Why not, and with what", ""]
     for one in result["drawn"]:
         family = result["families"].get(one["name"])
         if family is None:
@@ -71,7 +71,7 @@ def _reasons(result: Mapping[str, Any]) -> list[str]:
         if family.get("why no folder"):
             by_reason[family["why no folder"]] = ["by folder"]
         for name, cell in family["cells"].items():
-            if cell["outcome"] != "equal":
+            if cell["why"]:
                 by_reason.setdefault(_plain(cell["why"]), []).append(name)
         if by_reason:
             lines += [f"**{one['name']}**", ""]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from weft.entry import Session as Session
     from weft.entry import TrainState as TrainState
     from weft.entry import check as check
+    from weft.entry import export as export
     from weft.entry import generate as generate
     from weft.entry import session as session
     from weft.entry import train as train
@@ -36,6 +37,7 @@ _PACKAGES = {
     "TrainState": "weft.entry",
     "WeftError": "weft.errors",
     "check": "weft.entry",
+    "export": "weft.entry",
     "generate": "weft.entry",
     "session": "weft.entry",
     "train": "weft.entry",

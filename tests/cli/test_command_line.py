@@ -64,7 +64,9 @@ def test_demo_plan_has_three_axes_and_fits_its_recipe() -> None:
     assert (plan.mesh.pipeline, plan.mesh.data, plan.mesh.tensor) == (2, 2, 2)
 
 
-@pytest.mark.parametrize("command", ["", "train", "plan", "check", "generate", "launch", "data", "data prepare"])
+@pytest.mark.parametrize(
+    "command", ["", "train", "plan", "check", "generate", "export", "launch", "data", "data prepare"]
+)
 def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert run([*command.split(), "--help"]) == 0
     most = 72 if command == "plan" else 45  # it answers many questions

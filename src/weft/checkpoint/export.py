@@ -41,15 +41,17 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
 class StoredWeights(Mapping[str, Tensor]):
     """A checkpoint's parameters and buffers under their plain names, each read when it is asked for."""
 
-    def __init__(self, stored: StoredCheckpoint, *, use_average: bool = False) -> None:
+    def __init__(self, stored: StoredCheckpoint, *, use_average: bool | None = False) -> None:
         """Look names up only.
 
         Args:
-            use_average: take the moving average of each parameter that has one.
+            use_average: take the moving average of each parameter that has one; None: if the run kept any.
 
         Raises:
             CheckpointError: an average is asked for and the run kept none.
         """
+        if use_average is None:
+            use_average = any(name.startswith("average/") for name in stored.runs)
         prefixes = ["buffer/", "model/", "average/"] if use_average else ["buffer/", "model/"]
         self._stored = stored
         self._sources = {
@@ -79,10 +81,10 @@ class StoredWeights(Mapping[str, Tensor]):
 
 def export_checkpoint(
     checkpoint: Path,
-    blueprint: Blueprint,
+    blueprint: Blueprint | None,
     folder: Path,
     *,
-    use_average: bool = False,
+    use_average: bool | None = False,
     tokenizer: Path | None = None,
     dtype: torch.dtype | None = None,
     file_bytes: int = 4 << 30,
@@ -93,8 +95,9 @@ def export_checkpoint(
 
     Args:
         checkpoint: of a checkpoint, or of a run: then its newest one.
+        blueprint: of the model; None: nothing is known but the names and shapes that were saved.
         folder: must not exist, or be empty; it appears complete or not at all.
-        use_average: export the moving average of the weights.
+        use_average: export the moving average of the weights; None: where there is one.
         tokenizer: a `tokenizer.json`.
         dtype: of floating-point weights; by default the one they were trained in.
         file_bytes: above it, weights are written to several files with an index.
@@ -103,15 +106,17 @@ def export_checkpoint(
         CheckpointError: the checkpoint is damaged or not this model's, or the folder is not writable or not empty.
     """
     weights = StoredWeights(open_checkpoint(checkpoint), use_average=use_average)
-    _check_names(weights, blueprint, checkpoint)
+    if blueprint is not None:
+        _check_names(weights, blueprint, checkpoint)
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder} is not empty. Export into a new folder.")
     partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(8)}")
     try:
         partial.mkdir(parents=True)
         try:
-            mapped = weights if blueprint.export is None else blueprint.export(weights)
-            _write_weights(partial, blueprint.export_files[1], mapped, dtype, file_bytes)
+            mapped = weights if blueprint is None or blueprint.export is None else blueprint.export(weights)
+            file = "model.safetensors" if blueprint is None else blueprint.export_files[1]
+            _write_weights(partial, file, mapped, dtype, file_bytes)
             _write_companions(partial, blueprint, tokenizer, dtype)
             sync_folder(partial)
             if folder.exists():
@@ -167,8 +172,10 @@ def _shard_name(file: str, number: int, count: int) -> str:
     return f"{file.removesuffix('.safetensors')}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_companions(folder: Path, blueprint: Blueprint, tokenizer: Path | None, dtype: torch.dtype | None) -> None:
-    if blueprint.export_config is not None:
+def _write_companions(
+    folder: Path, blueprint: Blueprint | None, tokenizer: Path | None, dtype: torch.dtype | None
+) -> None:
+    if blueprint is not None and blueprint.export_config is not None:
         config = dict(blueprint.export_config)
         if dtype is not None and "architectures" in config:
             config["dtype"] = str(dtype).removeprefix("torch.")

@@ -17,6 +17,7 @@ from weft.cli import (
     _comm_explain,
     _data,
     _describe,
+    _export,
     _generate,
     _launch,
     _plan,
@@ -47,6 +48,7 @@ def build_app() -> App:
     app.command(_describe.describe)
     app.command(_probe.probe)
     app.command(_generate.generate)
+    app.command(_export.export)
     app.command(_launch.launch)
     data = App(name="data", help="Prepare data for training.", help_format="plaintext")
     data.command(_data.prepare)

@@ -5,6 +5,7 @@ from weft.entry._check import check as check
 from weft.entry._check import check_by as check_by
 from weft.entry._check_report import CheckFailure as CheckFailure
 from weft.entry._check_report import CheckReport as CheckReport
+from weft.entry._export import export as export
 from weft.entry._generate import generate as generate
 from weft.entry._generate import load_module as load_module
 from weft.entry._recording import run_name as run_name

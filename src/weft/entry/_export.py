@@ -1,0 +1,52 @@
+"""A checkpoint as a folder that `transformers` loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from weft.checkpoint.export import export_checkpoint
+from weft.errors import LaunchError
+from weft.events import RunFolder
+from weft.models import build_model
+from weft.recipe import load_recipe
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+_DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export(
+    checkpoint: str | Path, folder: str | Path, *, dtype: Dtype | None = None, average: bool | None = None
+) -> Path:
+    """Write a checkpoint's whole weights into a new folder, whatever plan saved it, and return the folder.
+
+    That of a recipe's run has the names and the `config.json` that `transformers` loads, and the tokenizer; of adapters
+    it is what `peft` loads.  That of a session has the names of the user's module: `state.export` writes its config,
+    too.  Not collective: call it on one process, outside of any job.
+
+    Args:
+        checkpoint: folder of a run, then its newest checkpoint; or a checkpoint in it, as `…/checkpoints/step-000120`.
+        folder: must not exist, or be empty; it appears complete or not at all.
+        dtype: of floating-point weights; by default that in which they are saved.
+        average: the moving average of the weights; by default where the run keeps one.
+
+    Raises:
+        LaunchError: the dtype is none.
+        CheckpointError: there is no checkpoint, it is damaged, it keeps no average, or the folder is not empty.
+        RecipeError: the run's recipe cannot be read, or its model not be built.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise LaunchError(f"dtype = {dtype} is none of {', '.join(_DTYPES)}.")
+    path = Path(checkpoint).absolute()
+    run = next((RunFolder(above) for above in (path, *path.parents[:2]) if (above / "recipe.toml").is_file()), None)
+    tokenizer = run.path / "tokenizer.json" if run is not None else None
+    return export_checkpoint(
+        path,
+        build_model(load_recipe(run.recipe)) if run is not None else None,
+        Path(folder),
+        use_average=average,
+        tokenizer=tokenizer if tokenizer is not None and tokenizer.is_file() else None,
+        dtype=_DTYPES[dtype] if dtype is not None else None,
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.entry._agreement import check_same_facts
-from weft.entry._outputs import Outputs, Select
+from weft.entry._outputs import GatheredOutputs, Select
 from weft.entry._user_batches import UserBatch, fields_of
 from weft.entry._user_loss import LossOfUser
 from weft.errors import PlanError
@@ -32,7 +32,7 @@ class Evaluation:
         self._batch_size = recipe.batch.global_batch_size
         self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.data_index)
 
-    def outputs(self, select: Select) -> Outputs:
+    def outputs(self, select: Select) -> GatheredOutputs:
         """Return what collects the outputs of a pass.  Raises `PlanError` where no rank has whole ones."""
         if self._blueprint.vocabulary_head is not None and self._plan.mesh.tensor > 1:
             raise PlanError(
@@ -40,9 +40,11 @@ class Evaluation:
                 f" {self._blueprint.vocabulary_head}, which prepare was told only a vocabulary loss reads, so there are"
                 " none to be selected. Leave prepare's vocabulary_head= out."
             )
-        return Outputs(select, self._mesh)
+        return GatheredOutputs(select, self._mesh)
 
-    def run_through(self, loader: Iterable[UserBatch], collected: Outputs | None, *, counts: bool) -> Iterator[Tensor]:
+    def run_through(
+        self, loader: Iterable[UserBatch], collected: GatheredOutputs | None, *, counts: bool
+    ) -> Iterator[Tensor]:
         """Run the model over a loader; yield this rank's addends of (loss sum, count), (2,) float64, of at most one
         global batch each.  Without `counts` no loss is computed.  Call on every rank, and take all that it yields.
 
@@ -61,7 +63,7 @@ class Evaluation:
         check_same_facts(facts, self._mesh.device, self._mesh["world"].group)
 
     def _run_share(
-        self, fields: Mapping[str, Tensor], like: type[Any], collected: Outputs | None, *, counts: bool
+        self, fields: Mapping[str, Tensor], like: type[Any], collected: GatheredOutputs | None, *, counts: bool
     ) -> Tensor:
         """Every rank runs as many microbatches as the largest share has, because gathers are collectives; where a rank
         has no samples left, it runs the batch's first one, which does not count."""

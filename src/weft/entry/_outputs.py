@@ -34,7 +34,7 @@ def logits_and_labels(outputs: Any, batch: Any) -> Any:
     return logits_of(outputs), batch if isinstance(batch, Tensor) else batch[-1]
 
 
-class Outputs:
+class GatheredOutputs:
     """Collects what `select` makes of this rank's microbatches, and puts that of all ranks together.
 
     The result has the shape that `select` returns, tensors are on the CPU.

@@ -29,7 +29,7 @@ from weft.entry._evaluation import Evaluation
 from weft.entry._guards import Guard, LeftGradients, refuse_untrainable, retire
 from weft.entry._loop_draws import Yielded
 from weft.entry._metrics import Metrics
-from weft.entry._outputs import Outputs, Select, logits_alone, logits_and_labels
+from weft.entry._outputs import GatheredOutputs, Select, logits_alone, logits_and_labels
 from weft.entry._recording import ModelRun
 from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, trainable
@@ -246,7 +246,7 @@ class TrainState:
         Raises:
             DataError: on every rank: samples do not lie along dim 0, or other ranks gave other fields.
         """
-        collected = Outputs(lambda outputs, batch: outputs, self._mesh)
+        collected = GatheredOutputs(lambda outputs, batch: outputs, self._mesh)
         with self._calls.call(f"{self._name}.gather()", meets=True):
             collected.take(value)
             return collected.join()

@@ -105,3 +105,45 @@ def test_a_folder_that_cannot_be_made_is_the_error_of_all_ranks(ranks: Any, tmp_
     texts = ranks.run(2, _refused, str(tmp_path / "file" / "run"))
     assert texts[0] == texts[1]
     assert "Give a folder that is writable" in texts[0]
+
+
+def tracked(folder: str, fails_at: int | None) -> tuple[list[tuple[str, float, int]], list[float]]:
+    told: list[tuple[str, float, int]] = []
+
+    def track(name: str, value: float, step: int) -> None:
+        if fails_at is not None and step >= fails_at:
+            raise ConnectionError("the tracker is gone")
+        told.append((name, value, step))
+
+    losses: list[float] = []
+    loader = DataLoader(TensorDataset(torch.arange(64.0).view(16, 4) / 64), batch_size=8)
+    with weft.session(plan=PLAN, folder=folder, quiet=True, track=track) as session:
+        for _ in range(2):
+            model = nn.Linear(4, 4)
+            state = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, loss=loss_fn)
+            losses += [state.step(batch).loss for batch in state.batches()]
+            state.evaluate(loader, {"rows": lambda outputs, targets: len(outputs)})
+    return told, losses
+
+
+def test_a_tracker_is_told_of_every_number_on_rank_0(ranks: Any, tmp_path: Path) -> None:
+    (told, losses), (silent, _) = ranks.run(2, tracked, str(tmp_path), None)
+    assert not silent
+    for prefix, own in (("", losses[:2]), ("model-2/", losses[2:])):
+        found = {name: [] for name, _, _ in told}
+        for name, value, step in told:
+            found[name].append((step, value))
+        assert found[f"{prefix}train/loss"] == [(1, own[0]), (2, own[1])]
+        assert found[f"{prefix}train/learning_rate"] == [(1, pytest.approx(0.1)), (2, pytest.approx(0.1))]
+        assert found[f"{prefix}evaluation/rows"] == [(2, 16.0)]
+        assert found[f"{prefix}rate/samples_per_second"][0][1] > 0
+        assert found[f"{prefix}communication/data/bytes"][0][1] > 0
+        assert f"{prefix}seconds/backward" in found or f"{prefix}seconds/forward_backward" in found
+    assert all(type(value) is float for _, value, _ in told)
+
+
+def test_a_tracker_that_fails_is_asked_no_more(ranks: Any, tmp_path: Path) -> None:
+    (told, losses), _ = ranks.run(2, tracked, str(tmp_path), 2)
+    assert {step for _, _, step in told} == {1}
+    assert len(losses) == 4
+    assert "the tracker is gone" in (tmp_path / "rank-0.log").read_text()

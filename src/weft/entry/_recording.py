@@ -15,7 +15,7 @@ import torch.distributed as dist
 import weft.errors
 from weft.entry._agreement import gather_texts
 from weft.errors import LaunchError, WeftError
-from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, loggers_to
+from weft.events import LogSink, MetricsSink, Run, RunFolder, ScalarSink, Sink, Track, loggers_to
 from weft.launch import RankInfo
 from weft.plan import Plan, dump_plan
 
@@ -80,8 +80,9 @@ class SessionRuns:
     It is made when the first model is prepared.  Without `record` nothing is written here.
     """
 
-    def __init__(self, folder: Path | None, rank_info: RankInfo, *, record: bool) -> None:
+    def __init__(self, folder: Path | None, rank_info: RankInfo, *, record: bool, track: Track | None = None) -> None:
         self._given = folder
+        self._track = track
         self._rank_info = rank_info
         self._rank = rank_info.rank
         self._record = record
@@ -105,6 +106,8 @@ class SessionRuns:
         if self._record and self._rank == 0:
             sinks.append(MetricsSink(own.metrics))
             self._rank_info.name_run_folder(self._folder.path)
+        if self._track is not None and self._rank == 0:
+            sinks.append(ScalarSink(self._track, prefix=f"model-{number}/" if number > 1 else ""))
         run = self._stack.enter_context(Run(self._rank, sinks))
         if number == 1:
             self._stack.enter_context(loggers_to(run, all_of_process=False))

@@ -28,6 +28,7 @@ from weft.entry._user_batches import BatchStream, UserBatch, fields_of, infer_in
 from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import group_indices, settings_of
 from weft.errors import DataError, RecipeError
+from weft.events import Track
 from weft.launch import Distributed, RankFailure, RankInfo, initialise_distributed
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
@@ -53,6 +54,7 @@ def session(
     accumulate: int | None = None,
     folder: str | Path | None = None,
     record: bool = True,
+    track: Track | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     collective_timeout_seconds: float | None = None,
     quiet: bool = False,
@@ -73,6 +75,9 @@ def session(
             `runs/<script>-<date>-<n>`; to go on with an earlier run, give its folder and call `load`.
         record: keep plan, metrics and logs; False leaves nothing in the folder (then by default `runs/session`) but
             what `save` writes.
+        track: `track(name, value, step)` is called on rank 0 with every number that the run reports (`train/loss`,
+            `evaluation/accuracy`, `rate/samples_per_second`, …), such as `SummaryWriter(…).add_scalar`; of further
+            models with names that begin with `model-2/`.  One that raises is asked no more, with a warning.
         device: of this job's ranks.
         collective_timeout_seconds: how long ranks wait for one another; by default the plan's own
             (`compute.collective_timeout_seconds`), 600 s under `auto`.
@@ -108,7 +113,9 @@ def session(
             timeout_seconds=timeout_seconds,
             seed=seed,
             permit=PermitRecipe(precision=tuple(permit), compression=tuple(compression)),
-            runs=SessionRuns(Path(folder) if folder is not None else None, distributed.rank_info, record=record),
+            runs=SessionRuns(
+                Path(folder) if folder is not None else None, distributed.rank_info, record=record, track=track
+            ),
             quiet=quiet,
         )
         stack.callback(session.close_runs)

@@ -21,6 +21,8 @@ from weft.events._metrics import MetricsWriter as MetricsWriter
 from weft.events._run import Emitted as Emitted
 from weft.events._run import Run as Run
 from weft.events._run import Sink as Sink
+from weft.events._scalars import ScalarSink as ScalarSink
+from weft.events._scalars import Track as Track
 from weft.events._terminal import TerminalSink as TerminalSink
 from weft.events._terminal import WarningSink as WarningSink
 from weft.events._words import format_duration as format_duration

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm import Collectives, nothing_to_wait_for
+from weft.comm import Collectives, nothing_to_wait_for, shard_of
 from weft.engine import _step
 from weft.models import Batch, Blueprint, build_model
-from weft.parallel import data, randomness, zero3
+from weft.parallel import autograd, data, randomness, zero3
 from weft.recipe import Recipe
 from weft.techniques.pipeline import runtime as pipeline
 from weft.techniques.pipeline.weight_pass import WeightPass, deferring
@@ -102,6 +102,21 @@ def _sizes_differ() -> list[Patch]:
     return [(zero3, "apply_zero3", apply_without)]
 
 
+def _no_gradients_to_others() -> list[Patch]:
+    """The trap of `torch.distributed.all_gather`: what was gathered has no gradient but for a rank's own samples."""
+    return [(autograd, "reduce_scatter_shards", shard_of)]
+
+
+def _wrong_offset() -> list[Patch]:
+    """A rank takes the gradient of its neighbour's samples."""
+    scatter = autograd.reduce_scatter_shards
+
+    def shifted(whole: Tensor, view: Any, dim: int) -> Tensor:
+        return scatter(whole.roll(whole.shape[dim] // view.size, dim), view, dim)
+
+    return [(autograd, "reduce_scatter_shards", shifted)]
+
+
 def _mean_of_means(blueprint: Blueprint) -> Blueprint:
     """Each microbatch is divided by its own count of tokens, and then the means are averaged."""
     loss = blueprint.loss
@@ -128,6 +143,8 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "stale weights": _stale_weights,
     "tie inside fully_shard": _tie_inside_fully_shard,
     "sizes differ": _sizes_differ,
+    "samples without gradients to others": _no_gradients_to_others,
+    "samples from another rank's offset": _wrong_offset,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
     "mean of means": _mean_of_means,

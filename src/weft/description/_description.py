@@ -46,6 +46,7 @@ class Description:
             tied=profile.tied,
             has_batch_norm=profile.has_batch_norm,
             per_sample_loss=profile.per_sample_loss,
+            no_gathering=profile.no_gathering,
         )
 
     @property

@@ -5,6 +5,7 @@ from weft.outline._outline import CallKind as CallKind
 from weft.outline._outline import ModuleCall as ModuleCall
 from weft.outline._outline import Outline as Outline
 from weft.outline._outline import Parameter as Parameter
+from weft.outline._outline import SampleGather as SampleGather
 from weft.outline._outline import Shape as Shape
 from weft.outline._outline import TensorCut as TensorCut
 from weft.outline._send import Operation as Operation

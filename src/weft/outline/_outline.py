@@ -83,6 +83,18 @@ class BlockEntry:
     its first argument alone crosses."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleGather:
+    """A tensor that data ranks gather for a loss that sees the whole batch."""
+
+    what: str
+    elements_per_sample: int
+    element_bytes: int | None
+    """None: it is an activation, in the precision of the plan."""
+    needs_gradient: bool
+    """Whether its gradient is summed over the ranks and cut."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outline:
     """A model without its numbers."""
@@ -106,6 +118,8 @@ class Outline:
     """What that module returns."""
     labels: int = 0
     """Labels that all samples have together."""
+    gathers: tuple[SampleGather, ...] = ()
+    """What a loss that is no sum over samples needs of all data ranks, in the order of a step."""
 
     @property
     def blocks(self) -> tuple[str, ...]:

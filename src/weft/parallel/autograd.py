@@ -66,6 +66,17 @@ class _Gather(torch.autograd.Function):
         return cut(grads[0], ctx.view, 1), None, None, None
 
 
+class _GatherSamples(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, view: GroupView, dim: int) -> Tensor:
+        ctx.view, ctx.dim = view, dim
+        return all_gather_shards(x, view, dim, x.shape[dim] * view.size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter_shards(grads[0], ctx.view, ctx.dim), None, None
+
+
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, view: GroupView) -> Tensor:
@@ -119,6 +130,14 @@ def gather_sequence(x: Tensor, view: GroupView, length: int, *, sum_grad: bool) 
     follows), or of its own gradient (all ranks compute the same from the whole).
     """
     return _Gather.apply(x, view, length, sum_grad)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+
+
+def gather_samples(x: Tensor, view: GroupView, dim: int) -> Tensor:
+    """Return the members' samples behind each other along `dim`, of which each has equally many.
+
+    grad: this rank's samples of the sum over the group (what each rank makes of the whole counts for its share).
+    """
+    return _GatherSamples.apply(x, view, dim)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
 
 def reduce_scatter_sequence(x: Tensor, view: GroupView) -> Tensor:

@@ -32,9 +32,10 @@ from weft.parallel.materialise import materialise
 from weft.parallel.randomness import apply_keyed_dropout
 from weft.parallel.sparse import SparseStore, sparse_tables
 from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
-from weft.plan import Plan, reduction_rounds
+from weft.plan import BATCH_AXES, Plan, reduction_rounds
 
 if TYPE_CHECKING:
+    from weft.models.whole_batch import WholeBatch
     from weft.techniques.compression.codecs import CodecSpec
 
 GroupParameters = Callable[[Mapping[str, torch.Size]], Mapping[str, int]]
@@ -92,6 +93,7 @@ def parallelize(
     context = StepContext(is_alone=is_alone(plan), unseen=draws.unseen)
     blueprint = replace(blueprint, loss=keyed_loss(blueprint.loss, draws, mesh, context))
     build = Build(
+        whole_batch=_whole_batch_of(blueprint, mesh),
         blueprint=blueprint,
         plan=plan,
         mesh=mesh,
@@ -147,6 +149,14 @@ def parallelize(
     )
 
 
+def _whole_batch_of(blueprint: Blueprint, mesh: Mesh) -> WholeBatch | None:
+    if blueprint.per_sample_loss or mesh.group_over(BATCH_AXES).group is None:
+        return None
+    from weft.models.whole_batch import find_whole_batch  # loaded where a loss sees the whole batch
+
+    return find_whole_batch(blueprint)
+
+
 def _create_parts(build: Build, techniques: Sequence[TechniqueRuntime]) -> list[ModelPart]:
     """Return what this rank holds of the model, without storage, with a layout that nothing splits yet."""
     stages = next((stages for each in techniques if (stages := each.parts()) is not None), None)
@@ -161,6 +171,10 @@ def _create_runner(
     build: Build, techniques: Sequence[TechniqueRuntime], parts: Sequence[ModelPart], summing: Mesh
 ) -> Runner:
     runner = next((runner for each in techniques if (runner := each.runner(parts)) is not None), None)
+    if build.whole_batch is not None:
+        from weft.parallel.whole_batch import whole_batch_runner  # as above
+
+        return whole_batch_runner(build, parts[0], build.whole_batch)
     if getattr(build.blueprint.loss, "auxiliary", None):
         from weft.parallel.auxiliary import auxiliary_runner  # loaded where a loss has such terms
 
@@ -170,6 +184,11 @@ def _create_runner(
 
 def _shards_weights(plan: Plan, mesh: Mesh) -> bool:
     return plan.data_parallel.shards_weights and mesh.size("shard") > 1
+
+
+def _is_cut(layout: ParameterLayout, mesh: Mesh) -> bool:
+    """Whether ZeRO-3 cuts a parameter over the shard axis; one without rows (a learned scale) stays whole."""
+    return bool(layout.shape) and layout.sharding(mesh) == mesh["shard"]
 
 
 def _filled_in_shards(part: ModelPart, blueprint: Blueprint, plan: Plan, mesh: Mesh) -> set[str]:
@@ -182,7 +201,7 @@ def _filled_in_shards(part: ModelPart, blueprint: Blueprint, plan: Plan, mesh: M
         name
         for name, parameter in part.module.named_parameters()
         if names[name] == 1 and parameter.is_floating_point() and part.layout[name].name not in tables
-        if not part.layout[name].tied and part.layout[name].sharding(mesh) == mesh["shard"]
+        if not part.layout[name].tied and _is_cut(part.layout[name], mesh)
     }
 
 
@@ -208,10 +227,10 @@ def _create_stores(
         kept_out = tables.keys() | {
             key
             for key, member in members.items()
-            if key[1] in parts[key[0]].ties or member.layout.sharding(mesh) != mesh["shard"]
+            if key[1] in parts[key[0]].ties or not _is_cut(member.layout, mesh)
         }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
-        frozen = _cast_frozen(parts, dtypes, lambda layout: layout.sharding(mesh) != mesh["shard"])
+        frozen = _cast_frozen(parts, dtypes, lambda layout: not _is_cut(layout, mesh))
         for part in parts:
             apply_zero3(
                 part,

@@ -28,6 +28,7 @@ from weft.plan import Plan
 from weft.techniques.registry import running
 
 if TYPE_CHECKING:
+    from weft.models.whole_batch import WholeBatch
     from weft.techniques.compression.codecs import CodecSpec
 
 
@@ -43,6 +44,8 @@ class Build:
     draws: Draws
     """What the model and its loss draw by functions."""
     seed: int
+    whole_batch: WholeBatch | None = None
+    """What data ranks gather for a loss that is no sum over samples; None: it is one, or there is one data rank."""
     momentum_decay: float | None = None
     """The optimizer's, where it is an AdamW that can freeze its variance."""
     num_steps: int | None = None

@@ -36,7 +36,9 @@ class ModelFacts:
     """Whether the embedding and the head share their weight."""
     has_batch_norm: bool | None = None
     per_sample_loss: bool = True
-    """Whether the loss is a sum over samples; if not, all samples of a step must meet in one microbatch."""
+    """Whether the loss is a sum over samples; if not, it must see all samples of a step at once."""
+    no_gathering: str = ""
+    """Why data ranks cannot gather their samples for a loss that must see them all; empty: they can."""
 
 
 def default_ffn_size(shape: DecoderShape | EncoderShape | MlpShape) -> int:

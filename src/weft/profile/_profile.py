@@ -127,6 +127,8 @@ class Profile:
     has_batch_norm: bool = False
     per_sample_loss: bool = True
     """Whether the loss is a sum over samples (`Blueprint.loss`)."""
+    no_gathering: str = ""
+    """Why data ranks cannot gather their samples for a loss that is none; empty: they can."""
 
     @property
     def parts(self) -> tuple[Block, ...]:

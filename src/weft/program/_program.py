@@ -98,6 +98,7 @@ def program_of(
 def _sends(share: ModelShare, is_fingerprinted: bool) -> Iterator[RankSend]:
     yield from tensor.sends(share)
     yield from data.statistics(share)
+    yield from data.samples(share)
     yield from fused_loss.sends(share)
     yield from pipeline.sends(share)
     tables = [held for held in share.held if held.parameter.is_sparse]

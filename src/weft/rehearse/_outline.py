@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import Blueprint, Cut, CutTable, FoundCut
+from weft.models.whole_batch import find_whole_batch
 from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, TensorCut
 from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
@@ -60,6 +61,7 @@ def outline_of(blueprint: Blueprint) -> Outline:
         joins_after=region.last if region is not None else None,
         joined=notes.joined,
         labels=0 if labels is None else labels.numel(),
+        gathers=() if blueprint.per_sample_loss else find_whole_batch(blueprint).gathers,
     )
 
 

@@ -103,15 +103,16 @@ def space_of(
     devices, blocks = cluster.num_devices, len(profile.blocks)
     length = profile.sequence_length
     whole_batch = not profile.per_sample_loss
+    stays_whole = whole_batch and bool(profile.no_gathering)
     can_recompute = profile.can_be_cut and not profile.has_batch_norm
     space = Space(
-        pipelines=tuple(range(1, min(blocks, devices) + 1)) if profile.can_be_cut else (1,),
+        pipelines=tuple(range(1, min(blocks, devices) + 1)) if profile.can_be_cut and not whole_batch else (1,),
         tensors=_tensors(profile, devices),
         contexts=tuple(c for c in divisors(length) if c <= devices and (c == 1 or length % (2 * c) == 0)),
         experts=tuple(e for e in divisors(profile.num_experts) if e <= devices) if profile.num_experts else (1,),
-        datas=(1,) if whole_batch else None,
-        microbatch_sizes=(global_batch_size,) if whole_batch else divisors(global_batch_size),
-        single_microbatch=profile.has_batch_norm,
+        datas=(1,) if stays_whole else None,
+        microbatch_sizes=(global_batch_size,) if stays_whole else divisors(global_batch_size),
+        single_microbatch=profile.has_batch_norm or whole_batch,
         precisions=_precisions(cluster, permit),
         recomputes=get_args(Recompute) if can_recompute else ("none",),
         per_block_recompute=can_recompute,

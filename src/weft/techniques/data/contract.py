@@ -133,7 +133,7 @@ class Data(Technique):
     def check(self, case: Case) -> None:
         _check_batch(case)
         _check_batch_statistics(case)
-        _check_per_sample_loss(case)
+        _check_whole_batch_loss(case)
 
 
 def _check_batch(case: Case) -> None:
@@ -173,20 +173,34 @@ def _check_batch_statistics(case: Case) -> None:
         return
     if case.facts.has_batch_norm:
         reason = "would give BatchNorm the statistics of a part of the batch: one process sees the whole at once."
-        if batch % ranks == 0:
-            raise case.refuse(
-                ("microbatch", "per_step"), f"{reason}\nUse microbatch.size = {batch // ranks} and per_step = 1."
-            )
-        fitting = max(n for n in range(1, ranks) if batch % n == 0)
-        fix = f"Use {fitting} data ranks with microbatch.size = {batch // fitting} and per_step = 1"
-        raise case.refuse(("microbatch", "per_step"), f"{reason}\n{fix}, or a global batch that {ranks} divides.")
+        raise case.refuse(("microbatch", "per_step"), f"{reason}\n{_one_microbatch(batch, ranks)}")
 
 
-def _check_per_sample_loss(case: Case) -> None:
-    plan, batch = case.plan, case.recipe.batch.global_batch_size
-    if case.facts.per_sample_loss or (plan.mesh.data == 1 and set(plan.microbatch.shares(1)) == {1}):
+def _one_microbatch(batch: int, ranks: int) -> str:
+    """Settings under which each data rank takes its samples at once."""
+    if batch % ranks == 0:
+        return f"Use microbatch.size = {batch // ranks} and per_step = 1."
+    fitting = max(n for n in range(1, ranks) if batch % n == 0)
+    fix = f"Use {fitting} data ranks with microbatch.size = {batch // fitting} and per_step = 1"
+    return f"{fix}, or a global batch that {ranks} divides."
+
+
+def _check_whole_batch_loss(case: Case) -> None:
+    """A loss that is no sum over samples: data ranks gather their samples, where they take them at once."""
+    plan, batch, ranks = case.plan, case.recipe.batch.global_batch_size, case.plan.mesh.data
+    if case.facts.per_sample_loss:
         return
-    problem = "splits the batch, but this loss is no sum over samples: it must see all samples of a step at once."
-    fix = f"Use mesh.replicate = 1, mesh.shard = 1, microbatch.size = {batch} and per_step = 1."
-    path = ("microbatch", "per_step") if plan.mesh.data == 1 else ("mesh",)
-    raise case.refuse(path, f"{problem}\n{fix}", show=plan.mesh.data == 1)
+    seen = "this loss is no sum over samples: it must see all samples of a step at once"
+    if ranks > 1 and case.facts.no_gathering:
+        fix = f"Use mesh.replicate = 1, mesh.shard = 1, microbatch.size = {batch} and per_step = 1."
+        problem = f"splits the batch, but {seen}, and ranks cannot gather them: {case.facts.no_gathering}."
+        raise case.refuse(("mesh",), f"{problem}\n{fix}", show=False)
+    if set(plan.microbatch.shares(ranks)) != {1}:
+        problem = f"shows the loss a part of the batch at a time, but {seen}."
+        raise case.refuse(("microbatch", "per_step"), f"{problem}\n{_one_microbatch(batch, ranks)}")
+    if ranks > 1 and plan.mesh.pipeline > 1:
+        problem = f"cuts the model into stages that would meet one microbatch in a step, because {seen}."
+        raise case.refuse(("mesh", "pipeline"), f"{problem}\nUse 1, or one data rank.")
+    if ranks > 1 and plan.compute.compile:
+        problem = f"leaves no place to gather the samples of other data ranks in a forward, and {seen}."
+        raise case.refuse(("compute", "compile"), f"{problem}\nUse false, or one data rank.")

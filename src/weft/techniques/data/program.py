@@ -1,5 +1,5 @@
-"""What data ranks send beside buckets: statistics of batch norms, rows of sparse tables, the agreement on a step, flags
-of use."""
+"""What data ranks send beside buckets: statistics of batch norms, samples for a loss over the whole batch, rows of
+sparse tables, the agreement on a step, flags of use."""
 
 from __future__ import annotations
 
@@ -39,6 +39,22 @@ def _statistic(operation: str, axis: str, size_bytes: int, count: int, module: s
         technique=Data.name,
         reason=f"statistics of the batch, {module}",
     )
+
+
+def samples(share: ModelShare) -> Iterator[RankSend]:
+    """Yield what is gathered for a loss that is no sum over samples, and the sums of gradients that come back."""
+    axis, ranks, _ = share.summing
+    for gather in share.outline.gathers if ranks > 1 else ():
+        size = gather.element_bytes or share.compute_bytes
+        for operation in ("all_gather", "reduce_scatter") if gather.needs_gradient else ("all_gather",):
+            yield RankSend(
+                operation=operation,
+                axis=axis,
+                size_bytes=ranks * share.plan.microbatch.size * gather.elements_per_sample * size,
+                count=share.microbatches,
+                technique=Data.name,
+                reason=f"samples of all ranks, {gather.what}",
+            )
 
 
 def rows(share: ModelShare, tables: Sequence[HeldParameter]) -> Iterator[RankSend]:

@@ -123,6 +123,10 @@ class LocalSteps(Technique):
             problem = "would let the running statistics of BatchNorm drift apart: each replica sees its own samples."
             raise case.refuse(path, f'{problem}\nUse 0, or a model with another norm (norm = "group" in a convnet).')
 
+        if not case.facts.per_sample_loss:
+            problem = "would show this loss the samples of one replica alone, and it is no sum over samples."
+            raise case.refuse(path, f"{problem}\nUse 0.")
+
     def held(self, settings: LocalStepsSettings) -> Held:
         return Held(master_copies=settings.outer_copies)
 

@@ -27,8 +27,9 @@ def shards_weights(share: ModelShare) -> bool:
 
 
 def kept_out(share: ModelShare) -> set[str]:
-    """Names of trained parameters that stay whole under ZeRO-3: tied ones, and tables with sparse gradients."""
-    return {held.name for held in share.held if held.is_tied or held.parameter.is_sparse}
+    """Names of trained parameters that stay whole under ZeRO-3: tied ones, tables with sparse gradients, and those
+    without rows."""
+    return {held.name for held in share.held if held.is_tied or held.parameter.is_sparse or not held.shape}
 
 
 def holds_weights(share: ModelShare) -> bool:
@@ -42,7 +43,7 @@ def units_of(share: ModelShare, part: Part, left_out: set[str]) -> list[Unit]:
     of_blocks: dict[str, list[Parameter]] = {}
     outside: list[Parameter] = []
     for parameter in part.parameters:
-        if parameter.first in left_out and parameter.is_trained:
+        if (parameter.first in left_out and parameter.is_trained) or not parameter.shape:
             continue
         block = next((name for name in share.outline.blocks if parameter.name.startswith(f"{name}.")), None)
         (outside if block is None else of_blocks.setdefault(block, [])).append(parameter)

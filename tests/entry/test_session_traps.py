@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 import weft
 from pool import RankPool
-from weft.errors import CheckpointError, DataError, RecipeError
+from weft.errors import CheckpointError, DataError, PlanError, RecipeError
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 
 BATCH = 8
@@ -66,7 +66,7 @@ def session_of(folder: Path | str, plan: Plan | None = None, **changes: Any) -> 
 def prepared(session: Any, model: nn.Module, loader: Any = None, **changes: Any) -> Any:
     optimizer = changes.pop("optimizer", None) or torch.optim.Adam(model.parameters(), lr=1e-2)
     loader = loader if loader is not None else DataLoader(samples(), batch_size=BATCH, shuffle=True)
-    return session.prepare(model, optimizer, loader, loss=loss_fn, **changes)
+    return session.prepare(model, optimizer, loader, **({"loss": loss_fn} | changes))
 
 
 def _of_a_plain_loop(state: Any, batch: Any) -> dict[str, tuple[Callable[[], Any], str]]:
@@ -326,6 +326,25 @@ def test_a_collate_function_may_look_at_the_whole_batch(ranks: RankPool, tmp_pat
     alone = ranks.run(1, collated, collate, str(tmp_path / "a"))[0]
     for losses in ranks.run(2, collated, collate, str(tmp_path / "b")):
         assert losses == pytest.approx(alone, rel=1e-10)
+
+
+def over_all_samples(outputs: Tensor, batch: list[Tensor]) -> tuple[Tensor, int]:
+    return (outputs @ batch[1].t()).logsumexp(1).sum(), len(outputs)
+
+
+over_all_samples.per_sample = False  # type: ignore[attr-defined]
+
+
+def prepared_over_all_samples(folder: str, plan: Plan | None) -> Plan:
+    with session_of(folder, plan) as session:
+        loader = DataLoader(samples(), batch_size=BATCH)
+        return prepared(session, build(), loader, loss=over_all_samples).plan
+
+
+def test_a_loss_over_all_samples_is_not_split(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(1, prepared_over_all_samples, str(tmp_path), plan_for(1))[0] == plan_for(1)
+    with pytest.raises(PlanError, match="a loop of your own may give them batches of unequal sizes"):
+        ranks.run(2, prepared_over_all_samples, str(tmp_path), plan_for(2))
 
 
 class MadeUnderInference(Dataset[Any]):

@@ -267,9 +267,37 @@ def test_models_without_heads_or_sequences() -> None:
 
 def test_a_loss_that_is_no_sum_over_samples_sees_them_all_at_once() -> None:
     recipe, facts = recipe_of(), ModelFacts(per_sample_loss=False)
-    check_plan(plan_of({"tensor": 2}, size=64), recipe, facts, 2)
-    for plan in (plan_of({"replicate": 2}, size=32), plan_of({}, size=32, per_step=2)):
+    alone = dataclasses.replace(facts, no_gathering="its forward numbers samples")
+    for known in (facts, alone):
+        check_plan(plan_of({"tensor": 2}, size=64), recipe, known, 2)
         with pytest.raises(PlanError, match=r"no sum over samples(.|\n)*microbatch.size = 64 and per_step = 1."):
+            check_plan(plan_of({}, size=32, per_step=2), recipe, known)
+    message = (
+        r"cannot gather them: its forward numbers samples\.\n.*mesh.shard = 1, microbatch.size = 64 and per_step = 1"
+    )
+    with pytest.raises(PlanError, match=message):
+        check_plan(plan_of({"replicate": 2}, size=32), recipe, alone)
+
+
+def test_data_ranks_gather_what_a_loss_must_see() -> None:
+    recipe, facts = recipe_of(), ModelFacts(per_sample_loss=False, num_blocks=4)
+    check_plan(plan_of({"replicate": 2}, size=32), recipe, facts)
+    check_plan(plan_of({"shard": 2, "tensor": 2}, size=32), recipe, facts)
+    check_plan(plan_of({"pipeline": 2}, size=64), recipe, facts)
+    refused = {
+        r"a part of the batch at a time(.|\n)*microbatch.size = 32 and per_step = 1": plan_of(
+            {"replicate": 2}, size=16, per_step=2
+        ),
+        r"Use 2 data ranks with microbatch.size = 32 and per_step = 1": plan_of(
+            {"replicate": 3}, size=2, per_step=(11, 11, 10)
+        ),
+        r"pipeline = 2 cuts the model(.|\n)*Use 1, or one data rank": plan_of({"replicate": 2, "pipeline": 2}, size=32),
+        r"compile = true leaves no place(.|\n)*Use false": plan_of(
+            {"replicate": 2}, size=32, compute=ComputePlan(compile=True)
+        ),
+    }
+    for message, plan in refused.items():
+        with pytest.raises(PlanError, match=message):
             check_plan(plan, recipe, facts)
 
 

@@ -87,6 +87,7 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
         ),
         "own": ModelRecipe(factory="parity_models:build_own"),
         "looked": ModelRecipe(factory="parity_models:build_looked"),
+        "pairs": ModelRecipe(factory="pair_models:build_pairs", arguments={"form": "matmul"}),
         "global_heads": ModelRecipe(factory="parity_models:build_global_heads"),
     }
     for name, config in HF_CONFIGS.items():

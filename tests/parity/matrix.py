@@ -14,9 +14,9 @@ from weft.plan import Plan
 
 ALL_MODELS = (
     "decoder", "decoder_untied", "decoder_dropout", "decoder_grouped", "encoder", "convnet", "mlp", "own", "looked",
-    "hf_llama", "hf_qwen", "hf_gpt2", "hf_bert",
+    "pairs", "hf_llama", "hf_qwen", "hf_gpt2", "hf_bert",
 )  # fmt: skip
-TRANSFORMERS = tuple(name for name in ALL_MODELS if name not in ("convnet", "mlp", "own", "looked"))
+TRANSFORMERS = tuple(name for name in ALL_MODELS if name not in ("convnet", "mlp", "own", "looked", "pairs"))
 ZERO = (0, 1, 2, 3)
 MIXED = ("full", "none", "selective", "full")
 
@@ -47,11 +47,19 @@ def alone() -> Iterator[Cell]:
     yield from _cells(("decoder", "encoder", "hf_bert"), plan(tensor=4, micro=6))
     yield from _cells(("decoder", "decoder_untied", "decoder_dropout", "encoder"), plan(tensor=2, sequence=True))
     yield from _cells(("hf_llama", "hf_gpt2"), plan(tensor=2, sequence=True))
-    yield from _cells(tuple(name for name in ALL_MODELS if name != "convnet"), plan(pipeline=2))
+    yield from _cells(tuple(name for name in ALL_MODELS if name not in ("convnet", "pairs")), plan(pipeline=2))
     yield from _cells("convnet", plan(pipeline=2, micro=12))
     yield from _cells(("decoder_dropout", "hf_gpt2"), plan(recompute="full"), plan(recompute="selective"))
     yield from _cells("decoder_dropout", plan(recompute=MIXED))
     yield from _cells(("decoder_untied", "encoder"), plan(fused=False), plan(fused=True))
+
+
+def seen_whole() -> Iterator[Cell]:
+    """A loss that sees the whole batch: data ranks gather their samples."""
+    for zero in ZERO:
+        yield from _cells("pairs", _data(zero, micro=6))
+    yield from _cells("pairs", _data(3, tensor=2, micro=6), plan(replicate=2, shard=2, zero=1, micro=3))
+    yield from _cells("pairs", plan(tensor=2, micro=12))
 
 
 def schedules() -> Iterator[Cell]:
@@ -183,7 +191,18 @@ def compiled() -> Iterator[Cell]:
 
 
 def _full() -> tuple[Cell, ...]:
-    groups = (alone(), looked(), schedules(), pairs(), threefold(), unequal(), algorithms(), reductions(), compiled())
+    groups = (
+        alone(),
+        looked(),
+        seen_whole(),
+        schedules(),
+        pairs(),
+        threefold(),
+        unequal(),
+        algorithms(),
+        reductions(),
+        compiled(),
+    )
     return tuple(dict.fromkeys(itertools.chain(*groups)))  # once each, in order
 
 

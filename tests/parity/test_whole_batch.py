@@ -54,7 +54,9 @@ def dual_encoder(kind: str, folder: Path) -> Recipe:
 
 
 def own(form: str, loss: str) -> Recipe:
-    return cells.recipe_of(ModelRecipe(factory="pair_models:build_pairs", arguments={"form": form, "loss": loss}), "fp64")
+    return cells.recipe_of(
+        ModelRecipe(factory="pair_models:build_pairs", arguments={"form": form, "loss": loss}), "fp64"
+    )
 
 
 def failures(ranks: RankPool, recipe: Recipe, plan: Plan, breakage: str | None = None) -> list[str]:
@@ -90,8 +92,8 @@ def test_a_broken_gather_is_seen(ranks: RankPool, breakage: str, form: str) -> N
 
 @pytest.mark.parametrize("name", [*PLANS])
 def test_a_dry_run_gathers_what_is_predicted(name: str, tmp_path: Path) -> None:
+    plan = PLANS[name]
     for recipe in (dual_encoder("clip", tmp_path), own("outside", "softmax"), own("both ways", "sigmoid")):
-        plan = PLANS[name]
         report = rehearse(recipe, plan, lambda recipe=recipe: build_blueprint(recipe, plan))
         assert report.unpredicted == ()
         assert report.unlike_predicted == ()

@@ -401,12 +401,13 @@ class Session:
         return blueprint
 
     def _choose(self, recipe: Recipe, blueprint: Blueprint, loss: UserLoss, example: UserBatch) -> Plan:
-        facts = facts_of_blueprint(blueprint, recipe)
+        facts, known = facts_of_blueprint(blueprint, recipe), LossOfUser(loss)
+        if not known.per_sample:
+            facts = replace(facts, per_sample_loss=False, no_gathering=_NO_GATHERING)
         machine = machine_for(self._rank_info)
         reasons: Mapping[str, str] = {}
         plan, note = self._plan, ""
         if plan is None:
-            known = LossOfUser(loss)
             known.like = type(example)
             description = describe_user_model(replace(blueprint, loss=known), recipe)
             choice = choose_plan(
@@ -414,7 +415,7 @@ class Session:
                 machine.cluster,
                 facts,
                 self.world_size,
-                profile=description.profile,
+                profile=replace(description.profile, no_gathering=facts.no_gathering),
                 given=self._given.pins(recipe.batch.global_batch_size, self.world_size),
             )
             plan = self._given.beyond(_with_timeout(choice.plan, self._timeout_seconds))
@@ -459,6 +460,9 @@ def _facts(
 
 def _with_timeout(plan: Plan, seconds: float | None) -> Plan:
     return plan if seconds is None else replace(plan, compute=plan.compute.waiting(seconds))
+
+
+_NO_GATHERING = "a loop of your own may give them batches of unequal sizes; weft train gathers them"
 
 
 def _unset_loss(outputs: Any, batch: Any) -> Any:

@@ -225,9 +225,7 @@ def _create_stores(
         from weft.parallel.zero3 import FullyShardedStore, apply_zero3, fill_shards  # loaded where weights are cut
 
         kept_out = tables.keys() | {
-            key
-            for key, member in members.items()
-            if key[1] in parts[key[0]].ties or not _is_cut(member.layout, mesh)
+            key for key, member in members.items() if key[1] in parts[key[0]].ties or not _is_cut(member.layout, mesh)
         }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
         frozen = _cast_frozen(parts, dtypes, lambda layout: not _is_cut(layout, mesh))

@@ -8,6 +8,7 @@ from weft.cluster import Cluster
 from weft.plan import AXES, EXPERT_LENDERS, chunk_limits
 from weft.price._layout import Layout
 from weft.profile import Profile
+from weft.techniques.data.contract import whole_batch_problem
 from weft.techniques.registry import problems as technique_problems
 from weft.techniques.tensor.cost import tesseract
 
@@ -26,6 +27,7 @@ def check_layout(profile: Profile, cluster: Cluster, layout: Layout) -> list[str
         *_check_tensor(profile, layout),
         *_check_pipeline(profile, layout),
         *_check_rest(profile, layout),
+        *_check_whole_batch(profile, layout),
     ]
 
 
@@ -112,3 +114,21 @@ def _check_rest(profile: Profile, layout: Layout) -> Iterator[str]:
         yield f"context = {layout.context}: samples of a {profile.name} are no sequences. Use context = 1."
     if isinstance(layout.recompute, tuple) and len(layout.recompute) != len(profile.blocks):
         yield f"recompute has {len(layout.recompute)} words for {len(profile.blocks)} blocks. Give one word for all."
+
+
+def _check_whole_batch(profile: Profile, layout: Layout) -> Iterator[str]:
+    if profile.per_sample_loss:
+        return
+    path, problem = whole_batch_problem(
+        ranks=layout.data,
+        is_split=layout.microbatches > 1,
+        pipeline=layout.pipeline,
+        no_gathering=profile.no_gathering,
+    )
+    if path == ("mesh",):
+        yield f"data = {layout.data} {problem} Use 1."
+    elif path == ("mesh", "pipeline"):
+        yield f"pipeline = {layout.pipeline} {problem} Use 1, or one data rank."
+    elif path:
+        size = layout.microbatch_size * layout.microbatches
+        yield f"microbatches = {layout.microbatches} {problem} Use size = {size}, or more data ranks."

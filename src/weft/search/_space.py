@@ -45,6 +45,8 @@ class Space:
     replicas: bool = True
     """Whether ZeRO-3 may shard over fewer than all data ranks, and keep replicas."""
     microbatch_sizes: tuple[int, ...]
+    gathers_samples: bool = False
+    """Whether data ranks must gather their samples for the loss, which a pipeline's do not."""
     single_microbatch: bool = False
     """Whether the data ranks must have one microbatch each: statistics of the whole batch (BatchNorm)."""
     schedules: tuple[Schedule, ...] = tuple(sorted(_SCHEDULES, key=lambda name: name != "1f1b"))
@@ -106,13 +108,14 @@ def space_of(
     stays_whole = whole_batch and bool(profile.no_gathering)
     can_recompute = profile.can_be_cut and not profile.has_batch_norm
     space = Space(
-        pipelines=tuple(range(1, min(blocks, devices) + 1)) if profile.can_be_cut and not whole_batch else (1,),
+        pipelines=tuple(range(1, min(blocks, devices) + 1)) if profile.can_be_cut else (1,),
         tensors=_tensors(profile, devices),
         contexts=tuple(c for c in divisors(length) if c <= devices and (c == 1 or length % (2 * c) == 0)),
         experts=tuple(e for e in divisors(profile.num_experts) if e <= devices) if profile.num_experts else (1,),
         datas=(1,) if stays_whole else None,
         microbatch_sizes=(global_batch_size,) if stays_whole else divisors(global_batch_size),
         single_microbatch=profile.has_batch_norm or whole_batch,
+        gathers_samples=whole_batch,
         precisions=_precisions(cluster, permit),
         recomputes=get_args(Recompute) if can_recompute else ("none",),
         per_block_recompute=can_recompute,

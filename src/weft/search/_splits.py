@@ -87,6 +87,8 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
     kept = (data >= 1) & (data <= total[row])
     if space.single_microbatch:
         kept &= data == total[row]
+    if space.gathers_samples:
+        kept &= (data == 1) | (pipeline[row] == 1)
     kept &= _is_permitted(space, total[row], data, data * (tensor * context * pipeline)[row])
     row, data = row[kept], data[kept]
     splits = Splits(

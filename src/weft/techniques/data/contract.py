@@ -185,22 +185,36 @@ def _one_microbatch(batch: int, ranks: int) -> str:
     return f"{fix}, or a global batch that {ranks} divides."
 
 
+def whole_batch_problem(*, ranks: int, is_split: bool, pipeline: int, no_gathering: str) -> tuple[tuple[str, ...], str]:
+    """Why a loss that is no sum over samples is not shown a whole batch: the setting, and what about it; or nothing."""
+    seen = "this loss is no sum over samples: it must see all samples of a step at once"
+    if ranks > 1 and no_gathering:
+        return ("mesh",), f"splits the batch, but {seen}, and ranks cannot gather them: {no_gathering}."
+    if is_split:
+        return ("microbatch", "per_step"), f"shows the loss a part of the batch at a time, but {seen}."
+    if ranks > 1 and pipeline > 1:
+        return ("mesh", "pipeline"), f"cuts the model into stages that get one microbatch in a step, because {seen}."
+    return (), ""
+
+
 def _check_whole_batch_loss(case: Case) -> None:
     """A loss that is no sum over samples: data ranks gather their samples, where they take them at once."""
     plan, batch, ranks = case.plan, case.recipe.batch.global_batch_size, case.plan.mesh.data
     if case.facts.per_sample_loss:
         return
-    seen = "this loss is no sum over samples: it must see all samples of a step at once"
-    if ranks > 1 and case.facts.no_gathering:
+    path, problem = whole_batch_problem(
+        ranks=ranks,
+        is_split=set(plan.microbatch.shares(ranks)) != {1},
+        pipeline=plan.mesh.pipeline,
+        no_gathering=case.facts.no_gathering,
+    )
+    if path == ("mesh",):
         fix = f"Use mesh.replicate = 1, mesh.shard = 1, microbatch.size = {batch} and per_step = 1."
-        problem = f"splits the batch, but {seen}, and ranks cannot gather them: {case.facts.no_gathering}."
-        raise case.refuse(("mesh",), f"{problem}\n{fix}", show=False)
-    if set(plan.microbatch.shares(ranks)) != {1}:
-        problem = f"shows the loss a part of the batch at a time, but {seen}."
-        raise case.refuse(("microbatch", "per_step"), f"{problem}\n{_one_microbatch(batch, ranks)}")
-    if ranks > 1 and plan.mesh.pipeline > 1:
-        problem = f"cuts the model into stages that would meet one microbatch in a step, because {seen}."
-        raise case.refuse(("mesh", "pipeline"), f"{problem}\nUse 1, or one data rank.")
+        raise case.refuse(path, f"{problem}\n{fix}", show=False)
+    if path == ("microbatch", "per_step"):
+        raise case.refuse(path, f"{problem}\n{_one_microbatch(batch, ranks)}")
+    if path:
+        raise case.refuse(path, f"{problem}\nUse 1, or one data rank.")
     if ranks > 1 and plan.compute.compile:
-        problem = f"leaves no place to gather the samples of other data ranks in a forward, and {seen}."
+        problem = "leaves no place to gather the samples of other data ranks in a forward, all of which this loss sees."
         raise case.refuse(("compute", "compile"), f"{problem}\nUse false, or one data rank.")

@@ -16,7 +16,6 @@ from weft.describe._segment import STEM, Segments, segment
 from weft.describe._split_kinds import SplitKinds
 from weft.describe._trace import LOSS, trace
 from weft.models import Blueprint, FoundCut
-from weft.models.whole_batch import why_no_gathering
 from weft.profile import Block, Operator, OperatorSplit, Profile
 
 
@@ -194,7 +193,7 @@ class _Builder:
             num_experts=_num_experts(parts),
             has_batch_norm=blueprint.has_batch_norm,
             per_sample_loss=blueprint.per_sample_loss,
-            no_gathering=why_no_gathering(blueprint),
+            no_gathering=blueprint.no_gathering,
         )
 
     def _blocks(self) -> tuple[Block, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from weft.models import Blueprint
-from weft.models.whole_batch import why_no_gathering
 from weft.profile import Block, Operator, Profile
 
 
@@ -33,7 +32,7 @@ def describe_weights(blueprint: Blueprint) -> Profile:
         can_be_cut=False,
         has_batch_norm=blueprint.has_batch_norm,
         per_sample_loss=blueprint.per_sample_loss,
-        no_gathering=why_no_gathering(blueprint),
+        no_gathering=blueprint.no_gathering,
     )
 
 

@@ -79,6 +79,16 @@ class Blueprint(Tables):
         """Whether the loss is a sum over samples."""
         return getattr(self.loss, "per_sample", True)
 
+    @property
+    def no_gathering(self) -> str:
+        """Why data ranks cannot share the batch of a loss that is no sum over samples: a sentence without its end;
+        empty: they can, or it is one."""
+        if self.per_sample_loss:
+            return ""
+        from weft.models.whole_batch import find_whole_batch  # loaded for such losses
+
+        return find_whole_batch(self).reason
+
     def described_by(self, description: Description) -> Blueprint:
         """Take what a description of the model says: its name, its widths, and what its parts cost; return itself."""
         profile = description.profile

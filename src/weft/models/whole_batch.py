@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from weft.models._blueprint import Batch, Blueprint
-from weft.outline import SampleGather
 from weft.stand_ins import StandInMode, copy_on_meta
+
+if TYPE_CHECKING:
+    from weft.models._blueprint import Batch, Blueprint
 
 Gather = Callable[[Tensor, int], Tensor]
 """`gather(tensor, dim)`: the tensors of all data ranks behind each other along `dim`."""
 Dims = tuple[int | None, ...]
-"""For each tensor the dim along which it is gathered; None: it stays."""
+"""Dim along which each tensor is gathered; None: it stays."""
 Site = tuple[CodeType, int]
 """A function's code, and the instruction in it that calls an operator."""
 
@@ -40,6 +41,18 @@ _SAMPLES, _MORE = 5, 7
 """Numbers of samples that few other sizes are, and neither a multiple of the other."""
 _COUNTS = frozenset({"arange", "linspace", "randperm"})
 """Functions that number samples, which a rank would begin at 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredTensor:
+    """One tensor that ranks gather."""
+
+    what: str
+    elements_per_sample: int
+    element_bytes: int | None
+    """Bytes of an element; None: it is an activation, in the precision of the plan."""
+    needs_gradient: bool
+    """Whether its gradient is summed over the ranks and cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +64,9 @@ class WholeBatch:
     num_products: int
     """How often a forward makes such calls."""
     outputs: Dims
-    """For the leaves of what the forward returns."""
-    gathers: tuple[SampleGather, ...]
-    """In the order of a step."""
+    """Dims of the tensors that the forward returns."""
+    gathers: tuple[GatheredTensor, ...]
+    """Tensors that a step gathers, in order."""
     reason: str = ""
     """A sentence without its end."""
 
@@ -74,12 +87,6 @@ def find_whole_batch(blueprint: Blueprint) -> WholeBatch:
         first = next(iter(str(problem).splitlines()), "").rstrip(".")[:120]
         reason = f"its forward without values ends in {type(problem).__name__}: {first}"
     return WholeBatch(products={}, num_products=0, outputs=(), gathers=(), reason=reason)
-
-
-def why_no_gathering(blueprint: Blueprint) -> str:
-    """Why data ranks cannot share the batch of this loss: a sentence without its end; empty: they can, or its loss is a
-    sum over samples."""
-    return "" if blueprint.per_sample_loss else find_whole_batch(blueprint).reason
 
 
 class Gathering(TorchFunctionMode):
@@ -210,7 +217,7 @@ class _Look:
         if blueprint.example is None:
             raise _NotUnderstood(f"{type(blueprint.module).__name__} brings no example batch, which shows its shapes")
         self._blueprint, self._example = blueprint, blueprint.example
-        self._gathers: list[SampleGather] = []
+        self._gathers: list[GatheredTensor] = []
 
     def found(self) -> WholeBatch:
         few, more = self._run(_SAMPLES), self._run(_MORE)
@@ -246,7 +253,7 @@ class _Look:
         """What two ranks with equal samples gather; noted."""
         is_narrowed = is_activation and tensor.is_floating_point()
         self._gathers.append(
-            SampleGather(
+            GatheredTensor(
                 what=what,
                 elements_per_sample=tensor.numel() // _SAMPLES,
                 element_bytes=None if is_narrowed else tensor.element_size(),

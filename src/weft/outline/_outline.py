@@ -90,7 +90,7 @@ class SampleGather:
     what: str
     elements_per_sample: int
     element_bytes: int | None
-    """None: it is an activation, in the precision of the plan."""
+    """Bytes of an element; None: it is an activation, in the precision of the plan."""
     needs_gradient: bool
     """Whether its gradient is summed over the ranks and cut."""
 
@@ -119,7 +119,7 @@ class Outline:
     labels: int = 0
     """Labels that all samples have together."""
     gathers: tuple[SampleGather, ...] = ()
-    """What a loss that is no sum over samples needs of all data ranks, in the order of a step."""
+    """Tensors that a loss which is no sum over samples needs of all data ranks, in the order of a step."""
 
     @property
     def blocks(self) -> tuple[str, ...]:

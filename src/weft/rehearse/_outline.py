@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import Blueprint, Cut, CutTable, FoundCut
-from weft.models.whole_batch import find_whole_batch
-from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, TensorCut
+from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, SampleGather, TensorCut
 from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
 from weft.rehearse._witness import ANSWERS
@@ -61,7 +60,7 @@ def outline_of(blueprint: Blueprint) -> Outline:
         joins_after=region.last if region is not None else None,
         joined=notes.joined,
         labels=0 if labels is None else labels.numel(),
-        gathers=() if blueprint.per_sample_loss else find_whole_batch(blueprint).gathers,
+        gathers=_gathers(blueprint),
     )
 
 
@@ -72,6 +71,22 @@ def outline_or_reason(blueprint: Blueprint) -> Outline | str:
     except Exception as problem:
         reason = (str(problem).strip().splitlines() or [""])[0]
         return f"what the model sends: its forward on the meta device fails ({type(problem).__name__}: {reason})"
+
+
+def _gathers(blueprint: Blueprint) -> tuple[SampleGather, ...]:
+    if blueprint.per_sample_loss:
+        return ()
+    from weft.models.whole_batch import find_whole_batch  # loaded for such losses
+
+    return tuple(
+        SampleGather(
+            what=one.what,
+            elements_per_sample=one.elements_per_sample,
+            element_bytes=one.element_bytes,
+            needs_gradient=one.needs_gradient,
+        )
+        for one in find_whole_batch(blueprint).gathers
+    )
 
 
 # ── parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from weft.families import NO_SEQUENCE
 from weft.models import Blueprint, FoundCut
-from weft.models.whole_batch import why_no_gathering
 from weft.plan import ModelFacts
 from weft.recipe import Recipe
 
@@ -30,5 +29,5 @@ def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
         vocabulary_size=blueprint.vocabulary_size,
         has_batch_norm=blueprint.has_batch_norm,
         per_sample_loss=blueprint.per_sample_loss,
-        no_gathering=why_no_gathering(blueprint),
+        no_gathering=blueprint.no_gathering,
     )

@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from weft.description import facts_of
 from weft.eject import check_ejectable
 from weft.errors import PlanError, RecipeError
 from weft.plan import check_plan, parse_plan
-from weft.recipe import load_recipe, parse_recipe
+from weft.recipe import ModelRecipe, load_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[2]
 WEFT = str(Path(sys.executable).with_name("weft"))
@@ -334,6 +335,13 @@ def test_plans_without_a_script_are_refused(plan: str, message: str) -> None:
 def test_recipes_without_a_script_are_refused(change: tuple[str, str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         check_ejectable(parse_recipe(RECIPE.replace(*change)), parse_plan(WHOLE))
+
+
+def test_other_tasks_than_the_next_token_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", "architectures": ["CLIPModel"]}))
+    recipe = replace(parse_recipe(RECIPE), model=ModelRecipe(hf=str(tmp_path), sequence_length=8))
+    with pytest.raises(RecipeError, match="the script does not know the loss of a CLIPModel"):
+        check_ejectable(recipe, parse_plan(WHOLE))
 
 
 def test_the_command_writes_script_and_companions(home: Path) -> None:

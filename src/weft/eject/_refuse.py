@@ -18,6 +18,7 @@ _SPLIT_LAYERS = {
     *(f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")),
 }
 """Layers of transformers that the fragments split."""
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 def check_ejectable(recipe: Recipe, plan: Plan) -> None:
@@ -65,6 +66,9 @@ def _hf_refusals(path: str, config: Mapping[str, object]) -> Iterator[str]:
     masked = named if architectures else family is not None and family.task == "masked_lm"
     if masked:
         yield f'model.hf = "{path}": a masked language model; the script asks for the next token. Use a causal one.'
+    first = str(next(iter(architectures), "")) if isinstance(architectures, list | tuple) else ""
+    if first and not masked and not first.endswith(_CAUSAL):
+        yield f'model.hf = "{path}": the script does not know the loss of a {first}. Use a causal language model.'
 
 
 def plan_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:

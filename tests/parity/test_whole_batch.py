@@ -8,6 +8,8 @@ from pathlib import Path
 
 import cells
 import pytest
+from benchmarks.families._draw import _small_form  # pyright: ignore[reportPrivateUsage]
+from benchmarks.families._kinds import families_of
 from pair_models import FORMS, LOSSES, run_looked
 from parity_run import joined, judge, run_rank
 
@@ -75,6 +77,18 @@ def failures(ranks: RankPool, recipe: Recipe, plan: Plan, breakage: str | None =
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_dual_encoders_by_folder(ranks: RankPool, kind: str, name: str, tmp_path: Path) -> None:
     assert failures(ranks, dual_encoder(kind, tmp_path), PLANS[name]) == []
+
+
+FAMILIES = ("altclip", "chinese_clip", "clipseg", "metaclip_2", "tipsv2")
+"""Further families with such a loss that have a small form; the code names none of them."""
+
+
+@pytest.mark.parametrize("name", random.Random(13).sample(FAMILIES, 2))
+def test_a_drawn_family_by_folder(ranks: RankPool, name: str, tmp_path: Path) -> None:
+    family = next(one for kind in ("vision", "image-text") for one in families_of(kind) if one.model_type == name)
+    _small_form(family, "vision", tmp_path)
+    recipe = cells.recipe_of(ModelRecipe(hf=str(tmp_path / name), sequence_length=16), "fp64")
+    assert failures(ranks, recipe, PLANS["zero 3"]) == []
 
 
 @pytest.mark.parametrize("seed", range(8))

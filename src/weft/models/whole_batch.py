@@ -199,7 +199,7 @@ class _Noting(Gathering):
         dims = self._products.get(site)
         if dims is not None:
             args, given = gathered((args, given), dims, self._gather)
-        result, name = func(*args, **given), getattr(func, "__name__", "")
+        result, name = func(*args, **given), getattr(func, "__name__", "").strip("_")
         if name in _COUNTS and _is(result):
             self._numbers.append(result)
         numbers = {_storage(tensor) for tensor in self._numbers}

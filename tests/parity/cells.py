@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from weft.plan import (
     TensorParallelPlan,
 )
 from weft.recipe import (
+    AdapterRecipe,
     BatchRecipe,
     ConvNetShape,
     DataRecipe,
@@ -59,6 +60,13 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+ADAPTED = {
+    "lora": ("hf_llama", AdapterRecipe(rank=4, alpha=8.0, targets=("all-linear",))),
+    "dora": ("hf_gpt2", AdapterRecipe(dropout=0.1, targets=("c_attn", "c_proj"), settings={"use_dora": True})),
+}
+"""Model with adapters → the model that has them, and which."""
+
+
 def decoder(**changes: Any) -> ModelRecipe:
     sizes: dict[str, Any] = {
         "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 48, "vocabulary_size": 64,
@@ -94,6 +102,8 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
         path = folder / f"{name}.json"
         path.write_text(json.dumps(config))
         found[name] = ModelRecipe(hf=str(path), sequence_length=11)
+    for name, (base, adapter) in ADAPTED.items():
+        found[name] = replace(found[base], adapter=adapter)
     return found
 
 

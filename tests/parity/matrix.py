@@ -119,6 +119,15 @@ def looked() -> Iterator[Cell]:
     yield from _cells("looked", _data(3, tensor=2, pipeline=2), plan(replicate=2, shard=2, zero=3, pipeline=2, micro=1))
 
 
+def adapted() -> Iterator[Cell]:
+    """Frozen weights beside adapters."""
+    yield from _cells("lora", _data(0), _data(3, micro=3), plan(tensor=2, micro=6), plan(pipeline=2, micro=3))
+    yield from _cells("lora", plan(recompute="full"), _data(2, tensor=2, recompute="full"))
+    yield from _cells(
+        "dora", _data(1), plan(tensor=2, micro=6), _data(3, tensor=2, micro=3), plan(pipeline=2, tensor=2)
+    )
+
+
 def threefold() -> Iterator[Cell]:
     """Data 2 × tensor 2 × pipeline 2 under each ZeRO stage, hybrid shards beside another axis, and more at once."""
     for zero in ZERO:
@@ -195,6 +204,7 @@ def _full() -> tuple[Cell, ...]:
         alone(),
         looked(),
         seen_whole(),
+        adapted(),
         schedules(),
         pairs(),
         threefold(),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from weft.document import Rules
 from weft.errors import RecipeError
 
+BaseKind = Literal["plain", "int8", "nf4"]
 _RULES = Rules(RecipeError)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -27,6 +29,9 @@ class AdapterRecipe:
     """Share of the adapters' input that is dropped in training."""
     targets: tuple[str, ...] = ()
     """Ends of names of modules that get an adapter, or `all-linear`; by default what `peft` knows for the family."""
+    base: BaseKind = "plain"
+    """How the frozen weights of linear layers are held: `plain`, in the dtype of the plan; `int8`, a byte each with a
+    scale per row; `nf4`, half a byte each with a scale per 64.  It is a part of what is trained, whatever the plan."""
     settings: Mapping[str, str | int | float | bool] = field(
         default_factory=dict[str, str | int | float | bool], hash=False
     )

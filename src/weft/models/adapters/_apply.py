@@ -21,6 +21,7 @@ from weft.errors import RecipeError
 from weft.families import SplitRule
 from weft.models._blueprint import Blueprint, Initialiser
 from weft.models._seeded import seeded
+from weft.models.adapters._base import quantise_base
 from weft.models.adapters._config import adapter_config, config_json, load_peft
 from weft.models.adapters._layers import BASE, adapter_layers, check_single
 from weft.models.adapters._splits import check_own_rules, split_beside
@@ -45,6 +46,8 @@ def apply_adapter(blueprint: Blueprint, recipe: Recipe) -> None:
     config = adapter_config(adapter)
     names = [name for name, _ in blueprint.module.named_modules() if name]
     tied = _tied_modules(blueprint.module)
+    if adapter.base != "plain":
+        quantise_base(blueprint, adapter.base, tied)
     bare = copy.deepcopy(blueprint.module) if blueprint.initialise is not None else None
     _inject(config, blueprint.module, recipe, is_real=bare is None)
     layers = adapter_layers(blueprint.module)
@@ -92,7 +95,7 @@ def _inject(config: Any, module: nn.Module, recipe: Recipe, *, is_real: bool) ->
                 with torch.device("meta"):
                     peft.inject_adapter_in_model(config, module, low_cpu_mem_usage=True)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as problem:
-        if "meta tensor" in str(problem):
+        if "meta" in str(problem):
             raise RecipeError(
                 f"model.adapter: peft cannot put {recipe.model.adapter.method} into a model whose weights are not there"
                 " yet, because it computes the adapters' sizes from numbers; Weft reads weights layer by layer. Use"

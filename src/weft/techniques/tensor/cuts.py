@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models import INHERITED, Blueprint, SplitRule, Tables
+from weft.models import INHERITED, Blueprint, QuantisedLinear, SplitRule, Tables
 from weft.parallel import ModelLayout, Split
 from weft.techniques.tensor.magnitudes import is_magnitude
 
@@ -62,6 +62,8 @@ def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) ->
     """Dimension along which each parameter of a matching module is cut; what is not named is replicated."""
     if rule.kind == "vocab" and isinstance(module, nn.Embedding):
         return {"weight": 0}
+    if rule.kind in ("column", "row") and isinstance(module, QuantisedLinear):
+        return module.cut_dims(column=rule.kind == "column")
     linear, conv1d = is_linear(module), is_conv1d(module)
     if rule.kind in ("column", "row") and (linear or conv1d):
         _refuse_fused_attention(name, rule, root)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitRule, number_of, set_number
+from weft.models import Blueprint, QuantisedLinear, SplitRule, number_of, set_number
 from weft.parallel import ModelLayout, Split, StepContext, fill_layout, first_names, is_own
 from weft.parallel.autograd import (
     copy_to_group,
@@ -43,6 +43,8 @@ from weft.techniques.tensor.cuts import (
 from weft.techniques.tensor.magnitudes import column_magnitudes, is_magnitude, row_magnitudes
 
 Forward = Callable[..., Any]
+_PLAIN = (nn.Linear.forward, QuantisedLinear.forward)
+"""Forwards that are a product and a bias."""
 
 
 def apply_tensor(
@@ -206,7 +208,7 @@ class _Splitter:
 
     def _row(self, name: str, module: nn.Module, inside: bool) -> None:
         reduce = partial(reduce_scatter_sequence if inside else reduce_from_group, view=self.view)
-        plain = type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
+        plain = type(module).forward in _PLAIN or type(module).__name__ == "Conv1D"
         if plain:
             product = _linear_product if is_linear(module) else _conv1d_product
             module.forward = _row_forward(module, product, reduce, self.shared)
@@ -225,7 +227,7 @@ class _Splitter:
 def _share_input(
     shared: _SharedInput | None, make: Callable[[Tensor], Tensor], module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
-    weight = getattr(module, "weight", None)
+    weight = None if isinstance(module, QuantisedLinear) else getattr(module, "weight", None)
     kept = weight is not None and weight.requires_grad
 
     def get(x: Tensor) -> Tensor:
@@ -272,6 +274,8 @@ def _row_forward(
 
 
 def _linear_product(module: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(module, QuantisedLinear):
+        return module.product(x)
     return F.linear(x, module.weight)  # pyright: ignore[reportArgumentType]
 
 

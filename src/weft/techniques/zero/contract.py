@@ -141,6 +141,11 @@ class Zero(Technique):
             problem = "shards the weights over mesh.shard only, which is 1: every rank would hold all of them."
             fix = f"Use replicate = 1 and shard = {mesh.replicate}, or zero = 1 or 2, which shard over replicate ×"
             raise case.refuse(("data_parallel", "zero"), f"{problem}\n{fix} shard.")
+        adapter = case.recipe.model.adapter
+        if data.shards_weights and mesh.shard > 1 and adapter is not None and adapter.base != "plain":
+            problem = f"would cut and cast frozen weights, which model.adapter.base holds as {adapter.base} codes."
+            fix = "Use zero = 1 or 2, tensor ranks or pipeline stages, which take them as they are."
+            raise case.refuse(("data_parallel", "zero"), f"{problem}\n{fix}")
         conflict = reduction_conflict(case.plan)
         if conflict is not None:
             raise case.refuse(("data_parallel", "reduce_every"), conflict)

@@ -18,7 +18,8 @@ import weft
 from weft.blueprint import build_blueprint
 from weft.entry import load_module
 from weft.errors import PlanError, RecipeError
-from weft.models import QuantisedLinear, build_model
+from weft.models import build_model
+from weft.models.quantised import QuantisedLinear
 from weft.recipe import BaseKind
 
 peft: Any = pytest.importorskip("peft", reason="the package peft is not installed: `make setup` does")

@@ -21,8 +21,8 @@ from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
 from weft.rehearse._witness import ANSWERS
 from weft.stand_ins import copy_on_meta
-from weft.techniques.tensor.cuts import split_parameters
-from weft.techniques.tensor.magnitudes import column_magnitudes, is_magnitude, row_magnitudes
+from weft.techniques.tensor.cuts import is_magnitude, split_parameters
+from weft.techniques.tensor.magnitudes import column_magnitudes, row_magnitudes
 
 _SAMPLES = 2
 """Samples of the forward: a batch norm in training wants more than one."""

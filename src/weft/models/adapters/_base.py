@@ -11,7 +11,7 @@ from torch.nn.utils import skip_init
 
 from weft.errors import RecipeError
 from weft.models._blueprint import Blueprint, Initialiser
-from weft.models._quantised import QuantisedLinear, block_of
+from weft.models.quantised import QuantisedLinear, block_of
 from weft.models.stored import StoredTensor, stored_tensors
 from weft.recipe import BaseKind
 

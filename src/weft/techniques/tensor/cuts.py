@@ -11,9 +11,8 @@ from torch import nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models import INHERITED, Blueprint, QuantisedLinear, SplitRule, Tables
+from weft.models import INHERITED, Blueprint, SplitRule, Tables
 from weft.parallel import ModelLayout, Split
-from weft.techniques.tensor.magnitudes import is_magnitude
 
 _NO_CUTS = (*INHERITED, "whole", "gather", "part")
 """Kinds of modules whose parameters stay whole."""
@@ -26,6 +25,16 @@ def is_linear(module: nn.Module) -> bool:
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is Hugging Face's `Conv1D`: a linear layer whose weight is stored (in, out)."""
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
+
+
+def is_coded(module: nn.Module) -> bool:
+    """Whether this is a `QuantisedLinear`, whose file only those load that have one."""
+    return hasattr(module, "cut_dims")
+
+
+def is_magnitude(module: nn.Module) -> bool:
+    """Whether this is the module of `peft` that holds DoRA's magnitudes beside a linear layer."""
+    return any(cls.__name__ == "DoraLinearLayer" for cls in type(module).__mro__)
 
 
 def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, Split]:
@@ -62,8 +71,9 @@ def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) ->
     """Dimension along which each parameter of a matching module is cut; what is not named is replicated."""
     if rule.kind == "vocab" and isinstance(module, nn.Embedding):
         return {"weight": 0}
-    if rule.kind in ("column", "row") and isinstance(module, QuantisedLinear):
-        return module.cut_dims(column=rule.kind == "column")
+    if rule.kind in ("column", "row") and is_coded(module):
+        dims: Mapping[str, int] = module.cut_dims(column=rule.kind == "column")  # pyright: ignore[reportCallIssue]
+        return dims
     linear, conv1d = is_linear(module), is_conv1d(module)
     if rule.kind in ("column", "row") and (linear or conv1d):
         _refuse_fused_attention(name, rule, root)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
-from weft.models import Blueprint, QuantisedLinear, SplitRule, number_of, set_number
+from weft.models import Blueprint, SplitRule, number_of, set_number
 from weft.parallel import ModelLayout, Split, StepContext, fill_layout, first_names, is_own
 from weft.parallel.autograd import (
     copy_to_group,
@@ -36,15 +36,14 @@ from weft.techniques.tensor.cuts import (
     check_sizes,
     check_ties,
     cut_parameters,
+    is_coded,
     is_linear,
+    is_magnitude,
     mark_partial,
     split_parameters,
 )
-from weft.techniques.tensor.magnitudes import column_magnitudes, is_magnitude, row_magnitudes
 
 Forward = Callable[..., Any]
-_PLAIN = (nn.Linear.forward, QuantisedLinear.forward)
-"""Forwards that are a product and a bias."""
 
 
 def apply_tensor(
@@ -153,11 +152,8 @@ class _Splitter:
             done.add(id(module))
             inside = region is not None and region.contains(name)
             match rule.kind:
-                case "column" if is_magnitude(module):
-                    module.forward = column_magnitudes(module, self._copied)
-                case "row" if is_magnitude(module):
-                    reduce = partial(reduce_from_group, view=self.view)
-                    module.forward = row_magnitudes(module, reduce, reduce)
+                case "column" | "row" if is_magnitude(module):
+                    self._magnitudes(module, rule.kind)
                 case "column":
                     self._column(name, module, rule, inside, gathered=name.startswith(tuple(wholes)))
                 case "row":
@@ -193,6 +189,16 @@ class _Splitter:
         if rule.gather_output and name != self.blueprint.vocabulary_head:
             module.register_forward_hook(partial(_gather_output, self.view, rule.blocks))
 
+    def _magnitudes(self, module: nn.Module, kind: str) -> None:
+        from weft.techniques.tensor import magnitudes  # loaded where DoRA is
+
+        reduce = partial(reduce_from_group, view=self.view)
+        module.forward = (
+            magnitudes.column_magnitudes(module, self._copied)
+            if kind == "column"
+            else magnitudes.row_magnitudes(module, reduce, reduce)
+        )
+
     def _gather(self, name: str, module: nn.Module) -> None:
         """Each rank computes the whole result and goes on with its part, so it has a part of every gradient."""
         module.register_forward_pre_hook(partial(_enter_gathered, self.view))
@@ -208,8 +214,8 @@ class _Splitter:
 
     def _row(self, name: str, module: nn.Module, inside: bool) -> None:
         reduce = partial(reduce_scatter_sequence if inside else reduce_from_group, view=self.view)
-        plain = type(module).forward in _PLAIN or type(module).__name__ == "Conv1D"
-        if plain:
+        plain = type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
+        if plain or is_coded(module):
             product = _linear_product if is_linear(module) else _conv1d_product
             module.forward = _row_forward(module, product, reduce, self.shared)
         elif getattr(module, "bias", None) is None:
@@ -227,7 +233,7 @@ class _Splitter:
 def _share_input(
     shared: _SharedInput | None, make: Callable[[Tensor], Tensor], module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
-    weight = None if isinstance(module, QuantisedLinear) else getattr(module, "weight", None)
+    weight = None if is_coded(module) else getattr(module, "weight", None)
     kept = weight is not None and weight.requires_grad
 
     def get(x: Tensor) -> Tensor:
@@ -274,8 +280,8 @@ def _row_forward(
 
 
 def _linear_product(module: nn.Module, x: Tensor) -> Tensor:
-    if isinstance(module, QuantisedLinear):
-        return module.product(x)
+    if is_coded(module):
+        return module.product(x)  # pyright: ignore[reportCallIssue]
     return F.linear(x, module.weight)  # pyright: ignore[reportArgumentType]
 
 

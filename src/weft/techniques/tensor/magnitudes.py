@@ -19,11 +19,6 @@ Forward = Callable[..., Tensor]
 OfTensor = Callable[[Tensor], Tensor]
 
 
-def is_magnitude(module: nn.Module) -> bool:
-    """Whether this is the module of `peft` that holds the magnitudes beside a linear layer."""
-    return any(cls.__name__ == "DoraLinearLayer" for cls in type(module).__mro__)
-
-
 def column_magnitudes(module: nn.Module, enter: OfTensor) -> Forward:
     """Return the forward of magnitudes beside a column-split layer.  `enter` makes of the layer's input what the
     product with this rank's rows takes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,15 @@ def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], command: str) ->
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("weft 0.")
+
+
+def test_a_terminal_without_dots_gets_question_marks() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [WEFT, "plan", "examples/demo/recipe.toml", "--top", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cores  ?  " in done.stdout
+    assert done.stdout.isascii()
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

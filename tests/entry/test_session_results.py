@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import weft
 from pool import RankPool
+from weft.document import JsonObject
 from weft.errors import CheckpointError, CollectiveError, DataError, PlanError, RecipeError
 from weft.models import CutTable
 from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
@@ -342,3 +343,26 @@ def test_who_waits_hears_that_the_first_failed(ranks: RankPool, tmp_path: Path) 
         one, other = ranks.run(2, failing_first, str(tmp_path), port)
     assert one == "OSError: the disk is full"
     assert "rank 0 has left the group (OSError: the disk is full), while this one was in session.first()" in other
+
+
+def hostile(kind: str, folder: str, attached: Any) -> str:
+    """What loading says of a save whose attached states are something else, under a valid digest."""
+    with weft.session(plan_for(kind), permit=("fp64",), folder=folder, quiet=True) as session:
+        state = prepared(session)
+        state.attach(counts=Counts(1))
+        document = JsonObject(Path("manifest.json"), CheckpointError, "Take another.", {"attached": attached})
+        list(state._attached.pieces_to_fill())
+        try:
+            state._attached.check(document)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "attached", [[], 3, "counts", {"counts": {"tensor": "nowhere"}}, {"counts": {"call": []}}, {"counts": {"tuple": 3}}]
+)
+def test_what_no_save_wrote_is_refused(ranks: RankPool, tmp_path: Path, attached: Any) -> None:
+    (said,) = ranks.run(1, hostile, "data 1", str(tmp_path), attached)
+    assert "attached" in said
+    assert said.endswith("Take another.")

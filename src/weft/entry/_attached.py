@@ -82,8 +82,10 @@ class Attached:
 
     def check(self, state: JsonObject) -> None:
         """Refuse a save with other objects.  Raises `CheckpointError`."""
-        saved = state.values.get("attached", {})
-        names = set(saved) if isinstance(saved, dict) else set[str]()
+        saved: Any = state.values.get("attached", {})
+        if not isinstance(saved, dict):
+            raise state.fail("attached", "an object with a state for each name")
+        names = set(cast(dict[str, Any], saved))
         if missing := sorted(names - self._objects.keys()):
             raise CheckpointError(
                 f"{state.path} was saved with {', '.join(missing)} attached, and this run has no such object, which"
@@ -96,7 +98,7 @@ class Attached:
             )
 
         try:
-            _read(list(cast(Mapping[str, Any], saved).values()), self._incoming)
+            _read(list(cast(dict[str, Any], saved).values()), self._incoming)
         except (ValueError, TypeError, KeyError):
             raise state.fail("attached", "what save() writes of attached objects") from None
 

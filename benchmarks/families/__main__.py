@@ -74,6 +74,8 @@ def _run(options: argparse.Namespace) -> None:
             continue
         before = kept.get(one.name, {"cells": {}})
         kept[one.name] = _cells(one, missing, before)
+        commits = [] if set(missing) == set(PLANS) else kept[one.name].get("commits", [])
+        kept[one.name]["commits"] = sorted({*commits, known["weft_commit"]})
         result["date"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         options.result.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 

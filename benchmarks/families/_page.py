@@ -29,6 +29,7 @@ def _head(result: Mapping[str, Any]) -> list[str]:
     counts = Counter(cell["outcome"] for cell in cells)
     said = ", ".join(f"{counts[name]} {name}" for name in _SIGNS if counts[name])
     known = result["versions"]
+    commits = Counter(commit for family in result["families"].values() for commit in family.get("commits", []))
     return [
         "# Models that nobody chose",
         "",
@@ -40,7 +41,8 @@ def _head(result: Mapping[str, Any]) -> list[str]:
         " [families.json](../benchmarks/results/families.json).",
         "",
         f"Seed {result['seed']}, {result.get('date', '')}, transformers {known['transformers']},"
-        f" torch {known['torch']}, commit {known['weft_commit']}.",
+        f" torch {known['torch']}.",
+        f"Families by the commit that they ran on: {', '.join(f'{name} ({n})' for name, n in commits.most_common())}.",
         f"Of {len(cells)} cells: {said}.",
         "",
         "*equal*: the plan computes what one process computes. *refused*: a sentence says why, below. Anything else is"

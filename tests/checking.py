@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,8 @@ from weft.worker._check import run_rank
 def on_ranks(ranks: RankPool) -> Launch:
     """What `check_by` starts its ranks with."""
 
-    def launch(arguments: dict[str, Any], world_size: int) -> object:
+    def launch(arguments: dict[str, Any], world_size: int, meanwhile: Callable[[], object]) -> object:
+        meanwhile()
         return ranks.run(world_size, _run_rank, arguments, timeout=300.0)  # two or three trials in one run
 
     return launch

@@ -79,6 +79,28 @@ def test_logs_hold_what_ranks_print(tmp_path: Path, fork_server: ForkServer) -> 
     assert not (tmp_path / "logs" / "rank0.out").exists()
 
 
+def test_caller_works_while_ranks_run(tmp_path: Path, fork_server: ForkServer) -> None:
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    arguments = {"folder": str(tmp_path)}
+
+    def meanwhile() -> None:
+        assert wait_for(lambda: all(file.is_file() and file.read_text() for file in files))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch_function(job("write_pid_and_wait"), arguments, 2, fork_server=fork_server, meanwhile=meanwhile)
+    assert wait_for(lambda: not any(is_alive(int(file.read_text())) for file in files), 2.0)
+
+
+def test_rank_that_fails_is_reported_after_what_the_caller_did_meanwhile(fork_server: ForkServer) -> None:
+    done: list[str] = []
+    with pytest.raises(RankError, match="rank 1 of 2 on host .* killed by SIGKILL"):
+        launch_function(
+            job("fail_on_rank_one"), {"kind": "kill"}, 2, fork_server=fork_server, meanwhile=lambda: done.append("here")
+        )
+    assert done == ["here"]
+
+
 def test_no_processes() -> None:
     with pytest.raises(LaunchError, match="num_processes = 0: a job has at least 1 process"):
         launch_function(job("add_up"), {"offset": 0}, 0)

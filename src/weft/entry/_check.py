@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,28 +95,43 @@ def check(
     """
     if dist.is_initialized() or RankInfo.from_environment() is not None:
         raise LaunchError("weft.check starts its own processes, and this one is a rank already. Call it outside a job.")
-    with open_fork_server(fork_server) as warm:
+    recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
+    with open_fork_server(fork_server, preload=_slow_imports(recipe)) as warm:
         return check_by(partial(_fresh_processes, warm), recipe, plan, processes=processes, explain=explain)
 
 
-Launch = Callable[[dict[str, Any], int], object]
-"""Calls `weft.worker._check:run_rank` with these arguments on so many ranks, and returns when they have ended."""
+def _slow_imports(recipe: Recipe) -> list[str]:
+    """What takes longer to import than the rest of a check: it begins while this process describes and plans."""
+    # Torch's optimizers, which every rank runs, import dynamo.
+    return ["torch._dynamo", *(["transformers.modeling_utils"] if recipe.model.hf else [])]
 
 
-def _fresh_processes(fork_server: ForkServer | None, arguments: dict[str, Any], world_size: int) -> None:
-    # This process has built the model already; importing transformers takes longer than the rest of a check.  And
-    # torch's optimizers, which every rank runs, import dynamo.
-    known = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
-    preload = [*sorted(known), "torch._dynamo"]
+Launch = Callable[[dict[str, Any], int, Callable[[], object]], object]
+"""Calls `weft.worker._check:run_rank` with these arguments on so many ranks, and returns when they have ended; the last
+argument is called meanwhile."""
+
+
+def _fresh_processes(
+    fork_server: ForkServer | None, arguments: dict[str, Any], world_size: int, meanwhile: Callable[[], object]
+) -> None:
+    # This process has built the model already, so it knows which modules the ranks will need.
+    preload = sorted(name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name)
     function = "weft.worker._check:run_rank"
-    launch_function(function, arguments, world_size, threads_per_rank=1, preload=preload, fork_server=fork_server)
+    launch_function(
+        function,
+        arguments,
+        world_size,
+        threads_per_rank=1,
+        preload=preload,
+        fork_server=fork_server,
+        meanwhile=meanwhile,
+    )
 
 
 def check_by(
-    launch: Launch, recipe: Recipe | str | Path, plan: Plan | str | Path, *, processes: int | None, explain: bool
+    launch: Launch, recipe: Recipe, plan: Plan | str | Path, *, processes: int | None, explain: bool
 ) -> CheckReport:
     """`check`, with ranks started by `launch`."""
-    recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
     try:
         return _checked(launch, recipe, plan, processes, explain)
     except WeftError:
@@ -156,7 +171,7 @@ def _checked(
         small = shrink_case(recipe, plan, facts, processes=processes, folder=folder, memory_bytes=budget)
         lines = [*describe_case(recipe, plan, facts, small, _fitting(small))]
         lines += [f"          {line}" for line in left_out]
-        comparisons, failure = _compare_cases(_Runs.of(small, folder, launch), _cases(plan), explain)
+        comparisons, failure = _compare_cases(small, folder, launch, _cases(plan), explain)
     return CheckReport(
         plan=small.plan,
         lines=tuple(lines),
@@ -223,6 +238,8 @@ class _Runs:
     launch: Launch
     alone: OneProcess
     """What they are compared with."""
+    references: dict[CheckCase, TrialResult] = field(default_factory=dict[CheckCase, TrialResult])
+    """What it computed of the cases that were asked for."""
 
     @classmethod
     def of(cls, small: SmallCase, folder: Path, launch: Launch, inside: Inside = "wide") -> _Runs:
@@ -230,23 +247,19 @@ class _Runs:
 
     def ranks(self, cases: Sequence[CheckCase], *, watch: bool = False) -> None:
         """Run the cases on the plan's world, in fresh processes that are started once."""
-        self.launch(
-            {
-                "recipe": dump_recipe(self.small.recipe, everything=True),
-                "plan": dump_plan(self.small.plan, everything=True),
-                "cases": [[case.precision, case.compiled] for case in cases],
-                "label_range": self.small.label_range,
-                "folder": str(self.folder),
-                "watch": watch,
-                "inside": self.alone.inside,
-            },
-            self.small.plan.mesh.world_size,
-        )
+        _run_ranks(self.small, self.folder, self.launch, cases, self.alone.inside, watch=watch)
 
     def trials(self, case: CheckCase) -> list[Trial]:
         """What the ranks left of a case."""
         world_size = self.small.plan.mesh.world_size
         return [read_trial(case.trial_file(self.folder, rank)) for rank in range(world_size)]
+
+    def reference(self, case: CheckCase) -> TrialResult:
+        """What one process computes of a case."""
+        if case not in self.references:
+            alone = self.alone
+            self.references[case] = alone.exact if case == EXACT else alone.run(case.precision, inside="as written")
+        return self.references[case]
 
     def first_wrong_output(self) -> str:
         """The first module of the forward that returns something else than in one process; empty: none is known."""
@@ -273,8 +286,7 @@ class _Runs:
         self, case: CheckCase, exact: TrialResult | None, order: Sequence[str] = ()
     ) -> tuple[Comparison, TrialResult]:
         """Compare what the ranks left of a case with one process, which is returned, too."""
-        alone = self.alone
-        reference = alone.exact if case == EXACT else alone.run(case.precision, inside="as written")
+        alone, reference = self.alone, self.reference(case)
         candidate = join_trials(self.trials(case), self.small.plan)
 
         def compare(nudged: Sequence[TrialResult]) -> Comparison:
@@ -287,21 +299,79 @@ class _Runs:
         return replace(comparison, precision=str(case), rounds_inside=rounds), reference
 
 
+def _run_ranks(
+    small: SmallCase,
+    folder: Path,
+    launch: Launch,
+    cases: Sequence[CheckCase],
+    inside: Inside,
+    *,
+    watch: bool = False,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> None:
+    arguments = {
+        "recipe": dump_recipe(small.recipe, everything=True),
+        "plan": dump_plan(small.plan, everything=True),
+        "cases": [[case.precision, case.compiled] for case in cases],
+        "label_range": small.label_range,
+        "folder": str(folder),
+        "watch": watch,
+        "inside": inside,
+    }
+    launch(arguments, small.plan.mesh.world_size, meanwhile)
+
+
+@dataclass(slots=True)
+class _Beside:
+    """One process, which is run while the ranks are."""
+
+    small: SmallCase
+    folder: Path
+    launch: Launch
+    cases: Sequence[CheckCase]
+    runs: _Runs | None = None
+    plain: Comparison | None = None
+    """How it compares with plain torch."""
+
+    def run(self) -> None:
+        self.runs = _Runs.of(self.small, self.folder, self.launch)
+        self.plain = self.runs.alone.against_plain_torch()
+        if self.plain is None or self.plain.is_equal:
+            for case in self.cases:
+                self.runs.reference(case)
+
+
 def _compare_cases(
-    runs: _Runs, cases: Sequence[CheckCase], explain: bool
+    small: SmallCase, folder: Path, launch: Launch, cases: Sequence[CheckCase], explain: bool
 ) -> tuple[list[Comparison], CheckFailure | None]:
     """Run all cases and compare until one is not equal; first of all, one process itself."""
-    plain = runs.alone.against_plain_torch()
+    # Ranks spend as long on importing and building as this process does on what they are compared with.
+    beside = _Beside(small, folder, launch, cases)
+    stopped: RankError | None = None
+    try:
+        _run_ranks(small, folder, launch, cases, "wide", meanwhile=beside.run)
+    except RankError as error:
+        stopped = error
+    runs, plain = beside.runs, beside.plain
+    assert runs is not None  # a rank's failure is raised after one process has been run
     if plain is not None and not plain.is_equal:
         cause = "one process of Weft does not compute what plain PyTorch does, whatever the plan"
         return [plain], _first_of(plain, cause, ())
-    try:
-        runs.ranks(cases)
-    except RankError as error:
-        if runs.alone.inside == "wide" and _is_about_types(error):
-            return _compare_cases(_Runs.of(runs.small, runs.folder, runs.launch, "as written"), cases, explain)
+    if runs.alone.inside == "wide" and stopped is not None and _is_about_types(stopped):
+        runs = _Runs.of(small, folder, launch, "as written")
+    if runs.alone.inside == "as written":  # the ranks were run without the model's own casts
+        try:
+            stopped = None
+            runs.ranks(cases)
+        except RankError as error:
+            stopped = error
+    if stopped is not None:
         _, needs = _needed(runs) if explain else (runs, ())
-        return [], CheckFailure(precision="fp64", mismatch=None, others=0, cause=str(error), needs=needs)
+        return [], CheckFailure(precision="fp64", mismatch=None, others=0, cause=str(stopped), needs=needs)
+    return _compared(runs, cases, explain)
+
+
+def _compared(runs: _Runs, cases: Sequence[CheckCase], explain: bool) -> tuple[list[Comparison], CheckFailure | None]:
     comparisons: list[Comparison] = []
     exact: TrialResult | None = None
     for case in cases:

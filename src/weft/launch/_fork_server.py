@@ -145,10 +145,15 @@ class ForkServer:
 
 
 @contextmanager
-def open_fork_server(existing: ForkServer | None = None) -> Generator[ForkServer | None]:
-    """The given fork server, or one that lasts as long as the block; none on a rank, which starts no others."""
+def open_fork_server(
+    existing: ForkServer | None = None, *, preload: Sequence[str] = ()
+) -> Generator[ForkServer | None]:
+    """The given fork server, or one that lasts as long as the block; none on a rank, which starts no others.
+
+    `preload`: what a new one imports beside what every training needs.
+    """
     if existing is not None or RankInfo.from_environment() is not None:
         yield existing
         return
-    with ForkServer(preload=_TRAINING) as fork_server:
+    with ForkServer(preload=(*_TRAINING, *preload)) as fork_server:
         yield fork_server

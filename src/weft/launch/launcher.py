@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -96,6 +96,7 @@ def launch_function(
     preload: Sequence[str] = (),
     fork_server: ForkServer | None = None,
     stopped_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+    meanwhile: Callable[[], object] | None = None,
 ) -> list[Any]:
     """Call `function(rank_info, **arguments)` in fresh processes on this machine; return what each returned, by rank.
 
@@ -113,6 +114,8 @@ def launch_function(
         fork_server: that the ranks are forked from; by default one is started for them.
         stopped_timeout_seconds: how long a process of the job may be stopped (SIGSTOP) before the run ends.  It is
             named after a second; one that goes on in time costs nothing.
+        meanwhile: called in this process while the ranks run.  What it raises is raised here, and ends the ranks; a
+            rank that fails is noticed when it has returned.
 
     Raises:
         WeftError: the one that a rank raised, of its own class.
@@ -121,7 +124,7 @@ def launch_function(
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, logs, import_path, preload)
     with _private_folder() as folder, _LauncherRun(folder, WarningSink()) as run:
-        watch = _run(job, folder, fork_server, stopped_timeout_seconds, run)
+        watch = _run(job, folder, fork_server, stopped_timeout_seconds, run, meanwhile)
         outcomes = {rank: RankOutcome.read(folder, rank) for rank in range(num_processes)}
         cause = _cause(watch, outcomes)
         if cause is not None and not watch.signals:
@@ -232,7 +235,12 @@ def _private_folder() -> Generator[Path]:
 
 
 def _run(
-    job: LaunchJob, folder: Path, fork_server: ForkServer | None, stopped_timeout_seconds: float, run: _LauncherRun
+    job: LaunchJob,
+    folder: Path,
+    fork_server: ForkServer | None,
+    stopped_timeout_seconds: float,
+    run: _LauncherRun,
+    meanwhile: Callable[[], object] | None = None,
 ) -> _Watch:
     """Run the job to the end of its last rank."""
     job.write(folder)
@@ -242,7 +250,8 @@ def _run(
             for end, mode in zip((*os.pipe(), *os.pipe()), ("rb", "wb", "rb", "wb"), strict=True)
         )
         watch = _Watch(commands, job.num_processes, StoppedProcesses(stopped_timeout_seconds, run.warn))
-        stack.enter_context(_signals_passed_on(watch))
+        if meanwhile is None:
+            stack.enter_context(_signals_passed_on(watch))
         if fork_server is None:
             new = ForkServer(threads_per_rank=job.threads_per_rank, import_path=job.import_path)
             fork_server = stack.enter_context(new)
@@ -251,6 +260,9 @@ def _run(
         theirs.close()
         reports.close()
         try:
+            if meanwhile is not None:
+                meanwhile()  # Ctrl-C interrupts it as it would without ranks, and these end below
+                stack.enter_context(_signals_passed_on(watch))
             _follow(watch, events.fileno())
         finally:
             commands.close()  # whatever happened here: the ranks' parent kills what is left, and ends

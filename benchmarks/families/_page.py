@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from benchmarks._results import ROOT
 from benchmarks.families._cells import PLANS
 
 PAGE = ROOT / "docs" / "models.md"
+TIMES = ROOT / "benchmarks" / "results" / "families-times.json"
 _SIGNS = {
     "equal": "equal",
     "refused": "refused",
@@ -21,7 +23,9 @@ _SIGNS = {
 
 def write_page(result: Mapping[str, Any]) -> None:
     """Write the page of a result."""
-    PAGE.write_text("\n".join([*_head(result), *_table(result), "", *_reasons(result), *_redrawn(result)]) + "\n")
+    PAGE.write_text(
+        "\n".join([*_head(result), *_table(result), "", *_times(), *_reasons(result), *_redrawn(result)]) + "\n"
+    )
 
 
 def _head(result: Mapping[str, Any]) -> list[str]:
@@ -60,6 +64,37 @@ def _table(result: Mapping[str, Any]) -> list[str]:
         cells = [_SIGNS[family["cells"][name]["outcome"]] if name in family["cells"] else "" for name in PLANS]
         lines.append(f"| {one['name']} | {one['kind']} | {family.get('way', '')} | {' | '.join(cells)} |")
     return lines
+
+
+def _times() -> list[str]:
+    """What `benchmarks/families/times.py` measured."""
+    if not TIMES.exists():
+        return []
+    known = json.loads(TIMES.read_text())
+    lines = [
+        "## How long it takes",
+        "",
+        "Median seconds over the families, and quartiles:",
+        "",
+        "| command | seconds |",
+    ]
+    lines += ["|---|---|"]
+    for goal in known["goals"]:
+        low, high = goal["spread"]
+        lines.append(
+            f"| {goal['what'].removesuffix(', median over families')} | {goal['measured']:.1f}"
+            f" ({low:.1f} to {high:.1f}) |"
+        )
+    ran = sum(one["all ran"] for one in known["samples"].values())
+    return [
+        *lines,
+        "",
+        f"Of {ran} of {len(known['samples'])} families on which all three come to a result; {known['date']},"
+        f" {known['machine']['processor']}, {known['machine']['cores']} cores. `weft check` with an empty cache"
+        " describes the model, plans and compares. Measured by `python -m benchmarks.families.times`"
+        " ([families-times.json](../benchmarks/results/families-times.json)).",
+        "",
+    ]
 
 
 def _reasons(result: Mapping[str, Any]) -> list[str]:

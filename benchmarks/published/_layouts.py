@@ -98,7 +98,7 @@ def layouts_of_run(run: Run, profile: Profile, cluster: Cluster) -> tuple[Layout
         sequence_parallel=tensor > 1 and _sequence_parallel(run, framework),
         context_scheme="all_gather" if framework.name in ("torchtitan", "nemo-automodel") else "ring",
         precision=_precision(run, cluster),
-        adapters_only=trains_adapters_only(run),
+        trained_share=0.0 if trains_adapters_only(run) else 1.0,
     )
     base = _with_states(_with_schedule(base, run, framework, profile), framework)
     return tuple(

@@ -188,7 +188,7 @@ def test_without_buckets_there_is_none_to_choose() -> None:
     pricer = Pricer(model(), linked("4x1xh100"))
     assert pricer.bucket(Layout(tensor=4)) is None
     assert pricer.bucket(Layout(zero=3, shard=4)) is None
-    assert pricer.bucket(replace(DATA, adapters_only=True)) is None
+    assert pricer.bucket(replace(DATA, trained_share=0.0)) is None
 
 
 def test_the_first_bucket_is_priced() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from weft.describe._events import Event, Trace, Value
 from weft.describe._graph import Graph, WrittenAttention, kind_of, written_attentions
+from weft.describe._holding import holding_of
 from weft.describe._kept import KeptStorage, kept_storages
 from weft.describe._operators import Draft, count_kept, draft_key, operator_of, place, separate_norm_bytes
 from weft.describe._segment import STEM, Segments, segment
@@ -194,6 +195,7 @@ class _Builder:
             has_batch_norm=blueprint.has_batch_norm,
             per_sample_loss=blueprint.per_sample_loss,
             no_gathering=blueprint.no_gathering,
+            **holding_of(blueprint.module),
         )
 
     def _blocks(self) -> tuple[Block, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from weft.describe._holding import holding_of
 from weft.models import Blueprint
 from weft.profile import Block, Operator, Profile
 
@@ -33,6 +34,7 @@ def describe_weights(blueprint: Blueprint) -> Profile:
         has_batch_norm=blueprint.has_batch_norm,
         per_sample_loss=blueprint.per_sample_loss,
         no_gathering=blueprint.no_gathering,
+        **holding_of(blueprint.module),
     )
 
 

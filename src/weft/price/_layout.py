@@ -24,6 +24,8 @@ from weft.techniques.zero.contract import Stage, ZeroSettings
 PricedPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
 ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4}
 """Size of activations between operators; 2 for all other precisions: narrower ones are cast at the matrix products."""
+_FEW = 0.5
+"""Trained share of elements below which the frozen ones are the model, and the trained ones stand beside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,12 @@ class Layout(
     microbatches: int = 1
     """Microbatches per step, of the data rank that has most."""
     fused_loss: bool = False
-    adapters_only: bool = False
-    """Whether the weights are frozen and small adapters train (LoRA): no gradients of weights, no optimizer state."""
+    trained_share: float = 1.0
+    """Share of the model's elements that are trained: the others have neither gradients nor optimizer states."""
+    coded_share: float = 0.0
+    """Share of the elements that are held as codes, whatever the precision."""
+    code_bytes: float = 0.0
+    """Bytes of these per element of the whole model."""
     precision: PricedPrecision = "bf16"
     gradient_bytes: int = 4
     """Bytes of one element of the gradients that are kept and reduced."""
@@ -84,6 +90,16 @@ class Layout(
         """Size of one element of weights and activations, as they compute and travel; narrower ones are cast at the
         matrix products."""
         return ELEMENT_BYTES.get(self.precision, 2)
+
+    @property
+    def adapters_only(self) -> bool:
+        """Whether frozen weights are beside small adapters (LoRA): no gradients of large matrices are computed."""
+        return self.trained_share < _FEW
+
+    @property
+    def held_bytes(self) -> float:
+        """Mean size of an element of the weights as they are held."""
+        return self.element_bytes * (1.0 - self.coded_share) + self.code_bytes
 
     @property
     def wide_bytes(self) -> int:

@@ -19,7 +19,7 @@ from weft.price._placement import AxisGroup, Groups, Network
 from weft.price._prediction import Prediction, ScheduleSpan, TimeTerms
 from weft.price._stack import WEFT, Stack
 from weft.price._stages import BlockCost, BlockCosts, CostKey, key_of
-from weft.price._update import RankLoad, Update, update_of
+from weft.price._update import RankLoad, Update, trained_loads, update_of
 from weft.price._whole import Stages, Whole, whole_of
 from weft.profile import Block, Profile
 from weft.techniques.buckets.cost import bucket_of
@@ -191,10 +191,10 @@ class Pricer:
         """Return the bytes of a gradient bucket for which the fullest rank waits least, at least `low`; None where the
         layout has no buckets.  Of the closed form, with a rank's chunks taken for one stage and no slack in the
         pipeline: the price may know a neighbour that is better."""
-        if layout.shards_weights or layout.data * layout.context == 1 or layout.adapters_only:
+        if layout.shards_weights or layout.data * layout.context == 1 or layout.trained_share == 0.0:
             return None
         case = self._case(layout)
-        load = max(self._loads(case), key=lambda load: load.dense + load.experts)
+        load = max(trained_loads(layout, self._loads(case)), key=lambda load: load.dense + load.experts)
         return bucket_of(layout, load, case.device, case.groups, self.seconds, low)
 
     def _case(self, layout: Layout) -> _Case:
@@ -310,7 +310,7 @@ class Pricer:
         the reduction adds to each stage's last backward, where it comes once per step."""
         if not gathers_weights(layout):
             return stages.forward, stages.input, 0.0, [0.0] * len(stages.forward)
-        weight, gradient = layout.element_bytes, layout.gradient_bytes * (not layout.adapters_only)
+        weight, gradient = layout.element_bytes, layout.gradient_bytes * layout.trained_share
         blocks = max(1, len(self.profile.blocks)) / weight
         dense_bytes, expert_bytes = sum(stages.dense_parameters) / blocks, sum(stages.expert_parameters) / blocks
         of_dense, of_experts = gathers_of(dense_bytes, expert_bytes, groups, self.seconds)

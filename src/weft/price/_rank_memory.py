@@ -67,7 +67,7 @@ class RankMemory(NamedTuple):
         return cls(
             dense=states_of(layout, whole_gradients=whole),
             experts=states_of(layout, experts=True, whole_gradients=whole),
-            gradient_copies=habits.gradient_copies * element * (not (layout.adapters_only or layout.shards_weights)),
+            gradient_copies=habits.gradient_copies * element * layout.trained_share * (not layout.shards_weights),
             gathered=chosen(gathers, gathered, 0.0),
             held=chosen(holds, float(element), 0.0),
             buffers=chosen(gathers, kept_ends, _bucket_bytes(layout, stack)),

@@ -47,8 +47,9 @@ def update_of(
     seconds: Seconds,
 ) -> Update:
     """Return the exposed seconds after (and before) the pipeline, of the rank that ends last."""
-    if layout.adapters_only:
+    if layout.trained_share == 0.0:
         return Update(0.0, 0.0, 0.0)
+    loads = trained_loads(layout, loads)
     rates = Reductions(layout, device, groups, seconds)
     ends = [rates.reduce(load) + load.scatter - early for load, early in zip(loads, step.slack, strict=True)]
     data = max(0.0, *ends) if len(ends) > 1 else max(0.0, ends[0])
@@ -56,6 +57,12 @@ def update_of(
     fullest = max(loads, key=lambda load: load.dense + load.experts)
     optimizer, offload = optimizer_seconds(layout, fullest.dense, fullest.experts, device)
     return Update(data, optimizer, offload)
+
+
+def trained_loads(layout: Layout, loads: Sequence[RankLoad]) -> list[RankLoad]:
+    """Return what of the loads is trained: only that is reduced, stepped and published."""
+    trained = layout.trained_share
+    return [load._replace(dense=load.dense * trained, experts=load.experts * trained) for load in loads]
 
 
 def optimizer_seconds(layout: Layout, dense: Column, experts: Column, device: Device) -> tuple[Column, Column]:

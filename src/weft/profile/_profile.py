@@ -129,6 +129,12 @@ class Profile:
     """Whether the loss is a sum over samples (`Blueprint.loss`)."""
     no_gathering: str = ""
     """Why data ranks cannot gather their samples for a loss that is none; empty: they can."""
+    trained_share: float = 1.0
+    """Share of the parameters that are trained; the others are frozen."""
+    coded_share: float = 0.0
+    """Share of the parameters that are no floating-point numbers: codes of frozen weights, and their scales."""
+    code_bytes: float = 0.0
+    """Bytes of these per parameter of the whole model."""
 
     @property
     def parts(self) -> tuple[Block, ...]:

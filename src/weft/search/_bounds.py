@@ -66,9 +66,12 @@ class SplitBounds:
             speed = self._cores / -(-splits.world // self._num_nodes)
         compute = self._sample_flops * splits.size / ranks / (self._flops_per_second * speed)
         tokens = splits.size * self._length / splits.context
-        compute = compute * (2.0 + (tokens + self._inner_half) / tokens) / 3.0
+        # Frozen weights beside adapters have no products for their gradients.
+        of_weights = 0.0 if base.adapters_only else (tokens + self._inner_half) / tokens
+        compute = compute * (2.0 + of_weights) / 3.0
         held = self._dense_parameters / splits.tensor + self._expert_parameters / splits.expert
-        moved = held * (2 * base.element_bytes + base.gradient_bytes) / (self._memory_bytes_per_second * speed)
+        gradients = base.gradient_bytes * (not base.adapters_only)
+        moved = held * (2 * base.element_bytes + gradients) / (self._memory_bytes_per_second * speed)
         share = _NETWORK_HALVES * 2 * (splits.tensor - 1) / splits.tensor
         summed = share * self._tensor_sums_bytes * splits.size / splits.context / self._link_bytes_per_second
         whole = np.maximum(compute, moved) + summed

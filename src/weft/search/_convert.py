@@ -21,7 +21,7 @@ def plan_of(layout: Layout, *, global_batch_size: int, shares: Sequence[int] | N
         shares: microbatches of each data rank, where they are meant to be uneven.
 
     Raises:
-        PlanError: a plan cannot say it: its precision, frozen weights, or microbatches that are not the global batch.
+        PlanError: a plan cannot say it: its precision, or microbatches that are not the global batch.
     """
     derived: dict[str, Any] = {
         "data_parallel.zero": stage_of(layout.zero),
@@ -59,8 +59,6 @@ def _schedule(layout: Layout) -> Schedule:
 
 
 def _precision(layout: Layout) -> Precision:
-    if layout.adapters_only:
-        raise PlanError("a plan trains all weights; this layout has frozen ones and adapters.")
     for precision in get_args(Precision):
         if precision == layout.precision:
             return precision

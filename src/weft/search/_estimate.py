@@ -187,6 +187,8 @@ class Estimates:
         weights, p, blocks = costs.weights, options.splits.pipeline, len(pricer.profile.blocks)
         self._least_dense = weights.dense / p + np.where(p == 1, weights.stem + weights.tail, 0.0)
         self._experts = weights.experts / p
+        self._trained = self._layout.trained_share
+        """Of the elements: only these have gradients and are stepped."""
         self._uneven = -(-blocks // p) * p / blocks
         """Blocks of the largest stage over those of the mean."""
         self._device = pricer.device(costs.bases[0])
@@ -228,7 +230,7 @@ class Estimates:
         sent = self._least_dense * self._rates.gather + self._experts * self._rates.gather_experts
         scattered = self._least_dense * self._rates.reduce + self._experts * self._rates.reduce_experts
         forward, backward = passes.forward / p, (passes.input + passes.weight) / p
-        return waits_of(sent, scattered, forward, backward, once=self._once, **self._pricer.hiding)
+        return waits_of(sent, scattered * self._trained, forward, backward, once=self._once, **self._pricer.hiding)
 
     def _unloading(self, passes: Passes, ahead: Floats, back: Floats) -> tuple[Floats, Floats]:
         """The same waits with activations on their way to host memory and back."""
@@ -241,7 +243,7 @@ class Estimates:
         and a backward wait for."""
         p, rates, stack, layout = self._options.splits.pipeline, self._rates, self._pricer.stack, self._layout
         overlap = self._pricer.calibration.overlap_share
-        whole = self._experts * rates.reduce_experts + self._least_dense * rates.reduce
+        whole = self._trained * (self._experts * rates.reduce_experts + self._least_dense * rates.reduce)
         # What ZeRO-3 sends, microbatches wait for; its copies' sum is left out.
         whole = whole * (not layout.shards_weights)
         times = np.where(self._once, 1, layout.microbatches) if layout.shards_gradients_alone else 1
@@ -249,7 +251,7 @@ class Estimates:
         # The bucket that comes last is waited for in the last microbatch alone, which makes that one no shorter.
         exposed = self._beside(whole, window) + (times - 1) * self._beside(whole * (1.0 - self._last_share), window)
         if layout.gathers_after_step:
-            publish = self._least_dense * rates.gather + self._experts * rates.gather_experts
+            publish = self._trained * (self._least_dense * rates.gather + self._experts * rates.gather_experts)
             exposed = exposed + self._beside(
                 publish, overlap * (passes.forward / p + ahead) * self._uneven * stack.overlap_parameters
             )
@@ -259,7 +261,8 @@ class Estimates:
     def _last_share(self) -> Floats:
         """Share of a rank's gradients that may travel in the last bucket."""
         largest = max(self._space.bucket_bytes or (), default=LARGEST_BUCKET)
-        sizes = [part * self._layout.gradient_bytes for part in (self._least_dense, self._experts) if np.any(part)]
+        each = self._layout.gradient_bytes * self._trained
+        sizes = [part * each for part in (self._least_dense, self._experts) if np.any(part)]
         return np.minimum(1.0 / self._options.chunks, largest / np.maximum(np.minimum.reduce(sizes), 1.0))
 
     def _beside(self, whole: Floats, window: Floats) -> Floats:
@@ -270,7 +273,8 @@ class Estimates:
     def _optimizer(self, offload: Offload) -> Floats:
         if self._device.speeds:  # as measured, which no column is looked up in
             return np.zeros(len(self._options))
-        worked, moved = optimizer_seconds(self._tables[offload], self._least_dense, self._experts, self._device)
+        dense, experts = self._least_dense * self._trained, self._experts * self._trained
+        worked, moved = optimizer_seconds(self._tables[offload], dense, experts, self._device)
         return worked + moved
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────

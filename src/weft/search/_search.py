@@ -202,7 +202,11 @@ class SearchState:
         element = 8 if precision == "fp64" else 4
         optimizer = self.optimizer or OptimizerRecipe()
         copies = optimizer.moments + mixed + (optimizer.average_decay is not None)
+        profile = self.pricer.profile
         return Layout(
+            trained_share=profile.trained_share,
+            coded_share=profile.coded_share,
+            code_bytes=profile.code_bytes,
             precision=precision,
             gradient_bytes=element,
             master_bytes=copies * element,

@@ -70,16 +70,14 @@ def sharing_ranks(layout: Layout, *, experts: bool = False) -> Column:
 def states_of(layout: Layout, *, experts: bool = False, whole_gradients: Flags = False) -> States:
     """Return bytes of model states per element.  `whole_gradients`: they are reduced once per step, so that ZeRO-2 and
     3 hold them whole until then."""
-    if layout.adapters_only:
-        ranks = layout.shard * layout.context if layout.shards_weights else 1
-        return States(layout.element_bytes / ranks, 0.0, 0.0)
     besides = held_besides(layout)
     optimizer = 0.0 if layout.offloads_optimizer else float(layout.master_bytes)
     optimizer += besides.master_copies * layout.wide_bytes
     kept = shares_of(layout.stage, sharing_ranks(layout, experts=experts))
     gradients = layout.gradient_bytes * chosen(whole_gradients, 1.0, kept.gradients)
     gradients += besides.gradient_bytes * kept.weights
-    return States(layout.element_bytes * kept.weights, gradients, optimizer * kept.states)
+    trained = layout.trained_share
+    return States(layout.held_bytes * kept.weights, gradients * trained, optimizer * kept.states * trained)
 
 
 # ── what ZeRO-3 waits for ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weft.migrate._accelerate_keys import KEYS
 from weft.migrate._deepspeed import read_deepspeed
-from weft.migrate._keys import AUTO, Settings, read_keys
+from weft.migrate._keys import AUTO, Settings, keys_of, read_keys
 
 Values = Mapping[str, Any]
+
+_KEYS = keys_of("accelerate")
+_TO = {name: key.to for name, key in _KEYS.items()}
 
 BATCH_SIZE = "batch_size"
 """What `--fill` calls the batch of a process, which a configuration of Accelerate leaves to the script's DataLoader."""
@@ -25,7 +27,7 @@ def read_accelerate(
 ) -> None:
     """Note in `settings` what a configuration of Accelerate becomes; `read_file` reads the DeepSpeed file it names."""
     own = {name: value for name, value in filled.items() if name == BATCH_SIZE}
-    values = read_keys(table, KEYS, settings, own)
+    values = read_keys(table, _KEYS, settings, own)
     kind = values.get("distributed_type", "NO")
     if kind not in _TYPES:
         known = ", ".join(_TYPES)
@@ -46,7 +48,7 @@ def read_accelerate(
     elif kind == "MEGATRON_LM":
         _megatron(values, settings, ranks)
     else:
-        settings.set("plan.data_parallel.zero", 0, f"distributed_type = {kind}")
+        settings.set(_TO["distributed_type"], 0, f"distributed_type = {kind}")
         settings.set("plan.mesh.replicate", ranks, f"num_processes = {ranks}")
     if not settings.problems:
         _batch(values, settings, filled, ranks)
@@ -69,7 +71,7 @@ def _precision(values: Values, settings: Settings) -> None:
     if word not in ("no", "fp16", "bf16"):
         settings.refuse("mixed_precision", f"Weft does not compute in {word}. Write bf16, fp16 or no.")
     elif word != "no":
-        settings.set("plan.compute.precision", word, f"mixed_precision = {word}")
+        settings.set(_TO["mixed_precision"], word, f"mixed_precision = {word}")
         settings.set("recipe.permit.precision", ["fp32", word], f"mixed_precision = {word}")
 
 
@@ -77,7 +79,7 @@ def _compilation(values: Values, settings: Settings) -> None:
     for name in ("dynamo_backend", "dynamo_config.dynamo_backend"):
         backend = str(values.get(name, "no")).lower()
         if backend == "inductor":
-            settings.set("plan.compute.compile", True, f"{name} = {backend}, block by block")
+            settings.set(_TO[name], True, f"{name} = {backend}, block by block")
         elif backend not in ("no", "false"):
             settings.refuse(name, f"blocks are compiled by inductor, not by {backend}. Write INDUCTOR or NO.")
 
@@ -98,7 +100,7 @@ def _fsdp(values: Values, settings: Settings, ranks: int) -> None:
         )
         return
     said = f"{key} = {strategy}"
-    settings.set("plan.data_parallel.zero", _STAGES[strategy], said)
+    settings.set(_TO[key], _STAGES[strategy], said)
     if any(name in settings.plan for name in ("mesh.shard", "mesh.replicate", "mesh.tensor", "mesh.context")):
         _fill_mesh(settings, ranks)
         return
@@ -153,7 +155,7 @@ def _as_deepspeed(values: Values, settings: Settings, read_file: Callable[[str],
     named = given.pop("deepspeed_config_file", None)
     if named is not None:
         for name in sorted(given):
-            if KEYS[f"{prefix}{name}"].outcome == "translated" and name in _CLASHING:
+            if _KEYS[f"{prefix}{name}"].outcome == "translated" and name in _CLASHING:
                 settings.refuse(
                     f"{prefix}{name}",
                     f"has no effect beside deepspeed_config_file. Write it in {named}, or leave it out.",
@@ -197,7 +199,9 @@ def _megatron(values: Values, settings: Settings, ranks: int) -> None:
     settings.set("plan.mesh.replicate", ranks // product, f"num_processes = {ranks}, over the other axes")
     norm = values.get("megatron_lm_config.megatron_lm_gradient_clipping")
     if norm:
-        settings.set("recipe.optimizer.max_grad_norm", float(norm), "megatron_lm_gradient_clipping")
+        settings.set(
+            _TO["megatron_lm_config.megatron_lm_gradient_clipping"], float(norm), "megatron_lm_gradient_clipping"
+        )
 
 
 def _batch(values: Values, settings: Settings, filled: Values, ranks: int) -> None:
@@ -213,5 +217,9 @@ def _batch(values: Values, settings: Settings, filled: Values, ranks: int) -> No
     data = ranks // (mesh["tensor"] * mesh["pipeline"] * mesh["context"])
     steps = values.get("megatron_lm_config.megatron_lm_num_micro_batches") or 1
     settings.set("plan.microbatch.size", size, f"{BATCH_SIZE} = {size} of a process")
-    settings.set("plan.microbatch.per_step", steps, "gradient_accumulation_steps of the script, where it has them")
+    settings.set(
+        _TO["megatron_lm_config.megatron_lm_num_micro_batches"],
+        steps,
+        "gradient_accumulation_steps of the script, where it has them",
+    )
     settings.set("recipe.batch.global_batch_size", size * steps * data, f"{size} × {steps} × {data} data ranks")

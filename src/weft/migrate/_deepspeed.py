@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from weft.migrate._deepspeed_keys import KEYS
-from weft.migrate._keys import AUTO, Settings, read_keys
+from weft.migrate._keys import AUTO, Settings, keys_of, read_keys
 
 Values = Mapping[str, Any]
+
+_KEYS = keys_of("deepspeed")
+_TO = {name: key.to for name, key in _KEYS.items()}
+_OFFLOADS = "zero_optimization.offload_optimizer"
 
 _OLD_NAMES = {"bfloat16": "bf16"}
 _PRECISIONS = {"bfloat16": "bf16", "bf16": "bf16", "bfp16": "bf16", "float16": "fp16", "fp16": "fp16"}
@@ -16,7 +19,7 @@ _PRECISIONS = {"bfloat16": "bf16", "bf16": "bf16", "bfp16": "bf16", "float16": "
 
 def read_deepspeed(table: Values, settings: Settings, processes: int | None, filled: Values) -> None:
     """Note in `settings` what a configuration of DeepSpeed becomes on so many processes."""
-    values = read_keys(_as_sections(table), KEYS, settings, filled)
+    values = read_keys(_as_sections(table), _KEYS, settings, filled)
     for part in (_precision, _gradients, _memory, _optimizer, _schedule, _clipping, _run):
         part(values, settings)
     _mesh(values, settings, processes)
@@ -44,7 +47,7 @@ def _mesh(values: Values, settings: Settings, processes: int | None) -> None:
     if data is None:
         return
     if tensor > 1:
-        settings.set("plan.mesh.tensor", tensor, f"tensor_parallel.autotp_size = {tensor}")
+        settings.set(_TO["tensor_parallel.autotp_size"], tensor, f"tensor_parallel.autotp_size = {tensor}")
     shard = values.get("zero_optimization.mics_shard_size") or 0
     if shard > 0:
         _hybrid(values, settings, data, shard)
@@ -110,9 +113,9 @@ def _batch(values: Values, settings: Settings, data: int) -> None:
         )
         return
     product = f"{micro} × {steps} × {data} data ranks"
-    settings.set("recipe.batch.global_batch_size", micro * steps * data, f"train_batch_size: {product}")
-    settings.set("plan.microbatch.size", micro, "train_micro_batch_size_per_gpu")
-    settings.set("plan.microbatch.per_step", steps, "gradient_accumulation_steps")
+    settings.set(_TO["train_batch_size"], micro * steps * data, f"train_batch_size: {product}")
+    settings.set(_TO["train_micro_batch_size_per_gpu"], micro, "train_micro_batch_size_per_gpu")
+    settings.set(_TO["gradient_accumulation_steps"], steps, "gradient_accumulation_steps")
 
 
 # ── precision, gradients and memory ───────────────────────────────────────────────────────────────────────────────────
@@ -124,48 +127,45 @@ def _precision(values: Values, settings: Settings) -> None:
         settings.refuse(f"{names[0]}.enabled", f"and {names[1]}.enabled: a plan has one precision. Leave one on.")
     for name in names[:1]:
         word = _PRECISIONS[values.get("torch_autocast.dtype", "bf16")] if name == "torch_autocast" else name
-        settings.set("plan.compute.precision", word, f"{name}.enabled")
+        settings.set(_TO[f"{name}.enabled"], word, f"{name}.enabled")
 
 
 def _gradients(values: Values, settings: Settings) -> None:
-    computed = settings.plan.get("compute.precision", "fp32")
+    computed = settings.plan.get(_TO["bf16.enabled"].partition(".")[2], "fp32")
     for name in ("data_types.grad_accum_dtype", "communication_data_type"):
         word = values.get(name)
         if word is None:
             continue
         if word == "fp32":
-            settings.set("plan.data_parallel.reduce_precision", "fp32", f"{name} = {word}")
+            settings.set(_TO["data_types.grad_accum_dtype"], "fp32", f"{name} = {word}")
         elif _PRECISIONS[word] == computed:
-            settings.set("plan.data_parallel.reduce_precision", "compute", f"{name} = {word}")
+            settings.set(_TO["data_types.grad_accum_dtype"], "compute", f"{name} = {word}")
         elif name == "communication_data_type" and _PRECISIONS[word] == "bf16":
-            settings.set("plan.data_parallel.compression", "bf16", f"{name} = {word}")
+            settings.set(_TO["communication_data_type"], "bf16", f"{name} = {word}")
         else:
             settings.refuse(name, f"gradients are summed in fp32, or in the plan's {computed}. Write one of them.")
     elements = values.get("zero_optimization.reduce_bucket_size")
     if elements:
         reason = f"zero_optimization.reduce_bucket_size = {int(elements):,} elements of 4 bytes"
-        settings.set("plan.data_parallel.bucket_bytes", int(elements) * 4, reason)
+        settings.set(_TO["zero_optimization.reduce_bucket_size"], int(elements) * 4, reason)
 
 
 def _memory(values: Values, settings: Settings) -> None:
-    key = "zero_optimization.offload_optimizer"
-    device = values.get(f"{key}.device", "none")
+    device = values.get(f"{_OFFLOADS}.device", "none")
     if device != "none":
-        settings.set("plan.memory.offload", "optimizer", f"{key}.device = {device}")
+        settings.set(_TO[f"{_OFFLOADS}.device"], "optimizer", f"{_OFFLOADS}.device = {device}")
     if device == "nvme":
-        settings.set("plan.memory.offload_to", "disk", f"{key}.device = {device}")
-        if f"{key}.nvme_path" in values:
-            settings.set("plan.memory.offload_folder", values[f"{key}.nvme_path"], f"{key}.nvme_path")
+        settings.set(_TO[f"{_OFFLOADS}.device"] + "_to", "disk", f"{_OFFLOADS}.device = {device}")
+        if f"{_OFFLOADS}.nvme_path" in values:
+            settings.set(_TO[f"{_OFFLOADS}.nvme_path"], values[f"{_OFFLOADS}.nvme_path"], f"{_OFFLOADS}.nvme_path")
 
 
 def _permissions(settings: Settings) -> None:
     """What a plan does to numerics, a recipe has to permit."""
-    precision = settings.plan.get("compute.precision", "fp32")
-    if precision != "fp32":
-        settings.set("recipe.permit.precision", ["fp32", precision], settings.reasons["plan.compute.precision"])
-    compression = settings.plan.get("data_parallel.compression", "none")
-    if compression != "none":
-        settings.set("recipe.permit.compression", [compression], settings.reasons["plan.data_parallel.compression"])
+    for to, always in ((_TO["bf16.enabled"], ["fp32"]), (_TO["communication_data_type"], [])):
+        name, value = to.rpartition(".")[2], settings.plan.get(to.partition(".")[2])
+        if value not in (None, "fp32", "none"):
+            settings.set(f"recipe.permit.{name}", [*always, value], settings.reasons[to])
 
 
 # ── what is trained ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,9 +193,9 @@ def _optimizer(values: Values, settings: Settings) -> None:
     if word in _ADAM or word == "onebitadam":
         _adamw(values, settings, kind)
         if word == "onebitadam":
-            settings.set("plan.data_parallel.compression", "onebit", f"optimizer.type = {kind}")
+            settings.set(_TO["communication_data_type"], "onebit", f"optimizer.type = {kind}")
             steps = values.get("optimizer.params.freeze_step", 100_000)
-            settings.set("plan.data_parallel.onebit_warmup_steps", steps, "optimizer.params.freeze_step")
+            settings.set(_TO["optimizer.params.freeze_step"], steps, "optimizer.params.freeze_step")
     elif word == "sgd":
         _sgd(values, settings, kind)
     else:
@@ -217,29 +217,29 @@ def _adamw(values: Values, settings: Settings, kind: str) -> None:
         )
     _refuse_unused(values, settings, kind, ("momentum", "nesterov"))
     betas = values.get("optimizer.params.betas", [0.9, 0.999])
-    settings.set("recipe.optimizer.name", "adamw", f"{said}: DeepSpeed's Adam is AdamW unless adam_w_mode is false")
+    settings.set(_TO["optimizer.type"], "adamw", f"{said}: DeepSpeed's Adam is AdamW unless adam_w_mode is false")
     _common(values, settings, said)
-    settings.set("recipe.optimizer.betas", list(betas), "optimizer.params.betas")
-    settings.set("recipe.optimizer.epsilon", values.get("optimizer.params.eps", 1e-8), "optimizer.params.eps")
+    settings.set(_TO["optimizer.params.betas"], list(betas), "optimizer.params.betas")
+    settings.set(_TO["optimizer.params.eps"], values.get("optimizer.params.eps", 1e-8), "optimizer.params.eps")
 
 
 def _sgd(values: Values, settings: Settings, kind: str) -> None:
     said = f"optimizer.type = {kind}"
     _refuse_unused(values, settings, kind, ("betas", "eps", "adam_w_mode"))
-    settings.set("recipe.optimizer.name", "sgd", said)
+    settings.set(_TO["optimizer.type"], "sgd", said)
     _common(values, settings, said)
     momentum = values.get("optimizer.params.momentum", 0.0)
-    settings.set("recipe.optimizer.momentum", momentum, "optimizer.params.momentum, which torch has as 0")
+    settings.set(_TO["optimizer.params.momentum"], momentum, "optimizer.params.momentum, which torch has as 0")
     if values.get("optimizer.params.nesterov"):
-        settings.set("recipe.optimizer.nesterov", True, "optimizer.params.nesterov")
+        settings.set(_TO["optimizer.params.nesterov"], True, "optimizer.params.nesterov")
 
 
 def _common(values: Values, settings: Settings, said: str) -> None:
     rate = values.get("optimizer.params.lr", 1e-3)
-    settings.set("recipe.optimizer.learning_rate", rate, f"optimizer.params.lr, or {said}'s own 0.001")
+    settings.set(_TO["optimizer.params.lr"], rate, f"optimizer.params.lr, or {said}'s own 0.001")
     decay = values.get("optimizer.params.weight_decay", 0.0)
     if decay:
-        settings.set("recipe.optimizer.weight_decay", decay, "optimizer.params.weight_decay")
+        settings.set(_TO["optimizer.params.weight_decay"], decay, "optimizer.params.weight_decay")
         settings.set(
             "recipe.optimizer.decay_one_dimensional",
             True,
@@ -290,23 +290,23 @@ def _schedule(values: Values, settings: Settings) -> None:
     for name in ("warmup_min_lr", "warmup_min_ratio"):
         if values.get(f"scheduler.params.{name}", 0):
             settings.refuse(f"scheduler.params.{name}", "a recipe warms up from 0. Write 0.")
-    settings.set("recipe.optimizer.warmup_steps", steps, f"scheduler.params.warmup_num_steps; {_RISE}")
+    settings.set(_TO["scheduler.params.warmup_num_steps"], steps, f"scheduler.params.warmup_num_steps; {_RISE}")
     _peak(values, settings, kind)
     schedule, ratio = ends(values)
-    settings.set("recipe.optimizer.schedule", schedule, f"scheduler.type = {kind}")
+    settings.set(_TO["scheduler.type"], schedule, f"scheduler.type = {kind}")
     if ratio is not None:
-        settings.set("recipe.optimizer.final_learning_rate_ratio", ratio, f"where {kind} ends")
+        settings.set(_TO["scheduler.params.cos_min_ratio"], ratio, f"where {kind} ends")
         if "scheduler.params.total_num_steps" in values:
             total = values["scheduler.params.total_num_steps"]
-            settings.set("recipe.run.steps", total, "scheduler.params.total_num_steps")
+            settings.set(_TO["scheduler.params.total_num_steps"], total, "scheduler.params.total_num_steps")
 
 
 def _peak(values: Values, settings: Settings, kind: str) -> None:
     """The schedule's own peak, which stands above the optimizer's rate there."""
     peak = values.get("scheduler.params.warmup_max_lr", 1e-3 if kind.lower() == "warmupdecaylr" else None)
     if peak is not None and kind.lower() != "warmupcosinelr":
-        settings.recipe.pop("optimizer.learning_rate", None)
-        settings.set("recipe.optimizer.learning_rate", peak, "scheduler.params.warmup_max_lr, which wins over lr")
+        settings.recipe.pop(_TO["optimizer.params.lr"].partition(".")[2], None)
+        settings.set(_TO["optimizer.params.lr"], peak, "scheduler.params.warmup_max_lr, which wins over lr")
 
 
 _NO_NORM = 1e30
@@ -316,14 +316,14 @@ _NO_NORM = 1e30
 def _clipping(values: Values, settings: Settings) -> None:
     norm = values.get("gradient_clipping")
     if norm is None:
-        settings.set("recipe.optimizer.max_grad_norm", 1.0, "gradient_clipping is not there, and is 1.0 then")
+        settings.set(_TO["gradient_clipping"], 1.0, "gradient_clipping is not there, and is 1.0 then")
     elif norm > 0:
-        settings.set("recipe.optimizer.max_grad_norm", float(norm), "gradient_clipping")
+        settings.set(_TO["gradient_clipping"], float(norm), "gradient_clipping")
     else:
-        settings.set("recipe.optimizer.max_grad_norm", _NO_NORM, "gradient_clipping = 0: no gradient is so long")
+        settings.set(_TO["gradient_clipping"], _NO_NORM, "gradient_clipping = 0: no gradient is so long")
 
 
 def _run(values: Values, settings: Settings) -> None:
     every = values.get("steps_per_print")
     if every and every < 10**9:
-        settings.set("recipe.run.log_every", every, "steps_per_print")
+        settings.set(_TO["steps_per_print"], every, "steps_per_print")

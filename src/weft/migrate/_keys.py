@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 from typing import Any, Literal, cast
 
 from weft.errors import did_you_mean
@@ -15,22 +18,21 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class ForeignKey:
     """One key of a configuration."""
 
     outcome: Outcome
-    says: str
+    says: str = ""
     """Obeyed and translated: what it is here; refused: why, and what to write instead."""
     to: str = ""
-    """Dotted setting that takes the value as it is, or as `becomes` says; empty where several keys make one
-    setting, or where Weft needs none."""
+    """Dotted setting that takes the value as it is, or as `becomes` says; empty where Weft needs none."""
     takes: tuple[type, ...] = ()
     """Types of its values; any where empty."""
     choices: tuple[Any, ...] = ()
     """All of its values, where they are few."""
     least: int | None = None
     """Smallest value."""
-    becomes: Mapping[Any, Any] | None = None
+    becomes: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """Value → that of the setting."""
     harmless: tuple[Any, ...] = ()
     """Values with which a refused key asks for nothing, so that it may stay."""
@@ -44,24 +46,34 @@ class Key:
     """What stands for an `auto` that has no default."""
 
 
-def obeyed(to: str, says: str = "", **more: Any) -> Key:
-    """Return a key whose value is a setting of the same meaning."""
-    return Key(outcome="obeyed", to=to, says=says, **more)
+@cache
+def keys_of(system: str) -> Mapping[str, ForeignKey]:
+    """Return every key of a system's configuration by its dotted name, as data/SYSTEM.toml has them."""
+    text = (resources.files("weft.migrate") / "data" / f"{system}.toml").read_text(encoding="utf-8")
+    outcomes = {"by_itself": "translated", "joined": "translated"}
+    return {
+        name: _key(table, cast(Outcome, outcomes.get(kind, kind)), joins=kind == "joined")
+        for kind, keys in tomllib.loads(text).items()
+        for name, table in keys.items()
+    }
 
 
-def combined(says: str, **more: Any) -> Key:
-    """Return a key that makes settings together with others."""
-    return Key(outcome="translated", says=says, joins=True, **more)
+def _key(table: Mapping[str, Any], outcome: Outcome, *, joins: bool) -> ForeignKey:
+    given = dict(table)
+    types = tuple(kind for word in given.pop("takes", ()) for kind in _TYPES[word])
+    becomes = dict(given.pop("becomes", ()))
+    lists = {name: tuple(given.pop(name, ())) for name in ("choices", "harmless")}
+    return ForeignKey(outcome=outcome, joins=joins, takes=types, becomes=becomes, **lists, **given)
 
 
-def by_itself(says: str, **more: Any) -> Key:
-    """Return a key of what Weft does or chooses by itself, with any value: it changes no number that is trained."""
-    return Key(outcome="translated", says=says, **more)
-
-
-def refused(says: str, *harmless: Any, **more: Any) -> Key:
-    """Return a key of what Weft does not do; with a harmless value it asks for nothing."""
-    return Key(outcome="refused", says=says, harmless=harmless, **more)
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "flag": (bool,),
+    "whole number": (int,),
+    "number": (int, float),
+    "text": (str,),
+    "list": (list,),
+    "table": (dict,),
+}
 
 
 @dataclass(slots=True)
@@ -96,7 +108,7 @@ class Settings:
 
 
 def read_keys(
-    table: Mapping[str, Any], keys: Mapping[str, Key], settings: Settings, filled: Mapping[str, Any]
+    table: Mapping[str, Any], keys: Mapping[str, ForeignKey], settings: Settings, filled: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the values by dotted key that `combined` keys need, and note in `settings` what becomes of all others.
 
@@ -116,7 +128,7 @@ def read_keys(
             continue
         if not _fits(name, key, value, settings):
             continue
-        if key.to:
+        if key.to and not key.joins:
             settings.set(key.to, key.becomes[value] if key.becomes else value, _said(name, given, key.says))
         elif not key.joins and given not in (None, False, {}, []):
             settings.notes.append(_said(name, given, key.says))
@@ -139,7 +151,7 @@ def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
     )
 
 
-def _fill(name: str, key: Key, settings: Settings, filled: Mapping[str, Any]) -> Any:
+def _fill(name: str, key: ForeignKey, settings: Settings, filled: Mapping[str, Any]) -> Any:
     for known in (name, key.wants):
         if known in filled:
             return filled[known]
@@ -161,7 +173,7 @@ def _fill(name: str, key: Key, settings: Settings, filled: Mapping[str, Any]) ->
     return key.filled
 
 
-def _fits(name: str, key: Key, value: Any, settings: Settings) -> bool:
+def _fits(name: str, key: ForeignKey, value: Any, settings: Settings) -> bool:
     """Whether a value is one that the key takes; a number such as 5e8 is a whole number, too."""
     if key.choices and value not in key.choices:
         known = ", ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in key.choices)
@@ -194,7 +206,7 @@ _WORDS: Mapping[type, str] = {
 
 
 def _flat(
-    table: Mapping[str, Any], keys: Mapping[str, Key], settings: Settings, path: tuple[str, ...]
+    table: Mapping[str, Any], keys: Mapping[str, ForeignKey], settings: Settings, path: tuple[str, ...]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the known keys by dotted name; refuse those that are not known."""
     for name, value in table.items():
@@ -210,7 +222,7 @@ def _flat(
             settings.refuse(here, _unknown(name, path, keys))
 
 
-def _unknown(name: str, path: tuple[str, ...], keys: Mapping[str, Key]) -> str:
+def _unknown(name: str, path: tuple[str, ...], keys: Mapping[str, ForeignKey]) -> str:
     """Say that a key does not exist, and which one may be meant: beside it, or elsewhere by the same name."""
     prefix = "".join(f"{part}." for part in path)
     siblings = {key[len(prefix) :].split(".")[0] for key in keys if key.startswith(prefix)}

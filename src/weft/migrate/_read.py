@@ -10,8 +10,7 @@ from typing import Any, cast
 from weft.errors import RecipeError, did_you_mean
 from weft.migrate._accelerate import BATCH_SIZE, read_accelerate
 from weft.migrate._deepspeed import read_deepspeed
-from weft.migrate._deepspeed_keys import KEYS as DEEPSPEED_KEYS
-from weft.migrate._keys import Settings
+from weft.migrate._keys import Settings, keys_of
 from weft.migrate._migration import Migration, migration_of
 
 _LARGEST_FILE = 4_000_000
@@ -41,7 +40,9 @@ def read_config(path: str | Path, *, processes: int | None = None, fill: Mapping
 
 
 def _refuse_unknown(filled: Mapping[str, Any]) -> None:
-    known = {name for key, rule in DEEPSPEED_KEYS.items() if rule.filled is not None for name in (key, rule.wants)}
+    known = {
+        name for key, rule in keys_of("deepspeed").items() if rule.filled is not None for name in (key, rule.wants)
+    }
     for name in filled:
         if name not in known | {BATCH_SIZE}:
             raise RecipeError(f"--fill {name}: transformers fills no such key.{did_you_mean(name, known)}")

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 from saved_datasets import picture, recipe_of, write_images
 
 from weft.data import DataShape, open_data
-from weft.data._field_sources import FieldSources
-from weft.data._image_folder import ImageFolder, digest_of_images
 from weft.data.preparation import prepare_data
 from weft.errors import DataError
 from weft.families import SampleField
@@ -21,15 +20,22 @@ from weft.plan import MicrobatchPlan
 from weft.recipe import DataSource
 
 NAMED = {"pixel_values": SampleField((3, 8, 8), "float32"), "labels": SampleField((), "int64", 3)}
+SHAPE = DataShape(task="fields", fields=NAMED)
 COUNTS = {"owl": 3, "cat": 5, "dog": 4}
+
+
+def pixels(number: int) -> NDArray[np.float32]:
+    return np.asarray(picture(number), np.float32).transpose(2, 0, 1) / np.float32(255)
 
 
 def test_classes_and_files_come_by_name(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", COUNTS)
-    rows = ImageFolder(folder)
-    assert rows.classes_of("label") == ["cat", "dog", "owl"]
-    assert [rows.row(at).values["label"] for at in range(rows.size)] == ["cat"] * 5 + ["dog"] * 4 + ["owl"] * 3
-    assert list(rows.files) == sorted(rows.files)
+    prepared = prepare_data(recipe_of(folder), SHAPE)
+    assert "3 classes: cat = 0, dog = 1, owl = 2" in prepared.description[0]
+    values = prepared.train.sets[0].open().read(np.arange(12), np.arange(12))
+    assert values["labels"].tolist() == [0] * 5 + [1] * 4 + [2] * 3
+    numbers = [*range(3, 8), *range(8, 12), *range(3)]  # the pictures were drawn in the order owl, cat, dog
+    assert all((values["pixel_values"][at] == pixels(number)).all() for at, number in enumerate(numbers))
 
 
 def test_the_order_of_the_disk_says_nothing(tmp_path: Path) -> None:
@@ -39,7 +45,6 @@ def test_the_order_of_the_disk_says_nothing(tmp_path: Path) -> None:
         (other / name).mkdir(parents=True)
         for file in sorted((folder / name).iterdir(), reverse=True):
             shutil.copy(file, other / name)
-    assert digest_of_images(folder) == digest_of_images(other)
     shapes = DataShape(task="fields", fields=NAMED)
     ours, theirs = prepare_data(recipe_of(folder), shapes), prepare_data(recipe_of(other), shapes)
     assert ours.fingerprint == theirs.fingerprint
@@ -71,13 +76,12 @@ def test_every_image_once_with_its_class_whoever_reads(tmp_path: Path) -> None:
 
 def test_pixels_and_labels_of_a_row(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", {"a": 2, "b": 1})
-    sources = FieldSources(recipe_of(folder).data, NAMED, {})
-    values = sources.train[0].open().read(np.array([2]), np.array([0]))
-    expected = np.asarray(picture(2), np.float32).transpose(2, 0, 1) / 255
-    assert (values["pixel_values"][0] == expected).all()
+    prepared = prepare_data(recipe_of(folder), SHAPE)
+    values = prepared.train.sets[0].open().read(np.array([2]), np.array([0]))
+    assert (values["pixel_values"][0] == pixels(2)).all()
     assert values["labels"].tolist() == [1]
-    assert "3 samples" in sources.description[0]
-    assert "2 classes: a = 0, b = 1" in sources.description[0]
+    assert "3 samples" in prepared.description[0]
+    assert "2 classes: a = 0, b = 1" in prepared.description[0]
 
 
 def test_the_model_numbers_classes_that_it_names(tmp_path: Path) -> None:
@@ -129,23 +133,23 @@ def test_what_is_no_image_is_not_left_out(tmp_path: Path, file: str, message: st
     folder = write_images(tmp_path / "images", {"a": 1})
     (folder / file).write_text("x")
     with pytest.raises(DataError, match=message):
-        ImageFolder(folder)
+        prepare_data(recipe_of(folder), SHAPE)
 
 
 def test_empty_folders(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="is empty: there is no folder of images"):
-        ImageFolder(tmp_path / "none")
+        prepare_data(recipe_of(tmp_path / "none"), SHAPE)
     (tmp_path / "none" / "cat").mkdir()
     with pytest.raises(DataError, match="none/cat has no images"):
-        ImageFolder(tmp_path / "none")
+        prepare_data(recipe_of(tmp_path / "none"), SHAPE)
 
 
 def test_links_that_go_round(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", {"a": 1})
     (folder / "a" / "again").symlink_to(folder)
     with pytest.raises(DataError, match="links to a folder"):
-        ImageFolder(folder)
+        prepare_data(recipe_of(folder), SHAPE)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -162,7 +166,7 @@ def test_a_broken_image_is_named(tmp_path: Path, seed: int) -> None:
     file.write_bytes(content)
     said = ""
     try:
-        spec = FieldSources(recipe_of(folder).data, NAMED, {}).train[0]
+        spec = prepare_data(recipe_of(folder), SHAPE).train.sets[0]
         assert spec.open().read(np.array([0]), np.array([0]))["pixel_values"].shape == (1, 3, 8, 8)
     except DataError as problem:
         said = str(problem)

@@ -12,8 +12,8 @@ import pytest
 
 from weft.data import PreparedData
 from weft.data._named import FileFields, SyntheticFields
+from weft.data._open_rows import digest_of
 from weft.data._reader import TrainReader, TrainSpec
-from weft.data._rows import digest_of
 from weft.data._samples import FieldSpec
 from weft.errors import DataError
 from weft.families import SampleField

@@ -54,7 +54,8 @@ def numbers(run: Path, *, kinds: tuple[str, ...] = ("loss", "validation_loss")) 
 
 
 def train(home: Path, run: str, *arguments: str) -> str:
-    done = watch((WEFT, "train", "recipe.toml", "--run-folder", run, *arguments), home)
+    folder = () if "--resume" in arguments else ("--run-folder", run)
+    done = watch((WEFT, "train", "recipe.toml", *folder, *arguments), home)
     assert done.status == 0, done.text
     return done.text
 
@@ -73,6 +74,7 @@ def test_an_image_folder_on_two_ranks_and_resumed(tmp_path: Path) -> None:
     train(tmp_path, "half", "--processes", "2", "--resume", "half")
     assert numbers(tmp_path / "half")[-4:] == two[-4:]
     Image.new("RGB", (4, 4)).save(tmp_path / "images" / "dark" / "new.png")
-    other = watch((WEFT, "train", "recipe.toml", "--run-folder", "half", "--resume", "half"), tmp_path)
+    other = watch((WEFT, "train", "recipe.toml", "--resume", "half", "--set", "recipe.run.steps=9"), tmp_path)
     assert other.status != 0
     assert "Traceback" not in other.text
+    assert "the samples would not be the same" in other.text

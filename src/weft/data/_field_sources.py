@@ -10,7 +10,8 @@ import numpy as np
 
 from weft.data._fields import Split
 from weft.data._named import describe_named, other_names
-from weft.data._rows import Rows, digest_of, has_rows, is_of_folders, open_rows
+from weft.data._open_rows import digest_of, has_rows, is_of_folders, open_rows
+from weft.data._rows import SourceRows
 from weft.data._samples import SYNTHETIC_SAMPLES, SYNTHETIC_VALIDATION, FieldSpec
 from weft.errors import DataError, did_you_mean
 from weft.families import SampleField
@@ -115,7 +116,7 @@ class FieldSources:
                 self._check_known(name, names, classes, "the data for training")
         return classes
 
-    def _names_of(self, rows: Rows) -> tuple[str, ...]:
+    def _names_of(self, rows: SourceRows) -> tuple[str, ...]:
         label = self._named.get("labels")
         if label is None or (label.dtype == "int64" and label.shape):
             return ()

@@ -80,7 +80,7 @@ def read_image(source: IO[bytes] | Path, channels: int) -> Any:
     try:
         images: Any = importlib.import_module("PIL.Image")
     except ModuleNotFoundError:
-        raise ValueError("reading images needs Pillow: pip install pillow") from None
+        raise ValueError("reading images needs Pillow: pip install 'weft[images]'") from None
     try:
         with images.open(source) as image:
             frames, mode = getattr(image, "n_frames", 1), image.mode

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from weft.data._fields import IGNORED, Fields, Split
 from weft.data._keyed import normal, uniform
 from weft.data._media import load
-from weft.data._rows import Row, Rows, open_rows
+from weft.data._open_rows import open_rows
+from weft.data._rows import Row, SourceRows
 from weft.errors import DataError, did_you_mean
 from weft.families import SampleField
 
@@ -106,7 +107,7 @@ class FileFields:
         *,
         classes: Mapping[str, int] | None = None,
         columns: Mapping[str, str] | None = None,
-        rows: Rows | None = None,
+        rows: SourceRows | None = None,
     ) -> None:
         self._named = named
         self._classes, self._columns = classes or {}, columns or {}

@@ -247,7 +247,7 @@ class _Corpora:
 
 
 def _prepare_images(recipe: Recipe, shape: DataShape) -> PreparedData:
-    from weft.data._rows import has_rows, is_of_folders  # text does without
+    from weft.data._open_rows import has_rows, is_of_folders  # text does without
 
     names = [*(source.source for source in recipe.data.train), *_validation_names(recipe)]
     of_rows = [name for name in names if name not in _IMAGE_SOURCES]

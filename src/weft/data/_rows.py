@@ -1,10 +1,10 @@
-"""Samples as a source has them, row by row: what reads JSON lines and Parquet, and who reads which source."""
+"""Samples as a source has them, row by row."""
 
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,6 @@ import xxhash
 
 from weft.errors import DataError
 
-_SUFFIXES = (".jsonl", ".parquet")
 _PIECE_BYTES = 1 << 24
 
 
@@ -40,7 +39,7 @@ class Row:
         return path
 
 
-class Rows(Protocol):
+class SourceRows(Protocol):
     """The rows of a source."""
 
     @property
@@ -59,54 +58,6 @@ class Rows(Protocol):
     def row(self, at: int) -> Row: ...
 
 
-@dataclass(frozen=True, slots=True)
-class FileRows:
-    """Rows of JSON lines and Parquet, in memory."""
-
-    rows: Sequence[Row]
-    notes: Sequence[str] = ()
-
-    @property
-    def size(self) -> int:
-        return len(self.rows)
-
-    def classes_of(self, column: str) -> Sequence[str]:
-        return sorted({value for row in self.rows if isinstance(value := row.values.get(column), str)})
-
-    def row(self, at: int) -> Row:
-        return self.rows[at]
-
-
-def open_rows(path: Path) -> Rows:
-    """Open whatever lies there: a file or folder of rows, a data set on disk, a folder of images by class.
-
-    Raises:
-        DataError: it is none of these, or broken.
-    """
-    if is_dataset(path):
-        from weft.data._arrow import ArrowRows  # the others do without
-
-        return ArrowRows(path)
-    if files := _files(path):
-        return FileRows([row for file in files for row in _rows(file)])
-    from weft.data._image_folder import ImageFolder
-
-    return ImageFolder(path)
-
-
-def digest_of(path: Path) -> str:
-    """Hash of what a source holds; of a folder of images, of names, sizes, and both ends of every file."""
-    if is_dataset(path):
-        from weft.data._arrow import digest_of_dataset
-
-        return digest_of_dataset(path)
-    if files := _files(path):
-        return digest_of_files(files)
-    from weft.data._image_folder import digest_of_images
-
-    return digest_of_images(path)
-
-
 def digest_of_files(files: Sequence[Path], also: str = "") -> str:
     """Hash of the contents of files one after another, behind `also`."""
     digest = xxhash.xxh3_128(also.encode())
@@ -117,50 +68,10 @@ def digest_of_files(files: Sequence[Path], also: str = "") -> str:
     return digest.hexdigest()
 
 
-def has_rows(source: str) -> bool:
-    """Whether a source is a file, or a folder of files, of samples with named fields, or a data set on disk."""
-    path = Path(source).expanduser()
-    return is_dataset(path) or bool(_files(path))
-
-
-def is_of_folders(source: str) -> bool:
-    """Whether a source may be a folder of images by class: a folder, and nothing else that has rows."""
-    return Path(source).expanduser().is_dir() and not has_rows(source)
-
-
 def is_dataset(path: Path) -> bool:
     """Whether this is a folder that the library `datasets` saved."""
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        return sorted(file for suffix in _SUFFIXES for file in path.glob(f"*{suffix}"))
-    return [path] if path.is_file() and path.suffix in _SUFFIXES else []
-
-
-def _rows(file: Path) -> Iterator[Row]:
-    if file.suffix == ".parquet":
-        yield from (Row(values, file.parent, f"{file}:{number}") for number, values in enumerate(_parquet(file), 1))
-        return
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except ValueError as problem:
-            raise DataError(f"{file}:{number} is no JSON ({problem}). Each line is one object.") from None
-        if not isinstance(values, dict):
-            raise DataError(f"{file}:{number} is no object with named fields. Each line is one object.")
-        yield Row(values, file.parent, f"{file}:{number}")
-
-
-def _parquet(file: Path) -> list[dict[str, Any]]:
-    parquet = import_arrow("pyarrow.parquet", file)
-    try:
-        return parquet.read_table(file).to_pylist()
-    except Exception as problem:  # pyarrow has errors of its own for what is no Parquet
-        raise DataError(f"{file} is not readable as Parquet ({problem}). Write it again.") from None
+    # Of a folder that may not be read this says no, and whoever reads it says why.
+    return any(os.path.isfile(path / name) for name in ("state.json", "dataset_dict.json"))
 
 
 def import_arrow(module: str, file: Path) -> Any:
@@ -172,4 +83,6 @@ def import_arrow(module: str, file: Path) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise DataError(f"{file} needs pyarrow, which is not installed. Install it with: pip install pyarrow") from None
+        raise DataError(
+            f"{file} needs pyarrow, which is not installed. Install it: pip install 'weft[parquet]'."
+        ) from None

@@ -15,7 +15,7 @@ from weft.data._tokens import StreamWindows, SyntheticWindows, TokenSamples, Tok
 from weft.families import SampleField
 
 if TYPE_CHECKING:
-    from weft.data._rows import Rows
+    from weft.data._rows import SourceRows
 
 SYNTHETIC_SAMPLES = 65_536
 SYNTHETIC_VALIDATION = 129
@@ -103,7 +103,7 @@ class FieldSpec:
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     """What is looked for in a row → the column that has it."""
 
-    def open(self, rows: Rows | None = None) -> SampleSet:
+    def open(self, rows: SourceRows | None = None) -> SampleSet:
         """Open the set; `rows`: what lies at `file`, where it is open already."""
         from weft.data._named import FileFields, SyntheticFields  # text and sets of images do without
 

@@ -37,7 +37,7 @@ class DataShape:
     image_shape: tuple[int, ...] | None = None
     """Shape of one image or vector; None: as the source has it."""
     num_classes: int = _DEFAULT_CLASSES
-    """Of samples that are made up."""
+    """Classes of samples that are made up."""
     is_num_classes_known: bool = True
     """Whether the model says so; a factory's does not."""
     label_shape: tuple[int, ...] = (1,)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from weft.data import PreparedData
-from weft.data._named import FileFields, SyntheticFields, digest_of
+from weft.data._named import FileFields, SyntheticFields
+from weft.data._open_rows import digest_of
 from weft.data._reader import TrainReader, TrainSpec
 from weft.data._samples import FieldSpec
 from weft.errors import DataError
@@ -132,7 +133,7 @@ def test_parquet_says_the_same(tmp_path: Path) -> None:
 def test_splits_are_apart_and_whole(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", [row(labels=[at]) for at in range(20)])
     specs = {
-        split: FieldSpec(file=str(path), split=split, validation_fraction=0.3, named=NAMED, digest=digest_of(str(path)))
+        split: FieldSpec(file=str(path), split=split, validation_fraction=0.3, named=NAMED, digest=digest_of(path))
         for split in ("train", "validation")
     }
     seen = {
@@ -145,7 +146,7 @@ def test_splits_are_apart_and_whole(tmp_path: Path) -> None:
 
 def test_prepared_data_travel(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", [row() for _ in range(4)])
-    spec = FieldSpec(file=str(path), split="all", validation_fraction=0.0, named=NAMED, digest=digest_of(str(path)))
+    spec = FieldSpec(file=str(path), split="all", validation_fraction=0.0, named=NAMED, digest=digest_of(path))
     train = TrainSpec(sets=(spec,), weights=(1.0,), seed=1, global_batch_size=2)
     prepared = PreparedData(train=train, validation=(), tokenizer=None, description=(), fingerprint="")
     there = PreparedData.from_json(prepared.to_json())

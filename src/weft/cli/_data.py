@@ -24,7 +24,8 @@ def prepare(
     Parameters
     ----------
     sources
-        `stdlib` (the running Python's own source), or text, .jsonl and .parquet files and folders of them.
+        `stdlib` (the running Python's own source), text, .jsonl and .parquet files and folders of them, or what
+        `datasets` saved to disk.
     vocabulary_size
         Tokens of the byte-level BPE to train; with --tokenizer, the most it may have.
     tokenizer
@@ -34,7 +35,7 @@ def prepare(
     cache
         By default ~/.cache/weft.
     text_field
-        Field of .jsonl and .parquet files that holds the text.
+        Field or column that holds the text, where there are fields.
     workers
         Processes that tokenize; by default one per core.
     """

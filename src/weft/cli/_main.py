@@ -21,6 +21,7 @@ from weft.cli import (
     _export,
     _generate,
     _launch,
+    _migrate,
     _plan,
     _probe,
     _train,
@@ -50,6 +51,7 @@ def build_app() -> App:
     app.command(_probe.probe)
     app.command(_generate.generate)
     app.command(_export.export)
+    app.command(_migrate.migrate)
     app.command(_launch.launch)
     data = App(name="data", help="Prepare data for training.", help_format="plaintext")
     data.command(_data.prepare)

@@ -17,7 +17,7 @@ from weft.data._corpus import FORMAT, MANIFEST, CorpusManifest, PreparedCorpus, 
 from weft.data._files import locked, make_folder, remove_strays
 from weft.data._progress import Progress, silent
 from weft.data._shards import ShardTask
-from weft.data._sources import FileSegment, Listing, cut, list_sources
+from weft.data._sources import FileSegment, Listing, SourceFile, cut, list_sources
 from weft.data._tokenizer import digest_tokenizer, load_tokenizer, mask_of, separator_of, span_of, train_tokenizer
 from weft.data._workforce import Workforce
 from weft.errors import DataError
@@ -43,12 +43,12 @@ def prepare(
     Several processes may prepare the same corpus at once: one works, the others wait.
 
     Args:
-        sources: `stdlib`, text, `.jsonl` and `.parquet` files, and folders of them.
+        sources: `stdlib`, text, `.jsonl` and `.parquet` files, folders of them, and what `datasets` saved to disk.
         vocabulary_size: Size of the byte-level BPE to train; with `tokenizer`, the most tokens it may have.
         tokenizer: A `tokenizer.json` to use instead of training one.
         folder: Where to write; by default `<cache>/<fingerprint>`.
         cache: By default `~/.cache/weft`.
-        text_field: Field or column of `.jsonl` and `.parquet` files that holds the text.
+        text_field: Field or column that holds the text, where there are fields.
         workers: Processes that tokenize; by default one per core, at most 16.
         progress: Told about every stage; see `ConsoleProgress`.
 
@@ -89,10 +89,18 @@ def _fingerprint(listing: Listing, text_field: str, tokenizer: str) -> str:
     digest = xxhash.xxh3_128(json.dumps([FORMAT, text_field, tokenizer]).encode())
     for file in listing.files:
         try:
-            digest.update(f"{file.kind} {digest_of_file(file.path)}\n".encode())
+            digest.update(f"{file.kind} {_digest(file)}\n".encode())
         except OSError as error:
             raise DataError(f"{file.path} cannot be read: {error.strerror}. Restore it, or leave it out.") from error
     return digest.hexdigest()
+
+
+def _digest(file: SourceFile) -> str:
+    if file.kind != "arrow":
+        return digest_of_file(file.path)
+    from weft.data._arrow import digest_of_dataset
+
+    return digest_of_dataset(Path(file.path))
 
 
 def _reuse(folder: Path, fingerprint: str) -> PreparedCorpus:

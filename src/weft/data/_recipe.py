@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -17,12 +17,11 @@ from weft.data._prepare import check_vocabulary, prepare, shared_tokenizer
 from weft.data._prepared import PreparedData
 from weft.data._progress import Progress, silent
 from weft.data._reader import TrainSpec
-from weft.data._samples import SYNTHETIC_SAMPLES, SYNTHETIC_VALIDATION, FieldSpec, ImageSpec, SampleSpec, TokenSpec
+from weft.data._samples import SYNTHETIC_SAMPLES, SYNTHETIC_VALIDATION, ImageSpec, SampleSpec, TokenSpec
 from weft.data._shape import DataShape
 from weft.data._tokens import TokenTask
 from weft.document import spell
 from weft.errors import DataError
-from weft.families import SampleField
 from weft.recipe import DataRecipe, Recipe
 
 _IMAGE_SOURCES = ("digits", "synthetic")
@@ -42,41 +41,16 @@ def prepare_data(
     if shape.is_text:
         return _prepare_text(recipe, shape, workers, progress)
     if shape.fields:
-        return _prepare_fields(recipe, shape.fields)
+        return _prepare_fields(recipe, shape)
     return _prepare_images(recipe, shape)
 
 
-def _prepare_fields(recipe: Recipe, named: Mapping[str, SampleField]) -> PreparedData:
+def _prepare_fields(recipe: Recipe, shape: DataShape) -> PreparedData:
     """Samples with named fields, made up or from files."""
-    from weft.data._named import describe_named, digest_of, is_of_fields  # text and sets of images do without
+    from weft.data._field_sources import FieldSources  # text and sets of images do without
 
-    data, others = recipe.data, _validation_names(recipe)
-    names = [source.source for source in data.train]
-    for name in (*names, *others):
-        if name != "synthetic" and not is_of_fields(name):
-            raise DataError(
-                f"The source {name} cannot feed this model, whose samples have {describe_named(named)}. Use synthetic, "
-                "or a file of JSON lines (.jsonl) or Parquet with these fields."
-            )
-
-    def make(name: str, split: Split, fraction: float) -> FieldSpec:
-        size = SYNTHETIC_VALIDATION if split == "validation" else SYNTHETIC_SAMPLES
-        if name == "synthetic":
-            return FieldSpec(file=None, split=split, validation_fraction=0.0, named=named, num_samples=size)
-        file = str(Path(name).expanduser().resolve())
-        return FieldSpec(file=file, split=split, validation_fraction=fraction, named=named, digest=digest_of(file))
-
-    fraction = 0.0 if data.validation else data.validation_fraction
-    train = [make(name, "train" if fraction else "all", fraction) for name in names]
-    held_out = [make(name, "validation", fraction) for name in names] if fraction else []
-    held_out += [make(name, "validation", 1.0) for name in others]
-    if "labels" not in named:  # nothing could say that a sample which only fills up a batch does not count
-        held_out = []
-    lines = [
-        f"{name}: {spec.open().size:,} samples of {describe_named(named)}"
-        for name, spec in zip(names, train, strict=True)
-    ]
-    return _prepared(recipe, train, held_out, None, lines)
+    sources = FieldSources(recipe.data, shape.fields, shape.classes)
+    return _prepared(recipe, sources.train, sources.validation, None, sources.description)
 
 
 def _check_used(recipe: Recipe, shape: DataShape) -> None:
@@ -89,10 +63,20 @@ def _check_used(recipe: Recipe, shape: DataShape) -> None:
         ("mask_fraction", shape.task == "masked_lm", f"is for {reader}, and this one does {shape.task}"),
         ("tokenizer", has_text, "is for text, and no source has any"),
         ("documents", has_text, "is for text, and no source has any"),
+        ("columns", has_text or not shape.is_text, "is for sources with columns, and all are made up"),
     )
     for name, is_used, problem in wanted:
         if not is_used and getattr(data, name) != getattr(unset, name):
             raise DataError(f"data.{name} = {spell(getattr(data, name))} {problem}. Remove it.")
+
+
+def _check_text_columns(data: DataRecipe) -> None:
+    for name in data.columns:
+        if name != "text":
+            raise DataError(
+                f"data.columns names {name}, but a language model reads text alone. Write data.columns ="
+                f' {{ text = "{data.columns[name]}" }}, or remove it.'
+            )
 
 
 def _prepared(
@@ -119,7 +103,7 @@ def _prepared(
 
 def _fingerprint(train: Sequence[SampleSpec], weights: Sequence[float]) -> str:
     """Digest what decides the training samples: contents and settings, not where they lie."""
-    known: list[dict[str, Any]] = [{"kind": type(spec).__name__, **dataclasses.asdict(spec)} for spec in train]
+    known: list[dict[str, Any]] = [{"kind": type(spec).__name__, **asdict(spec)} for spec in train]
     for spec in known:
         spec.pop("folder", None)
         spec.pop("file", None)  # its digest stands beside it
@@ -130,10 +114,12 @@ def _fingerprint(train: Sequence[SampleSpec], weights: Sequence[float]) -> str:
 
 def _prepare_text(recipe: Recipe, shape: DataShape, workers: int | None, progress: Progress) -> PreparedData:
     data = recipe.data
-    names, others = [source.source for source in data.train], _validation_names(recipe)
+    names = [_split_of(source.source, "train") for source in data.train]
+    others = [_split_of(source.source, "validation") for source in data.validation]
     if "digits" in (*names, *others):
         raise DataError("The source digits has images, but the model reads tokens. Use stdlib, a path, or synthetic.")
     assert shape.vocabulary_size is not None
+    _check_text_columns(data)
     corpora = _Corpora(recipe, shape.vocabulary_size, workers, progress)
     opened = {name: corpora.open(name) for name in (*names, *others) if name != "synthetic"}
 
@@ -148,6 +134,16 @@ def _prepare_text(recipe: Recipe, shape: DataShape, workers: int | None, progres
     lines = [f"{name}: {opened[name].description}" if name in opened else f"{name}: random tokens" for name in names]
     first = next(iter(opened.values()), None)
     return _prepared(recipe, train, validation, str(first.tokenizer_path) if first else None, lines)
+
+
+def _split_of(name: str, use: Literal["train", "validation"]) -> str:
+    """A source of text, or the folder of the split that is meant where it is a `DatasetDict`."""
+    path = Path(name).expanduser()
+    if not (path / "dataset_dict.json").is_file():
+        return name
+    from weft.data._arrow import split_folder  # files do without
+
+    return str(split_folder(path, use))
 
 
 def _validation_names(recipe: Recipe) -> list[str]:
@@ -200,19 +196,26 @@ class _Corpora:
         self._workers = workers
         self._progress = progress
         self._digest: tuple[str, str] | None = None
+        self._text_field = recipe.data.columns.get("text", "text")
         self._tokenizer = self._find_tokenizer()
 
     def _find_tokenizer(self) -> Path | None:
         data = self._recipe.data
         if data.tokenizer is not None:
             return Path(data.tokenizer)
-        names = [source.source for source in data.train if source.source != "synthetic"]
+        names = [_split_of(source.source, "train") for source in data.train if source.source != "synthetic"]
         ready = [Path(name).expanduser() for name in names if is_prepared(name)]
         if ready:
             return ready[0] / "tokenizer.json"
         if not names:
             return None
-        return shared_tokenizer(names, vocabulary_size=self._vocabulary_size, cache=data.cache, progress=self._progress)
+        return shared_tokenizer(
+            names,
+            vocabulary_size=self._vocabulary_size,
+            cache=data.cache,
+            text_field=self._text_field,
+            progress=self._progress,
+        )
 
     def open(self, name: str) -> PreparedCorpus:
         """Prepare or open one source.
@@ -229,6 +232,7 @@ class _Corpora:
                 vocabulary_size=self._vocabulary_size,
                 tokenizer=self._tokenizer,
                 cache=self._recipe.data.cache,
+                text_field=self._text_field,
                 workers=self._workers,
                 progress=self._progress,
             )
@@ -243,13 +247,22 @@ class _Corpora:
 
 
 def _prepare_images(recipe: Recipe, shape: DataShape) -> PreparedData:
+    from weft.data._open_rows import has_rows, is_of_folders  # text does without
+
     names = [*(source.source for source in recipe.data.train), *_validation_names(recipe)]
-    for name in names:
-        if name not in _IMAGE_SOURCES:
+    of_rows = [name for name in names if name not in _IMAGE_SOURCES]
+    for name in of_rows:
+        if not (has_rows(name) or is_of_folders(name)):
             raise DataError(
-                f"The source {name} is text, but the model does {shape.task}. Use one of: {', '.join(_IMAGE_SOURCES)}; "
-                f"for data of your own, pass a loader to weft.session."
+                f"The source {name} is text, but the model does {shape.task}. Use one of: {', '.join(_IMAGE_SOURCES)}, "
+                f"a folder of images with a folder per class, or rows of .jsonl or .parquet; for data of another form, "
+                f"pass a loader to weft.session."
             )
+    if of_rows:
+        if len(of_rows) < len(names):
+            other = next(name for name in names if name in _IMAGE_SOURCES)
+            raise DataError(f"{of_rows[0]} and {other} cannot be blended: their classes differ. Name one of the two.")
+        return _prepare_fields(recipe, replace(shape, fields=shape.of_images))
     train: list[ImageSpec] = []
     validation: list[ImageSpec] = []
     for source in recipe.data.train:

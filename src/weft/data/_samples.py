@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from weft.data._fields import SYNTHETIC_KEY, Fields, Split
 from weft.data._tokens import StreamWindows, SyntheticWindows, TokenSamples, TokenTask
 from weft.families import SampleField
+
+if TYPE_CHECKING:
+    from weft.data._rows import SourceRows
 
 SYNTHETIC_SAMPLES = 65_536
 SYNTHETIC_VALIDATION = 129
@@ -87,7 +90,7 @@ class FieldSpec:
     """How to open a set of samples with named fields."""
 
     file: str | None
-    """A file, or a folder of files, of samples; None: they are made up."""
+    """A file or folder that has samples; None: they are made up."""
     split: Split
     validation_fraction: float
     named: Mapping[str, SampleField]
@@ -95,13 +98,26 @@ class FieldSpec:
     """Made up only."""
     digest: str = ""
     """Hash of the files."""
+    classes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Name of a class → its number; empty: nobody names them."""
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What is looked for in a row → the column that has it."""
 
-    def open(self) -> SampleSet:
+    def open(self, rows: SourceRows | None = None) -> SampleSet:
+        """Open the set; `rows`: what lies at `file`, where it is open already."""
         from weft.data._named import FileFields, SyntheticFields  # text and sets of images do without
 
         if self.file is None:
             return SyntheticFields(self.named, self.num_samples, self.split)
-        return FileFields(Path(self.file), self.named, self.split, self.validation_fraction)
+        return FileFields(
+            Path(self.file),
+            self.named,
+            self.split,
+            self.validation_fraction,
+            classes=self.classes,
+            columns=self.columns,
+            rows=rows,
+        )
 
 
 SampleSpec = TokenSpec | ImageSpec | FieldSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +20,7 @@ _DEFAULT_CLASSES = 10
 DataTask = Literal["causal_lm", "masked_lm", "classification", "regression", "fields"]
 _OF_TEXT = {"tokens", "positions", "document_ids"}
 """Fields of a batch that corpora give."""
+_COUNTED = re.compile(r"LABEL_\d+")
 _UNKNOWN_VALUES = 10
 """Integers of which nobody says how large they may be are below this."""
 
@@ -35,10 +37,30 @@ class DataShape:
     image_shape: tuple[int, ...] | None = None
     """Shape of one image or vector; None: as the source has it."""
     num_classes: int = _DEFAULT_CLASSES
+    """Classes of samples that are made up."""
+    is_num_classes_known: bool = True
+    """Whether the model says so; a factory's does not."""
     label_shape: tuple[int, ...] = (1,)
     """Shape of one regression target."""
     fields: Mapping[str, SampleField] = field(default_factory=dict[str, SampleField])
     """A sample, field by field, of a model that takes neither tokens alone nor images alone; empty: of any other."""
+
+    classes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Name of a class → its number, where the model names them."""
+
+    @property
+    def of_images(self) -> Mapping[str, SampleField]:
+        """Fields of a sample of a model that takes images alone.
+
+        Raises:
+            DataError: nobody says how large they are.
+        """
+        if self.image_shape is None:
+            raise DataError("The model does not say how large its images are. Give its Blueprint an `example`.")
+        is_class = self.task == "classification"
+        below = self.num_classes if self.is_num_classes_known else 0
+        label = SampleField((), "int64", below) if is_class else SampleField(self.label_shape, "float32")
+        return {"images": SampleField(self.image_shape, "float32"), "labels": label}
 
     @property
     def is_text(self) -> bool:
@@ -54,7 +76,7 @@ def data_shape(blueprint: Blueprint, recipe: Recipe) -> DataShape:
     example = blueprint.example(1) if blueprint.example is not None else {}
     named = _named_fields(blueprint, example)
     if named:
-        return DataShape(task="fields", fields=named)
+        return DataShape(task="fields", fields=named, classes=_named_classes(blueprint))
     if blueprint.task in ("causal_lm", "masked_lm") or "tokens" in blueprint.inputs.values():
         return _text_shape(blueprint, recipe, example)
     image = tuple(example["images"].shape[1:]) if "images" in example else None
@@ -64,7 +86,15 @@ def data_shape(blueprint: Blueprint, recipe: Recipe) -> DataShape:
         return DataShape(task="regression", image_shape=image, label_shape=label)
     shape = recipe.model.shape
     classes = shape.num_classes if isinstance(shape, MlpShape | ConvNetShape) else _DEFAULT_CLASSES
-    return DataShape(task="classification", image_shape=image, num_classes=classes)
+    return DataShape(task="classification", image_shape=image, num_classes=classes, classes=_named_classes(blueprint))
+
+
+def _named_classes(blueprint: Blueprint) -> Mapping[str, int]:
+    """`label2id` of the model's configuration; empty where it only counts (`LABEL_0`)."""
+    found = (blueprint.export_config or {}).get("label2id")
+    if not isinstance(found, Mapping) or all(_COUNTED.fullmatch(str(name)) for name in found):
+        return {}
+    return {str(name): int(number) for name, number in found.items()}
 
 
 def _named_fields(blueprint: Blueprint, example: Mapping[str, Tensor]) -> Mapping[str, SampleField]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from weft.data._rows import is_dataset
 from weft.errors import DataError, did_you_mean
 
 DOCUMENT_BYTES = 65_536
@@ -25,7 +26,7 @@ training and validation documents and into work for several processes."""
 _NOT_SOURCE = {"__pycache__", "site-packages", "dist-packages"}
 _READ_BYTES = 1 << 20
 
-Kind = Literal["text", "jsonl", "parquet"]
+Kind = Literal["text", "jsonl", "parquet", "arrow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class FileSegment:
-    """Part of a file: bytes [start, stop), or row groups [start, stop) of Parquet."""
+    """Part of a file: bytes [start, stop); row groups of Parquet, or rows of a data set on disk."""
 
     path: str
     kind: Kind
@@ -81,6 +82,11 @@ def list_sources(sources: Sequence[str | Path]) -> Listing:
 
 
 def _list_path(path: Path) -> Listing:
+    if is_dataset(path):
+        from weft.data._arrow import data_bytes, split_folder  # files do without
+
+        folder = split_folder(path, "train")
+        return Listing((SourceFile(str(folder), "arrow", data_bytes(folder)),))
     if path.is_dir():
         return _list_folder(path)
     if path.is_symlink() and not path.exists():
@@ -182,6 +188,9 @@ def cut(files: Sequence[SourceFile], segment_bytes: int) -> list[FileSegment]:
         if file.kind == "parquet":
             segments.extend(_row_groups(file))
             continue
+        if file.kind == "arrow":
+            segments.extend(_runs_of_rows(file, segment_bytes))
+            continue
         for start in range(0, file.num_bytes, segment_bytes):
             stop = min(start + segment_bytes, file.num_bytes)
             segments.append(FileSegment(file.path, file.kind, start, stop, stop - start))
@@ -206,6 +215,17 @@ def _row_groups(file: SourceFile) -> Iterator[FileSegment]:
             yield FileSegment(file.path, "parquet", group, group + 1, num_bytes)
 
 
+def _runs_of_rows(file: SourceFile, segment_bytes: int) -> Iterator[FileSegment]:
+    from weft.data._arrow import ArrowRows
+
+    size = ArrowRows(Path(file.path)).size
+    pieces = max(1, -(-file.num_bytes // segment_bytes))
+    rows = max(1, -(-size // pieces))
+    for start in range(0, size, rows):
+        stop = min(start + rows, size)
+        yield FileSegment(file.path, "arrow", start, stop, file.num_bytes * (stop - start) // size)
+
+
 def read_documents(segment: FileSegment, text_field: str) -> Iterator[str]:
     """Yield the documents whose first byte lies in the segment; empty ones are left out.
 
@@ -216,6 +236,8 @@ def read_documents(segment: FileSegment, text_field: str) -> Iterator[str]:
         yield from _text_documents(segment)
     elif segment.kind == "jsonl":
         yield from _jsonl_documents(segment, text_field)
+    elif segment.kind == "arrow":
+        yield from _arrow_documents(segment, text_field)
     else:
         yield from _parquet_documents(segment, text_field)
 
@@ -330,3 +352,16 @@ def _parquet_documents(segment: FileSegment, text_field: str) -> Iterator[str]:
                     )
                 if text:
                     yield text
+
+
+def _arrow_documents(segment: FileSegment, text_field: str) -> Iterator[str]:
+    from weft.data._arrow import ArrowRows
+
+    rows = ArrowRows(Path(segment.path))
+    texts = rows.texts(text_field, segment.start, segment.stop)
+    if texts is None:
+        raise DataError(
+            f'{segment.path} has no column "{text_field}" of texts; its columns are {", ".join(rows.columns)}.'
+            f'{did_you_mean(text_field, rows.columns)} Name another: data.columns = {{ text = "…" }}.'
+        )
+    yield from (text for text in texts if text)

@@ -120,7 +120,8 @@ class DataSource:
     """One corpus of the blend."""
 
     source: str
-    """`stdlib` (the running Python's own source), `digits`, `synthetic`, or a path: file, folder, prepared shards."""
+    """`stdlib` (the running Python's own source), `digits`, `synthetic`, or a path: a file or folder of text or of
+    rows, prepared shards, images in a folder per class, or what `datasets` saved to disk."""
     weight: float = 1.0
     """Share of the samples, relative to the other sources."""
 
@@ -147,6 +148,9 @@ class DataRecipe:
     """`packed`: documents follow one another in a sample; `isolated`: attention and positions stop at their borders."""
     mask_fraction: float = 0.15
     """Share of tokens that a masked-language model must guess."""
+    columns: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    """What is looked for in a row (a field that the model takes, `image`, `label`, or `text`) → the column that has it,
+    where it is called otherwise."""
     prefetch_workers: int = 1
     """Threads per data rank that read coming batches; 0: none, batches are read when they are needed."""
     cache: str | None = None

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 import weft
 from pool import RankPool
-from weft.errors import PlanError
+from weft.errors import DataError, PlanError, RecipeError
+from weft.parallel.sample_draws import SampleDraws
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 
 BATCH, LENGTH, VOCABULARY = 8, 6, 24
@@ -94,6 +95,15 @@ def loop(plan: Plan, folder: str, what: str) -> list[float]:
                 batch = [batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]]
             elif what == "in place":
                 batch[0].add_(torch.randn(1).to(batch[0]))
+            elif what == "keyed":
+                picked = state.randint(batch, 3, 6, low=1).to(batch[0].dtype)
+                batch = [batch[0] * picked + 0.1 * state.randn(batch, 6) * state.rand(batch, 1), batch[1]]
+            elif what == "keyed on one rank":
+                extra = state.randn(batch, 2) if session.rank == 0 else None
+                batch = [batch[0] + 0.1 * state.randn(batch, 6), batch[1]]
+                del extra
+            elif what == "keyed of others":
+                state.randn(batch[0][:1], 2)
             elif what == "normalised":
                 batch = [batch[0] * 0.5, batch[1]]
             elif what == "elsewhere":  # a loader's iterator draws a seed, a print a sample
@@ -103,7 +113,7 @@ def loop(plan: Plan, folder: str, what: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("what", ["dataset", "normalised", "elsewhere"])
+@pytest.mark.parametrize("what", ["dataset", "normalised", "elsewhere", "keyed"])
 def test_what_a_loop_may_draw(ranks: RankPool, tmp_path, what):
     alone = ranks.run(1, loop, plan_for(1, BATCH), str(tmp_path / "1"), what)[0]
     for losses in ranks.run(2, loop, plan_for(2), str(tmp_path / "2"), what):
@@ -115,3 +125,46 @@ def test_a_batch_that_the_loop_draws_into_is_refused(ranks: RankPool, tmp_path, 
     with pytest.raises(PlanError, match=r"the loop changed 0 and drew from torch's generator"):
         ranks.run(2, loop, plan_for(2), str(tmp_path / "2"), what)
     assert len(ranks.run(1, loop, plan_for(1), str(tmp_path / "1"), what)[0]) == 3
+
+
+def test_ranks_that_draw_otherwise_by_sample_are_named(ranks: RankPool, tmp_path):
+    with pytest.raises(
+        RecipeError, match=r"the number of draws for this step differs between the ranks: 2 on rank 0, 1"
+    ):
+        ranks.run(2, loop, plan_for(2), str(tmp_path / "2"), "keyed on one rank")
+    with pytest.raises(DataError, match="this rank's share of a step is 4 of 8 samples, and the batch has 1"):
+        ranks.run(2, loop, plan_for(2), str(tmp_path / "3"), "keyed of others")
+
+
+def test_numbers_drawn_by_sample_are_as_said() -> None:
+    draws, samples = SampleDraws(seed=4), torch.arange(5000)
+    normal, uniform = draws.randn(0, samples, (3,)), draws.rand(0, samples, (3,))
+    assert 0 <= float(uniform.min()) < float(uniform.max()) < 1
+    whole = draws.randint(0, samples, -2, 3, ())
+    assert whole.shape == (5000,)
+    assert whole.unique().tolist() == [-2, -1, 0, 1, 2]
+    assert (draws.drawn(0), draws.drawn(1)) == (3, 0)
+    again = SampleDraws(seed=4)
+    assert torch.equal(again.randn(0, samples[1000:1007], (3,)), normal[1000:1007])
+    assert not torch.equal(again.randn(0, samples[:7], (3,)), normal[:7])  # the second draw of a step
+    assert not torch.equal(again.randn(1, samples[:7], (3,)), normal[:7])
+
+
+@pytest.mark.parametrize(
+    ("samples", "shape"), [(5000, (3,)), (5000, ()), (200, (100,)), (64, (8, 64)), (1, (100_000,))]
+)
+def test_numbers_drawn_by_sample_have_means_and_correlations_of_chance(samples: int, shape: tuple[int, ...]) -> None:
+    """Of 30 seeds: sums of what has mean 0 and deviation 1, over the root of their number, spread by about 1."""
+    sums: dict[str, list[Tensor]] = {}
+    for seed in range(30):
+        draws, ids = SampleDraws(seed), torch.arange(samples)
+        normal, uniform = draws.randn(0, ids, shape), (draws.rand(0, ids, shape) - 0.5) * 12**0.5
+        for name, values in (("normal", normal), ("square", (normal.square() - 1) / 2**0.5), ("uniform", uniform)):
+            flat = values.flatten()
+            sums.setdefault(name, []).append(flat.sum() / len(flat) ** 0.5)
+            sums.setdefault(f"{name} beside it", []).append((flat[1:] * flat[:-1]).sum() / len(flat) ** 0.5)
+    for name in ("normal", "square", "uniform"):
+        for kind in (name, f"{name} beside it"):
+            found = torch.stack(sums[kind])
+            assert found.abs().max() < 4.5, kind
+            assert 0.5 < found.square().mean() < 2.0, kind

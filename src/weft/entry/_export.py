@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from weft.checkpoint.export import export_checkpoint
 from weft.errors import LaunchError
 from weft.events import RunFolder
-from weft.models import build_model
+from weft.models import Blueprint, build_model
 from weft.recipe import load_recipe
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -50,3 +51,11 @@ def export(
         tokenizer=tokenizer if tokenizer is not None and tokenizer.is_file() else None,
         dtype=_DTYPES[dtype] if dtype is not None else None,
     )
+
+
+def with_config_of(blueprint: Blueprint) -> Blueprint:
+    """The blueprint of a model that has a config (of Hugging Face), with that as the one to export."""
+    config = getattr(blueprint.module, "config", None)
+    if blueprint.export_config is not None or not hasattr(config, "to_dict"):
+        return blueprint
+    return replace(blueprint, export_config=cast(Any, config).to_dict())

@@ -17,8 +17,8 @@ from weft.models import others_draw
 from weft.parallel import Generators
 
 _ELSEWHERE = (
-    "Draw in the dataset's __getitem__, whose generators are seeded by sample, or in the model or the loss, whose draws"
-    " are keyed."
+    "Draw by state.randn(batch, …), state.rand or state.randint, which are keyed by sample, in the dataset's"
+    " __getitem__, whose generators are seeded by sample, or in the model or the loss, whose draws are keyed."
 )
 _DREW = (
     "between state.batches() and state.step() the loop changed {} and drew from {} generator: every rank would draw"

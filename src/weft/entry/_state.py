@@ -21,11 +21,12 @@ from weft.comm import Mesh
 from weft.data import rank_range
 from weft.document import JsonObject
 from weft.engine import StepReporter, begin_training, model_pieces
-from weft.entry._agreement import check_same_facts
+from weft.entry._agreement import check_same_batches, check_same_facts
 from weft.entry._attached import Attached
 from weft.entry._calls import Calls
 from weft.entry._epochs import Epochs
 from weft.entry._evaluation import Evaluation
+from weft.entry._export import with_config_of
 from weft.entry._guards import Guard, LeftGradients, refuse_untrainable, retire
 from weft.entry._loop_draws import Yielded
 from weft.entry._metrics import Metrics
@@ -39,6 +40,7 @@ from weft.errors import CheckpointError, DataError, PlanError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, StepEvent
 from weft.models import Batch, Blueprint
 from weft.parallel import ParallelModel, parallelize
+from weft.parallel.sample_draws import SampleDraws
 from weft.plan import Plan
 from weft.recipe import Recipe
 from weft.record import Recorder
@@ -76,6 +78,7 @@ class TrainState:
         self._loss = LossOfUser(loss)
         self._loss.like = like
         self._yielded: Yielded | None = None
+        self._draws = SampleDraws(recipe.run.seed)
         self._left: LeftGradients | None = None
         blueprint = replace(blueprint, loss=self._loss)
         _take_weights_of_rank_0(blueprint.module, mesh)
@@ -251,6 +254,27 @@ class TrainState:
             collected.take(value)
             return collected.join()
 
+    def randn(self, batch: UserBatch, *shape: int) -> Tensor:
+        """Draw normal numbers for a batch of the coming step, (its samples, *shape): the same under every plan.
+
+        Keyed by sample, as those of the model are; no generator moves.  Ranks draw in the same order.
+
+        Raises:
+            DataError: the batch is no share of a step.
+        """
+        return self._drawn(self._draws.randn(self._steps, self._samples(batch), shape))
+
+    def rand(self, batch: UserBatch, *shape: int) -> Tensor:
+        """`randn`, of numbers in [0, 1)."""
+        return self._drawn(self._draws.rand(self._steps, self._samples(batch), shape))
+
+    def randint(self, batch: UserBatch, high: int, *shape: int, low: int = 0) -> Tensor:
+        """`randn`, of whole numbers (int64) from `low` to `high` − 1."""
+        return self._draws.randint(self._steps, self._samples(batch), low, high, shape).to(self._mesh.device)
+
+    def _drawn(self, numbers: Tensor) -> Tensor:
+        return numbers.to(self._mesh.device, torch.get_default_dtype())
+
     def attach(self, **objects: Any) -> None:
         """Save objects with the run from now on: schedulers, counters, whatever has `state_dict` and `load_state_dict`.
 
@@ -423,6 +447,7 @@ class TrainState:
             "the number of finished steps": str(self._steps),
             "the model": self._name,
             "data: the batch of this step": self._seen.now,
+            "the number of draws for this step": str(self._draws.drawn(self._steps)),
             **settings_of(self.optimizer),
         }
 
@@ -430,18 +455,21 @@ class TrainState:
         check_same_facts(self._settings(), self._mesh.device, self._mesh["world"].group)
 
     def _microbatches(self, batch: UserBatch) -> list[Batch]:
-        fields = fields_of(batch)
-        size, expected = next(iter(fields.values())).shape[0], self._stop - self._start
+        fields, ids = fields_of(batch), self._samples(batch)
+        self._loss.like = type(batch)
+        micro, size = self.plan.microbatch.size, len(ids)
+        whole = {**fields, "sample_ids": ids}
+        return [{name: value[at : at + micro] for name, value in whole.items()} for at in range(0, size, micro)]
+
+    def _samples(self, batch: UserBatch) -> Tensor:
+        """Numbers of this rank's samples of the coming step, which are those of a batch."""
+        size, expected = next(iter(fields_of(batch).values())).shape[0], self._stop - self._start
         if size != expected:
             raise DataError(
                 f"this rank's share of a step is {expected} of {self._batch_size} samples, and the batch has {size}."
                 " Take batches from state.batches(), which cuts the loader's global batches into shares."
             )
-        ids = torch.arange(self._start, self._stop) + self._steps * self._batch_size
-        self._loss.like = type(batch)
-        micro = self.plan.microbatch.size
-        whole = {**fields, "sample_ids": ids}
-        return [{name: value[at : at + micro] for name, value in whole.items()} for at in range(0, size, micro)]
+        return torch.arange(self._start, self._stop) + self._steps * self._batch_size
 
     @property
     def _epoch(self) -> int:
@@ -450,26 +478,10 @@ class TrainState:
         return self._passes if known is None else known
 
     def _check_equal(self, fields: Mapping[str, Tensor]) -> None:
-        """Compare a batch over the ranks by a digest of all its fields."""
         world = self._mesh["world"]
-        if world.group is None:
-            return
-        digests: list[Tensor] = []
-        for field in fields.values():
-            values = field.double().flatten()
-            places = torch.arange(values.numel(), device=values.device)
-            digests += [values.sum(), values.square().sum(), (values * places).sum()]
-        digest = torch.stack(digests)
-        low, high = digest.clone(), digest.clone()
-        with self._calls.call(f"{self._name}.batches()", meets=True):
-            dist.all_reduce(low, dist.ReduceOp.MIN, group=world.group)
-            dist.all_reduce(high, dist.ReduceOp.MAX, group=world.group)
-        if not torch.equal(low, high):
-            raise DataError(
-                "the loader yields other batches on other ranks, so the global batch is not what it says. Seed its"
-                " order equally on all ranks (by a generator= of the sampler's own, since torch's is seeded by rank in"
-                " each step), or use a torch DataLoader over a map-style dataset, which Weft shuffles itself."
-            )
+        if world.group is not None:
+            with self._calls.call(f"{self._name}.batches()", meets=True):
+                check_same_batches(fields, world.group)
 
 
 def _take_weights_of_rank_0(module: nn.Module, mesh: Mesh) -> None:
@@ -482,11 +494,3 @@ def _take_weights_of_rank_0(module: nn.Module, mesh: Mesh) -> None:
             moved = tensor.detach().to(mesh.device).contiguous()
             dist.broadcast(moved, src=0, group=world.group)
             tensor.copy_(moved)
-
-
-def with_config_of(blueprint: Blueprint) -> Blueprint:
-    """The blueprint of a model that has a config (of Hugging Face), with that as the one to export."""
-    config = getattr(blueprint.module, "config", None)
-    if blueprint.export_config is not None or not hasattr(config, "to_dict"):
-        return blueprint
-    return replace(blueprint, export_config=cast(Any, config).to_dict())

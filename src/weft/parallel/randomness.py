@@ -40,6 +40,7 @@ _NAME_BYTES = 64
 # https://nullprogram.com/blog/2018/07/31/).
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _WIDE_1, _WIDE_2 = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+_LOW_33, _LOW_34, _LOW_37 = (1 << 33) - 1, (1 << 34) - 1, (1 << 37) - 1
 _NARROW_1, _NARROW_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 
 
@@ -195,10 +196,12 @@ def sample_words(key: str, seed: int, step: int, sample_ids: Tensor) -> Tensor:
 
 
 def mix(words: Tensor) -> Tensor:
-    """Scramble int64 words.  Adding a shifted copy, where the source xors an unsigned one, needs no masking."""
-    words = (words + (words >> 30)) * _WIDE_1
-    words = (words + (words >> 27)) * _WIDE_2
-    return words + (words >> 31)
+    """Scramble int64 words: the finaliser of splitmix64, a bijection."""
+    # Shifts of signed words bring their sign along, which is masked away.  Without the masks, and with sums in place of
+    # the exclusive or, it is nearly linear: 100,000 normal numbers of one row had means of 0.07 (2026-11-25).
+    words = (words ^ (words >> 30 & _LOW_34)) * _WIDE_1
+    words = (words ^ (words >> 27 & _LOW_37)) * _WIDE_2
+    return words ^ (words >> 31 & _LOW_33)
 
 
 def hashed_mask(rows: Tensor, columns: Tensor, threshold: int) -> Tensor:

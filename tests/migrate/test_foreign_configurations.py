@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from weft.cli import main
 from weft.errors import RecipeError
-from weft.migrate import ForeignKey, Migration, keys_of, read_config
-from weft.migrate._migration import completed
+from weft.migrate import ForeignKey, Migration, completed, keys_of, read_config
 from weft.plan import parse_plan
 from weft.recipe import parse_recipe
 

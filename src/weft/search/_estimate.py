@@ -188,7 +188,7 @@ class Estimates:
         self._least_dense = weights.dense / p + np.where(p == 1, weights.stem + weights.tail, 0.0)
         self._experts = weights.experts / p
         self._trained = self._layout.trained_share
-        """Of the elements: only these have gradients and are stepped."""
+        """Share of the elements that have gradients and are stepped."""
         self._uneven = -(-blocks // p) * p / blocks
         """Blocks of the largest stage over those of the mean."""
         self._device = pricer.device(costs.bases[0])

@@ -291,3 +291,32 @@ def test_captions_say_the_next_token(tmp_path: Path) -> None:
     assert values["input_ids"].tolist() == [[*ids, 0, 0, 0]]
     assert values["labels"].tolist() == [[*ids[1:], -100, -100, -100, -100]]
     assert values["attention_mask"].tolist() == [[1] * 5 + [0] * 3]
+
+
+def test_sounds_in_a_folder_per_class(tmp_path: Path) -> None:
+    save_listener(tmp_path / "model", num_labels=2)
+    for number, name in enumerate(("yes", "no", "yes")):
+        (tmp_path / "sounds" / name).mkdir(parents=True, exist_ok=True)
+        write_wave(tmp_path / "sounds" / name / f"{number}.wav", np.full(500, number / 10))
+    data = prepared(tmp_path / "sounds", tmp_path / "model", 600)
+    assert "3 samples" in data.description[0]
+    assert "2 classes: no = 0, yes = 1" in data.description[0]
+    assert values_of(data, 3)["labels"].tolist() == [0, 1, 1]
+    picture(0).save(tmp_path / "sounds" / "no" / "0.png")
+    with pytest.raises(DataError, match=r"no/0.png has no field input_values or audio"):
+        prepared(tmp_path / "sounds", tmp_path / "model", 600)
+
+
+def test_an_extractor_that_draws_is_refused(tmp_path: Path) -> None:
+    save_listener(tmp_path / "model", num_labels=2)
+    file = tmp_path / "model" / "preprocessor_config.json"
+    file.write_text(file.read_text().replace('"do_normalize"', '"dither": 0.1,\n  "do_normalize"'))
+    with pytest.raises(DataError, match="adds random numbers to sounds"):
+        prepared(tmp_path / "sounds", tmp_path / "model", 600)
+
+
+def test_a_source_that_is_not_there(tmp_path: Path) -> None:
+    save_vision(tmp_path / "model", num_labels=2)
+    write_images(tmp_path / "images", {"cat": 1})
+    with pytest.raises(DataError, match="image does not exist .*Did you mean images?"):
+        prepared(tmp_path / "image", tmp_path / "model")

@@ -14,6 +14,7 @@ from weft.data._open_rows import digest_of, has_rows, is_of_folders, open_rows
 from weft.data._processors import FolderProcessors, digest_of_processors
 from weft.data._rows import SourceRows
 from weft.data._samples import SYNTHETIC_SAMPLES, SYNTHETIC_VALIDATION, FieldSpec
+from weft.data._sources import check_source
 from weft.errors import DataError, did_you_mean
 from weft.families import SampleField
 from weft.recipe import DataRecipe
@@ -69,9 +70,11 @@ class FieldSources:
 
     def _path(self, name: str, use: Literal["train", "validation"]) -> Path:
         path = Path(name).expanduser().resolve()
-        may_be_images = any(other_names(one, field) == ["image"] for one, field in self._named.items())
-        if not has_rows(name) and not (may_be_images and is_of_folders(name)):
-            folder = ", a folder of images with a folder per class" if may_be_images else ""
+        check_source(name)
+        kinds = {"image": "images", "audio": "sounds"}
+        by_class = [words for kind, words in kinds.items() if kind in self._columns_of_files()]
+        if not has_rows(name) and not (by_class and is_of_folders(name)):
+            folder = f", a folder of {by_class[0]} with a folder per class" if by_class else ""
             raise DataError(
                 f"The source {name} cannot feed this model, whose samples have {describe_named(self._named)}. Use"
                 f" synthetic, a file of JSON lines (.jsonl) or Parquet with these fields{folder}, or a data set that"
@@ -82,6 +85,9 @@ class FieldSources:
 
             return split_folder(path, use)
         return path
+
+    def _columns_of_files(self) -> set[str]:
+        return {one for name, field in self._named.items() for one in other_names(name, field)} - {"label"}
 
     def _make(self, use: str, name: str, split: Split, fraction: float) -> FieldSpec:
         if name == "synthetic":

@@ -15,7 +15,7 @@ from weft.data._fields import IGNORED, Fields, Split
 from weft.data._keyed import normal, uniform
 from weft.data._media import load
 from weft.data._open_rows import open_rows
-from weft.data._processors import FolderProcessors
+from weft.data._processors import SOUNDS, FolderProcessors
 from weft.data._rows import Row, SourceRows
 from weft.errors import DataError, did_you_mean
 from weft.families import SampleField
@@ -231,6 +231,8 @@ def other_names(name: str, field: SampleField) -> list[str]:
     """Other names of the column that has a field."""
     if len(field.shape) == 3 and field.dtype == "float32":
         return ["image"]
+    if name in SOUNDS:
+        return ["audio"]
     is_label = name == "labels" and (not field.shape or field.dtype == "float32")
     return ["label"] if is_label else []
 

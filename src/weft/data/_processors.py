@@ -23,7 +23,7 @@ from weft.families import SampleField
 from weft.recipe.hf_folder import read_hf_processors
 
 _MASKS = ("attention_mask", "token_type_ids")
-_SOUNDS = ("input_values", "input_features")
+SOUNDS = ("input_values", "input_features")
 _LOCK = threading.Lock()
 """A tokenizer keeps what it was last asked to cut and to fill up, so that threads must take turns."""
 
@@ -54,7 +54,7 @@ class FolderProcessors:
         for name, field in named.items():
             if settings.image is not None and len(field.shape) == 3 and field.dtype == "float32":
                 self._take(name, ["image"], self._image, "AutoImageProcessor", backend="pil")
-            elif settings.sound is not None and name in _SOUNDS:
+            elif settings.sound is not None and name in SOUNDS:
                 self._take(name, ["audio"], self._sound, "AutoFeatureExtractor")
 
     @property
@@ -112,6 +112,11 @@ class FolderProcessors:
 
     def _take(self, name: str, names: list[str], make: Callable[..., Fields], kind: str, **settings: Any) -> None:
         loaded = self._load(kind, **settings)
+        if getattr(loaded, "dither", 0):
+            raise DataError(
+                f"The {type(loaded).__name__} of {self._folder} adds random numbers to sounds (dither = {loaded.dither:g}),"
+                " so that no run could be repeated. Set dither = 0.0 in preprocessor_config.json."
+            )
         self._makers[name] = lambda row, value: make(row, value, name, loaded)
         self._names[name] = names
         self._words.append(f"{name} by {type(loaded).__name__}")
@@ -119,7 +124,7 @@ class FolderProcessors:
     def _take_texts(self) -> None:
         """Texts become tokens; texts that are answers become labels."""
         named = self._named
-        has_sound = any(name in _SOUNDS for name in named)
+        has_sound = any(name in SOUNDS for name in named)
         is_read = "input_ids" in named
         labels = named.get("labels")
         follows = any(field.follows is not None and field.follows[0] == "labels" for field in named.values())

@@ -19,6 +19,7 @@ from weft.data._progress import Progress, silent
 from weft.data._reader import TrainSpec
 from weft.data._samples import SYNTHETIC_SAMPLES, SYNTHETIC_VALIDATION, ImageSpec, SampleSpec, TokenSpec
 from weft.data._shape import DataShape
+from weft.data._sources import check_source
 from weft.data._tokens import TokenTask
 from weft.document import spell
 from weft.errors import DataError
@@ -279,6 +280,7 @@ def _prepare_images(recipe: Recipe, shape: DataShape) -> PreparedData:
     names = [*(source.source for source in recipe.data.train), *_validation_names(recipe)]
     of_rows = [name for name in names if name not in _IMAGE_SOURCES]
     for name in of_rows:
+        check_source(name)
         if not (has_rows(name) or is_of_folders(name)):
             raise DataError(
                 f"The source {name} is text, but the model does {shape.task}. Use one of: {', '.join(_IMAGE_SOURCES)}, "

@@ -114,8 +114,8 @@ class FolderProcessors:
         loaded = self._load(kind, **settings)
         if getattr(loaded, "dither", 0):
             raise DataError(
-                f"The {type(loaded).__name__} of {self._folder} adds random numbers to sounds (dither = {loaded.dither:g}),"
-                " so that no run could be repeated. Set dither = 0.0 in preprocessor_config.json."
+                f"The {type(loaded).__name__} of {self._folder} adds random numbers to sounds (dither ="
+                f" {loaded.dither:g}), so that no run could be repeated. Set dither = 0.0 in preprocessor_config.json."
             )
         self._makers[name] = lambda row, value: make(row, value, name, loaded)
         self._names[name] = names

@@ -36,7 +36,7 @@ class ImageFolder:
             found = [file for file in _walk(folder / name, name) if not self._is_hidden(file)]
             if not found:
                 raise DataError(
-                    f"{folder / name}, a folder of a class, has no images and no sounds. Fill or remove it."
+                    f"{folder / name}, a folder of a class, has no images or sounds. Fill or remove it."
                 )
             self._files.extend(found)
             starts.append(len(self._files))

@@ -11,7 +11,6 @@ import pytest
 from saved_datasets import IMAGE, classes, packed, picture, recipe_of, save_dataset, save_splits, value
 
 from weft.data import DataShape
-from weft.data._arrow import ArrowRows, digest_of_dataset
 from weft.data.preparation import prepare, prepare_data
 from weft.errors import DataError
 from weft.families import SampleField
@@ -19,6 +18,7 @@ from weft.recipe import DataSource
 
 NAMED = {"pixel_values": SampleField((3, 8, 8), "float32"), "labels": SampleField((), "int64", 2)}
 SHAPE = DataShape(task="fields", fields=NAMED)
+SENTENCE = "this is the text number {}, and no other\n"
 TEXT = DataShape(task="causal_lm", sequence_length=8, vocabulary_size=300)
 
 
@@ -32,7 +32,7 @@ def images(folder: Path, count: int = 5, **settings: Any) -> Path:
 
 def texts(folder: Path, count: int = 9, **settings: Any) -> Path:
     columns = {
-        "content": [f"this is the text number {at}, and no other\n" for at in range(count)],
+        "content": [SENTENCE.format(at) for at in range(count)],
         "label": [("good", "bad")[at % 2] for at in range(count)],
     }
     return save_dataset(folder, columns, {"content": value("string"), "label": value("string")}, **settings)
@@ -62,16 +62,18 @@ def test_a_column_of_another_name(tmp_path: Path) -> None:
 
 
 def test_rows_in_the_order_of_a_selection(tmp_path: Path) -> None:
-    chosen = [4, 0, 3]
-    rows = ArrowRows(texts(tmp_path / "set", cuts=(3,), indices=chosen))
-    assert rows.size == 3
-    assert [rows.row(at).values["content"][24] for at in range(3)] == ["4", "0", "3"]
-    assert rows.classes_of("label") == ["bad", "good"]
-    assert rows.texts("label", 1, 3) == ["good", "bad"]
-    other = texts(tmp_path / "other", cuts=(3,), indices=chosen[::-1])
-    assert digest_of_dataset(other) != digest_of_dataset(tmp_path / "set")
+    """As releases before 2.0 saved it: the whole, and which of its rows are meant."""
+    shape = DataShape(task="fields", fields={"labels": SampleField((), "int64", 9)})
+    columns = {"labels": "content"}
+    ours = texts(tmp_path / "set", cuts=(3,), indices=[4, 0, 3])
+    prepared = prepare_data(recipe_of(ours, columns=columns), shape)
+    assert "3 samples" in prepared.description[0]
+    assert "3 classes: " in prepared.description[0]
+    assert prepared.train.sets[0].open().read(np.arange(3), np.arange(3))["labels"].tolist() == [2, 0, 1]
+    other = texts(tmp_path / "other", cuts=(3,), indices=[3, 0, 4])
+    assert prepare_data(recipe_of(other, columns=columns), shape).fingerprint != prepared.fingerprint
     with pytest.raises(DataError, match="points at row 9, and there are 9"):
-        ArrowRows(texts(tmp_path / "far", indices=[9]))
+        prepare_data(recipe_of(texts(tmp_path / "far", indices=[9]), columns=columns), shape)
 
 
 def test_splits(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_corpora_are_the_texts_alone(tmp_path: Path) -> None:
     """The same tokens as those of the same texts in a file of JSON lines; not its JSON files, not its other columns."""
     folder = save_splits(tmp_path / "sets", ["train"])
     texts(folder / "train", 40, cuts=(7,))
-    lines = [json.dumps({"content": text}) for text in ArrowRows(folder / "train").texts("content") or ()]
+    lines = [json.dumps({"content": SENTENCE.format(at)}) for at in range(40)]
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
     cache = str(tmp_path / "cache")
     columns = {"text": "content"}
@@ -118,7 +120,7 @@ def test_a_file_that_is_cut_is_named(tmp_path: Path, seed: int) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: int(np.random.default_rng(seed).integers(0, len(content) - 1))])
     with pytest.raises(DataError, match="data-00001-of-00002.arrow is cut short"):
-        ArrowRows(folder)
+        prepare_data(recipe_of(folder), SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_a_folder_that_is_not_as_saved(tmp_path: Path, file: str, content: str, 
     folder = texts(tmp_path / "set")
     (folder / file).write_text(content)
     with pytest.raises(DataError, match=message):
-        ArrowRows(folder)
+        prepare_data(recipe_of(folder), SHAPE)
 
 
 def test_texts_as_classes(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_folder_within_a_class_and_hidden_files(tmp_path: Path) -> None:
     ("file", "message"),
     [
         ("list.csv", "list.csv stands beside the folders of classes"),
-        ("a/notes.txt", "a/notes.txt is no image, by its name"),
+        ("a/notes.txt", "a/notes.txt is no image and no sound, by its name"),
     ],
 )
 def test_what_is_no_image_is_not_left_out(tmp_path: Path, file: str, message: str) -> None:
@@ -141,7 +141,7 @@ def test_empty_folders(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is empty: there is no folder of images"):
         prepare_data(recipe_of(tmp_path / "none"), SHAPE)
     (tmp_path / "none" / "cat").mkdir()
-    with pytest.raises(DataError, match="none/cat has no images"):
+    with pytest.raises(DataError, match="none/cat, a folder of a class, has no images"):
         prepare_data(recipe_of(tmp_path / "none"), SHAPE)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from weft.checkpoint._folder import find_checkpoint
 from weft.checkpoint._read import StoredCheckpoint
 from weft.errors import CheckpointError
 from weft.models import Blueprint
+from weft.recipe.hf_folder import TOKENIZER_CONFIG
 
 
 def read_tensors(path: Path, prefix: str = "model/") -> Iterator[tuple[str, Tensor]]:
@@ -86,6 +87,7 @@ def export_checkpoint(
     *,
     use_average: bool | None = False,
     tokenizer: Path | None = None,
+    processors: Sequence[Path] = (),
     dtype: torch.dtype | None = None,
     file_bytes: int = 4 << 30,
 ) -> Path:
@@ -99,6 +101,7 @@ def export_checkpoint(
         folder: must not exist, or be empty; it appears complete or not at all.
         use_average: export the moving average of the weights; None: where there is one.
         tokenizer: a `tokenizer.json`.
+        processors: other files that prepare the model's inputs, copied as they are.
         dtype: of floating-point weights; by default the one they were trained in.
         file_bytes: above it, weights are written to several files with an index.
 
@@ -117,7 +120,7 @@ def export_checkpoint(
             mapped = weights if blueprint is None or blueprint.export is None else blueprint.export(weights)
             file = "model.safetensors" if blueprint is None else blueprint.export_files[1]
             _write_weights(partial, file, mapped, dtype, file_bytes)
-            _write_companions(partial, blueprint, tokenizer, dtype)
+            _write_companions(partial, blueprint, tokenizer, processors, dtype)
             sync_folder(partial)
             if folder.exists():
                 folder.rmdir()
@@ -173,15 +176,22 @@ def _shard_name(file: str, number: int, count: int) -> str:
 
 
 def _write_companions(
-    folder: Path, blueprint: Blueprint | None, tokenizer: Path | None, dtype: torch.dtype | None
+    folder: Path,
+    blueprint: Blueprint | None,
+    tokenizer: Path | None,
+    processors: Sequence[Path],
+    dtype: torch.dtype | None,
 ) -> None:
     if blueprint is not None and blueprint.export_config is not None:
         config = dict(blueprint.export_config)
         if dtype is not None and "architectures" in config:
             config["dtype"] = str(dtype).removeprefix("torch.")
         write_text(folder / blueprint.export_files[0], json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for file in processors:
+        shutil.copyfile(file, folder / file.name)
     if tokenizer is not None:
         write_text(folder / "tokenizer.json", tokenizer.read_text(encoding="utf-8"))
-        # Without it `AutoTokenizer` goes by the model's type and expects that family's own files.
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+        if not (folder / TOKENIZER_CONFIG).exists():
+            # Without it `AutoTokenizer` goes by the model's type and expects that family's own files.
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            write_text(folder / TOKENIZER_CONFIG, json.dumps(settings, indent=2) + "\n")

@@ -60,6 +60,7 @@ def _page(recipe: Recipe, *, json: bool) -> str:
     from weft.models import build_model
 
     blueprint = build_blueprint(recipe)
+    samples = _sample_lines(blueprint, recipe)
     dtype = torch.bfloat16 if "bf16" in recipe.permit.precision else torch.float32
     try:
         description = examine(blueprint, dtype=dtype)
@@ -68,12 +69,24 @@ def _page(recipe: Recipe, *, json: bool) -> str:
     except RecipeError as problem:
         if json:
             raise
-        return "\n".join([_tensor_line(blueprint), *stage_lines(blueprint), f"Operators: not understood: {problem}"])
+        return "\n".join(
+            [*samples, _tensor_line(blueprint), *stage_lines(blueprint), f"Operators: not understood: {problem}"]
+        )
     if json:
         return to_text.dumps(_as_json(description, proposal, dtype.itemsize), indent=2)
     notes = (f"# {note}" for note in blueprint.notes)
-    lines = [*_lines(description, dtype.itemsize), "", _tensor_line(blueprint), *notes, ""]
+    lines = [*_lines(description, dtype.itemsize), "", *samples, _tensor_line(blueprint), *notes, ""]
     return "\n".join([*lines, *_split_lines(proposal, covered=plain.splits), *stage_lines(blueprint)])
+
+
+def _sample_lines(blueprint: Blueprint, recipe: Recipe) -> list[str]:
+    """What a sample has, of models that are described field by field."""
+    if not blueprint.samples:
+        return []
+    from weft.data import data_shape
+    from weft.data.preparation import describe_samples
+
+    return describe_samples(data_shape(blueprint, recipe))
 
 
 def _tensor_line(blueprint: Blueprint) -> str:

@@ -9,15 +9,19 @@ from typing import Literal
 import numpy as np
 
 from weft.data._fields import Split
-from weft.data._named import describe_named, other_names
+from weft.data._named import FileFields, describe_named, other_names
 from weft.data._open_rows import digest_of, has_rows, is_of_folders, open_rows
+from weft.data._processors import FolderProcessors, digest_of_processors
 from weft.data._rows import SourceRows
 from weft.data._samples import SYNTHETIC_SAMPLES, SYNTHETIC_VALIDATION, FieldSpec
+from weft.data._sources import check_source
 from weft.errors import DataError, did_you_mean
 from weft.families import SampleField
 from weft.recipe import DataRecipe
 
 _SHOWN = 6
+_TRIED = 1000
+"""Samples that are looked at to say how many texts are cut."""
 
 
 class FieldSources:
@@ -27,8 +31,15 @@ class FieldSources:
         DataError: a source cannot feed the model, or has classes that the model does not have.
     """
 
-    def __init__(self, data: DataRecipe, named: Mapping[str, SampleField], classes: Mapping[str, int]) -> None:
-        self._data, self._named = data, named
+    def __init__(
+        self,
+        data: DataRecipe,
+        named: Mapping[str, SampleField],
+        classes: Mapping[str, int],
+        processors: str | None = None,
+    ) -> None:
+        self._data, self._named, self._folder = data, named, processors
+        self._processors = None if processors is None else FolderProcessors(Path(processors), named, data.columns)
         self._check_columns()
         self._digests: dict[Path, str] = {}
         names, others = [source.source for source in data.train], [source.source for source in data.validation]
@@ -48,6 +59,8 @@ class FieldSources:
 
     def _check_columns(self) -> None:
         known = [one for name, field in self._named.items() for one in (name, *other_names(name, field))]
+        known += [] if self._processors is None else self._processors.columns
+        known = list(dict.fromkeys(known))
         for name in self._data.columns:
             if name not in known:
                 raise DataError(
@@ -57,9 +70,11 @@ class FieldSources:
 
     def _path(self, name: str, use: Literal["train", "validation"]) -> Path:
         path = Path(name).expanduser().resolve()
-        may_be_images = any(other_names(one, field) == ["image"] for one, field in self._named.items())
-        if not has_rows(name) and not (may_be_images and is_of_folders(name)):
-            folder = ", a folder of images with a folder per class" if may_be_images else ""
+        check_source(name)
+        kinds = {"image": "images", "audio": "sounds"}
+        by_class = [words for kind, words in kinds.items() if kind in self._columns_of_files()]
+        if not has_rows(name) and not (by_class and is_of_folders(name)):
+            folder = f", a folder of {by_class[0]} with a folder per class" if by_class else ""
             raise DataError(
                 f"The source {name} cannot feed this model, whose samples have {describe_named(self._named)}. Use"
                 f" synthetic, a file of JSON lines (.jsonl) or Parquet with these fields{folder}, or a data set that"
@@ -70,6 +85,9 @@ class FieldSources:
 
             return split_folder(path, use)
         return path
+
+    def _columns_of_files(self) -> set[str]:
+        return {one for name, field in self._named.items() for one in other_names(name, field)} - {"label"}
 
     def _make(self, use: str, name: str, split: Split, fraction: float) -> FieldSpec:
         if name == "synthetic":
@@ -86,6 +104,8 @@ class FieldSources:
             digest=self._digests[path],
             classes=self._classes,
             columns=self._data.columns,
+            processors=self._folder,
+            processors_digest="" if self._folder is None else digest_of_processors(Path(self._folder)),
         )
 
     # ── classes ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,6 +122,8 @@ class FieldSources:
                     )
         if label is None or not self._names:
             return {}
+        if label.shape:  # tags, of which the model says what they are called
+            return of_model
         if of_model:
             for (_, name), names in self._names.items():
                 self._check_known(name, names, of_model, "the model's label2id")
@@ -150,13 +172,26 @@ class FieldSources:
             return f"{name}: {spec.num_samples:,} samples of {words}"
         rows, path = self._rows["train", name], self._paths["train", name]
         samples = spec.open(rows)
+        assert isinstance(samples, FileFields)
         samples.read(np.zeros(1, np.int64), np.zeros(1, np.int64))
         names = sorted(self._names["train", name], key=lambda one: self._classes.get(one, 0))
         classes = ", ".join(f"{one} = {self._classes[one]}" for one in names[:_SHOWN] if one in self._classes)
         more = ", …" if len(names) > _SHOWN else ""
         found = [f"{len(names)} classes: {classes}{more}"] if classes else []
         line = f"{name}: {samples.size:,} samples of {words}"
-        return "; ".join([line, *found, *rows.notes, *self._other_splits(name, path)])
+        return "; ".join([line, *found, *self._makers(samples), *rows.notes, *self._other_splits(name, path)])
+
+    def _makers(self, samples: FileFields) -> list[str]:
+        """What makes which field, and what is lost by it."""
+        made = {} if self._processors is None else self._processors.names
+        lines = [] if self._processors is None else list(self._processors.words)
+        for name, field in self._named.items():
+            if other_names(name, field) == ["image"] and name not in made:
+                lines.append(f"{name} resized, with values from 0 to 1")
+        cut, tried = samples.num_cut(_TRIED)
+        if cut:
+            lines.append(f"longer texts are cut at their end ({cut:,} of the first {tried:,})")
+        return lines
 
     def _other_splits(self, name: str, path: Path) -> list[str]:
         """That a `DatasetDict` has more than what is read of it."""

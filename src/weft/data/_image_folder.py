@@ -1,4 +1,4 @@
-"""Folders of images with a folder per class: `cats/1.png`, `dogs/2.jpg`."""
+"""Folders of images or of sounds with a folder per class: `cats/1.png`, `dogs/2.jpg`; `yes/1.wav`, `no/2.wav`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from weft.data._rows import Row
 from weft.errors import DataError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
+SOUND_SUFFIX = ".wav"
 _END_BYTES = 4096
 
 
 class ImageFolder:
-    """Images by class; a class is a folder, and so may be a part of it.  Files are listed, none is opened.
+    """Images or sounds by class; a class is a folder, and so may be a part of it.  Files are listed, none is opened.
 
-    Rows have `image`, a path, and `label`, the name of the class.  Classes and files come in the order of their names,
-    whatever the file system says.  Hidden files are left out, and counted; any other file that is no image is an error.
+    Rows have `image` or `audio`, a path, and `label`, the name of the class.  Classes and files come in the order of
+    their names, whatever the file system says.  Hidden files are left out, and counted; any other file is an error.
 
     Raises:
         DataError: there are no folders with images, or there is something else; names it.
@@ -34,7 +35,7 @@ class ImageFolder:
         for name in self._names:
             found = [file for file in _walk(folder / name, name) if not self._is_hidden(file)]
             if not found:
-                raise DataError(f"{folder / name} has no images, but is a folder of a class. Fill or remove it.")
+                raise DataError(f"{folder / name}, a folder of a class, has no images or sounds. Fill or remove it.")
             self._files.extend(found)
             starts.append(len(self._files))
         self._starts = np.array(starts)
@@ -57,7 +58,9 @@ class ImageFolder:
 
     def row(self, at: int) -> Row:
         name = self._names[int(np.searchsorted(self._starts, at, side="right")) - 1]
-        return Row({"image": self._files[at], "label": name}, self._folder, str(self._folder / self._files[at]))
+        file = self._files[at]
+        kind = "audio" if file.lower().endswith(SOUND_SUFFIX) else "image"
+        return Row({kind: file, "label": name}, self._folder, str(self._folder / file))
 
     def _is_hidden(self, file: str) -> bool:
         hidden = os.path.basename(file).startswith(".")
@@ -128,9 +131,10 @@ def _walk(folder: Path, name: str) -> Iterator[str]:
             yield from _walk(Path(entry.path), inner)
         elif entry.is_dir():
             raise DataError(f"{entry.path} links to a folder. Within a class, put the folder itself there.")
-        elif entry.name.lower().endswith(IMAGE_SUFFIXES):
+        elif entry.name.lower().endswith((*IMAGE_SUFFIXES, SOUND_SUFFIX)):
             yield inner
         else:
             raise DataError(
-                f"{entry.path} is no image, by its name; {', '.join(IMAGE_SUFFIXES)} are. Convert, move or remove it."
+                f"{entry.path} is no image and no sound, by its name; {', '.join((*IMAGE_SUFFIXES, SOUND_SUFFIX))} are."
+                " Convert, move or remove it."
             )

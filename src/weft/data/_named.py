@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data._classes import class_number
 from weft.data._fields import IGNORED, Fields, Split
 from weft.data._keyed import normal, uniform
 from weft.data._media import load
 from weft.data._open_rows import open_rows
+from weft.data._processors import SOUNDS, FolderProcessors
 from weft.data._rows import Row, SourceRows
 from weft.errors import DataError, did_you_mean
 from weft.families import SampleField
@@ -81,6 +83,9 @@ class SyntheticFields:
         if count:
             values[values == token] = (token + 1) % max(2, field.below)
             values[:, :count] = token
+        if field.is_mask:  # one place at least has something
+            lengths = 1 + (uniform(self._key, number, index) * field.shape[-1]).astype(np.int64)
+            values = (elements[None, :] < lengths).astype(np.int64)
         return values
 
 
@@ -89,12 +94,13 @@ class FileFields:
 
     A field of numbers may also name a file beside the data, or be its bytes: `.npy`, a wave (`.wav`, 16 bits), or an
     image, which Pillow reads.  An image may be called `image`, a label `label`, which may be the name of a class.  A
-    row of labels may be shorter than the model takes: the rest counts for nothing (−100).  Inputs may not: the model
-    gets no mask, and would attend to what fills them up.
+    row of labels may be shorter than the model takes: the rest counts for nothing (−100).  Inputs may not, where the
+    model gets no mask: it would attend to what fills them up.
 
     Args:
         classes: Name of a class → its number.
         columns: What is looked for in a row → the column that has it.
+        processors: What makes fields of texts, images and sounds; None: what stands in a row is taken as it is.
         rows: What lies at `path`, where it is open already.
     """
 
@@ -107,10 +113,11 @@ class FileFields:
         *,
         classes: Mapping[str, int] | None = None,
         columns: Mapping[str, str] | None = None,
+        processors: FolderProcessors | None = None,
         rows: SourceRows | None = None,
     ) -> None:
         self._named = named
-        self._classes, self._columns = classes or {}, columns or {}
+        self._classes, self._columns, self._processors = classes or {}, columns or {}, processors
         self._rows = open_rows(path) if rows is None else rows
         self._chosen = np.arange(self._rows.size)
         if split != "all" and validation_fraction < 1.0:
@@ -133,24 +140,55 @@ class FileFields:
         """
         rows = [self._rows.row(at) for at in self._chosen[index].tolist()]
         values: Fields = {}
+        made = [self._made(row) for row in rows]
         derived = [name for name, field in self._named.items() if field.follows and name not in rows[0].values]
         for name, field in self._named.items():
             if name not in derived:
-                values[name] = np.stack([self._field(row, name, field) for row in rows])
+                both = zip(rows, made, strict=True)
+                values[name] = np.stack([self._field(row, name, field, fields.get(name)) for row, fields in both])
         _follow(self._named, values, derived)
         if "weights" in self.fields and "weights" not in values:
             values["weights"] = np.ones(len(index), np.float32)
         return values
 
-    def _field(self, row: Row, name: str, field: SampleField) -> NDArray[Any]:
+    def num_cut(self, most: int) -> tuple[int, int]:
+        """Of the first samples, at most so many: how many have a text longer than the model takes, and how many there
+        are."""
+        chosen = self._chosen[:most].tolist()
+        return sum(self._is_cut(self._rows.row(at)) for at in chosen), len(chosen)
+
+    def _is_cut(self, row: Row) -> bool:
+        found = ((name, self._found(row, name, field)) for name, field in self._named.items())
+        processors = self._processors
+        return processors is not None and any(
+            column is not None and processors.is_cut(name, row.values[column]) for name, column in found
+        )
+
+    def _made(self, row: Row) -> Fields:
+        """What the model's processors make of a row."""
+        made: Fields = {}
+        if self._processors is None:
+            return made
+        for name, field in self._named.items():
+            column = self._found(row, name, field)
+            if column is None or name in made or not self._processors.makes(name, row.values[column]):
+                continue
+            try:
+                made.update(self._processors.make(row, name, row.values[column]))
+            except (TypeError, ValueError, OSError, OverflowError) as problem:
+                raise _unreadable(row, column, problem, name, field) from None
+        return made
+
+    def _field(self, row: Row, name: str, field: SampleField, made: NDArray[Any] | None) -> NDArray[Any]:
         """A field as the model takes it."""
-        column = self._column(row, name, field)
-        value = row.values[column]
+        if made is None and field.is_mask and name not in row.values:
+            made = np.ones(field.shape, np.int64)
+        column = name if made is not None else self._column(row, name, field)
         try:
-            array = self._array(row, name, value, field).astype(field.dtype, casting="same_kind")
+            array = self._array(row, name, row.values[column], field) if made is None else made
+            array = array.astype(field.dtype, casting="same_kind")
         except (TypeError, ValueError, OSError) as problem:
-            shown = f"{len(value):,} bytes" if isinstance(value, bytes) else repr(str(value)[:60])
-            raise _wrong(row, f"has {shown} as its {column} ({problem})", name, field) from None
+            raise _unreadable(row, column, problem, name, field) from None
         array = _filled(array, field) if name == "labels" else array
         if array.shape != field.shape:
             raise _wrong(row, f"has a {column} of shape {array.shape}", name, field)
@@ -160,16 +198,28 @@ class FileFields:
         return array
 
     def _column(self, row: Row, name: str, field: SampleField) -> str:
-        """Which column of the row has a field."""
-        names = [name, *other_names(name, field)]
+        """Which column of the row has a field.
+
+        Raises:
+            DataError: none has.
+        """
+        found = self._found(row, name, field)
+        if found is not None:
+            return found
+        names = self._names(name, field)
         sought = [self._columns.get(one, one) for one in names]
-        for column in sought:
-            if column in row.values:
-                return column
         near = next((hint for one in sought if (hint := did_you_mean(one, row.values))), "")
         problem = f"has no field {' or '.join(sought)} (it has {', '.join(row.values)})"
         fix = f'Add it, or name the column that has it: data.columns = {{ {names[-1]} = "…" }}.{near}'
         raise _wrong(row, problem, name, field, fix)
+
+    def _names(self, name: str, field: SampleField) -> list[str]:
+        own = self._processors.names.get(name, ()) if self._processors is not None else ()
+        return list(dict.fromkeys((name, *other_names(name, field), *own)))
+
+    def _found(self, row: Row, name: str, field: SampleField) -> str | None:
+        sought = (self._columns.get(one, one) for one in self._names(name, field))
+        return next((column for column in sought if column in row.values), None)
 
     def _array(self, row: Row, name: str, value: Any, field: SampleField) -> NDArray[Any]:
         if name == "labels" and field.dtype == "int64" and not field.shape and isinstance(value, str):
@@ -181,22 +231,16 @@ def other_names(name: str, field: SampleField) -> list[str]:
     """Other names of the column that has a field."""
     if len(field.shape) == 3 and field.dtype == "float32":
         return ["image"]
+    if name in SOUNDS:
+        return ["audio"]
     is_label = name == "labels" and (not field.shape or field.dtype == "float32")
     return ["label"] if is_label else []
 
 
-def class_number(name: str, classes: Mapping[str, int]) -> int:
-    """Return the number of a class.
-
-    Raises:
-        ValueError: nobody named the classes, or not this one.
-    """
-    if not classes:
-        raise ValueError("nothing says which class it is: name all in `label2id` of config.json, or give numbers")
-    if name not in classes:
-        known = ", ".join(list(classes)[:8]) + (", …" if len(classes) > 8 else "")
-        raise ValueError(f"the classes are {known}.{did_you_mean(name, classes)}")
-    return classes[name]
+def _unreadable(row: Row, column: str, problem: Exception, name: str, field: SampleField) -> DataError:
+    value = row.values[column]
+    shown = f"{len(value):,} bytes" if isinstance(value, bytes) else repr(str(value)[:60])
+    return _wrong(row, f"has {shown} as its {column} ({problem})", name, field)
 
 
 def _wrong(row: Row, what: str, name: str, field: SampleField, fix: str = "Correct it.") -> DataError:

@@ -19,9 +19,11 @@ from weft.data._progress import Progress, silent
 from weft.data._reader import TrainSpec
 from weft.data._samples import SYNTHETIC_SAMPLES, SYNTHETIC_VALIDATION, ImageSpec, SampleSpec, TokenSpec
 from weft.data._shape import DataShape
+from weft.data._sources import check_source
 from weft.data._tokens import TokenTask
 from weft.document import spell
 from weft.errors import DataError
+from weft.families import SampleField
 from weft.recipe import DataRecipe, Recipe
 
 _IMAGE_SOURCES = ("digits", "synthetic")
@@ -49,8 +51,28 @@ def _prepare_fields(recipe: Recipe, shape: DataShape) -> PreparedData:
     """Samples with named fields, made up or from files."""
     from weft.data._field_sources import FieldSources  # text and sets of images do without
 
-    sources = FieldSources(recipe.data, shape.fields, shape.classes)
+    sources = FieldSources(recipe.data, shape.fields, shape.classes, shape.processors)
     return _prepared(recipe, sources.train, sources.validation, None, sources.description)
+
+
+def describe_samples(shape: DataShape) -> list[str]:
+    """Lines on what a sample has, field by field, and on what the model's folder makes of which column.
+
+    Raises:
+        DataError: transformers cannot load what the folder has.
+    """
+    if not shape.fields:
+        return []
+    from weft.data._named import describe_named
+
+    lines = [f"One sample: {describe_named(shape.fields)}."]
+    if shape.processors is not None:
+        from weft.data._processors import FolderProcessors
+
+        processors = FolderProcessors(Path(shape.processors), shape.fields)
+        columns = ", ".join(processors.columns)
+        lines += [f"By the model's folder: {', '.join(processors.words)}; of the columns {columns}."] if columns else []
+    return lines
 
 
 def _check_used(recipe: Recipe, shape: DataShape) -> None:
@@ -107,6 +129,7 @@ def _fingerprint(train: Sequence[SampleSpec], weights: Sequence[float]) -> str:
     for spec in known:
         spec.pop("folder", None)
         spec.pop("file", None)  # its digest stands beside it
+        spec.pop("processors", None)  # and theirs
         # The seed has a place of its own in a checkpoint, and an error of its own.
         spec.get("task", {}).pop("seed", None)
     return xxhash.xxh3_128_hexdigest(json.dumps([known, list(weights)], sort_keys=True).encode())
@@ -118,9 +141,8 @@ def _prepare_text(recipe: Recipe, shape: DataShape, workers: int | None, progres
     others = [_split_of(source.source, "validation") for source in data.validation]
     if "digits" in (*names, *others):
         raise DataError("The source digits has images, but the model reads tokens. Use stdlib, a path, or synthetic.")
-    assert shape.vocabulary_size is not None
     _check_text_columns(data)
-    corpora = _Corpora(recipe, shape.vocabulary_size, workers, progress)
+    corpora = _Corpora(recipe, shape, workers, progress)
     opened = {name: corpora.open(name) for name in (*names, *others) if name != "synthetic"}
 
     def make(name: str, split: Split, fraction: float) -> TokenSpec:
@@ -190,9 +212,13 @@ def _token_task(recipe: Recipe, shape: DataShape, corpus: PreparedCorpus | None)
 class _Corpora:
     """Prepares the sources of a recipe with one tokenizer for all of them."""
 
-    def __init__(self, recipe: Recipe, vocabulary_size: int, workers: int | None, progress: Progress) -> None:
+    def __init__(self, recipe: Recipe, shape: DataShape, workers: int | None, progress: Progress) -> None:
+        assert shape.vocabulary_size is not None
         self._recipe = recipe
-        self._vocabulary_size = vocabulary_size
+        self._vocabulary_size = shape.vocabulary_size
+        own = None if shape.processors is None else Path(shape.processors, "tokenizer.json")
+        self._own = own if own is not None and own.is_file() else None
+        """The model's own tokenizer, where its folder has one."""
         self._workers = workers
         self._progress = progress
         self._digest: tuple[str, str] | None = None
@@ -207,6 +233,8 @@ class _Corpora:
         ready = [Path(name).expanduser() for name in names if is_prepared(name)]
         if ready:
             return ready[0] / "tokenizer.json"
+        if names and self._own is not None:
+            return self._own
         if not names:
             return None
         return shared_tokenizer(
@@ -252,6 +280,7 @@ def _prepare_images(recipe: Recipe, shape: DataShape) -> PreparedData:
     names = [*(source.source for source in recipe.data.train), *_validation_names(recipe)]
     of_rows = [name for name in names if name not in _IMAGE_SOURCES]
     for name in of_rows:
+        check_source(name)
         if not (has_rows(name) or is_of_folders(name)):
             raise DataError(
                 f"The source {name} is text, but the model does {shape.task}. Use one of: {', '.join(_IMAGE_SOURCES)}, "
@@ -262,7 +291,7 @@ def _prepare_images(recipe: Recipe, shape: DataShape) -> PreparedData:
         if len(of_rows) < len(names):
             other = next(name for name in names if name in _IMAGE_SOURCES)
             raise DataError(f"{of_rows[0]} and {other} cannot be blended: their classes differ. Name one of the two.")
-        return _prepare_fields(recipe, replace(shape, fields=shape.of_images))
+        return _prepare_fields(recipe, replace(shape, fields=_of_images(shape)))
     train: list[ImageSpec] = []
     validation: list[ImageSpec] = []
     for source in recipe.data.train:
@@ -274,3 +303,13 @@ def _prepare_images(recipe: Recipe, shape: DataShape) -> PreparedData:
     sizes = [spec.open().size for spec in train]
     lines = [f"{spec.source}: {size:,} samples of {spec.shape}" for spec, size in zip(train, sizes, strict=True)]
     return _prepared(recipe, train, validation, None, lines)
+
+
+def _of_images(shape: DataShape) -> dict[str, SampleField]:
+    """Fields of a sample of a model that takes images alone, as rows and folders have them."""
+    if shape.image_shape is None:
+        raise DataError("The model does not say how large its images are. Give its Blueprint an `example`.")
+    is_class = shape.task == "classification"
+    below = shape.num_classes if shape.is_num_classes_known else 0
+    label = SampleField((), "int64", below) if is_class else SampleField(shape.label_shape, "float32")
+    return {"images": SampleField(shape.image_shape, "float32"), "labels": label}

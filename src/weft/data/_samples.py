@@ -15,6 +15,7 @@ from weft.data._tokens import StreamWindows, SyntheticWindows, TokenSamples, Tok
 from weft.families import SampleField
 
 if TYPE_CHECKING:
+    from weft.data._processors import FolderProcessors
     from weft.data._rows import SourceRows
 
 SYNTHETIC_SAMPLES = 65_536
@@ -102,6 +103,10 @@ class FieldSpec:
     """Name of a class → its number; empty: nobody names them."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     """What is looked for in a row → the column that has it."""
+    processors: str | None = None
+    """Folder of the model whose tokenizer and processors make fields; None: it has none."""
+    processors_digest: str = ""
+    """Hash of what they do."""
 
     def open(self, rows: SourceRows | None = None) -> SampleSet:
         """Open the set; `rows`: what lies at `file`, where it is open already."""
@@ -116,8 +121,16 @@ class FieldSpec:
             self.validation_fraction,
             classes=self.classes,
             columns=self.columns,
+            processors=self._processors(),
             rows=rows,
         )
+
+    def _processors(self) -> FolderProcessors | None:
+        if self.processors is None:
+            return None
+        from weft.data._processors import FolderProcessors
+
+        return FolderProcessors(Path(self.processors), self.named, self.columns, self.classes)
 
 
 SampleSpec = TokenSpec | ImageSpec | FieldSpec

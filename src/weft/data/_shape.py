@@ -48,19 +48,8 @@ class DataShape:
     classes: Mapping[str, int] = field(default_factory=dict[str, int])
     """Name of a class → its number, where the model names them."""
 
-    @property
-    def of_images(self) -> Mapping[str, SampleField]:
-        """Fields of a sample of a model that takes images alone.
-
-        Raises:
-            DataError: nobody says how large they are.
-        """
-        if self.image_shape is None:
-            raise DataError("The model does not say how large its images are. Give its Blueprint an `example`.")
-        is_class = self.task == "classification"
-        below = self.num_classes if self.is_num_classes_known else 0
-        label = SampleField((), "int64", below) if is_class else SampleField(self.label_shape, "float32")
-        return {"images": SampleField(self.image_shape, "float32"), "labels": label}
+    processors: str | None = None
+    """Folder of the model that has a tokenizer or processors; None: there is none."""
 
     @property
     def is_text(self) -> bool:
@@ -76,7 +65,7 @@ def data_shape(blueprint: Blueprint, recipe: Recipe) -> DataShape:
     example = blueprint.example(1) if blueprint.example is not None else {}
     named = _named_fields(blueprint, example)
     if named:
-        return DataShape(task="fields", fields=named, classes=_named_classes(blueprint))
+        return DataShape(task="fields", fields=named, classes=_named_classes(blueprint), processors=_processors(recipe))
     if blueprint.task in ("causal_lm", "masked_lm") or "tokens" in blueprint.inputs.values():
         return _text_shape(blueprint, recipe, example)
     image = tuple(example["images"].shape[1:]) if "images" in example else None
@@ -87,6 +76,16 @@ def data_shape(blueprint: Blueprint, recipe: Recipe) -> DataShape:
     shape = recipe.model.shape
     classes = shape.num_classes if isinstance(shape, MlpShape | ConvNetShape) else _DEFAULT_CLASSES
     return DataShape(task="classification", image_shape=image, num_classes=classes, classes=_named_classes(blueprint))
+
+
+def _processors(recipe: Recipe) -> str | None:
+    """The model's folder, where it has a tokenizer or processors."""
+    if recipe.model.hf is None:
+        return None
+    from weft.recipe.hf_folder import read_hf_processors  # other models do without
+
+    found = read_hf_processors(recipe.model.hf)
+    return None if found.is_empty else str(found.folder.resolve())
 
 
 def _named_classes(blueprint: Blueprint) -> Mapping[str, int]:
@@ -129,4 +128,9 @@ def _text_shape(blueprint: Blueprint, recipe: Recipe, example: dict[str, Tensor]
             "Set vocabulary_size in the blueprint."
         )
     task: DataTask = "masked_lm" if blueprint.task == "masked_lm" else "causal_lm"
-    return DataShape(task=task, sequence_length=length, vocabulary_size=blueprint.vocabulary_size)
+    return DataShape(
+        task=task,
+        sequence_length=length,
+        vocabulary_size=blueprint.vocabulary_size,
+        processors=_processors(recipe),
+    )

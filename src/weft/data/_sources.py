@@ -23,6 +23,7 @@ DOCUMENT_BYTES = 65_536
 """Longer plain text is cut at line ends into documents of about this size, so that a single file can be split into
 training and validation documents and into work for several processes."""
 
+_WITHOUT_A_PATH = ("stdlib", "digits", "synthetic")
 _NOT_SOURCE = {"__pycache__", "site-packages", "dist-packages"}
 _READ_BYTES = 1 << 20
 
@@ -89,15 +90,7 @@ def _list_path(path: Path) -> Listing:
         return Listing((SourceFile(str(folder), "arrow", data_bytes(folder)),))
     if path.is_dir():
         return _list_folder(path)
-    if path.is_symlink() and not path.exists():
-        raise DataError(f"The data source {path} is a link to {path.readlink()}, which does not exist. Mend the link.")
-    if not path.exists():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, [*siblings, "stdlib", "digits", "synthetic"])
-        raise DataError(
-            f"The data source {path} does not exist (looked in {path.parent.resolve()}).{near} "
-            f"Give a file, a folder, a folder of prepared shards, or one of: stdlib, digits, synthetic."
-        )
+    check_source(path)
     file = _classify(path)
     if file is None:
         raise DataError(
@@ -105,6 +98,24 @@ def _list_path(path: Path) -> Listing:
             f"unpack or convert it."
         )
     return Listing((file,))
+
+
+def check_source(source: str | Path) -> None:
+    """Refuse a path where nothing lies.
+
+    Raises:
+        DataError: nothing does; says where it was looked for.
+    """
+    path = Path(source).expanduser()
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"The data source {path} is a link to {path.readlink()}, which does not exist. Mend the link.")
+    if str(source) not in _WITHOUT_A_PATH and not path.exists():
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, [*siblings, *_WITHOUT_A_PATH])
+        raise DataError(
+            f"The data source {path} does not exist (looked in {path.parent.resolve()}).{near} "
+            f"Give a file, a folder, a folder of prepared shards, or one of: {', '.join(_WITHOUT_A_PATH)}."
+        )
 
 
 def _list_folder(folder: Path) -> Listing:

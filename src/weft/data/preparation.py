@@ -12,6 +12,7 @@ from weft.data._prepare import prepare as prepare
 from weft.data._progress import ConsoleProgress as ConsoleProgress
 from weft.data._progress import Progress as Progress
 from weft.data._progress import silent as silent
+from weft.data._recipe import describe_samples as describe_samples
 from weft.data._recipe import prepare_data as prepare_data
 from weft.data._tokenizer import load_tokenizer as load_tokenizer
 from weft.data._tokenizer import separator_of as separator_of

@@ -18,6 +18,7 @@ from weft.description._description import Description
 from weft.description._text import of_json, to_json
 from weft.files import cache_folder, write_whole
 from weft.recipe import Recipe, hf_config_file, read_hf_config
+from weft.recipe.hf_folder import read_hf_processors
 
 _DESCRIBING = ("blueprint", "describe", "description", "families", "models", "plan", "profile", "recipe", "stand_ins")
 """Packages of Weft whose code decides what a description says."""
@@ -88,6 +89,8 @@ def _parts(recipe: Recipe, kind: str) -> Iterator[bytes]:
     """All that a description follows from: the model's settings and configuration, and the code that builds it."""
     assert recipe.model.hf is not None
     yield hf_config_file(recipe.model.hf).read_bytes()
+    processors = read_hf_processors(recipe.model.hf)  # samples have masks, and images a size, by what stands there
+    yield repr((processors.tokenizer, processors.image, processors.sound)).encode()
     settings = {field.name: getattr(recipe.model, field.name) for field in fields(recipe.model) if field.name != "hf"}
     yield repr((settings, recipe.data.documents, "bf16" in recipe.permit.precision)).encode()
     yield repr([sys.version, *(_version(name) for name in ("torch", "transformers", "peft"))]).encode()

@@ -12,7 +12,8 @@ from weft.checkpoint.export import export_checkpoint
 from weft.errors import LaunchError
 from weft.events import RunFolder
 from weft.models import Blueprint, build_model
-from weft.recipe import load_recipe
+from weft.recipe import Recipe, load_recipe
+from weft.recipe.hf_folder import read_hf_processors
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 _DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,13 +43,16 @@ def export(
         raise LaunchError(f"dtype = {dtype} is none of {', '.join(_DTYPES)}.")
     path = Path(checkpoint).absolute()
     run = next((RunFolder(above) for above in (path, *path.parents[:2]) if (above / "recipe.toml").is_file()), None)
+    recipe = load_recipe(run.recipe) if run is not None else None
     tokenizer = run.path / "tokenizer.json" if run is not None else None
+    tokenizer = tokenizer if tokenizer is not None and tokenizer.is_file() else None
     return export_checkpoint(
         path,
-        build_model(load_recipe(run.recipe)) if run is not None else None,
+        build_model(recipe) if recipe is not None else None,
         Path(folder),
         use_average=average,
-        tokenizer=tokenizer if tokenizer is not None and tokenizer.is_file() else None,
+        tokenizer=tokenizer,
+        processors=[] if recipe is None else processor_files(recipe, tokenizer),
         dtype=_DTYPES[dtype] if dtype is not None else None,
     )
 
@@ -59,3 +63,12 @@ def with_config_of(blueprint: Blueprint) -> Blueprint:
     if blueprint.export_config is not None or not hasattr(config, "to_dict"):
         return blueprint
     return replace(blueprint, export_config=cast(Any, config).to_dict())
+
+
+def processor_files(recipe: Recipe, tokenizer: Path | None) -> list[Path]:
+    """Files of the model's folder that prepare its inputs; none where a run has another tokenizer."""
+    if recipe.model.hf is None or recipe.data.tokenizer is not None:
+        return []
+    processors = read_hf_processors(recipe.model.hf)
+    is_other = tokenizer is not None and not (processors.folder / "tokenizer.json").is_file()
+    return [] if is_other or processors.is_empty else processors.files

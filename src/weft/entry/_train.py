@@ -24,6 +24,7 @@ from weft.document import typed
 from weft.engine import TrainingOutcome
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import describe_blueprint, machine_for
+from weft.entry._export import processor_files
 from weft.entry._fit import MeasurePeak, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
 from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
@@ -291,12 +292,14 @@ class _Job:
         if run.export.exists():
             shutil.rmtree(run.export)
         tokenizer = run.path / "tokenizer.json"
+        tokenizer = tokenizer if tokenizer.exists() else None
         export_checkpoint(
             checkpoint,
             self.blueprint,
             run.export,
             use_average=self.recipe.optimizer.average_decay is not None,
-            tokenizer=tokenizer if tokenizer.exists() else None,
+            tokenizer=tokenizer,
+            processors=processor_files(self.recipe, tokenizer),
         )
 
 

@@ -19,3 +19,5 @@ class SampleField:
     follows: tuple[str, int] | None = None
     """(field, start): this field is the other one moved right by one place, behind `start`.  What a file does not give
     is made so."""
+    is_mask: bool = False
+    """Ones where a sample has something, zeros where it was filled up.  Samples of files may leave it out: all ones."""

@@ -38,7 +38,9 @@ def draw_integers(
 
 
 def place_prompt(field: SampleField, values: Tensor) -> Tensor:
-    """Let each sample of (batch, length) begin as its field says, and have this token nowhere else."""
+    """Let each sample of (batch, length) begin as its field says, with this token nowhere else; masks hide nothing."""
+    if field.is_mask:
+        return torch.ones_like(values)
     token, count = field.prompt
     if not count:
         return values

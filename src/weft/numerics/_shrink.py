@@ -90,8 +90,18 @@ def _shrink_model(
         return model
     path = folder / "config.json"
     path.write_text(json.dumps(shrink_config(read_hf_config(model.hf), num_blocks, tensor, scaled_tensor)))
+    _copy_settings(model.hf, folder)
     length = min(model.sequence_length or SMALL_SEQUENCE_LENGTH, SMALL_SEQUENCE_LENGTH)
     return replace(model, hf=str(path), sequence_length=length)
+
+
+def _copy_settings(location: str, folder: Path) -> None:
+    """Let the small model have a tokenizer where the model has one: samples have masks because of it."""
+    from weft.recipe.hf_folder import TOKENIZER_CONFIG, read_hf_processors
+
+    tokenizer = read_hf_processors(location).tokenizer
+    if tokenizer is not None:
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(tokenizer))
 
 
 def _label_range(model: ModelRecipe) -> int | None:

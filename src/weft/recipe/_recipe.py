@@ -60,7 +60,8 @@ class ModelRecipe:
     arguments: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar], hash=False)
     """Keyword arguments of the factory."""
     sequence_length: int | None = None
-    """Tokens per sample, for `hf` and `factory` models (a reference shape has its own)."""
+    """Tokens per sample, for `hf` and `factory` models (a reference shape has its own); of models that listen to waves,
+    values of one."""
     loss: str | None = None
     """`tokens`, `classes`, `regression`, or `package.module:function`; by default the model's own."""
     split: Mapping[str, SplitKind] = field(default_factory=dict[str, SplitKind], hash=False)
@@ -143,7 +144,8 @@ class DataRecipe:
     validation_fraction: float = 0.01
     """Share of the training documents held out for evaluation."""
     tokenizer: str | None = None
-    """A `tokenizer.json`; by default a byte-level BPE of the model's vocabulary size is trained on the corpus."""
+    """A `tokenizer.json`; by default the one in the model's folder, or else a byte-level BPE of the model's vocabulary
+    size, trained on the corpus."""
     documents: Literal["packed", "isolated"] = "packed"
     """`packed`: documents follow one another in a sample; `isolated`: attention and positions stop at their borders."""
     mask_fraction: float = 0.15

@@ -60,7 +60,7 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
     notes = (*tables.notes, *notes, *_attention_notes(model.config))
     blueprint = Blueprint(
         **replace(tables, notes=notes).of_tables,
-        **_fed(model, task, length, isolated_documents, where=recipe.hf),
+        **_fed(model, task, length, isolated_documents, recipe),
         module=model,
         name=config.model_type,
         initialise=initialise,
@@ -72,7 +72,9 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
     return blueprint if description is None else blueprint.described_by(description)
 
 
-def _fed(model: Any, task: HubTask, length: int | None, isolated_documents: bool, *, where: str) -> dict[str, Any]:
+def _fed(
+    model: Any, task: HubTask, length: int | None, isolated_documents: bool, recipe: ModelRecipe
+) -> dict[str, Any]:
     """What a blueprint says of samples and loss."""
     if task.is_of_tokens:
         assert length is not None
@@ -85,7 +87,9 @@ def _fed(model: Any, task: HubTask, length: int | None, isolated_documents: bool
             "example": token_example(length, inputs.values()),
             "sequence_length": length,
         }
-    samples = samples_of(model, task, length, where=where)
+    assert recipe.hf is not None
+    # Sounds are no sequences of tokens, but the same setting says how long they are.
+    samples = samples_of(model, task, length or recipe.sequence_length, where=recipe.hf)
     return {
         "inputs": samples.inputs,
         "loss": samples.loss,

@@ -6,8 +6,9 @@ own forward, run without memory, says which it takes.
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,14 +23,18 @@ from weft.models._losses import class_loss, regression_loss, token_loss
 from weft.models._task_losses import ctc_loss, multi_label_loss, pair_loss, sigmoid_pair_loss
 from weft.models.hf._tasks import HubTask
 from weft.models.samples import draw_integers, field_example
+from weft.recipe.hf_folder import HfProcessors, read_hf_processors
 from weft.stand_ins import StandIns
 
 _SIDES = (224, 32, 64)
 """Sides of an image in pixels, where the configuration does not say."""
 _FRAMES = (64, 128, 512, 1024)
 _WAVES = (6_400, 16_000)
+_SHORTEST_WAVE = 400
+_LETTERS = 4
 _BANDS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_projection_input_dim", "n_mels")
 _IMAGE_TOKENS = ("image_token_id", "image_token_index")
+_Images = Sequence[SampleField]
 _REFUSED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError, StopIteration)
 """What a forward says of inputs that it does not take."""
 
@@ -51,11 +56,15 @@ class Samples:
 def samples_of(model: Any, task: HubTask, length: int | None, *, where: str) -> Samples:
     """Return the first kind of sample that the model's forward takes.  `model` is on the meta device.
 
+    Beside `config.json`, a tokenizer says that texts are filled up, so that samples have masks; an image processor says
+    how large images are.
+
     Raises:
         RecipeError: it takes none of those that come into question; says what it said of the first.
     """
     first: Exception | None = None
-    for samples in _candidates(model, task, length):
+    processors = read_hf_processors(where)
+    for samples in _candidates(model, task, length, processors):
         problem = _problem_with(model, samples)
         if problem is None:
             return samples
@@ -100,7 +109,7 @@ def _problem_with(model: nn.Module, samples: Samples) -> Exception | None:
 # ── what comes into question ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _candidates(model: Any, task: HubTask, length: int | None) -> Iterator[Samples]:
+def _candidates(model: Any, task: HubTask, length: int | None, processors: HfProcessors) -> Iterator[Samples]:
     take: Mapping[str, Callable[..., Iterator[Samples]]] = {
         "seq2seq_lm": _translations,
         "sequence_classification": _classified_texts,
@@ -112,7 +121,43 @@ def _candidates(model: Any, task: HubTask, length: int | None) -> Iterator[Sampl
         "ctc": _sounds,
         "speech_to_text": _sounds,
     }
-    return take[task.name](model, task, length or 0)
+    images = list(_images(model.config, processors))
+    for samples in take[task.name](model, task, length or 0, images):
+        masks = _masks(model, samples, processors)
+        if masks:
+            yield Samples(_behind_text(samples.fields, masks), samples.loss)
+        yield samples
+
+
+def _masks(model: Any, samples: Samples, processors: HfProcessors) -> dict[str, SampleField]:
+    """What a tokenizer gives beside tokens, as far as the forward takes it; empty: the folder has no tokenizer."""
+    text = samples.fields.get("input_ids")
+    if processors.tokenizer is None or text is None:
+        return {}
+    takes, types = _takes(model), int(getattr(model.config.get_text_config(), "type_vocab_size", None) or 0)
+    fields = {"attention_mask": SampleField(text.shape, "int64", 2, is_mask=True)}
+    if types and "token_type_ids" in _given_by(processors.tokenizer):
+        fields["token_type_ids"] = SampleField(text.shape, "int64", types)
+    return {name: field for name, field in fields.items() if name in takes}
+
+
+def _given_by(tokenizer: Mapping[str, Any]) -> Sequence[str]:
+    """Names of what a tokenizer of these settings gives."""
+    transformers = importlib.import_module("transformers")
+    names = tokenizer.get("model_input_names")
+    if names is None:
+        kind = getattr(transformers, str(tokenizer.get("tokenizer_class")), None)
+        names = getattr(kind, "model_input_names", ())
+    return [str(name) for name in names] if isinstance(names, list | tuple) else ()
+
+
+def _behind_text(fields: Mapping[str, SampleField], masks: Mapping[str, SampleField]) -> dict[str, SampleField]:
+    joined: dict[str, SampleField] = {}
+    for name, field in fields.items():
+        joined[name] = field
+        if name == "input_ids":
+            joined.update(masks)
+    return joined
 
 
 def _takes(model: nn.Module) -> Mapping[str, Any]:
@@ -141,16 +186,16 @@ def _decoded(config: Any, length: int) -> dict[str, SampleField]:
     }
 
 
-def _translations(model: Any, task: HubTask, length: int) -> Iterator[Samples]:
+def _translations(model: Any, task: HubTask, length: int, images: _Images) -> Iterator[Samples]:
     yield Samples(_text(model, length) | _decoded(model.config, length), token_loss)
 
 
-def _classified_texts(model: Any, task: HubTask, length: int) -> Iterator[Samples]:
+def _classified_texts(model: Any, task: HubTask, length: int, images: _Images) -> Iterator[Samples]:
     label, loss = _label(model.config)
     yield Samples(_text(model, length) | {"labels": label}, loss)
 
 
-def _tagged_texts(model: Any, task: HubTask, length: int) -> Iterator[Samples]:
+def _tagged_texts(model: Any, task: HubTask, length: int, images: _Images) -> Iterator[Samples]:
     labels = SampleField((length,), "int64", int(model.config.num_labels))
     yield Samples(_text(model, length) | {"labels": labels}, token_loss)
 
@@ -165,25 +210,25 @@ def _label(config: Any) -> tuple[SampleField, Loss]:
     return SampleField((), "int64", count), class_loss
 
 
-def _classified_images(model: Any, task: HubTask, length: int) -> Iterator[Samples]:
+def _classified_images(model: Any, task: HubTask, length: int, images: _Images) -> Iterator[Samples]:
     label, loss = _label(model.config)
-    for image in _images(model.config):
+    for image in images:
         yield Samples({"pixel_values": image, "labels": label}, loss)
 
 
-def _pairs(model: Any, task: HubTask, length: int) -> Iterator[Samples]:
+def _pairs(model: Any, task: HubTask, length: int, images: _Images) -> Iterator[Samples]:
     loss = sigmoid_pair_loss if hasattr(model, "logit_bias") else pair_loss
-    for image in _images(model.config):
+    for image in images:
         yield Samples(_text(model, length) | {"pixel_values": image}, loss)
 
 
-def _captions(model: Any, task: HubTask, length: int) -> Iterator[Samples]:
+def _captions(model: Any, task: HubTask, length: int, images: _Images) -> Iterator[Samples]:
     """A prompt that begins with the pieces of an image; or an encoder of images beside a decoder of text."""
     takes, config = _takes(model), model.config
     if "pixel_values" not in takes:
         return
     token = next((value for name in _IMAGE_TOKENS if type(value := getattr(config, name, None)) is int), None)
-    for image in _images(config):
+    for image in images:
         pixels = {"pixel_values": image}
         if "decoder_input_ids" in takes and token is None:
             text = _text(model, length) if "input_ids" in takes else {}
@@ -207,22 +252,39 @@ def _pieces(model: Any, image: SampleField) -> int:
     return int(found.numel() // found.shape[-1]) if isinstance(found, Tensor) else 0
 
 
-def _sounds(model: Any, task: HubTask, length: int) -> Iterator[Samples]:
+def _sounds(model: Any, task: HubTask, length: int, images: _Images) -> Iterator[Samples]:
     takes = _takes(model)
     name = next((name for name in ("input_features", "input_values") if name in takes), None)
     if name is None:
         return
     config = model.config
-    for sound in _waves(config) if name == "input_values" else _spectrograms(config):
+    values = 0 if task.name == "speech_to_text" else length
+    waves = [*_waves_of(model, values), *_waves(config)]
+    for sound in waves if name == "input_values" else _spectrograms(config):
         if task.name == "audio_classification":
             label, loss = _label(config)
             yield Samples({name: sound, "labels": label}, loss)
         elif task.name == "ctc":
-            labels = SampleField((4,), "int64", _vocabulary(config))
+            labels = SampleField((_most_letters(model, sound),), "int64", _vocabulary(config))
             blank = int(getattr(config, "pad_token_id", None) or 0)
             yield Samples({name: sound, "labels": labels}, ctc_loss(blank))
         elif "decoder_input_ids" in takes:
             yield Samples({name: sound} | _decoded(config, length), token_loss)
+
+
+def _most_letters(model: Any, sound: SampleField) -> int:
+    """Letters that a sound of this length may surely be labelled with: a quarter of the frames it becomes."""
+    frames_of = getattr(model, "_get_feat_extract_output_lengths", None)
+    if frames_of is None or len(sound.shape) != 1:
+        return _LETTERS
+    return max(_LETTERS, int(frames_of(sound.shape[0])) // 4)
+
+
+def _waves_of(model: Any, length: int) -> Iterator[SampleField]:
+    """Waves of the length that was asked for, where it is enough for a label."""
+    frames_of = getattr(model, "_get_feat_extract_output_lengths", None)
+    if length >= _SHORTEST_WAVE and (frames_of is None or int(frames_of(length)) >= 2 * _LETTERS):
+        yield SampleField((length,), "float32")
 
 
 def _waves(config: Any) -> Iterator[SampleField]:
@@ -244,11 +306,12 @@ def _both_ways(config: Any) -> Iterator[SampleField]:
             yield from (SampleField(shape, "float32") for shape in ((bands, frames), (frames, bands)))
 
 
-def _images(config: Any) -> Iterator[SampleField]:
+def _images(config: Any, processors: HfProcessors) -> Iterator[SampleField]:
     settings = _settings(config)
     names = ("num_channels", "in_channels", "in_chans")
     channels = next((value for name, value in settings if name in names and type(value) is int), 3)
     sides = [value for name, value in settings if name in ("image_size", "img_size")]
+    sides += [processors.image_size] if processors.image_size is not None else []
     shapes = [tuple(side) if isinstance(side, list | tuple) else (side, side) for side in (*sides, *_SIDES)]
     for shape in dict.fromkeys(shapes):
         if all(type(side) is int for side in shape):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from saved_datasets import picture, recipe_of, write_images
+from saved_datasets import classes, picture, recipe_of, save_dataset, value, write_images
 
 from model_folders import (
     save_classifier,
@@ -320,3 +320,20 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     write_images(tmp_path / "images", {"cat": 1})
     with pytest.raises(DataError, match="image does not exist .*Did you mean images?"):
         prepared(tmp_path / "image", tmp_path / "model")
+
+
+@pytest.mark.parametrize("order", [("O", "FILM", "JUDGED"), ("JUDGED", "O", "FILM")])
+def test_declared_tags_are_numbered_by_the_model(tmp_path: Path, order: tuple[str, ...]) -> None:
+    names = ("O", "FILM", "JUDGED")
+    numbers = {name: number for number, name in enumerate(names)}
+    save_classifier(tmp_path / "model", id2label=dict(enumerate(names)), label2id=numbers)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace("ForSequenceClassification", "ForTokenClassification"))
+    columns = {"text": [["good", "film"], ["a", "film"]], "ner": [[order.index("JUDGED"), order.index("FILM")], [0, 0]]}
+    features = {
+        "text": {"feature": value("string"), "_type": "List"},
+        "ner": {"feature": classes(*order), "_type": "List"},
+    }
+    folder = save_dataset(tmp_path / "set", columns, features)
+    data = prepared(folder, tmp_path / "model", 5, columns={"tags": "ner"})
+    assert values_of(data, 1)["labels"].tolist() == [[-100, 2, 1, -100, -100]]

@@ -54,11 +54,11 @@ class ArrowRows:
     def columns(self) -> Sequence[str]:
         return self._tables[0].schema.names
 
-    def classes_of(self, column: str) -> Sequence[str]:
-        feature = self._features.get(column, {})
+    def classes_of(self, column: str, *, declared: bool = False) -> Sequence[str]:
+        feature = _element(self._features.get(column, {}))
         if _kind(feature) == "ClassLabel":
             return tuple(map(str, feature.get("names") or ()))
-        values = self.texts(column)
+        values = None if declared else self.texts(column)
         return () if values is None else sorted({text for text in values if text is not None})
 
     def texts(self, column: str, start: int = 0, stop: int | None = None) -> Sequence[str | None] | None:
@@ -98,9 +98,9 @@ class _ArrowRow(Mapping[str, Any]):
             raise KeyError(name)
         value = self._table.column(at)[self._at].as_py()
         feature = self._features.get(name, {})
-        names = feature.get("names")
-        if _kind(feature) == "ClassLabel" and names and type(value) is int and 0 <= value < len(names):
-            return str(names[value])
+        names = _element(feature).get("names")
+        if _kind(_element(feature)) == "ClassLabel" and names:
+            return [_named(one, names) for one in value] if isinstance(value, list) else _named(value, names)
         if _kind(feature) in ("Image", "Audio") and isinstance(value, dict):
             return value.get("bytes") or value.get("path")
         return value
@@ -170,6 +170,16 @@ def _features(folder: Path) -> Mapping[str, Mapping[str, Any]]:
     if not isinstance(found, dict):
         raise DataError(f"{file} does not say what the columns are (`features`). {_ADVICE}")
     return {str(name): feature if isinstance(feature, dict) else {} for name, feature in found.items()}
+
+
+def _element(feature: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a list has, of a column of lists; any other column itself."""
+    inner = feature.get("feature")
+    return inner if isinstance(inner, dict) else feature
+
+
+def _named(value: Any, names: Sequence[Any]) -> Any:
+    return str(names[value]) if type(value) is int and 0 <= value < len(names) else value
 
 
 def _kind(feature: Mapping[str, Any]) -> str:

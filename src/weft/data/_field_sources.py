@@ -56,6 +56,8 @@ class FieldSources:
             self.validation += [self._make("train", name, "validation", fraction) for name in names if fraction]
             self.validation += [self._make("validation", name, "validation", 1.0) for name in others]
         self.description = [self._line(name, spec) for name, spec in zip(names, self.train, strict=True)]
+        if others and not self.validation:
+            self.description.append("data.validation is not read: samples without labels cannot be evaluated")
 
     def _check_columns(self) -> None:
         known = [one for name, field in self._named.items() for one in (name, *other_names(name, field))]
@@ -122,8 +124,6 @@ class FieldSources:
                     )
         if label is None or not self._names:
             return {}
-        if label.shape:  # tags, of which the model says what they are called
-            return of_model
         if of_model:
             for (_, name), names in self._names.items():
                 self._check_known(name, names, of_model, "the model's label2id")
@@ -140,10 +140,11 @@ class FieldSources:
 
     def _names_of(self, rows: SourceRows) -> tuple[str, ...]:
         label = self._named.get("labels")
-        if label is None or (label.dtype == "int64" and label.shape):
+        if label is None:
             return ()
         columns = self._data.columns
-        found = (rows.classes_of(columns.get(one, one)) for one in ("labels", "label"))
+        is_tags = label.dtype == "int64" and bool(label.shape)
+        found = (rows.classes_of(columns.get(one, one), declared=is_tags) for one in ("labels", "label", "tags"))
         names = next((names for names in found if names), ())
         is_of_files = label.dtype == "float32" and all(name.endswith(".npy") for name in names)
         return () if is_of_files else tuple(names)

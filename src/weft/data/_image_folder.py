@@ -49,7 +49,7 @@ class ImageFolder:
         """Paths in the folder, class by class."""
         return self._files
 
-    def classes_of(self, column: str) -> Sequence[str]:
+    def classes_of(self, column: str, *, declared: bool = False) -> Sequence[str]:
         return self._names if column == "label" else ()
 
     @property

@@ -224,6 +224,8 @@ class FileFields:
     def _array(self, row: Row, name: str, value: Any, field: SampleField) -> NDArray[Any]:
         if name == "labels" and field.dtype == "int64" and not field.shape and isinstance(value, str):
             return np.asarray(class_number(value, self._classes))
+        if name == "labels" and isinstance(value, list) and any(isinstance(one, str) for one in value):
+            return np.asarray([class_number(one, self._classes) if isinstance(one, str) else one for one in value])
         return load(row, value, field) if isinstance(value, str | bytes) else np.asarray(value)
 
 

@@ -25,7 +25,9 @@ class FileRows:
     def size(self) -> int:
         return len(self.rows)
 
-    def classes_of(self, column: str) -> Sequence[str]:
+    def classes_of(self, column: str, *, declared: bool = False) -> Sequence[str]:
+        if declared:
+            return ()
         return sorted({value for row in self.rows if isinstance(value := row.values.get(column), str)})
 
     def row(self, at: int) -> Row:

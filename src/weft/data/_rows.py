@@ -45,9 +45,10 @@ class SourceRows(Protocol):
     @property
     def size(self) -> int: ...
 
-    def classes_of(self, column: str) -> Sequence[str]:
-        """The classes that a column names, in their order: those that the source declares, or else all its texts,
-        sorted.  Empty: it has numbers, or there is no such column."""
+    def classes_of(self, column: str, *, declared: bool = False) -> Sequence[str]:
+        """The classes that a column names, in their order: those that the source declares (also of tags, a list to a
+        row), or else all its texts, sorted, unless only what is `declared` is asked for.  Empty: it has numbers, or
+        there is no such column."""
         ...
 
     @property

@@ -16,7 +16,7 @@ def draw(
     *,
     algorithm: str,
     collective: _Name = "all_reduce",
-    members: Annotated[int | None, Parameter(show_default=False)] = None,
+    processes: Annotated[int | None, Parameter(show_default=False)] = None,
     cluster: Annotated[str | None, Parameter(show_default=False)] = None,
     nodes: Annotated[str | None, Parameter(show_default=False)] = None,
     root: int = 0,
@@ -32,12 +32,12 @@ def draw(
         Such as ring, double_tree, hierarchical+direct; a wrong one gets the list.
     collective
         What the ranks do.
-    members
+    processes
         Ranks, in the order of their numbers.
     cluster
-        Instead of --members: a cluster.toml or a short name such as 2x4xh100, with one rank per device.
+        Instead of --processes: a cluster.toml or a short name such as 2x4xh100, with one rank per device.
     nodes
-        With --members: ranks of each node, such as 4,4, for hierarchical.
+        With --processes: ranks of each node, such as 4,4, for hierarchical.
     root
         Rank that broadcasts.
     pieces
@@ -52,14 +52,14 @@ def draw(
     from weft.collective.drawing import draw_rounds, drawing_lines, play_out
 
     name = find_algorithm(algorithm).name
-    if (members is None) == (cluster is None):
-        raise CollectiveError("Say over what to draw: either --members 8, or --cluster cluster.toml (or 2x4xh100).")
+    if (processes is None) == (cluster is None):
+        raise CollectiveError("Say over what to draw: either --processes 8, or --cluster cluster.toml (or 2x4xh100).")
     if cluster is not None:
         if nodes is not None:
-            raise CollectiveError("--nodes goes with --members: a cluster has nodes of its own. Leave one out.")
+            raise CollectiveError("--nodes goes with --processes: a cluster has nodes of its own. Leave one out.")
         place = arrange(name, resolve_cluster(cluster))
     else:
-        place = flat(members or 0, nodes=_sizes(nodes))
+        place = flat(processes or 0, nodes=_sizes(nodes))
     drawing = play_out(name, collective, place, root=root, pieces=pieces, servers=servers)
     if output is not None:
         draw_rounds(drawing, output)

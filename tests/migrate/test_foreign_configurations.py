@@ -353,7 +353,7 @@ def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFix
                 "2",
                 "--fill",
                 "learning_rate=1e-4",
-                "--write-to",
+                "--write",
                 str(tmp_path / "new"),
             ]
         )

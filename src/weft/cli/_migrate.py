@@ -16,42 +16,64 @@ def migrate(
     *,
     processes: int | None = None,
     fill: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
-    write_to: Path | None = None,
+    write: Path | None = None,
 ) -> None:
-    """Turn a configuration of DeepSpeed or Accelerate into a plan and what a recipe says with it.
+    """Turn a script or a configuration of another library into Weft's.
 
-    Every key is obeyed, translated with a comment, or refused by name with what to write instead.
+    A script for Accelerate, Lightning Fabric, DeepSpeed or plain DDP becomes one of weft.session, printed as a diff;
+    what could not be done stands in it as comments "# weft: ...". A configuration of DeepSpeed or Accelerate becomes a
+    plan and what a recipe says with it: every key is obeyed, translated with a comment, or refused by its name.
 
     Parameters
     ----------
     source
-        ds_config.json, or Accelerate's default_config.yaml.
+        script.py, ds_config.json, or Accelerate's default_config.yaml.
     processes
         How many there are, where the file does not say it.
     fill
         KEY=VALUE of what stands as "auto", such as optimizer.params.lr=1e-4; and batch_size=8, that of a process,
         for Accelerate.
-    write_to
-        Folder for plan.toml and recipe.part.toml; without it both are printed.
+    write
+        New file for the changed script, or folder for plan.toml and recipe.part.toml; without it they are printed.
     """
+    if source.suffix == ".py":
+        _migrate_script(source, write)
+        return
     from weft.migrate import read_config
 
     migration = read_config(source, processes=processes, fill=dict(_filled(text) for text in fill or []))
-    if write_to is None:
+    if write is None:
         print(
             f"# ── plan.toml\n{migration.plan_toml()}\n# ── recipe.toml\n{migration.recipe_toml()}", end="", flush=True
         )
         return
     for name, text in {"plan.toml": migration.plan_toml(), "recipe.part.toml": migration.recipe_toml()}.items():
-        path = write_to / name
-        if path.exists():
-            raise RecipeError(f"{path} is there already. Give another folder, or move it away.")
-        try:
-            write_to.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise RecipeError(f"{path} cannot be written: {error.strerror or error}.") from None
-        print(f"written to {path}")
+        _write(write / name, text)
+
+
+def _migrate_script(source: Path, target: Path | None) -> None:
+    import sys
+
+    from weft.migrate import migrate_script
+
+    migrated = migrate_script(source)
+    if target is None:
+        print(migrated.diff(), end="", flush=True)
+    else:
+        _write(target, migrated.after)
+    for remark in migrated.remarks:
+        print(f"to do     {remark}", file=sys.stderr)
+
+
+def _write(path: Path, text: str) -> None:
+    if path.exists():
+        raise RecipeError(f"{path} is there already. Give another name, or move it away.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be written: {error.strerror or error}.") from None
+    print(f"written to {path}")
 
 
 def _filled(text: str) -> tuple[str, Any]:

@@ -265,3 +265,37 @@ def test_what_is_no_script_of_a_peer_is_refused(tmp_path: Path) -> None:
         migrated(tmp_path, "print(1)\n")
     with pytest.raises(RecipeError, match=r"script.py:1 is not Python"):
         migrated(tmp_path, "print(\n")
+
+
+def test_sums_beside_the_loss_follow_the_step_and_divisions_go(tmp_path: Path) -> None:
+    text = migrated(tmp_path, HEAD + ACCUMULATED)
+    assert "def loss_fn(out, batch):\n        x, y = batch\n        return F.mse_loss(out, y)\n" in text
+    assert "        loss = state.step(batch).loss\n        total += loss\n" in text
+    assert "accumulate=4" in text
+    assert "batch_size=2 * 4" in text
+
+
+ACCUMULATED = """
+from accelerate import Accelerator
+
+
+def main():
+    accelerator = Accelerator()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(8, 2), torch.randn(8, 1)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    total = 0.0
+    for step, (x, y) in enumerate(loader):
+        out = model(x)
+        loss = F.mse_loss(out, y)
+        total += loss.detach().float()
+        loss = loss / 4
+        accelerator.backward(loss)
+        if (step + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+main()
+"""

@@ -40,6 +40,8 @@ class TrainLoop:
     model_call: ast.Call | None = None
     optimizers: set[str] = field(default_factory=set[str])
     max_grad_norm: ast.expr | None = None
+    accumulation: ast.expr | None = None
+    """What the loss is divided by, so that microbatches sum to a mean."""
     problems: list[tuple[ast.stmt, str]] = field(default_factory=list[tuple[ast.stmt, str]])
 
 
@@ -109,8 +111,44 @@ def _read(
             read.forward.append(statement)
         else:
             read.before.append(statement)
+    _take_division(read)
+    _keep_what_makes_the_loss(read, models)
     _take_model(read, models)
     return read
+
+
+def _take_division(read: TrainLoop) -> None:
+    """`loss = loss / n` before the backward, or `(loss / n).backward()`: a step of Weft is a mean by itself."""
+    last = read.forward[-1] if read.forward else None
+    if isinstance(read.loss, ast.BinOp) and isinstance(read.loss.op, ast.Div) and isinstance(read.loss.left, ast.Name):
+        read.loss, read.accumulation = read.loss.left, read.loss.right
+    elif isinstance(read.loss, ast.Name) and read.loss.id in (list(targets_of(last)) if last is not None else []):
+        value = last.value if isinstance(last, ast.Assign | ast.AugAssign) else None
+        divides = isinstance(last, ast.AugAssign) and isinstance(last.op, ast.Div)
+        if divides or (
+            isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and _is(value.left, read.loss.id)
+        ):
+            read.accumulation = value.right if isinstance(value, ast.BinOp) and not divides else value
+            read.forward.pop()
+
+
+def _is(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _keep_what_makes_the_loss(read: TrainLoop, models: set[str]) -> None:
+    """Leave in the forward what the loss depends on; sums and prints beside it follow the step."""
+    needed = names_in(read.loss) if read.loss is not None else set[str]()
+    kept: list[ast.stmt] = []
+    beside: list[ast.stmt] = []
+    for statement in reversed(read.forward):
+        sets = {name for part in ast.walk(statement) for name in targets_of(part)}
+        if sets & needed or _calls(statement, models):
+            kept.append(statement)
+            needed |= names_in(statement)
+        else:
+            beside.append(statement)
+    read.forward, read.after = kept[::-1], [*beside[::-1], *read.after]
 
 
 SEVERAL = (

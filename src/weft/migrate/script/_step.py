@@ -46,6 +46,12 @@ def translate_loops(script: Script) -> None:
         return
     for statement, text in loop.problems:
         script.say(statement, text)
+    if loop.accumulation is not None:
+        script.accumulation = script.source.rendered(loop.accumulation)
+        if isinstance(loop.accumulation, ast.Constant):
+            script.options["accumulate"] = script.accumulation
+        else:
+            script.say(loop.loop, f"accumulation is weft.session(accumulate={script.accumulation})")
     _write(script, loop, fields)
 
 
@@ -297,6 +303,8 @@ def _is_of_loss(node: ast.expr, name: str, script: Script) -> bool:
 def _is_unpacking(statement: ast.stmt, loop: TrainLoop) -> bool:
     """Whether a statement before the forward only takes the batch apart or moves it."""
     known = _unpacked(loop)
+    if isinstance(statement, ast.Expr) and called(statement.value) in _MOVES:
+        return True
     return isinstance(statement, ast.Assign) and all(name in known for name in targets_of(statement))
 
 

@@ -112,6 +112,8 @@ def _read_options(script: Script, call: ast.Call) -> None:
                 script.say(call, f"{name} is weft.session(permit=…, settings={{'compute.precision': …}})")
         elif name in ("cpu", "accelerator") and constant in (True, "cpu"):
             script.options["device"] = '"cpu"'
+        elif name == "cpu" and constant is None:
+            script.options["device"] = f'"cpu" if {text(value)} else "auto"'
         elif name in ("log_with", "loggers", "project_dir", "project_config"):
             script.say(call, "trackers are told by weft.session(track=…), a function of name, value and step")
         elif name in ("devices", "num_nodes", "strategy", "accelerator", "cpu", "split_batches"):

@@ -16,6 +16,8 @@ def begin_session(script: Script) -> None:
     text = f"session = weft.session({arguments})"
     if script.created:
         source.replace(script.created[0], text)
+        if len(script.created) > 1 or source.parents[script.created[0]] is not source.scope_of(script.created[0]):
+            script.say(script.created[0], "make one session, `with weft.session(…) as session:` around what follows")
         return
     setups = script.setups or [s for s in source.tree.body if not isinstance(s, ast.Import | ast.ImportFrom)]
     if not setups:

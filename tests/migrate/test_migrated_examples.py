@@ -1,0 +1,73 @@
+"""Scripts for Accelerate and Fabric beside the same for Weft: equal losses, on any number of ranks, for few lines."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from pages import ROOT
+from weft.migrate import migrate_script
+
+FOLDER = ROOT / "examples" / "migrated"
+KINDS = sorted(path.stem.removesuffix("_weft") for path in FOLDER.glob("*_weft.py"))
+LINES = 10
+"""A migrated script has so many lines that were not in the other's, in the median."""
+
+
+def peer_of(kind: str) -> Path:
+    (path,) = [path for path in FOLDER.glob(f"{kind}_*.py") if not path.stem.endswith("_weft")]
+    return path
+
+
+def losses_of(folder: Path, *command: str) -> list[float]:
+    """Run a script in a folder of its own, and return the list that it prints last."""
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONWARNINGS": "default"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_under_the_peer_and_on_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
+    script, launch = str(FOLDER / f"{kind}_weft.py"), str(Path(sys.executable).parent / "weft")
+    alone = losses_of(tmp_path / "alone", sys.executable, script)
+    for ranks in (2, 4):
+        found = losses_of(tmp_path / str(ranks), launch, "launch", "-n", str(ranks), script)
+        assert found == pytest.approx(alone, rel=2e-5), ranks
+    peer = peer_of(kind)
+    package = {"accelerate": "accelerate", "fabric": "lightning_fabric"}[peer.stem.rpartition("_")[2]]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed, so that {peer.name} cannot be run; ranks of Weft were compared")
+    assert alone == pytest.approx(losses_of(tmp_path / "peer", sys.executable, str(peer)), rel=2e-5)
+
+
+def test_few_lines_change() -> None:
+    written = {}
+    for kind in KINDS:
+        before = peer_of(kind).read_text().splitlines()[1:]
+        after = (FOLDER / f"{kind}_weft.py").read_text().splitlines()[1:]
+        lines = difflib.ndiff(before, after)
+        written[kind] = sum(line.startswith("+ ") and bool(line[2:].strip()) for line in lines)
+    assert statistics.median(written.values()) <= LINES, written
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_changes_them_or_says_what_is_left(kind: str) -> None:
+    """Where a script has one loop with one backward, nothing of the peer is left."""
+    found = migrate_script(peer_of(kind))
+    handle = "accelerator." if peer_of(kind).stem.endswith("accelerate") else "fabric."
+    code = "\n".join(line for line in found.after.splitlines() if not line.strip().startswith("#"))
+    if kind == "gan":
+        assert "this loop has several backwards" in " ".join(found.remarks)
+    else:
+        assert "state.step(batch)" in code
+        assert handle not in code or found.remarks, code

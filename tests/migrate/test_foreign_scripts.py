@@ -299,3 +299,32 @@ def main():
 
 main()
 """
+
+
+CHOSEN = """
+from accelerate import Accelerator
+
+
+def main(args):
+    if args.tracks:
+        accelerator = Accelerator(cpu=args.cpu, log_with="all")
+    else:
+        accelerator = Accelerator(cpu=args.cpu)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        outputs = model(**batch)
+        accelerator.backward(outputs.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+main(parse())
+"""
+
+
+def test_one_of_two_handles_becomes_one_session(tmp_path: Path) -> None:
+    text = migrated(tmp_path, CHOSEN)
+    assert '    with weft.session(device="cpu" if args.cpu else "auto") as session:\n' in text
+    assert "inputs={name: name for name in next(iter(loader))}" in text
+    assert "return outputs.loss" in text
+    assert "ccelerator" not in text

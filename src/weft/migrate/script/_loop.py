@@ -111,8 +111,8 @@ def _read(
             read.forward.append(statement)
         else:
             read.before.append(statement)
-    _take_division(read)
     _keep_what_makes_the_loss(read, models)
+    _take_division(read)
     _take_model(read, models)
     return read
 

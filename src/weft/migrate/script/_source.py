@@ -119,9 +119,10 @@ class Source:
         words = textwrap.wrap(text, 100, initial_indent="# weft: ", subsequent_indent="# weft: ")
         self.insert_before(self.statement_of(node), "\n".join(words) + "\n")
 
-    def indent(self, statements: Sequence[ast.stmt]) -> None:
-        """Move statements one level in; the inner lines of texts stay."""
-        first, last = statements[0].lineno, statements[-1].end_lineno
+    def indent(self, after: ast.stmt, end: ast.stmt) -> None:
+        """Move what stands behind a statement, up to the end of another, one level in; inner lines of texts stay."""
+        assert after.end_lineno is not None
+        first, last = after.end_lineno + 1, end.end_lineno
         assert last is not None
         inner = {
             line

@@ -63,7 +63,8 @@ def _fields(script: Script, loop: TrainLoop) -> str | None:
     call, known = loop.model_call, _unpacked(loop)
     assert call is not None
     if any(keyword.arg is None for keyword in call.keywords):
-        reads_loss = any(isinstance(n, ast.Attribute) and n.attr == "loss" for s in loop.forward for n in ast.walk(s))
+        makers = [*loop.forward, *([loop.loss] if loop.loss is not None else [])]
+        reads_loss = any(isinstance(n, ast.Attribute) and n.attr == "loss" for s in makers for n in ast.walk(s))
         loader = script.source.text[slice(*script.source.span(loop.loader))]
         return f"{{name: name for name in next(iter({loader}))}}" if reads_loss else ""
     given: dict[str, str] = {}
@@ -168,12 +169,15 @@ def _write(script: Script, loop: TrainLoop, inputs: str) -> None:
     arguments += [f"max_grad_norm={source.rendered(loop.max_grad_norm)}"] if loop.max_grad_norm is not None else []
     function = f"def {_LOSS}({outputs}, {batch}):\n{textwrap.indent(body, '    ')}"
     prepare = f"state = session.prepare({', '.join(arguments)})\n"
+    if len(prepare) > _WIDTH:
+        prepare = "state = session.prepare(\n" + "".join(f"    {argument},\n" for argument in arguments) + ")\n"
     _place(script, loop, f"\n{function}\n{prepare}")
     _write_loop(script, loop, batch)
     _widen_batch(script, loader)
 
 
 _LOSS = "loss_fn"
+_WIDTH = 100
 
 
 def _loss_body(script: Script, loop: TrainLoop) -> tuple[str, str]:

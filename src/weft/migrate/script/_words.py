@@ -64,6 +64,16 @@ def look(source: Source) -> Script:
     """Find handles, setups and models of a script."""
     script = Script(source, imports_of(source.tree))
     for node in ast.walk(source.tree):
+        call = node.value if isinstance(node, ast.Assign) else None
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(call, ast.Call)
+            and resolve(call.func, script.imports) in HANDLES
+        ):
+            script.created.append(node)
+            script.handles.update(_names(node))
+            _read_options(script, call)
+    for node in ast.walk(source.tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             _look_at(script, node, node.value)
         elif isinstance(node, ast.Call) and resolve(node.func, script.imports).endswith(".init_process_group"):
@@ -71,14 +81,13 @@ def look(source: Source) -> Script:
     return script
 
 
+def _names(statement: ast.Assign) -> list[str]:
+    return [node.id for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
 def _look_at(script: Script, statement: ast.Assign, call: ast.Call) -> None:
-    names = [node.id for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name)]
-    what = resolve(call.func, script.imports)
-    if what in HANDLES:
-        script.created.append(statement)
-        script.handles.update(names)
-        _read_options(script, call)
-    elif what in WRAPPERS:
+    names, what = _names(statement), resolve(call.func, script.imports)
+    if what in WRAPPERS:
         script.setups.append(statement)
         script.models.update(names)
     elif what == SAMPLER:

@@ -15,9 +15,14 @@ def begin_session(script: Script) -> None:
     source, arguments = script.source, ", ".join(f"{name}={text}" for name, text in script.options.items())
     text = f"session = weft.session({arguments})"
     if script.created:
-        source.replace(script.created[0], text)
-        if len(script.created) > 1 or source.parents[script.created[0]] is not source.scope_of(script.created[0]):
-            script.say(script.created[0], "make one session, `with weft.session(…) as session:` around what follows")
+        made = script.created[0]
+        choice = source.parents[made]
+        if isinstance(choice, ast.If) and [made, *script.created[1:]] == [*choice.body, *choice.orelse]:
+            source.replace_lines([choice], f"{source.indent_of(choice)}{text}\n")
+            return
+        source.replace(made, text)
+        if len(script.created) > 1 or choice is not source.scope_of(made):
+            script.say(made, "make one session, `with weft.session(…) as session:` around what follows")
         return
     setups = script.setups or [s for s in source.tree.body if not isinstance(s, ast.Import | ast.ImportFrom)]
     if not setups:
@@ -54,7 +59,7 @@ def open_session(text: str, name: str) -> str:
     if not rest:
         return text
     source.replace(made, opening)
-    source.indent(rest)
+    source.indent(made, rest[-1])
     return source.result()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from hypothesis import strategies as st
 
 from weft.cli import main
 from weft.errors import RecipeError
-from weft.migrate import ForeignKey, Migration, completed, keys_of, read_config
+from weft.migrate import ForeignKey, Migration, keys_of, read_config
 from weft.plan import parse_plan
-from weft.recipe import parse_recipe
 
 ACCELERATE_KEYS, DEEPSPEED_KEYS = keys_of("accelerate"), keys_of("deepspeed")
 
@@ -91,7 +91,9 @@ def outcome(folder: Path, flat: Mapping[str, Any], **more: Any) -> tuple[Migrati
 
 def check_round_trip(migration: Migration) -> None:
     assert parse_plan(migration.plan_toml()) == dataclasses.replace(migration.plan, origins={})
-    parse_recipe(completed(migration.recipe_toml()))
+    sections = tomllib.loads(migration.recipe_toml())  # a part of a recipe, whose own checks have read it already
+    written = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    assert written == migration.recipe
 
 
 def test_every_documented_key_is_known() -> None:

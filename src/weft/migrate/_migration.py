@@ -73,7 +73,7 @@ def migration_of(settings: Settings, source: str) -> Migration:
     )
     if not settings.problems:
         try:
-            parse_recipe(completed(migration.recipe_toml()), name=source)
+            parse_recipe(_completed(migration.recipe_toml()), name=source)
         except WeftError as error:
             settings.problems.append(_traced(str(error), settings))
     if settings.problems:
@@ -82,7 +82,7 @@ def migration_of(settings: Settings, source: str) -> Migration:
     return migration
 
 
-def completed(text: str) -> str:
+def _completed(text: str) -> str:
     """The fragment as a whole recipe, so that the recipe's own checks read it."""
     if "[batch]" not in text:
         text += "\n[batch]\nglobal_batch_size = 1\n"

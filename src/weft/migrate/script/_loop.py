@@ -32,10 +32,10 @@ class TrainLoop:
     """The target that takes a batch."""
     before: list[ast.stmt] = field(default_factory=list[ast.stmt])
     forward: list[ast.stmt] = field(default_factory=list[ast.stmt])
-    """From the first call of the model up to the backward."""
+    """Statements from the first call of the model up to the backward that the loss depends on."""
     loss: ast.expr | None = None
     after: list[ast.stmt] = field(default_factory=list[ast.stmt])
-    """Of what is not the update itself."""
+    """Statements that follow the step: what is not the update itself."""
     model: str = ""
     model_call: ast.Call | None = None
     optimizers: set[str] = field(default_factory=set[str])

@@ -30,7 +30,7 @@ ATTRIBUTES: Mapping[str, str] = {
     "world_size": "session.world_size",
     "device": "session.device",
 }
-"""Of a handle."""
+"""Attribute of a handle → what stands for it."""
 
 CALLS: Mapping[str, str] = {
     "unwrap_model": "{0}",

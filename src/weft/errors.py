@@ -7,6 +7,8 @@ inside Weft are plain assertions; they never use these classes.
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -44,6 +46,18 @@ class WeftError(Exception):
         super().__init__(message)
         self.setting = setting
         self.status = status
+
+    def lines_of_user(self) -> list[str]:
+        """Where the user's own code led to this error: file, line and its text; empty where it did not."""
+        others = ("<frozen", "<string>", os.path.dirname(os.__file__), os.path.dirname(__file__))
+        for frame in reversed(traceback.extract_tb(self.__traceback__)):
+            if not frame.filename.startswith(others) and "site-packages" not in frame.filename:
+                return [f"  {frame.filename}, line {frame.lineno}, in {frame.name}", f"    {frame.line}"]
+        return []
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints in a notebook: what every other place prints, without Weft's own calls."""
+        return [f"{type(self).__name__}: {self}", *self.lines_of_user()]
 
 
 class RecipeError(WeftError):

@@ -180,7 +180,7 @@ def _differ(folder: str, port: int, kind: str) -> str:
         ("lr at prepare", "SGD's lr (group 0) differs between the ranks: 0.1 on rank 0, 0.2 on rank 1"),
         ("lr", "SGD's lr (group 0) differs between the ranks: 0.1 on rank 0, 0.05 on rank 1"),
         ("betas", "SGD's momentum (group 0) differs between the ranks: 0 on rank 0, 0.9 on rank 1"),
-        ("evaluate", "the number of samples that the loader gave differs between the ranks: 6 on rank 0, 10"),
+        ("evaluate", "batch 1 of the loader that is run through differs between the ranks: 2 samples ("),
         ("nothing", ""),
     ],
 )

@@ -258,7 +258,9 @@ def differing(kind: str, folder: str) -> None:
         state.attach(counts=Counts(session.rank))
         with pytest.raises(RecipeError, match=r"the state of what is attached as counts differs between the ranks"):
             state.save()
-        with pytest.raises(DataError, match=r"the number of samples that the loader gave differs between the ranks"):
+        with pytest.raises(
+            DataError, match=r"batch 0 of the loader that is run through differs between the ranks: 4 samples"
+        ):
             state.predict([samples(4 + 4 * session.rank).tensors][: 1 + session.rank])
 
 

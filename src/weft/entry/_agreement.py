@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import xxhash
+from torch import Tensor, nn
 
 from weft.errors import DataError, LaunchError, RecipeError, WeftError
 from weft.plan import Plan
@@ -79,13 +80,32 @@ def _different(name: str, values: Mapping[str, Sequence[int]]) -> WeftError:
     whole = ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
     if name.startswith("data"):
         return DataError(
-            f"{name.removeprefix('data: ')} differs between the ranks: {whole}. Give every rank the same whole data;"
-            " Weft gives each its share."
+            f"{name.removeprefix('data: ')} differs between the ranks: {whole}. Give every rank the same whole data,"
+            " in one order; Weft gives each its share."
         )
     return RecipeError(
         f"{name} differs between the ranks: {whole}. Give every rank the same settings, and change them (a scheduler's"
         " step() too) on all ranks alike, outside `if session.rank == 0:`."
     )
+
+
+def is_same(text: str, device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Return whether all ranks have the same text, by one small collective.  Call on every rank of `group`."""
+    mine = xxhash.xxh64_intdigest(text.encode()) >> 12
+    found = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return int(found[0]) == -int(found[1])
+
+
+def take_weights_of_rank_0(module: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Constructed models differ between ranks unless every rank was seeded alike; so one rank's weights go to all."""
+    if group is None:
+        return
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            moved = tensor.detach().to(device).contiguous()
+            dist.broadcast(moved, src=0, group=group)
+            tensor.copy_(moved)
 
 
 def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:

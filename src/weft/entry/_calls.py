@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from weft.comm import release_groups
 from weft.entry._agreement import gather_texts
-from weft.errors import CheckpointError, CollectiveError, WeftError
+from weft.errors import CheckpointError, CollectiveError, RecipeError, WeftError
 
 _LOOK_SECONDS = 0.25
 _STUCK_SECONDS = 1.0
@@ -71,6 +71,7 @@ class Calls:
         self._depth = 0
         self._since = 0.0
         self._verdict = ""
+        self._has_ended = False
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         if store is not None and num_ranks > 1:
@@ -84,7 +85,13 @@ class Calls:
 
         Raises:
             CollectiveError: they do not; its text says who does what, and where.
+            RecipeError: the session has ended.
         """
+        if self._has_ended:
+            raise RecipeError(
+                f"{name} was called after its session had ended, when the ranks are joined no more. Move it into the"
+                " `with weft.session(…)` block."
+            )
         if self._thread is None or self._depth:
             yield
             return
@@ -105,6 +112,7 @@ class Calls:
 
     def close(self, error: BaseException | None = None) -> None:
         """End the watch.  What this rank leaves with is said to the others."""
+        self._has_ended = True
         if self._thread is None:
             return
         self._is_over.set()

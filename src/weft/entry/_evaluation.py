@@ -10,11 +10,11 @@ from torch import Tensor
 
 from weft.comm import Mesh
 from weft.data import rank_range
-from weft.entry._agreement import check_same_facts
+from weft.entry._agreement import check_same_facts, is_same
 from weft.entry._outputs import GatheredOutputs, Select
-from weft.entry._user_batches import UserBatch, fields_of
+from weft.entry._user_batches import UserBatch, digest_of, fields_of
 from weft.entry._user_loss import LossOfUser
-from weft.errors import PlanError
+from weft.errors import DataError, PlanError
 from weft.models import Blueprint
 from weft.parallel import Runner
 from weft.plan import Plan
@@ -49,18 +49,29 @@ class Evaluation:
         global batch each.  Without `counts` no loss is computed.  Call on every rank, and take all that it yields.
 
         Raises:
-            DataError: on every rank; the loader gave other numbers of samples.
+            DataError: on every rank; the loader gave other batches on other ranks, or none.
         """
-        seen = 0
-        for batch in loader:
+        number = 0
+        for number, batch in enumerate(loader, 1):
             fields = fields_of(batch)
             size = next(iter(fields.values())).shape[0]
-            seen += size
+            self._agree(number, f"{size} samples ({digest_of(fields)})")
             for at in range(0, size, self._batch_size):
                 part = {name: value[at : at + self._batch_size] for name, value in fields.items()}
                 yield self._run_share(part, type(batch), collected, counts=counts)
-        facts = {"data: the number of samples that the loader gave": str(seen)}
-        check_same_facts(facts, self._mesh.device, self._mesh["world"].group)
+        self._agree(number + 1, "none, its end")
+        if not number:
+            raise DataError("the loader gave no batch, so there is nothing to run. Give it samples.")
+
+    def _agree(self, number: int, batch: str) -> None:
+        """Compare a batch over the ranks before anything is run: with other batches, or another number of them, they
+        would wait for one another in the model, or a sample would count twice and another not at all."""
+        world = self._mesh["world"]
+        if world.group is None:
+            return
+        if not is_same(batch, self._mesh.device, world.group):
+            facts = {f"data: batch {number - 1} of the loader that is run through": batch}
+            check_same_facts(facts, self._mesh.device, world.group)
 
     def _run_share(
         self, fields: Mapping[str, Tensor], like: type[Any], collected: GatheredOutputs | None, *, counts: bool

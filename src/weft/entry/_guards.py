@@ -167,6 +167,17 @@ def refuse_wrapped(model: nn.Module) -> None:
         )
 
 
+def modes_of(model: nn.Module, plan: Plan) -> dict[str, str]:
+    """What of a model a loop may switch, and must on all ranks alike; stages have other parts of it."""
+    found = {"the model's training mode": str(model.training)}
+    if plan.mesh.pipeline == 1:
+        training = sum(module.training for module in model.modules())
+        trained = sum(parameter.requires_grad for parameter in model.parameters())
+        found["the number of modules in training mode"] = str(training)
+        found["the number of parameters that want a gradient"] = str(trained)
+    return found
+
+
 def refuse_untrainable(model: nn.Module, frozen: Iterable[str]) -> None:
     """Refuse a step that could not train what the loop means to: the parameters named `frozen` were so at `prepare`.
 

@@ -31,6 +31,7 @@ class Metrics:
                 )
             if name == "loss":
                 raise RecipeError('a metric is called "loss", as the mean loss is. Give it another name.')
+        self.names = tuple(metrics)
         self._metrics = dict(metrics)
         self._told = [metric for metric in metrics.values() if isinstance(metric, Metric)]
         for metric in self._told:

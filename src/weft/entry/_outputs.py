@@ -82,7 +82,9 @@ class GatheredOutputs:
             return _put_together(own, self._shape)
         said = {"place": self._mesh.data_index, "shape": self._shape, "fields": _described(own)} if counts else None
         of_ranks = [json.loads(text) for text in gather_texts(json.dumps(said), self._mesh.device, view.group)]
-        having = sorted((one["place"], rank) for rank, one in enumerate(of_ranks) if one is not None)
+        # Of ranks that have the same samples (stages, all of which a loop gives its batch) one is enough.
+        holders = {one["place"]: rank for rank, one in reversed(list(enumerate(of_ranks))) if one is not None}
+        having = sorted(holders.items())
         if len({(of_ranks[rank]["shape"], *(of_ranks[rank]["fields"])) for _, rank in having}) > 1:
             raise DataError("the function that selects outputs returned other fields on other ranks.")
         whole: list[Fields] = []

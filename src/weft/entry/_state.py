@@ -21,13 +21,13 @@ from weft.comm import Mesh
 from weft.data import rank_range
 from weft.document import JsonObject
 from weft.engine import StepReporter, begin_training, model_pieces
-from weft.entry._agreement import check_same_batches, check_same_facts
+from weft.entry._agreement import check_same_batches, check_same_facts, take_weights_of_rank_0
 from weft.entry._attached import Attached
 from weft.entry._calls import Calls
 from weft.entry._epochs import Epochs
 from weft.entry._evaluation import Evaluation
 from weft.entry._export import with_config_of
-from weft.entry._guards import Guard, LeftGradients, refuse_untrainable, retire
+from weft.entry._guards import Guard, LeftGradients, modes_of, refuse_untrainable, retire
 from weft.entry._loop_draws import Yielded
 from weft.entry._metrics import Metrics
 from weft.entry._outputs import GatheredOutputs, Select, logits_alone, logits_and_labels
@@ -36,7 +36,7 @@ from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, trainable
 from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
-from weft.errors import CheckpointError, DataError, PlanError
+from weft.errors import CheckpointError, DataError, PlanError, RecipeError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, StepEvent
 from weft.models import Batch, Blueprint
 from weft.parallel import ParallelModel, parallelize
@@ -81,7 +81,7 @@ class TrainState:
         self._draws = SampleDraws(recipe.run.seed)
         self._left: LeftGradients | None = None
         blueprint = replace(blueprint, loss=self._loss)
-        _take_weights_of_rank_0(blueprint.module, mesh)
+        take_weights_of_rank_0(blueprint.module, mesh.device, mesh["world"].group)
         self._blueprint = blueprint
         before = dict(blueprint.module.named_parameters())
         cuts = cuts_of(optimizer)
@@ -105,6 +105,7 @@ class TrainState:
         self._steps = 0
         self._passes = 0
         """Passes through a loader that only iterates."""
+        self._is_closed = False
         self._attached = Attached()
         self._in_pass = 0
         """Batches taken of the present pass through a loader that only iterates."""
@@ -165,6 +166,10 @@ class TrainState:
                 gradients are switched off, a parameter that prepare found frozen is not any more, or gradients were
                 changed (clipped) after the last step.
         """
+        if self._is_closed:
+            raise RecipeError(
+                f"{self._name}.step() was called after close(), and a closed session takes no more steps."
+            )
         refuse_untrainable(self.model, self._frozen)
         if self._left is not None and not self._guard.refused_backward:  # which has left a part of itself
             self._left.check()
@@ -210,7 +215,8 @@ class TrainState:
         known = Metrics(metrics or {})
         collected = self._evaluation.outputs(outputs or logits_and_labels) if metrics else None
         recording = self._reporter.phase("evaluation")
-        with self._calls.call(f"{self._name}.evaluate()", meets=True), self._guard.inside(), recording as seconds:
+        told = ", ".join(map(str, known.names))
+        with self._calls.call(f"{self._name}.evaluate({told})", meets=True), self._guard.inside(), recording as seconds:
             totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
             for batch_totals in self._evaluation.run_through(loader, collected, counts=True):
                 totals += batch_totals
@@ -315,7 +321,9 @@ class TrainState:
         }
         recording = self._reporter.phase("checkpoint")
         with self._calls.call(f"{self._name}.save()", meets=True), self._guard.inside(), recording as seconds:
-            check_same_facts(self._attached.facts(), self._mesh.device, self._mesh["world"].group)
+            check_same_facts(
+                settings_of(self.optimizer) | self._attached.facts(), self._mesh.device, self._mesh["world"].group
+            )
             state["attached"] = cast(Json, self._attached.states()[0])
             self._optimizer.create_states()
             held = [*self._training.pieces(), *self._attached.pieces(counts=self._mesh["world"].index == 0)]
@@ -354,6 +362,7 @@ class TrainState:
         """
         which = "latest" if path is None else Path(path)
         with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
+            check_same_facts({"the save that is loaded": str(which)}, self._mesh.device, self._mesh["world"].group)
             self._optimizer.create_states()
             held = [*self._training.pieces(), *self._attached.pieces_to_fill()]
             state = self._checkpointer.load(which, held, check=self._check_state)
@@ -424,6 +433,9 @@ class TrainState:
 
     def close(self) -> None:
         """End what runs in the background; no steps follow.  Leaving the session does it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.let_go()
         self._run.emit(EndEvent(step=self._steps, stopped=False))
         self._training.close()
@@ -449,6 +461,7 @@ class TrainState:
             "data: the batch of this step": self._seen.now,
             "the number of draws for this step": str(self._draws.drawn(self._steps)),
             **settings_of(self.optimizer),
+            **modes_of(self.model, self.plan),
         }
 
     def _name_difference(self) -> None:
@@ -482,15 +495,3 @@ class TrainState:
         if world.group is not None:
             with self._calls.call(f"{self._name}.batches()", meets=True):
                 check_same_batches(fields, world.group)
-
-
-def _take_weights_of_rank_0(module: nn.Module, mesh: Mesh) -> None:
-    """Constructed models differ between ranks unless every rank was seeded alike; so one rank's weights go to all."""
-    world = mesh["world"]
-    if world.group is None:
-        return
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            moved = tensor.detach().to(mesh.device).contiguous()
-            dist.broadcast(moved, src=0, group=world.group)
-            tensor.copy_(moved)

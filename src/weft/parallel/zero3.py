@@ -209,6 +209,7 @@ class FullyShardedStore:
 
     def _watch_parameters(self) -> None:
         """Hook the gathered parameters, once: they come to be with the first gather of their unit, and stay."""
+        self.release()  # an evaluation before the first step leaves the root's gathered, which have other names
         names = {id(parameter): layout.name for parameter, layout, _ in self._entries}
         for module in (part.module for part in self._parts):
             for prefix, unit in module.named_modules():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from weft.entry import export as export
     from weft.entry import generate as generate
     from weft.entry import session as session
+    from weft.entry import spawn as spawn
     from weft.entry import train as train
     from weft.errors import WeftError as WeftError
     from weft.events import StepEvent as StepEvent
@@ -40,6 +41,7 @@ _PACKAGES = {
     "export": "weft.entry",
     "generate": "weft.entry",
     "session": "weft.entry",
+    "spawn": "weft.entry",
     "train": "weft.entry",
 }
 

@@ -1,4 +1,4 @@
-"""The ways in: `train`, `session` for a loop of one's own, `generate`."""
+"""The ways in: `train`, `session` for a loop of one's own and `spawn` for its ranks, `generate`."""
 
 from weft.entry._auto import describe_recipe as describe_recipe
 from weft.entry._check import check as check
@@ -11,6 +11,7 @@ from weft.entry._generate import load_module as load_module
 from weft.entry._recording import run_name as run_name
 from weft.entry._session import Session as Session
 from weft.entry._session import session as session
+from weft.entry._spawn import spawn as spawn
 from weft.entry._state import TrainState as TrainState
 from weft.entry._timed import TimedPlan as TimedPlan
 from weft.entry._timed import step_seconds as step_seconds

@@ -111,8 +111,8 @@ def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> in
 def _preload(job: LaunchJob) -> None:
     """Import what every rank of this job needs, so that ranks get it by fork."""
     sys.path[:] = job.import_path
-    if job.kind == "function":
-        _import(job.target.partition(":")[0], *job.preload)
+    if job.kind in ("function", "cells"):
+        _import(*([job.target.partition(":")[0]] if job.kind == "function" else []), *job.preload)
 
 
 def _import(*names: str) -> None:

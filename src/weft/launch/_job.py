@@ -15,11 +15,11 @@ from weft.files import write_whole
 class LaunchJob:
     """One launch."""
 
-    kind: Literal["function", "script", "module"]
+    kind: Literal["function", "script", "module", "cells"]
     target: str
-    """`package.module:function`, the path of a script, or the name of a module."""
+    """`package.module:function`, the path of a script, the name of a module, or of a function of the cells."""
     arguments: dict[str, Any] | list[str]
-    """Keyword arguments of the function, or the script's command line."""
+    """Keyword arguments of the function, the script's command line, or `arguments` and `pieces` of cells."""
     num_processes: int
     threads_per_rank: int
     threads_given: bool

@@ -37,6 +37,11 @@ def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
         _limit_threads(job)
         if job.kind == "function":
             value = _call(job, rank, folder)
+        elif job.kind == "cells":
+            from weft.launch._cells import run_pieces  # other ranks need none of it
+
+            _take_place(job, rank, folder, port)
+            value = run_pieces(job, folder / f"cells-{rank}")
         else:
             _run_script(job, rank, folder, port)
     except SystemExit as leave:
@@ -93,8 +98,8 @@ def _call(job: LaunchJob, rank: int, folder: Path) -> Any:
     return function(rank_info, **job.arguments)
 
 
-def _run_script(job: LaunchJob, rank: int, folder: Path, port: int | None) -> None:
-    """Run a script that reads its place from the standard variables, as under torchrun."""
+def _take_place(job: LaunchJob, rank: int, folder: Path, port: int | None) -> None:
+    """Say in the standard variables where this rank stands, as torchrun does."""
     size = str(job.num_processes)
     os.environ.update(
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -103,6 +108,11 @@ def _run_script(job: LaunchJob, rank: int, folder: Path, port: int | None) -> No
         | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
         | {FAILURE_PIPE_VARIABLE: str(failure_pipe_path(folder, rank))}
     )
+
+
+def _run_script(job: LaunchJob, rank: int, folder: Path, port: int | None) -> None:
+    """Run a script that reads its place from the standard variables, as under torchrun."""
+    _take_place(job, rank, folder, port)
     sys.argv = [job.target, *job.arguments]
     if job.kind == "module":
         sys.path.insert(0, os.getcwd())
@@ -123,7 +133,7 @@ def _outcome(rank: int, value: Any, error: BaseException | None, status: int) ->
         when=time.monotonic(),
         error=type(error).__name__,
         message=message,
-        trace=[] if family else _innermost(error.__traceback__),
+        trace=error.lines_of_user() if isinstance(error, WeftError) else _innermost(error.__traceback__),
         family=family,
         family_status=error.status if isinstance(error, WeftError) else 2,
         status=status,

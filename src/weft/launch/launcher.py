@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import weft.errors
 from weft.errors import LaunchError, WeftError
 from weft.events import FailureEvent, LogSink, MetricsSink, Run, RunFolder, Sink, WarningEvent, WarningSink
+from weft.launch._cells import parameters_fit, pieces_of
 from weft.launch._fork_server import ForkServer as ForkServer
 from weft.launch._fork_server import open_fork_server as open_fork_server
 from weft.launch._fork_server_main import END
@@ -123,13 +124,53 @@ def launch_function(
         KeyboardInterrupt: Ctrl-C ended the ranks.
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, logs, import_path, preload)
+    return _results(job, fork_server, stopped_timeout_seconds, meanwhile)
+
+
+def launch_cells(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    num_processes: int,
+    *,
+    threads_per_rank: int | None = None,
+    fork_server: ForkServer | None = None,
+    stopped_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+) -> list[Any]:
+    """Call `function(**arguments)`, of a notebook's cell or of a script, on ranks; return what each returned, by rank.
+
+    Its source is handed over with that of what it names (`weft.launch._cells`).  The ranks find their places as a
+    script's do, so that `weft.session()` joins them.
+
+    Raises:
+        LaunchError: the function needs an object that lives in this process alone.
+        WeftError, RankError, KeyboardInterrupt: as from `launch_function`.
+    """
+    pieces = [[piece.file, piece.line, piece.source] for piece in pieces_of(function)]
+    parameters_fit(function, arguments)
+    told = {"pieces": pieces, "arguments": dict(arguments)}
+    preload = ("weft.entry",)
+    job = _job("cells", function.__name__, told, num_processes, threads_per_rank, None, None, preload)
+    return _results(job, fork_server, stopped_timeout_seconds, is_users=True)
+
+
+def _results(
+    job: LaunchJob,
+    fork_server: ForkServer | None,
+    stopped_timeout_seconds: float,
+    meanwhile: Callable[[], object] | None = None,
+    *,
+    is_users: bool = False,
+) -> list[Any]:
+    """Run a job, and return what each rank's function returned.  `is_users`: the function is of the user's own, whose
+    lines are shown with every error."""
+    num_processes = job.num_processes
     with _private_folder() as folder, _LauncherRun(folder, WarningSink()) as run:
         watch = _run(job, folder, fork_server, stopped_timeout_seconds, run, meanwhile)
         outcomes = {rank: RankOutcome.read(folder, rank) for rank in range(num_processes)}
         cause = _cause(watch, outcomes)
         if cause is not None and not watch.signals:
             run.fail_with(cause, num_processes, None)
-    _raise_cause(watch, cause, outcomes)
+    _raise_cause(watch, cause, outcomes, is_users=is_users)
     return [outcome.value for rank in range(num_processes) if (outcome := outcomes[rank]) is not None]
 
 
@@ -153,6 +194,8 @@ def launch_script(
     """
     if not module and not Path(script).is_file():
         raise LaunchError(f"there is no script {script} (in {os.getcwd()}). Give the path of a Python file.")
+    if not script:
+        raise LaunchError("the name of the module is empty. Give one that `python -m` would take.")
     kind = "module" if module else "script"
     job = _job(kind, script, list(arguments), num_processes, threads_per_rank, logs, None)
     with _private_folder() as folder, _LauncherRun(folder, WarningSink(failures=True)) as run:
@@ -207,8 +250,13 @@ def _job(
 ) -> LaunchJob:
     if num_processes < 1:
         raise LaunchError(f"num_processes = {num_processes}: a job has at least 1 process.")
+    if threads is not None and threads < 1:
+        raise LaunchError(f"threads = {threads}: a process has at least 1.")
     if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise LaunchError(f"the folder of logs {logs} cannot be made: {problem.strerror}. Give a folder.") from None
     path = [os.path.abspath(entry) for entry in (sys.path if import_path is None else import_path)]
     return LaunchJob(
         kind=kind,
@@ -334,7 +382,9 @@ def _cause(watch: _Watch, outcomes: Mapping[int, RankOutcome | None]) -> RankOut
     )
 
 
-def _raise_cause(watch: _Watch, cause: RankOutcome | None, outcomes: Mapping[int, RankOutcome | None]) -> None:
+def _raise_cause(
+    watch: _Watch, cause: RankOutcome | None, outcomes: Mapping[int, RankOutcome | None], *, is_users: bool
+) -> None:
     if signal.SIGINT in watch.signals and any(watch.codes.values()):
         raise KeyboardInterrupt
     if cause is None:
@@ -349,9 +399,13 @@ def _raise_cause(watch: _Watch, cause: RankOutcome | None, outcomes: Mapping[int
             kind=watch.signals[0].name,
             status=128 + watch.signals[0],
         )
-    if not cause.family:
+    if is_users or not cause.family:
         raise RankError(
-            report(cause, watch.num_processes, None), rank=cause.rank, host=cause.host, kind=cause.error or "died"
+            report(cause, watch.num_processes, None),
+            rank=cause.rank,
+            host=cause.host,
+            kind=cause.error or "died",
+            status=cause.family_status if cause.family else 1,
         )
     kind = getattr(weft.errors, cause.error or "", WeftError)
     everywhere = all(outcome is not None and outcome.message == cause.message for outcome in outcomes.values())

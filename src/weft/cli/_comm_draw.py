@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from weft.errors import CollectiveError
 
+_MOST_PROCESSES = 4096
 _Name = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
 
 
@@ -54,6 +55,8 @@ def draw(
     name = find_algorithm(algorithm).name
     if (processes is None) == (cluster is None):
         raise CollectiveError("Say over what to draw: either --processes 8, or --cluster cluster.toml (or 2x4xh100).")
+    if (processes or 0) > _MOST_PROCESSES:
+        raise CollectiveError(f"--processes {processes}: nobody could see that many. Use {_MOST_PROCESSES} or less.")
     if cluster is not None:
         if nodes is not None:
             raise CollectiveError("--nodes goes with --processes: a cluster has nodes of its own. Leave one out.")

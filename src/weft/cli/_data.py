@@ -7,6 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from weft.errors import DataError
+
 
 def prepare(
     sources: tuple[str, ...] = ("stdlib",),
@@ -42,6 +44,8 @@ def prepare(
     from weft.data.preparation import ConsoleProgress
     from weft.data.preparation import prepare as run
 
+    if workers is not None and workers < 1:
+        raise DataError(f"--workers {workers} is too few. Use 1 or more, or leave it out.")
     corpus = run(
         sources,
         vocabulary_size=vocabulary_size,

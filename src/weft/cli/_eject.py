@@ -25,7 +25,8 @@ def eject_script(recipe: Recipe, plan: Plan, target: Path) -> None:
 
     check_ejectable(recipe, plan)
     if target.suffix != ".py":
-        raise PlanError(f"--eject {target}: a script's name ends in .py. Use {target.with_suffix('.py')}.")
+        better = target.with_suffix(".py") if target.name else target / "train.py"
+        raise PlanError(f"--eject {target}: a script's name ends in .py. Use {better}.")
     from weft.models import build_model
 
     blueprint = build_model(recipe)

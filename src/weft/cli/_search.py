@@ -91,6 +91,9 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
     from weft.profile.known import known_model
     from weft.search import default_batch
 
+    for option, value in (("--global-batch-size", batch), ("--sequence-length", sequence_length)):
+        if value is not None and value < 1:
+            raise PlanError(f"{option} {value} is too few. Use 1 or more.")
     sizes = known_model(name).sizes
     profile = profile_of_sizes(sizes, sequence_length)
     if batch is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -63,13 +64,15 @@ def sentence(noun: str, setting: BadSetting, origin: str | None) -> str:
     return f"{origin}: {dotted(setting.path)}{value} {setting.problem}"
 
 
-def read_document(path: str | FilePath, noun: str, error: type[WeftError]) -> Document:
+def read_document(path: str | os.PathLike[str], noun: str, error: type[WeftError]) -> Document:
     """Read a TOML file.
 
     Raises:
         WeftError: of class `error`, when the file is missing, unreadable, not UTF-8 or not TOML.
     """
-    file = FilePath(path)
+    file = FilePath(path) if isinstance(path, str | os.PathLike) else FilePath("\0")  # pyright: ignore[reportUnnecessaryIsInstance]
+    if "\0" in str(file) or len(file.name) > 255:
+        raise error(f"{str(path)[:80]!r} is no {noun}, and no path that one can have. Give the path of a {noun} file.")
     try:
         if file.exists() and not file.is_file() and not file.is_dir():
             raise error(f"{file} is no plain file, so it is not waited for. Give a {noun} file.")

@@ -95,6 +95,8 @@ def session(
     """
     with ExitStack() as stack:
         given = PlanSettings(settings=settings or {}, accumulate=accumulate)
+        if type(seed) is not int or seed < 0:
+            raise RecipeError(f"seed = {seed!r} is no seed. Give a whole number from 0 on.")
         requested = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
         requested = given.over(requested) if isinstance(requested, Plan) else requested
         if isinstance(requested, Plan) and requested.compute.device != "auto":

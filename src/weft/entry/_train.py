@@ -28,7 +28,7 @@ from weft.entry._export import processor_files
 from weft.entry._fit import MeasurePeak, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
 from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
-from weft.errors import CheckpointError, LaunchError, RecipeError, WeftError
+from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
 from weft.events import RunFolder, format_duration, format_loss
 from weft.launch import RankInfo, initialise_distributed
 from weft.launch.launcher import ForkServer, launch_function, open_fork_server
@@ -99,7 +99,9 @@ def train(
     """
     if name is None:
         name = run_name(Path(recipe)) if isinstance(recipe, str | Path) else "run"
-    recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    if processes is not None and type(processes) is not int:
+        raise PlanError(f"processes = {processes!r} is no number of processes. Give a whole number from 1 on.")
     with open_fork_server(fork_server) as warm:
         job = _checked(recipe, plan, processes, reasons or {}, note, trials, try_memory, quiet, warm)
         if RankInfo.from_environment() is not None:

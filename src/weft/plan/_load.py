@@ -30,7 +30,7 @@ def load_plan(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Pl
         PlanError: when the file cannot be read, or a setting is unknown, of the wrong type or impossible by itself
             (`check_plan` says whether it fits a recipe); the message names file, line, key and value.
     """
-    return _bind_plan(read_document(os.fspath(path), "plan", PlanError), overrides)
+    return _bind_plan(read_document(path, "plan", PlanError), overrides)
 
 
 def parse_plan(text: str, overrides: Iterable[str] = (), *, name: str = "plan.toml") -> Plan:

@@ -18,7 +18,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         RecipeError: when the file cannot be read, or a setting is unknown, of the wrong type or impossible; the
             message names file, line, key and value, and the change to make.
     """
-    return bind_recipe(read_document(os.fspath(path), "recipe", RecipeError), overrides)
+    return bind_recipe(read_document(path, "recipe", RecipeError), overrides)
 
 
 def parse_recipe(text: str, overrides: Iterable[str] = (), *, name: str = "recipe.toml") -> Recipe:

@@ -10,10 +10,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from weft.errors import CollectiveError, LaunchError
+from weft.launch._echoes import is_echo
 from weft.launch._failure_notice import FailureListener, RankFailure, listening_for_failures
 from weft.launch._rank_info import RankInfo
 from weft.launch._rendezvous import rendezvous_store
-from weft.launch._report import is_echo
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import WeftError
+from weft.launch._echoes import is_echo
 from weft.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
 from weft.launch._job import LaunchJob, RankOutcome
 from weft.launch._rank_info import FAILURE_PIPE_VARIABLE, RankInfo
-from weft.launch._report import is_echo
 
 _TRACE_FRAMES = 4
 _OWN_FILES = ("<frozen runpy>", "<frozen importlib._bootstrap>", __file__)

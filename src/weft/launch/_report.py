@@ -7,27 +7,11 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from weft.launch._echoes import is_echo
 from weft.launch._job import RankOutcome
 
 MAX_LINES = 15
 _MAX_WIDTH = 300
-_ECHOES = (
-    "closed by peer",
-    "reset by peer",
-    "Broken pipe",
-    "connectFullMesh failed",
-    "Timed out waiting",
-    "Application timeout caused pair closure",
-    "NCCL communicator was aborted",
-    "remote process exited",
-    "cannot be finished: the process of rank",
-    "has left the group",
-    "aborted the group",
-    "so this one could not go on",
-)
-"""What Gloo, NCCL and Weft say on a rank whose peer has left: never the cause, where there is another."""
-
-
 _LATE = ("timed out", "Timed out", "timeout", "Timeout")
 """What torch says on a rank that has waited in vain."""
 
@@ -79,8 +63,3 @@ def _is_echo(outcome: RankOutcome) -> bool:
 def is_late(outcome: RankOutcome) -> bool:
     """Whether an error says no more than that another rank did not come in time, or is gone."""
     return _is_echo(outcome) or outcome.error == "CollectiveError" or any(word in outcome.message for word in _LATE)
-
-
-def is_echo(message: str) -> bool:
-    """Whether an error only says that another rank is gone."""
-    return any(text in message for text in _ECHOES)

@@ -1,0 +1,24 @@
+"""Errors that only say that another rank is gone."""
+
+from __future__ import annotations
+
+_ECHOES = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "connectFullMesh failed",
+    "Timed out waiting",
+    "Application timeout caused pair closure",
+    "NCCL communicator was aborted",
+    "remote process exited",
+    "cannot be finished: the process of rank",
+    "has left the group",
+    "aborted the group",
+    "so this one could not go on",
+)
+"""What Gloo, NCCL and Weft say on a rank whose peer has left: never the cause, where there is another."""
+
+
+def is_echo(message: str) -> bool:
+    """Whether an error only says that another rank is gone."""
+    return any(text in message for text in _ECHOES)

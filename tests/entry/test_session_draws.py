@@ -104,6 +104,8 @@ def loop(plan: Plan, folder: str, what: str) -> list[float]:
                 del extra
             elif what == "keyed of others":
                 state.randn(batch[0][:1], 2)
+            elif what == "keyed of none":
+                state.randint(batch, 0, 2)
             elif what == "normalised":
                 batch = [batch[0] * 0.5, batch[1]]
             elif what == "elsewhere":  # a loader's iterator draws a seed, a print a sample
@@ -134,6 +136,11 @@ def test_ranks_that_draw_otherwise_by_sample_are_named(ranks: RankPool, tmp_path
         ranks.run(2, loop, plan_for(2), str(tmp_path / "2"), "keyed on one rank")
     with pytest.raises(DataError, match="this rank's share of a step is 4 of 8 samples, and the batch has 1"):
         ranks.run(2, loop, plan_for(2), str(tmp_path / "3"), "keyed of others")
+
+
+def test_whole_numbers_of_an_empty_range_are_refused(ranks: RankPool, tmp_path):
+    with pytest.raises(DataError, match="there is no such number. Give a high above low"):
+        ranks.run(1, loop, plan_for(1), str(tmp_path / "1"), "keyed of none")
 
 
 def test_numbers_drawn_by_sample_are_as_said() -> None:

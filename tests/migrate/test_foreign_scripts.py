@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.cli import run
 from weft.errors import RecipeError
 from weft.migrate import migrate_script
 
@@ -328,3 +329,11 @@ def test_one_of_two_handles_becomes_one_session(tmp_path: Path) -> None:
     assert "inputs={name: name for name in next(iter(loader))}" in text
     assert "return outputs.loss" in text
     assert "ccelerator" not in text
+
+
+@pytest.mark.parametrize("option", [["--processes", "2"], ["--fill", "a=1"]])
+def test_options_of_configurations_are_refused_for_scripts(option, tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    assert run(["migrate", str(script), *option]) == 2
+    assert f"{option[0]} is for configurations" in capsys.readouterr().err

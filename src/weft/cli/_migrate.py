@@ -37,6 +37,11 @@ def migrate(
         New file for the changed script, or folder for plan.toml and recipe.part.toml; without it they are printed.
     """
     if source.suffix == ".py":
+        if processes is not None or fill:
+            option = "--fill" if fill else "--processes"
+            raise RecipeError(
+                f"{option} is for configurations, and {source} is a script, which asks nothing. Leave it out."
+            )
         _migrate_script(source, write)
         return
     from weft.migrate import read_config

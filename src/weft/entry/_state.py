@@ -168,7 +168,8 @@ class TrainState:
         """
         if self._is_closed:
             raise RecipeError(
-                f"{self._name}.step() was called after close(), and a closed session takes no more steps."
+                f"{self._name}.step() was called after close(), and what is closed takes no more steps. Take"
+                " them before, or prepare the model again in a new session."
             )
         refuse_untrainable(self.model, self._frozen)
         if self._left is not None and not self._guard.refused_backward:  # which has left a part of itself
@@ -275,7 +276,9 @@ class TrainState:
         return self._drawn(self._draws.rand(self._steps, self._samples(batch), shape))
 
     def randint(self, batch: UserBatch, high: int, *shape: int, low: int = 0) -> Tensor:
-        """`randn`, of whole numbers (int64) from `low` to `high` − 1."""
+        """`randn`, of whole numbers (int64) from `low` to `high` − 1; at least one, or it is a DataError."""
+        if high <= low:
+            raise DataError(f"randint from {low} to {high} − 1: there is no such number. Give a high above low.")
         return self._draws.randint(self._steps, self._samples(batch), low, high, shape).to(self._mesh.device)
 
     def _drawn(self, numbers: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ texts.  Line numbers stay those of the cells.
 from __future__ import annotations
 
 import ast
+import cmath
 import inspect
 import json
 import linecache
@@ -115,11 +116,14 @@ def _spelt(name: str, value: Any, user: str) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
+    # Exactly these: what is written for their relatives (a Counter, an infinite number) names what a rank has not.
+    if type(value) is dict:
         return all(_is_plain(each) for pair in cast(dict[Any, Any], value).items() for each in pair)
-    if isinstance(value, list | tuple | set | frozenset):
+    if type(value) in (list, tuple, set, frozenset):
         return all(map(_is_plain, cast(Sequence[Any], value)))
-    return value is None or type(value) in (bool, int, float, str, bytes, complex)
+    if type(value) in (float, complex):
+        return cmath.isfinite(value)
+    return value is None or type(value) in (bool, int, str, bytes)
 
 
 def _piece_of(value: type | FunctionType) -> CellSource:
@@ -198,7 +202,7 @@ def run_pieces(job: LaunchJob, folder: Path) -> Any:
     for number, (file, line, source) in enumerate(pieces):
         path = folder / str(number) / Path(str(file)).name
         path.parent.mkdir(parents=True)
-        path.write_text("\n" * (int(line) - 1) + str(source))
+        path.write_text("\n" * (int(line) - 1) + str(source), encoding="utf-8")
         SourceFileLoader(module.__name__, str(path)).exec_module(module)
     value = getattr(module, function)(**job.arguments["arguments"])
     try:

@@ -32,6 +32,7 @@ from weft.entry._loop_draws import Yielded
 from weft.entry._metrics import Metrics
 from weft.entry._outputs import GatheredOutputs, Select, logits_alone, logits_and_labels
 from weft.entry._recording import ModelRun
+from weft.entry._saved_data import refuse_other_data
 from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, trainable
 from weft.entry._user_loss import LossOfUser
@@ -372,7 +373,12 @@ class TrainState:
             self._training.restored(state)
             self._attached.load(state)
         steps = cast(int, state["steps"])
-        self._refuse_other_data(state)
+        refuse_other_data(
+            state,
+            batch_size=self._batch_size,
+            num_samples=self._stream.num_samples,
+            seed=self._recipe.run.seed,
+        )
         self._optimizer.load_settings(cast(Any, state["optimizer"]))
         in_pass, passes = state.get("in_pass"), state.get("passes")
         self._steps, self._in_pass = steps, in_pass if isinstance(in_pass, int) else 0
@@ -394,22 +400,6 @@ class TrainState:
             state.text("last_batch", r"[0-9a-f]{0,16}", "a digest")
         self._optimizer.check_settings(state)
         self._training.check_state(state)
-
-    def _refuse_other_data(self, state: Mapping[str, Json]) -> None:
-        """Steps, samples and schedules count in the saved run's batches: with others they would mean something else."""
-        now = {
-            "batch_size": (self._batch_size, "a global batch of {}", "Give the loader batch_size={}"),
-            "num_samples": (self._stream.num_samples, "{} samples in the loader", "Give it the same data"),
-            "seed": (self._recipe.run.seed, "the seed {}", "Write weft.session(seed={})"),
-        }
-        for name, (mine, what, fix) in now.items():
-            saved = state.get(name, mine)
-            if saved != mine:
-                raise CheckpointError(
-                    f"the run was saved with {what.format(saved)}, and this session has {what.format(mine)}: samples"
-                    f" would be repeated and skipped. {fix.format(saved)}, or begin a new run from the weights alone"
-                    " (state.export, and load them before prepare)."
-                )
 
     @contextmanager
     def frozen(self) -> Generator[nn.Module]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from weft.errors import CheckpointError, DataError, PlanError, RecipeError, WeftError
+from weft.errors import CheckpointError, DataError, RecipeError, WeftError
 from weft.models import CutTable
 from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 
@@ -199,16 +199,6 @@ def test_what_cannot_be_prepared_is_refused_with_the_fix(session) -> None:
     refuse(session, "does not say its batch_size", DataError, loader=[samples().tensors])
     words = DataLoader([{"text": "a"}, {"text": "b"}], batch_size=2)  # type: ignore[arg-type]
     refuse(session, "entry text of the batch is a list", DataError, loader=words)
-
-
-def test_local_steps_need_a_loop_that_knows_its_end(tmp_path) -> None:
-    plan = Plan(
-        mesh=MeshPlan(replicate=2),
-        data_parallel=DataParallelPlan(zero=0, local_steps=5),
-        microbatch=MicrobatchPlan(size=BATCH // 2),
-    )
-    with weft.session(plan=plan, folder=tmp_path, quiet=True) as session:
-        refuse(session, "local_steps = 5 needs a loop that Weft owns.*Use 0, or train from a recipe", PlanError)
 
 
 def test_a_share_of_another_size_is_refused(session) -> None:

@@ -50,7 +50,7 @@ REFUSED: list[tuple[Plan, str]] = [
     (
         plan_of(local_steps=51),
         "plan.data_parallel.local_steps = 51 is not permitted by the recipe, whose permit.local_steps = 50.\n"
-        "Use 50, or permit.local_steps = 51.",
+        "Use 50, or permit.local_steps = 51; of a session, weft.session(local_steps=51).",
     ),
     (plan_of(1, 2, zero=1), "plan.data_parallel.local_steps = 50 has no effect with mesh.replicate = 1"),
 ]
@@ -63,7 +63,7 @@ def test_the_recipe_must_permit_them(plan: Plan, message: str) -> None:
 
 
 def test_nothing_is_permitted_without_being_asked_for() -> None:
-    with pytest.raises(PlanError, match=re.escape("whose permit.local_steps = 0.\nUse 0, or permit.local_steps = 50.")):
+    with pytest.raises(PlanError, match=re.escape("whose permit.local_steps = 0.\nUse 0, or permit.local_steps = 50;")):
         check_plan(*case(plan_of()), 2)
     with pytest.raises(RecipeError, match=re.escape("local_steps = -1 is too small: use 0 or more.")):
         PermitRecipe(local_steps=-1)

@@ -95,9 +95,8 @@ def test_refusals_name_a_setting_and_a_change(seed: int) -> None:
     for reason in (*runnability(plan), *unwritten(plan)):
         assert any(f"plan.{key}" in reason for key in keys), reason
         assert "Use " in reason or "Leave " in reason, reason
-    own = {"local_steps": plan.data_parallel.replicas_step_alone, "memory.offload": plan.memory.offloads_optimizer}
-    if any(own.values()):
-        with pytest.raises(PlanError, match="(?s)" + ".*".join(name for name, is_used in own.items() if is_used)):
+    if plan.memory.offloads_optimizer:
+        with pytest.raises(PlanError, match="memory.offload"):
             check_no_loop(plan)
     else:
         check_no_loop(plan)

@@ -45,6 +45,14 @@ class TrainingState:
             pieces += self.average.pieces()
         return pieces
 
+    def weights(self) -> list[Piece]:
+        """The model alone, of replicas that step by themselves as they agreed on it last: what an export holds.  Call
+        on every rank."""
+        trained = master_pieces(self.model)
+        for technique in self.model.techniques:
+            trained = technique.pieces(trained)
+        return unchanged_pieces(self.model) + [piece for piece in trained if piece.name.startswith("model/")]
+
     def state(self) -> dict[str, Json]:
         """What is no tensor.  Randomness needs no state: it is keyed by seed, step and sample."""
         state: dict[str, Json] = {
@@ -85,17 +93,24 @@ class TrainingState:
                 stack.enter_context(self.average.swapped(publish))
             yield
 
+    @property
+    def is_open(self) -> bool:
+        """Whether ranks have taken steps that they have not agreed on yet (a round of local steps)."""
+        return any(technique.is_open for technique in self.model.techniques)
+
+    def finish(self) -> None:
+        """Agree on the steps taken: no more come, for now.  Call on every rank."""
+        self.model.stores.settle()
+        changed = [technique.finish() for technique in self.model.techniques]
+        if any(changed):
+            self.model.stores.publish()
+
     def close(self) -> None:
         """End what the training runs in the background; no steps follow.  Call it before process groups end."""
         self.model.stores.close()
         for technique in self.model.techniques:
             technique.close()
         self.model.mesh.watch(None)
-
-
-def model_pieces(model: ParallelModel) -> list[Piece]:
-    """Return this rank's masters, frozen parameters and buffers, for saving and loading.  Call on every rank."""
-    return [*master_pieces(model), *unchanged_pieces(model)]
 
 
 def master_pieces(model: ParallelModel) -> list[Piece]:

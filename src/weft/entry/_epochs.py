@@ -17,9 +17,12 @@ class Epoch:
     """Counted from 0."""
     _batches: Callable[[], Iterator[Any]]
     _num_steps: int | None
+    _at_end: Callable[[], None]
+    """What happens when all batches have been taken."""
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches()
+        yield from self._batches()
+        self._at_end()
 
     def __len__(self) -> int:
         if self._num_steps is None:
@@ -31,23 +34,37 @@ class Epoch:
 
 
 class Epochs:
-    """The epochs up to a number, from the one that the run is in; `len` is how many of them are left."""
+    """The epochs up to a number, from the one that the run is in; `len` is how many of them are left.
+
+    `at_end` is called when the last of them is through.
+    """
 
     def __init__(
-        self, batches: Callable[[], Iterator[Any]], now: Callable[[], int], num_steps: int | None, number: int
+        self,
+        batches: Callable[[], Iterator[Any]],
+        now: Callable[[], int],
+        num_steps: int | None,
+        number: int,
+        at_end: Callable[[], None],
     ) -> None:
         if type(number) is not int or number < 0:
             raise RecipeError(f"state.epochs({number!r}) is no number of epochs. Give a whole number from 0 on.")
         self._batches, self._now, self._num_steps, self._number = batches, now, num_steps, number
+        self._at_end = at_end
 
     def __len__(self) -> int:
         return max(self._number - self._now(), 0)
 
     def __iter__(self) -> Iterator[Epoch]:
         for number in range(self._now(), self._number):
-            yield Epoch(number, self._batches, self._num_steps)
+            at_end = self._at_end if number + 1 == self._number else _nothing
+            yield Epoch(number, self._batches, self._num_steps, at_end)
             if self._now() == number:
                 raise RecipeError(
                     f"epoch {number} was left before its last step, so the next one would begin with the rest of it."
                     " Take all its batches, or `break` out of both loops."
                 )
+
+
+def _nothing() -> None:
+    """Before the last epoch there is nothing to do."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 
+from weft.checkpoint import Checkpointer, Peers
 from weft.checkpoint.export import export_checkpoint
-from weft.errors import LaunchError
+from weft.errors import CheckpointError, LaunchError
 from weft.events import RunFolder
 from weft.models import Blueprint, build_model
+from weft.parallel import Piece
 from weft.recipe import Recipe, load_recipe
 from weft.recipe.hf_folder import read_hf_processors
 
@@ -55,6 +59,20 @@ def export(
         processors=[] if recipe is None else processor_files(recipe, tokenizer),
         dtype=_DTYPES[dtype] if dtype is not None else None,
     )
+
+
+def write_whole(pieces: Sequence[Piece], blueprint: Blueprint, folder: Path, step: int, peers: Peers) -> str | None:
+    """Write a model that ranks hold in pieces into a new folder.  Call on every rank; return on all what was in the
+    way."""
+    partial, problem = folder.with_name(f".{folder.name}.exporting"), None
+    stored = Checkpointer(partial, peers).save(step, pieces)
+    if peers.rank == 0:
+        try:
+            export_checkpoint(stored, blueprint, folder)
+        except CheckpointError as error:
+            problem = str(error)
+        shutil.rmtree(partial, ignore_errors=True)
+    return peers.first_problem(problem)
 
 
 def with_config_of(blueprint: Blueprint) -> Blueprint:

@@ -22,6 +22,7 @@ from weft.entry._auto import describe_user_model, look_at_user_model, machine_fo
 from weft.entry._calls import Calls
 from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
 from weft.entry._recording import SessionRuns
+from weft.entry._rounds import RoundsOfSession
 from weft.entry._settings import PlanSettings
 from weft.entry._state import TrainState
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, infer_inputs
@@ -52,6 +53,7 @@ def session(
     compression: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
     accumulate: int | None = None,
+    local_steps: int = 0,
     folder: str | Path | None = None,
     record: bool = True,
     track: Track | None = None,
@@ -71,6 +73,10 @@ def session(
         settings: of the plan by dotted key, such as `{"data_parallel.zero": 3, "compute.compile": True}`: laid over the
             plan, or what `auto` must leave as it is.
         accumulate: beside `auto`, microbatches of a rank in a step; the global batch stays the loader's.
+        local_steps: steps that each data rank may take by itself before all average their weights, which is other
+            mathematics than that of one process (0: none).  Beside `auto` they take so many, and the average is plain
+            (local SGD), unless `settings` say otherwise (DiLoCo's `data_parallel.outer_momentum`); one process has
+            nobody to average with.  A plan of your own says how many it takes, at most these.
         folder: of the run, as that of `weft train`: plan, metrics, logs, and what `save` writes.  By default
             `runs/<script>-<date>-<n>`; to go on with an earlier run, give its folder and call `load`.
         record: keep plan, metrics and logs; False leaves nothing in the folder (then by default `runs/session`) but
@@ -94,7 +100,7 @@ def session(
                 step = state.step(batch)
     """
     with ExitStack() as stack:
-        given = PlanSettings(settings=settings or {}, accumulate=accumulate)
+        given = PlanSettings(settings=settings or {}, accumulate=accumulate, local_steps=local_steps)
         if type(seed) is not int or seed < 0:
             raise RecipeError(f"seed = {seed!r} is no seed. Give a whole number from 0 on.")
         requested = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
@@ -114,7 +120,9 @@ def session(
             given,
             timeout_seconds=timeout_seconds,
             seed=seed,
-            permit=PermitRecipe(precision=tuple(permit), compression=tuple(compression)),
+            permit=PermitRecipe(
+                precision=tuple(permit), compression=tuple(compression), local_steps=given.most_local_steps
+            ),
             runs=SessionRuns(
                 Path(folder) if folder is not None else None, distributed.rank_info, record=record, track=track
             ),
@@ -160,6 +168,7 @@ class Session:
         self._calls = Calls(_store_of_session(self.rank, self.world_size), self.rank, self.world_size, self.device)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._owned: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+        self._rounds = RoundsOfSession(self._calls)
         self._states: weakref.WeakSet[TrainState] = weakref.WeakSet()
 
     @property
@@ -192,7 +201,9 @@ class Session:
             yield
 
     def close(self) -> None:
-        """End what prepared models run in the background; they take no more steps.  Leaving the session does it."""
+        """End what prepared models run in the background, and their last rounds of local steps; they take no more
+        steps.  Leaving the session does it."""
+        self._rounds.close()
         for state in self._states:
             state.close()
 
@@ -309,6 +320,7 @@ class Session:
             like=type(example),
             recorded=self._runs.open(self._prepared, plan),
             calls=self._calls,
+            rounds=self._rounds,
             number=self._prepared,
         )
         self._optimizers.add(optimizer)

@@ -1,4 +1,5 @@
-"""What a session is told of its plan beside a file or `auto`: single settings, and how often a rank accumulates."""
+"""What a session is told of its plan beside a file or `auto`: single settings, how often a rank accumulates, and how
+many steps it may take by itself."""
 
 from __future__ import annotations
 
@@ -11,16 +12,31 @@ from weft.plan import Plan, plan_settings, with_settings
 
 _SETTINGS = "weft.session(settings=…)"
 _ACCUMULATE = "weft.session(accumulate=…)"
+_LOCAL = "weft.session(local_steps=…)"
+_ROUNDS = ("data_parallel.local_steps", "data_parallel.outer_learning_rate", "data_parallel.outer_momentum")
 _DATA_ONLY = ("mesh.tensor", "mesh.pipeline")
 """What `auto` leaves alone: a loop may call the model by itself, or several models that must share their batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """Settings of the plan by dotted key, and microbatches of a rank in a step (None: as the plan has it)."""
+    """Settings of the plan by dotted key, microbatches of a rank in a step (None: as the plan has it), and the most
+    steps that replicas may take by themselves."""
 
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     accumulate: int | None = None
+    local_steps: int = 0
+
+    @property
+    def most_local_steps(self) -> int:
+        """What the recipe permits.
+
+        Raises:
+            PlanError: it is no number.
+        """
+        if type(self.local_steps) is not int or self.local_steps < 0:
+            raise PlanError(f"{_LOCAL} = {self.local_steps!r} is no number of steps. Give a whole number from 0 on.")
+        return self.local_steps
 
     def over(self, plan: Plan) -> Plan:
         """A plan of the user's own with the settings laid over it.
@@ -53,7 +69,7 @@ class PlanSettings:
                     f"{_SETTINGS}: {each.key} follows from what auto chooses. Give {instead}, or a whole plan."
                 )
         plan = Plan(origins=dict.fromkeys(_DATA_ONLY, "a session's auto splits the data only"))
-        plan = with_settings(plan, self.settings, _SETTINGS) if self.settings else plan
+        plan = self._laid_over(plan, world_size)
         if self.accumulate is None:
             return plan
         if "microbatch.size" in plan.origins:
@@ -61,6 +77,24 @@ class PlanSettings:
         size = self._microbatch(batch_size, world_size)
         plan = replace(plan, microbatch=replace(plan.microbatch, size=size))
         return replace(plan, origins={**plan.origins, "microbatch.size": _ACCUMULATE})
+
+    def _laid_over(self, plan: Plan, world_size: int) -> Plan:
+        """A plan with the settings.  How many replicas average is a part of the mathematics, so under local steps that
+        is not for a search to choose: every data rank is one, unless the settings make replicas of several."""
+        settings, local = dict(self.settings), dict[str, Any]()
+        if self.local_steps and world_size == 1:
+            settings = {key: value for key, value in settings.items() if key not in _ROUNDS}
+        elif self.local_steps and settings.get(_ROUNDS[0]) != 0:
+            shard = settings.get("mesh.shard", 1)
+            local |= zip(_ROUNDS, (self.local_steps, 1.0, 0.0), strict=True)
+            local["mesh.replicate"] = world_size // shard if isinstance(shard, int) and shard > 0 else 1
+            local |= {"data_parallel.zero": 0} if shard == 1 else {}
+            local = {key: value for key, value in local.items() if key not in settings}
+        plan = with_settings(plan, local | settings, _SETTINGS) if local | settings else plan
+        origins = dict.fromkeys(local, _LOCAL)
+        if self.local_steps and world_size == 1:
+            origins[_ROUNDS[0]] = f"{_LOCAL}: one process has nobody to average with"
+        return replace(plan, origins={**plan.origins, **origins})
 
     def _microbatch(self, batch_size: int, ranks: int) -> int:
         number = self.accumulate
@@ -82,7 +116,7 @@ class PlanSettings:
 
     def beyond(self, plan: Plan) -> Plan:
         """What search has chosen, with the settings that it does not choose (compile, threads)."""
-        plan = with_settings(plan, self.settings, _SETTINGS) if self.settings else plan
+        plan = self._laid_over(plan, plan.mesh.world_size)
         if self.accumulate is None:
             return plan
         return replace(plan, origins={**plan.origins, "microbatch.size": _ACCUMULATE})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,22 +15,22 @@ import xxhash
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpointer, Json, Peers
-from weft.checkpoint.export import export_checkpoint
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.document import JsonObject
-from weft.engine import StepReporter, begin_training, model_pieces
+from weft.engine import StepReporter, begin_training
 from weft.entry._agreement import check_same_batches, check_same_facts, take_weights_of_rank_0
 from weft.entry._attached import Attached
 from weft.entry._calls import Calls
 from weft.entry._epochs import Epochs
 from weft.entry._evaluation import Evaluation
-from weft.entry._export import with_config_of
+from weft.entry._export import with_config_of, write_whole
 from weft.entry._guards import Guard, LeftGradients, modes_of, refuse_untrainable, retire
 from weft.entry._loop_draws import Yielded
 from weft.entry._metrics import Metrics
 from weft.entry._outputs import GatheredOutputs, Select, logits_alone, logits_and_labels
 from weft.entry._recording import ModelRun
+from weft.entry._rounds import RoundsOfSession
 from weft.entry._saved_data import refuse_other_data
 from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, trainable
@@ -63,6 +62,7 @@ class TrainState:
         loss: Callable[[Any, Any], Any],
         recorded: ModelRun,
         calls: Calls,
+        rounds: RoundsOfSession,
         number: int = 1,
         like: type[Any] = dict,
     ) -> None:
@@ -100,6 +100,7 @@ class TrainState:
         )
         self._recorder = Recorder()
         self._training = begin_training(recipe, self._parallel, self._optimizer, None, self._recorder)
+        self._rounds = rounds.of(self._training, self._name)
         self._run = recorded.run
         self._reporter = StepReporter(self._run, self._recorder, self._parallel)
         self._reporter.start(0, None)
@@ -218,7 +219,8 @@ class TrainState:
         collected = self._evaluation.outputs(outputs or logits_and_labels) if metrics else None
         recording = self._reporter.phase("evaluation")
         told = ", ".join(map(str, known.names))
-        with self._calls.call(f"{self._name}.evaluate({told})", meets=True), self._guard.inside(), recording as seconds:
+        called = self._calls.call(f"{self._name}.evaluate({told})", meets=True)
+        with called, self._guard.inside(), self._rounds.agreed("evaluate"), recording as seconds:
             totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
             for batch_totals in self._evaluation.run_through(loader, collected, counts=True):
                 totals += batch_totals
@@ -245,7 +247,8 @@ class TrainState:
             DataError: what it selects has no row per sample, or rows of several shapes.
         """
         collected = self._evaluation.outputs(outputs or logits_alone)
-        with self._calls.call(f"{self._name}.predict()", meets=True), self._guard.inside():
+        called = self._calls.call(f"{self._name}.predict()", meets=True)
+        with called, self._guard.inside(), self._rounds.agreed("predict"):
             for _ in self._evaluation.run_through(loader, collected, counts=False):
                 collected.join()
             return collected.all()
@@ -301,7 +304,16 @@ class TrainState:
         After `load` they begin with the epoch that the run was in.  `len(epoch)` is its number of steps, and
         `epoch.number` counts from 0.
         """
-        return Epochs(self.batches, lambda: self._epoch, self._stream.steps_per_epoch, number)
+        return Epochs(self.batches, lambda: self._epoch, self._stream.steps_per_epoch, number, self._rounds.end)
+
+    def end_round(self) -> None:
+        """Average the replicas now, though their round of local steps is not through (`weft.session(local_steps=…)`).
+
+        Rounds end after every `local_steps` steps, with the last step of `epochs`, and where the session ends.  Until
+        then `evaluate`, `predict` and `export` see what replicas agreed on last, and the model has this replica's own
+        weights.  Nothing happens where no step was taken since, or the plan has no local steps.
+        """
+        self._rounds.end()
 
     def save(self) -> Path:
         """Save model, optimizer, place in the data and what is attached; any later plan can load it.
@@ -342,21 +354,14 @@ class TrainState:
         Raises:
             CheckpointError: on every rank; the folder is not empty or cannot be written.
         """
-        folder = Path(folder)
-        partial = folder.with_name(f".{folder.name}.exporting")
-        with self._calls.call(f"{self._name}.export()", meets=True), self._guard.inside():
-            peers, problem = self._checkpointer.peers, None
-            stored = Checkpointer(partial, peers).save(self._steps, model_pieces(self._parallel))
-            if peers.rank == 0:
-                try:
-                    export_checkpoint(stored, with_config_of(self._blueprint), folder)
-                except CheckpointError as error:
-                    problem = str(error)
-                shutil.rmtree(partial, ignore_errors=True)
-            problem = peers.first_problem(problem)
+        called = self._calls.call(f"{self._name}.export()", meets=True)
+        with called, self._guard.inside():
+            self._rounds.warn("export")
+            whole, peers = with_config_of(self._blueprint), self._checkpointer.peers
+            problem = write_whole(self._training.weights(), whole, Path(folder), self._steps, peers)
         if problem is not None:
             raise CheckpointError(problem)
-        return folder
+        return Path(folder)
 
     def load(self, path: str | Path | None = None) -> int:
         """Load the newest save of this session's folder, or the one given, and return its number of steps.
@@ -425,9 +430,11 @@ class TrainState:
                 parameter.requires_grad_(True)
 
     def close(self) -> None:
-        """End what runs in the background; no steps follow.  Leaving the session does it."""
+        """End what runs in the background, and the last round of local steps; no steps follow.  Leaving the session
+        does it."""
         if self._is_closed:
             return
+        self._rounds.close()
         self._is_closed = True
         self.let_go()
         self._run.emit(EndEvent(step=self._steps, stopped=False))

@@ -117,6 +117,16 @@ class TechniqueRuntime:
         """
         return False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether steps were taken that `end_step` has not brought to their end, the same on all ranks."""
+        return False
+
+    def finish(self) -> bool:
+        """No step follows that was waited for: end what `is_open`, and return whether masters have changed, which are
+        then published again."""
+        return False
+
     def evaluated(self, publish: Callable[[], None]) -> AbstractContextManager[None]:
         """Let the model have the weights that are evaluated, within the block.  `publish` brings masters into it."""
         return nullcontext()

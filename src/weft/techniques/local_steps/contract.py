@@ -45,8 +45,9 @@ class LocalStepsSettings:
         """Whether gradients meet inside a replica only."""
         return self.local_steps > 0
 
-    def ends_round(self, step: int, num_steps: int) -> bool:
-        """Whether a round ends with a step, from 0, of a training of `num_steps`: its last one ends there, too."""
+    def ends_round(self, step: int, num_steps: int | None) -> bool:
+        """Whether a round ends with a step, from 0, of a training of `num_steps`: its last one ends there, too.  None:
+        nobody knows them yet."""
         return (step + 1) % self.local_steps == 0 or step + 1 == num_steps
 
     @property
@@ -112,7 +113,8 @@ class LocalSteps(Technique):
             return
         if steps > permitted:
             problem = f"is not permitted by the recipe, whose permit.local_steps = {permitted}."
-            raise case.refuse(path, f"{problem}\nUse {permitted}, or permit.local_steps = {steps}.")
+            fix = f"Use {permitted}, or permit.local_steps = {steps}; of a session, weft.session(local_steps={steps})"
+            raise case.refuse(path, f"{problem}\n{fix}.")
         if plan.mesh.replicate == 1:
             problem = "has no effect with mesh.replicate = 1: there are no replicas that could step by themselves."
             raise case.refuse(path, f"{problem}\nUse 0, or more replicas.")
@@ -142,13 +144,6 @@ class LocalSteps(Technique):
         if plan.data_parallel.replicas_step_alone:
             named = f"{_KEY} = {plan.data_parallel.local_steps}"
             yield f"{named}: the script sums gradients over all data ranks in every step. Use 0."
-
-    def needs_loop(self, plan: Plan) -> Iterator[str]:
-        if plan.data_parallel.replicas_step_alone:
-            yield (
-                f"{_KEY} = {plan.data_parallel.local_steps} needs a loop that Weft owns: replicas must meet after the"
-                " last step, which a session does not know. Use 0, or train from a recipe with weft train."
-            )
 
     def leaves(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
         if not plan.data_parallel.replicas_step_alone:

@@ -39,14 +39,15 @@ from weft.techniques.local_steps.contract import LocalSteps, LocalStepsSettings
 class LocalRounds(TechniqueRuntime):
     """Anchor, outer momentum, and the sums at the end of each round.  Create and call it on every rank alike.
 
-    `last_step` is the number of the training's steps: its last round ends there, however short it is.
+    `last_step` is the number of the training's steps: its last round ends there, however short it is.  None: whoever
+    owns the loop says by `finish` when no more steps come.
     """
 
     changes_masters: ClassVar[bool] = True
     span: ClassVar[str] = "average_replicas"
     saved_as: ClassVar[str] = LocalSteps.saved_as
 
-    def __init__(self, mesh: Mesh, settings: LocalStepsSettings, *, last_step: int) -> None:
+    def __init__(self, mesh: Mesh, settings: LocalStepsSettings, *, last_step: int | None) -> None:
         self._shards: tuple[Shard, ...] = ()
         self._anchors: list[Tensor] = []
         self._velocities: list[Tensor] = []
@@ -84,6 +85,13 @@ class LocalRounds(TechniqueRuntime):
         if counts is not None:
             self._counts = [total + count for total, count in zip(self._counts, counts, strict=True)]
         if not self._settings.ends_round(step, self._last_step) or not self.is_open:
+            return False
+        self._average()
+        return True
+
+    def finish(self) -> bool:
+        """End the round under way, however short it is.  Return whether there was one."""
+        if not self.is_open:
             return False
         self._average()
         return True
@@ -201,5 +209,4 @@ class LocalRounds(TechniqueRuntime):
 
 def create(build: Build) -> TechniqueRuntime:
     """See `weft.parallel.technique`."""
-    assert build.num_steps is not None, "a session refuses local steps"
     return LocalRounds(build.mesh, build.plan.data_parallel, last_step=build.num_steps)

@@ -173,7 +173,7 @@ def slow_steps(hosts: tuple[Host, Host], rounds: int) -> dict[str, list[float]]:
 def predicted(compute_seconds: float) -> dict[str, float]:
     """Seconds of a step by codec, as `weft comm advise` predicts them."""
     module = build_decoder(shape_of(_SLOW)).module
-    exchange = Exchange(shapes=tuple(p.shape for p in module.parameters()), members=2, bucket_bytes=4_000_000)
+    exchange = Exchange(shapes=tuple(p.shape for p in module.parameters()), members=2, frame_bytes=4_000_000)
     link = Link(latency_seconds=50e-6, bandwidth_bytes_per_second=_RATE_BYTES)
     found: dict[str, float] = {}
     torch.set_num_threads(1)

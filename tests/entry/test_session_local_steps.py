@@ -69,9 +69,10 @@ PLANS: dict[str, tuple[dict[str, int], int, Any]] = {
 
 def plan_for(kind: str, *, rate: float = 0.7, momentum: float = 0.5) -> Plan:
     axes, zero, per_step = PLANS[kind]
+    mesh: dict[str, Any] = dict(axes)
     rounds = {"local_steps": ROUND, "outer_learning_rate": rate, "outer_momentum": momentum}
     return Plan(
-        mesh=MeshPlan(**axes),
+        mesh=MeshPlan(**mesh),
         data_parallel=DataParallelPlan(zero=zero, **rounds),  # type: ignore[arg-type]
         microbatch=MicrobatchPlan(size=2, per_step=per_step),
         compute=ComputePlan(precision="fp64"),
@@ -151,7 +152,7 @@ def in_trainer(kind: str, folder: str) -> list[float]:
         found, count = loss_fn(outputs, [batch["0"], batch["1"]])
         return found, torch.tensor(float(count), dtype=torch.float64)
 
-    def example(number: int) -> Batch:
+    def example(number: int) -> dict[str, Tensor]:
         labels = torch.empty(number, dtype=torch.int64, device="meta")
         return {"0": torch.empty(number, WIDTH, dtype=torch.float64, device="meta"), "1": labels}
 

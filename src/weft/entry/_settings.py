@@ -9,11 +9,11 @@ from typing import Any
 
 from weft.errors import PlanError
 from weft.plan import Plan, plan_settings, with_settings
+from weft.techniques.local_steps.contract import local_sgd
 
 _SETTINGS = "weft.session(settings=…)"
 _ACCUMULATE = "weft.session(accumulate=…)"
 _LOCAL = "weft.session(local_steps=…)"
-_ROUNDS = ("data_parallel.local_steps", "data_parallel.outer_learning_rate", "data_parallel.outer_momentum")
 _DATA_ONLY = ("mesh.tensor", "mesh.pipeline")
 """What `auto` leaves alone: a loop may call the model by itself, or several models that must share their batches."""
 
@@ -81,19 +81,19 @@ class PlanSettings:
     def _laid_over(self, plan: Plan, world_size: int) -> Plan:
         """A plan with the settings.  How many replicas average is a part of the mathematics, so under local steps that
         is not for a search to choose: every data rank is one, unless the settings make replicas of several."""
-        settings, local = dict(self.settings), dict[str, Any]()
+        settings, rounds, local = dict(self.settings), local_sgd(self.local_steps), dict[str, Any]()
+        length = next(iter(rounds))
         if self.local_steps and world_size == 1:
-            settings = {key: value for key, value in settings.items() if key not in _ROUNDS}
-        elif self.local_steps and settings.get(_ROUNDS[0]) != 0:
+            settings = {key: value for key, value in settings.items() if key not in rounds}
+        elif self.local_steps and settings.get(length) != 0:
             shard = settings.get("mesh.shard", 1)
-            local |= zip(_ROUNDS, (self.local_steps, 1.0, 0.0), strict=True)
+            local |= rounds
             local["mesh.replicate"] = world_size // shard if isinstance(shard, int) and shard > 0 else 1
-            local |= {"data_parallel.zero": 0} if shard == 1 else {}
             local = {key: value for key, value in local.items() if key not in settings}
         plan = with_settings(plan, local | settings, _SETTINGS) if local | settings else plan
         origins = dict.fromkeys(local, _LOCAL)
         if self.local_steps and world_size == 1:
-            origins[_ROUNDS[0]] = f"{_LOCAL}: one process has nobody to average with"
+            origins[length] = f"{_LOCAL}: one process has nobody to average with"
         return replace(plan, origins={**plan.origins, **origins})
 
     def _microbatch(self, batch_size: int, ranks: int) -> int:

@@ -72,6 +72,12 @@ class LocalStepsSettings:
 _DEFAULTS = LocalStepsSettings()
 
 
+def local_sgd(steps: int) -> dict[str, Any]:
+    """Return settings by dotted key, that of the rounds' length first: rounds of so many steps, with plain averages."""
+    values = {"local_steps": steps, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+    return {f"data_parallel.{name}": value for name, value in values.items()}
+
+
 @final
 class LocalSteps(Technique):
     """Replicas that step by themselves, and average what they learnt every so many steps."""

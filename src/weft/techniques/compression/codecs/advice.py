@@ -47,7 +47,8 @@ class Exchange:
     members: int
     is_sharded: bool = False
     """ZeRO-1 and 2: gradients are reduce-scattered, and the weights gathered afterwards, which nothing compresses."""
-    bucket_bytes: int = 26_214_400
+    frame_bytes: int = 26_214_400
+    """Gradients that are exchanged together, about."""
 
     @property
     def num_elements(self) -> int:
@@ -169,12 +170,12 @@ def shapes_of_model(num_parameters: int) -> tuple[torch.Size, ...]:
 
 
 def _buckets(exchange: Exchange, compression: CodecSpec | None, *, compressed: bool = True) -> list[Frame]:
-    """Frames of about `bucket_bytes` over the parameters that are compressed, or over those that are not."""
+    """Frames of about `frame_bytes` over the parameters that are compressed, or over those that are not."""
     shapes = [s for s in exchange.shapes if compression is None or compression.takes(s) == compressed]
     groups: list[list[torch.Size]] = []
-    size = exchange.bucket_bytes
+    size = exchange.frame_bytes
     for shape in shapes:
-        if not groups or size >= exchange.bucket_bytes:
+        if not groups or size >= exchange.frame_bytes:
             groups.append([])
             size = 0
         groups[-1].append(shape)

@@ -31,9 +31,9 @@ class Course:
     saved: tuple[int, float] | None = None
     calls: list[object] = field(default_factory=list[object])
 
-    def step(self, number: int) -> None:
+    def step(self, number: int, name: str = "step") -> None:
         for _ in range(number):
-            self.calls.append(("step", self.steps, self.rate))
+            self.calls.append((name, self.steps, self.rate))
             self.steps += 1
 
     def call(self, name: str) -> None:
@@ -75,6 +75,24 @@ def _steps(number: int, *, scheduled: bool = False) -> Block:
     return Block((*lines, "    scheduler.step()") if scheduled else lines, effect)
 
 
+MANUAL = (
+    "with state.manual_step(batch) as step:",
+    "    rows = step.total(len(batch[0]))",
+    "    for part in step.parts():",
+    "        step.backward(loss_fn(state.model(part[0]), part)[0], of=rows)",
+)
+
+
+def _manual(number: int) -> Block:
+    """Steps whose backwards the loop writes."""
+    lines = (f"for batch in state.batches({number}):", *(f"    {line}" for line in MANUAL), "    note(step.event.loss)")
+
+    def effect(course: Course) -> None:
+        course.step(number, "manual step")
+
+    return Block(lines, effect)
+
+
 def _epochs(number: int) -> Block:
     lines = (f"for epoch in state.epochs({number}):", "    note(epoch.number)", "    for batch in epoch:")
     to = number * STEPS_PER_EPOCH
@@ -102,9 +120,11 @@ BY_HAND = (
 )
 
 
-def _caught(line: str) -> Block:
+def _caught(line: str, kind: str) -> Block:
+    """Something that is refused; of a model cut over the tensor axis all ranks make the forward before it."""
     lines = ("batch = next(state.batches())", "try:", f"    {line}", '    note("silent")', "except weft.WeftError:")
-    return Block((*lines, '    note("refused")'), lambda course: None)
+    lines = (*lines, '    note("refused")')
+    return _call("forward", *lines) if kind == "tensor" and "model(" in line else Block(lines, lambda course: None)
 
 
 def _draw_block(draw: random.Random, number: int, *, has_save: bool, kind: str) -> Block:
@@ -125,7 +145,7 @@ def _draw_block(draw: random.Random, number: int, *, has_save: bool, kind: str) 
         lambda: RATE,
     ]
     if kind != "pipeline":  # where no rank has a forward of its own
-        kinds.append(lambda: _caught(draw.choice(BY_HAND)))
+        kinds += [lambda: _caught(draw.choice(BY_HAND), kind), lambda: _manual(draw.randint(1, 2))]
     if has_save:
         kinds += [lambda: LOAD, lambda: LOAD]
     return draw.choice(kinds)()
@@ -167,6 +187,16 @@ ON_ALL: Sequence[tuple[Ends, str, tuple[str, ...]]] = (
     ("error", "an error of the loss", ("Trouble.in_loss = True", "for batch in state.batches(1): state.step(batch)")),
     ("error", "prepare once more", ("session.prepare(model, optimizer, loader, loss=loss_fn, cut=CUT, split=SPLIT)",)),
     ("error", "a step after close", ("batch = next(state.batches())", "session.close()", "state.step(batch)")),
+    ("error", "a part left out", ("for batch in state.batches(1):", "    with state.manual_step(batch): pass")),
+    (
+        "error",
+        "a backward of its own",
+        (
+            "for batch in state.batches(1):",
+            *(f"    {line}" for line in MANUAL[:3]),
+            "            loss_fn(state.model(part[0]), part)[0].backward()",
+        ),
+    ),
     ("error", "a load of nothing", ('state.load(folder / "nowhere")',)),
     ("error", "an attachment that is none", ("state.attach(thing=3)",)),
     ("error", "no number of epochs", ("state.epochs(-1)",)),
@@ -215,6 +245,12 @@ OTHERWISE: Sequence[tuple[str, str, str]] = (
     ("the folder of an export", 'state.export(folder / "x")', 'state.export(folder / "y")'),
     ("the path of a load", "state.load(path)", "state.load(path.parent)"),
     ("a step with other data", "state.step(batch)", "state.step([part[:1] for part in batch])"),
+    ("a manual step", "state.step(batch)", "with state.manual_step(batch) as step: list(step.parts())"),
+    (
+        "the total of a step",
+        "with state.manual_step(batch) as step: step.total(1); list(step.parts())",
+        "with state.manual_step(batch) as step: list(step.parts())",
+    ),
     ("evaluate in place of predict", "state.evaluate(held_out(7, 5))", "state.predict(held_out(7, 5))"),
 )
 """What one rank may call in another way than the others."""

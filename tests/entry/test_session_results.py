@@ -144,7 +144,7 @@ def gathered(kind: str, folder: str) -> list[Any]:
         (batch,) = state.batches(1)
         first, labels = state.gather((batch[0], batch[1]))
         flags = state.gather({"is": batch[1] > 0})["is"]
-        with pytest.raises(DataError, match="other fields on other ranks"):
+        with pytest.raises(DataError, match="put different things together"):
             state.gather({"a": batch[1]} if session.rank else {"b": batch[1]})
         with pytest.raises(DataError, match=r"of shape \(\) as 1 for \d+ samples"):
             state.gather((batch[1], torch.tensor(1.0)))

@@ -81,6 +81,7 @@ class Stepper:
         self._summing = summing.within_stage
         self._recorder = recorder
         self._buffers = tuple(buffers)
+        self._before: list[Tensor] = []
         self.num_skipped = 0
         """Steps whose update was left out, since the start of the run."""
 
@@ -99,14 +100,50 @@ class Stepper:
         `fingerprint`, a whole number below 2**53, must be equal on all ranks; else `on_difference` is called on all of
         them, before anything is updated.
         """
-        scale = self._loss_scale.scale if self._loss_scale is not None else 1.0
-        seed_step(self._seed, step, self._mesh.index("data"))
-        before = [buffer.clone() for buffer in self._buffers]
+        scale = self.begin(step)
         with self._recorder.span("forward_backward"):
-            self._stores.begin_step()
             totals = self._runner.forward_backward(
-                microbatches, step=step, seed=self._seed, scale=scale / self._nominal_count, observer=self._stores
+                microbatches, step=step, seed=self._seed, scale=scale, observer=self._stores
             )
+        return self.end(
+            totals,
+            step=step,
+            learning_rate=learning_rate,
+            stop_requested=stop_requested,
+            fingerprint=fingerprint,
+            on_difference=on_difference,
+        )
+
+    def begin(self, step: int) -> float:
+        """Begin a step whose gradients the caller makes: of (sum of losses × what this returns), added to the
+        parameters.  Then call `end`, or `abandon`.  Call on every rank."""
+        seed_step(self._seed, step, self._mesh.index("data"))
+        self._before = [buffer.clone() for buffer in self._buffers]
+        self._stores.begin_step()
+        return self._scale / self._nominal_count
+
+    def abandon(self) -> None:
+        """Leave a step that has begun without its update: what forwards have changed is put back."""
+        for buffer, kept in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(kept)
+        self._before = []
+
+    @property
+    def _scale(self) -> float:
+        return self._loss_scale.scale if self._loss_scale is not None else 1.0
+
+    def end(
+        self,
+        totals: LossTotals,
+        *,
+        step: int,
+        learning_rate: float,
+        stop_requested: Callable[[], float] = lambda: 0.0,
+        fingerprint: float | None = None,
+        on_difference: Callable[[], None] = lambda: None,
+    ) -> StepEvent:
+        """Reduce the gradients, agree and update; see `__call__`.  Call on every rank."""
+        scale = self._scale
         with self._recorder.span("reduce_wait"):
             self._stores.finish()
             agreed = self._agree(totals, stop_requested(), fingerprint)
@@ -124,8 +161,7 @@ class Stepper:
                 clip = self._clip(norms[self._replica])
                 self._update(learning_rate, factors[self._replica] * clip, agreed.unused > 0)
             else:
-                for buffer, kept in zip(self._buffers, before, strict=True):
-                    buffer.copy_(kept)
+                self.abandon()
             if self._loss_scale is not None:
                 self._loss_scale.update(finite)
         for technique in self._ending:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.comm import release_groups
 from weft.entry._agreement import gather_texts
@@ -52,11 +54,21 @@ class _Statement:
     calls: tuple[_Call, ...]
     end: str
     """Why it has left the session; empty while it has not."""
+    forwards: Mapping[str, int]
+    """Model → forwards outside a call that the rank has begun."""
+    forward: tuple[str, str]
+    """The model whose forward it is in, and the user's line; both empty where it is in none."""
+
+    @property
+    def number(self) -> int:
+        """Number of the last call."""
+        return self.calls[-1].number if self.calls else 0
 
     @classmethod
     def read(cls, text: str) -> _Statement:
-        calls, end = json.loads(text)
-        return cls(tuple(_Call(int(number), str(name), str(place)) for number, name, place in calls), str(end))
+        calls, end, forwards, (model, place) = json.loads(text)
+        made = tuple(_Call(int(number), str(name), str(place)) for number, name, place in calls)
+        return cls(made, str(end), forwards, (str(model), str(place)))
 
 
 class Calls:
@@ -70,6 +82,10 @@ class Calls:
         self._calls: deque[_Call] = deque(maxlen=_LAST_CALLS)
         self._depth = 0
         self._since = 0.0
+        self._forwards: dict[str, int] = {}
+        self._forward = ("", "")
+        self._peers: dict[str, Collection[int]] = {}
+        self._handles: list[RemovableHandle] = []
         self._verdict = ""
         self._has_ended = False
         self._is_over = threading.Event()
@@ -110,9 +126,40 @@ class Calls:
         finally:
             self._depth, self._since = 0, 0.0
 
+    def watch_forwards(self, model: nn.Module, name: str, peers: Collection[int]) -> None:
+        """From now on know of the forwards that the loop makes of a model by itself, where ranks exchange something in
+        them: all `peers` must make them together.  They have no place in the order of calls, because other ranks may
+        make more or fewer of them, as where each generates until its own samples end."""
+        if self._thread is None or len(peers) < 2:
+            return
+        self._peers[name] = peers
+
+        def begin(*_: Any) -> None:
+            if self._depth == 0 and not self._forward[0]:
+                self._forwards[name] = self._forwards.get(name, 0) + 1
+                self._forward = (name, _line_of_user())
+                self._since = time.monotonic()
+
+        def end(*_: Any) -> None:
+            if self._forward[0] == name:
+                self._forward = ("", "")
+                self._since = 0.0
+
+        self._handles += [
+            model.register_forward_pre_hook(begin, prepend=True),
+            model.register_forward_hook(end, always_call=True),
+        ]
+
+    def explained(self, error: BaseException) -> CollectiveError | None:
+        """What is known of an error that came of the ranks' doing different things, outside of a call."""
+        is_told = str(error) == self._verdict or not isinstance(error, WeftError | RuntimeError)
+        return CollectiveError(self._verdict, status=1) if self._verdict and not is_told else None
+
     def close(self, error: BaseException | None = None) -> None:
         """End the watch.  What this rank leaves with is said to the others."""
         self._has_ended = True
+        while self._handles:
+            self._handles.pop().remove()
         if self._thread is None:
             return
         self._is_over.set()
@@ -124,9 +171,9 @@ class Calls:
     # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _watch(self) -> None:
-        published = 0
+        published: tuple[int, dict[str, int]] | None = None
         while not self._is_over.wait(_LOOK_SECONDS):
-            since, number = self._since, self._calls[-1].number if self._calls else 0
+            since, number = self._since, (self._calls[-1].number if self._calls else 0, dict(self._forwards))
             if not since or time.monotonic() - since < _STUCK_SECONDS:
                 continue
             with suppress(RuntimeError):  # the store is gone with the rank that had it: its groups say so
@@ -146,7 +193,8 @@ class Calls:
             raise CollectiveError(verdict, status=1)
 
     def _spell(self, end: str = "") -> str:
-        return json.dumps([[[call.number, call.name, call.place] for call in list(self._calls)], end])
+        calls = [[call.number, call.name, call.place] for call in list(self._calls)]
+        return json.dumps([calls, end, self._forwards, self._forward])
 
     def _publish(self, end: str = "") -> None:
         assert self._store is not None
@@ -176,6 +224,22 @@ class Calls:
                     " in the same order: take them out of branches that only some ranks go into (`if session.rank =="
                     " 0:` is for printing and for files of one's own)."
                 )
+        return self._lonely_forward(statements)
+
+    def _lonely_forward(self, statements: dict[int, _Statement]) -> str:
+        """A forward of the loop's own that a rank waits in, where a peer is past it without having made it."""
+        for rank, statement in statements.items():
+            model, place = statement.forward
+            for other in self._peers.get(model, ()) if rank in self._peers.get(model, ()) else ():
+                there = statements.get(other)
+                if there is None or there.number <= statement.number:
+                    continue
+                if there.forwards.get(model, 0) < statement.forwards.get(model, 0):
+                    return (
+                        f"the ranks do different things: rank {rank} is in a forward of the model at {place}, rank"
+                        f" {other} is in {there.calls[-1]} without it. Under this plan the ranks exchange parts of the"
+                        " model in every forward, so all make it: take it out of branches that only some ranks go into."
+                    )
         return ""
 
     def _explain(self, error: BaseException) -> CollectiveError | None:
@@ -202,7 +266,7 @@ class Calls:
                     f"rank {left} has left the group ({statements[left].end}), while this one was in {self._calls[-1]}."
                 )
             own = self._calls[-1].number
-            has_come = [bool(each.calls) and each.calls[-1].number >= own for each in statements.values()]
+            has_come = [each.number >= own for each in statements.values()]
             if sum(has_come) == self._num_ranks or time.monotonic() >= deadline:
                 return ""
             time.sleep(_LOOK_SECONDS / 5)

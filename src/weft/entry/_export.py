@@ -61,18 +61,24 @@ def export(
     )
 
 
-def write_whole(pieces: Sequence[Piece], blueprint: Blueprint, folder: Path, step: int, peers: Peers) -> str | None:
-    """Write a model that ranks hold in pieces into a new folder.  Call on every rank; return on all what was in the
-    way."""
+def export_model(pieces: Sequence[Piece], blueprint: Blueprint, steps: int, folder: Path, peers: Peers) -> Path:
+    """Write a model that ranks hold in pieces as `transformers` loads it.  Call on every rank; all must see the folder.
+
+    Raises:
+        CheckpointError: on every rank; the folder is not empty or cannot be written.
+    """
     partial, problem = folder.with_name(f".{folder.name}.exporting"), None
-    stored = Checkpointer(partial, peers).save(step, pieces)
+    stored = Checkpointer(partial, peers).save(steps, pieces)
     if peers.rank == 0:
         try:
-            export_checkpoint(stored, blueprint, folder)
+            export_checkpoint(stored, with_config_of(blueprint), folder)
         except CheckpointError as error:
             problem = str(error)
         shutil.rmtree(partial, ignore_errors=True)
-    return peers.first_problem(problem)
+    problem = peers.first_problem(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+    return folder
 
 
 def with_config_of(blueprint: Blueprint) -> Blueprint:

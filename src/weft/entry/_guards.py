@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from weft.errors import RecipeError
+from weft.errors import PlanError, RecipeError
 from weft.plan import Plan
 
 
@@ -36,6 +36,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._depth = 0
+        self._is_manual = False
         self._handles: list[RemovableHandle] = []
         self.refused_backward = False
         """Whether a backward outside a step was refused half way, since somebody last set this back."""
@@ -48,6 +49,15 @@ class Guard:
             yield
         finally:
             self._depth -= 1
+
+    @contextmanager
+    def manual(self) -> Generator[None]:
+        """A step whose forwards and backwards the loop writes."""
+        self._is_manual = True
+        try:
+            yield
+        finally:
+            self._is_manual = False
 
     @property
     def is_inside(self) -> bool:
@@ -89,7 +99,9 @@ class Guard:
 
     def _refuse_forward(self, root: nn.Module, *_: Any) -> None:
         """Before anything is gathered: a backward that is given up half way would leave its gathers behind."""
-        if torch.is_grad_enabled() and not self.is_inside and any(p.requires_grad for p in root.parameters()):
+        if self.is_inside or self._is_manual:
+            return
+        if torch.is_grad_enabled() and any(p.requires_grad for p in root.parameters()):
             raise RecipeError(_FORWARD)
 
     def _refusal(self, reason: str) -> Callable[..., None]:
@@ -200,6 +212,28 @@ def refuse_untrainable(model: nn.Module, frozen: Iterable[str]) -> None:
                 " change. Prepare the model with all that is to be trained at any time, and freeze it by"
                 " requires_grad_(False) after prepare, until its time has come."
             )
+
+
+@contextmanager
+def frozen(plan: Plan, modules: Iterable[nn.Module]) -> Generator[None]:
+    """The modules without gradients for their parameters.
+
+    Raises:
+        PlanError: under a pipeline, where no rank has the whole model.
+    """
+    if plan.mesh.pipeline > 1:
+        raise PlanError(
+            f"the plan cuts the model into {plan.num_stages} stages, so that no rank can run it inside another"
+            " model's loss. Use mesh.pipeline = 1."
+        )
+    trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def refuse_parameter_hooks(model: nn.Module) -> None:

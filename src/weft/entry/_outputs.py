@@ -74,19 +74,17 @@ class GatheredOutputs:
         Raises:
             DataError: on every rank; ranks selected other things.
         """
-        own, counts = _joined(self._own), self._mesh.index("tensor") == 0 and bool(self._own)
-        self._own = []
+        own, has_some, self._own = _joined(self._own), bool(self._own), []
         view = self._mesh["world"]
         if view.group is None:
             self._whole.append(own)
             return _put_together(own, self._shape)
-        said = {"place": self._mesh.data_index, "shape": self._shape, "fields": _described(own)} if counts else None
+        said = {"place": self._mesh.data_index, "shape": self._shape, "fields": _described(own)} if has_some else None
         of_ranks = [json.loads(text) for text in gather_texts(json.dumps(said), self._mesh.device, view.group)]
-        # Of ranks that have the same samples (stages, all of which a loop gives its batch) one is enough.
+        _check_alike(of_ranks)
+        # Of ranks that have the same samples (tensor ranks; stages, all of which a loop gives its batch) one is enough.
         holders = {one["place"]: rank for rank, one in reversed(list(enumerate(of_ranks))) if one is not None}
         having = sorted(holders.items())
-        if len({(of_ranks[rank]["shape"], *(of_ranks[rank]["fields"])) for _, rank in having}) > 1:
-            raise DataError("the function that selects outputs returned other fields on other ranks.")
         whole: list[Fields] = []
         for _, rank in having:
             self._shape = of_ranks[rank]["shape"]
@@ -114,6 +112,33 @@ class GatheredOutputs:
             DataError: batches gave rows of other shapes, as where each is padded to its own longest sample.
         """
         return _put_together(_joined(self._whole), self._shape)
+
+
+def _check_alike(of_ranks: Sequence[Mapping[str, Any] | None]) -> None:
+    """Compare what ranks have selected: fields, their types and the shapes of their rows; of ranks that have the same
+    samples the number of rows, too.
+
+    Raises:
+        DataError: the first two that differ are named.
+    """
+    known: dict[Any, tuple[int, str]] = {}
+    for rank, one in enumerate(of_ranks):
+        if one is None:
+            continue
+        rows = {name: shape[:1] for name, (shape, _) in one["fields"].items()}
+        kinds = {name: [shape[1:], dtype] for name, (shape, dtype) in one["fields"].items()}
+        told = {"all": f"a {one['shape']} with rows of {_spelt(kinds)}", one["place"]: f"rows by field {_spelt(rows)}"}
+        for place, text in told.items():
+            other, first = known.setdefault(place, (rank, text))
+            if first != text:
+                raise DataError(
+                    f"the ranks have put different things together: {first} on rank {other}, {text} on rank {rank}."
+                    " Select the same on every rank, with one row for each of its samples."
+                )
+
+
+def _spelt(found: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in found.items())
 
 
 def _first(batch: Any) -> Tensor:

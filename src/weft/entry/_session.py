@@ -221,6 +221,9 @@ class Session:
                 state.let_go()
             self._runs.fail(error)
             self._calls.close(error)
+            explained = self._calls.explained(error)
+            if explained is not None:
+                raise explained from error
             raise
         else:
             self._calls.close()

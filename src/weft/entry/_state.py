@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,33 +17,37 @@ from torch import Tensor, nn
 from weft.checkpoint import Checkpointer, Json, Peers
 from weft.comm import Mesh
 from weft.data import rank_range
-from weft.document import JsonObject
 from weft.engine import StepReporter, begin_training
 from weft.entry._agreement import check_same_batches, check_same_facts, take_weights_of_rank_0
 from weft.entry._attached import Attached
 from weft.entry._calls import Calls
 from weft.entry._epochs import Epochs
 from weft.entry._evaluation import Evaluation
-from weft.entry._export import with_config_of, write_whole
-from weft.entry._guards import Guard, LeftGradients, modes_of, refuse_untrainable, retire
+from weft.entry._export import export_model
+from weft.entry._guards import Guard, LeftGradients, frozen, modes_of, refuse_untrainable, retire
 from weft.entry._loop_draws import Yielded
 from weft.entry._metrics import Metrics
 from weft.entry._outputs import GatheredOutputs, Select, logits_alone, logits_and_labels
+from weft.entry._passes import Passes
 from weft.entry._recording import ModelRun
 from weft.entry._rounds import RoundsOfSession
 from weft.entry._saved_data import refuse_other_data
+from weft.entry._saves import Saves
 from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, trainable
 from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
-from weft.errors import CheckpointError, DataError, PlanError, RecipeError
+from weft.errors import DataError, RecipeError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, StepEvent
 from weft.models import Batch, Blueprint
-from weft.parallel import ParallelModel, parallelize
+from weft.parallel import LossTotals, ParallelModel, parallelize
 from weft.parallel.sample_draws import SampleDraws
 from weft.plan import Plan
 from weft.recipe import Recipe
 from weft.record import Recorder
+
+if TYPE_CHECKING:
+    from weft.entry._manual import ManualStep
 
 
 class TrainState:
@@ -105,20 +109,20 @@ class TrainState:
         self._reporter = StepReporter(self._run, self._recorder, self._parallel)
         self._reporter.start(0, None)
         self._steps = 0
-        self._passes = 0
-        """Passes through a loader that only iterates."""
         self._is_closed = False
         self._attached = Attached()
-        self._in_pass = 0
-        """Batches taken of the present pass through a loader that only iterates."""
         self._seen = SeenBatches(shared_by_all=plan.mesh.data == 1 and plan.mesh.world_size > 1)
+        self._passes = Passes(self._stream, self._seen)
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
         self._checkpointer = Checkpointer(recorded.folder.checkpoints, Peers.of_group(mesh["world"]))
+        self._saves = Saves(self._checkpointer, self._training, self._optimizer, self._attached, mesh)
         retire(before, *(part.module for part in self._parallel.parts))
         gathers = plan.data_parallel.shards_weights and mesh.size("shard") > 1
         trained = [p for part in self._parallel.parts for p in part.module.parameters() if p.requires_grad]
         self._guard.watch_gradients(() if gathers else trained, [self.model] if gathers else ())
         self._guard.watch_state(self.model, plan)
+        exchanging = {*mesh["tensor"].ranks, *(mesh["shard"].ranks if gathers else ())}
+        calls.watch_forwards(self.model, self._name, exchanging)
 
     @property
     def model(self) -> nn.Module:
@@ -137,19 +141,8 @@ class TrainState:
         was.
         """
         if self._stream.num_samples is None:
-            skipped, number = self._in_pass, -1
-            for number, batch in enumerate(self._stream.iterate(self._start, self._stop)):
-                if number < skipped:
-                    self._seen.check_skipped(self._stream.digest, number, skipped)
-                    continue
-                if steps is not None and number >= skipped + steps:
-                    return
-                self._in_pass = number + 1
-                self._seen.note(fields_of(batch), self._stream.digest)
+            for batch in self._passes.batches(self._start, self._stop, steps):
                 yield self._handed_out(batch)
-            self._seen.check_reached(number + 1, skipped)
-            self._in_pass = 0
-            self._passes += 1
             return
         first, epoch = self._steps, self._stream.epoch_of(self._steps)
         step = first
@@ -168,33 +161,58 @@ class TrainState:
                 gradients are switched off, a parameter that prepare found frozen is not any more, or gradients were
                 changed (clipped) after the last step.
         """
-        if self._is_closed:
-            raise RecipeError(
-                f"{self._name}.step() was called after close(), and what is closed takes no more steps. Take"
-                " them before, or prepare the model again in a new session."
-            )
-        refuse_untrainable(self.model, self._frozen)
-        if self._left is not None and not self._guard.refused_backward:  # which has left a part of itself
-            self._left.check()
+        self._check_ready("step()")
         with self._calls.call(f"{self._name}.step()"), self._guard.inside():
-            batch = trainable(batch)
-            fields = fields_of(batch)
-            if self._yielded is not None:
-                self._yielded.check(fields)
-            self._seen.take(fields)
-            microbatches = self._microbatches(batch)
-            event = self._training.stepper(
-                microbatches,
-                step=self._steps,
-                learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-                fingerprint=float(xxhash.xxh64_intdigest(repr(self._settings()).encode()) >> 12),
-                on_difference=self._name_difference,
-            )
-        self._steps += 1
-        self._left, self._guard.refused_backward = LeftGradients(self.model), False
-        self._reporter.step(event, samples=self._batch_size)
-        self._reporter.report()
+            microbatches = self._taken(batch)
+            event = self._training.stepper(microbatches, step=self._steps, **self._agreement())
+        self._note(event)
         return event
+
+    @contextmanager
+    def manual_step(self, batch: UserBatch) -> Generator[ManualStep]:
+        """A step whose forwards, losses and backwards the loop writes itself, as many as it likes of each::
+
+            with state.manual_step(batch) as step:
+                for part in step.parts():
+                    first, second = model(part["image"]), model(part["other"])
+                    step.backward(loss_a(first, part))
+                    step.backward(loss_b(second, part))
+            print(step.event.loss)
+
+        Leaving the block reduces the gradients, clips them and does the optimizer's step, once.  Each loss is the mean
+        over the samples of its part, or a sum beside the `step.total` that divides it, so that plans give the same
+        gradients.  Nothing is reduced before the block ends, but under ZeRO-3, where every backward reduces.
+
+        Raises:
+            DataError: as `step`.
+            RecipeError: as `step`; parts were left out, or a backward was not `step.backward`.
+            PlanError: the plan cuts the model into stages or the sequence, the block draws random numbers, or ZeRO-3's
+                ranks have unequal shares.
+        """
+        from weft.entry._manual import ManualStep, check_manual  # loaded where a loop writes its own
+
+        self._check_ready("manual_step()")
+        check_manual(self.plan, self._blueprint.vocabulary_head)
+        with self._calls.call(f"{self._name}.manual_step()"):
+            microbatches = self._taken(batch)
+        step = ManualStep(
+            self._parallel,
+            self._training.stepper,
+            microbatches,
+            step=self._steps,
+            seed=self._recipe.run.seed,
+            batch_size=self._batch_size,
+            like=type(batch),
+            calls=self._calls,
+            guard=self._guard,
+        )
+        with step.block(self._end_manually):
+            yield step
+        self._note(step.event)
+
+    def _end_manually(self, totals: LossTotals) -> StepEvent:
+        with self._calls.call(f"the end of {self._name}.manual_step()"), self._guard.inside():
+            return self._training.stepper.end(totals, step=self._steps, **self._agreement())
 
     def evaluate(
         self, loader: Iterable[UserBatch], metrics: Mapping[str, Any] | None = None, *, outputs: Select | None = None
@@ -324,26 +342,15 @@ class TrainState:
             RecipeError: on every rank; what is attached has other states on other ranks.
             CheckpointError: on every rank; it cannot be written.
         """
-        state: dict[str, Json] = {
-            "steps": self._steps,
+        place: dict[str, Json] = {
             "batch_size": self._batch_size,
             "num_samples": self._stream.num_samples,
             "seed": self._recipe.run.seed,
-            "in_pass": self._in_pass,
-            "passes": self._passes,
-            "last_batch": self._stream.digest,
-            "optimizer": cast(Json, self._optimizer.settings()),
-            **self._training.state(),
+            **self._passes.state(),
         }
         recording = self._reporter.phase("checkpoint")
         with self._calls.call(f"{self._name}.save()", meets=True), self._guard.inside(), recording as seconds:
-            check_same_facts(
-                settings_of(self.optimizer) | self._attached.facts(), self._mesh.device, self._mesh["world"].group
-            )
-            state["attached"] = cast(Json, self._attached.states()[0])
-            self._optimizer.create_states()
-            held = [*self._training.pieces(), *self._attached.pieces(counts=self._mesh["world"].index == 0)]
-            path = self._checkpointer.save(self._steps, held, state)
+            path = self._saves.write(self._steps, place, self.optimizer)
         self._run.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds()))
         return path
 
@@ -354,14 +361,10 @@ class TrainState:
         Raises:
             CheckpointError: on every rank; the folder is not empty or cannot be written.
         """
-        called = self._calls.call(f"{self._name}.export()", meets=True)
+        called, peers = self._calls.call(f"{self._name}.export()", meets=True), self._checkpointer.peers
         with called, self._guard.inside():
             self._rounds.warn("export")
-            whole, peers = with_config_of(self._blueprint), self._checkpointer.peers
-            problem = write_whole(self._training.weights(), whole, Path(folder), self._steps, peers)
-        if problem is not None:
-            raise CheckpointError(problem)
-        return Path(folder)
+            return export_model(self._training.weights(), self._blueprint, self._steps, Path(folder), peers)
 
     def load(self, path: str | Path | None = None) -> int:
         """Load the newest save of this session's folder, or the one given, and return its number of steps.
@@ -371,13 +374,7 @@ class TrainState:
         """
         which = "latest" if path is None else Path(path)
         with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
-            check_same_facts({"the save that is loaded": str(which)}, self._mesh.device, self._mesh["world"].group)
-            self._optimizer.create_states()
-            held = [*self._training.pieces(), *self._attached.pieces_to_fill()]
-            state = self._checkpointer.load(which, held, check=self._check_state)
-            self._training.restored(state)
-            self._attached.load(state)
-        steps = cast(int, state["steps"])
+            state = self._saves.read(which)
         refuse_other_data(
             state,
             batch_size=self._batch_size,
@@ -385,26 +382,10 @@ class TrainState:
             seed=self._recipe.run.seed,
         )
         self._optimizer.load_settings(cast(Any, state["optimizer"]))
-        in_pass, passes = state.get("in_pass"), state.get("passes")
-        self._steps, self._in_pass = steps, in_pass if isinstance(in_pass, int) else 0
-        self._passes = passes if isinstance(passes, int) else 0
-        self._seen.expected = str(state.get("last_batch") or "")
+        self._steps = cast(int, state["steps"])
+        self._passes.load(state)
         self._reporter.start(self._steps, None)
-        return steps
-
-    def _check_state(self, state: JsonObject, step: int) -> None:
-        """Refuse what `save` cannot have written after `step` steps."""
-        if "steps" not in state.values:
-            raise CheckpointError(f"{state.path} was not saved by a session. Load it with the recipe that trained it.")
-        state.count("steps", least=step, most=step)
-        state.count("in_pass")
-        if "passes" in state.values:
-            state.count("passes")
-        self._attached.check(state)
-        if "last_batch" in state.values:
-            state.text("last_batch", r"[0-9a-f]{0,16}", "a digest")
-        self._optimizer.check_settings(state)
-        self._training.check_state(state)
+        return self._steps
 
     @contextmanager
     def frozen(self) -> Generator[nn.Module]:
@@ -415,19 +396,8 @@ class TrainState:
         Raises:
             PlanError: under a pipeline, where no rank has the whole model.
         """
-        if self.plan.mesh.pipeline > 1:
-            raise PlanError(
-                f"the plan cuts the model into {self.plan.num_stages} stages, so that no rank can run it inside another"
-                " model's loss. Use mesh.pipeline = 1."
-            )
-        trained = [p for part in self._parallel.parts for p in part.module.parameters() if p.requires_grad]
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        try:
+        with frozen(self.plan, [part.module for part in self._parallel.parts]):
             yield self.model
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
 
     def close(self) -> None:
         """End what runs in the background, and the last round of local steps; no steps follow.  Leaving the session
@@ -452,6 +422,39 @@ class TrainState:
         if self.plan.mesh.data > 1:
             self._yielded = Yielded(fields_of(batch), self._mesh.device)
         return batch
+
+    def _check_ready(self, call: str) -> None:
+        if self._is_closed:
+            raise RecipeError(
+                f"{self._name}.{call} was called after close(), and what is closed takes no more steps. Take"
+                " them before, or prepare the model again in a new session."
+            )
+        refuse_untrainable(self.model, self._frozen)
+        if self._left is not None and not self._guard.refused_backward:  # which has left a part of itself
+            self._left.check()
+
+    def _taken(self, batch: UserBatch) -> list[Batch]:
+        """The microbatches of a share that a step takes."""
+        batch = trainable(batch)
+        fields = fields_of(batch)
+        if self._yielded is not None:
+            self._yielded.check(fields)
+        self._seen.take(fields)
+        return self._microbatches(batch)
+
+    def _agreement(self) -> dict[str, Any]:
+        """What every step compares and reports."""
+        return {
+            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "fingerprint": float(xxhash.xxh64_intdigest(repr(self._settings()).encode()) >> 12),
+            "on_difference": self._name_difference,
+        }
+
+    def _note(self, event: StepEvent) -> None:
+        self._steps += 1
+        self._left, self._guard.refused_backward = LeftGradients(self.model), False
+        self._reporter.step(event, samples=self._batch_size)
+        self._reporter.report()
 
     def _settings(self) -> dict[str, str]:
         """What must be equal on all ranks in a step."""
@@ -488,7 +491,7 @@ class TrainState:
     def _epoch(self) -> int:
         """The epoch in which the next step lies."""
         known = self._stream.epoch_of(self._steps)
-        return self._passes if known is None else known
+        return self._passes.number if known is None else known
 
     def _check_equal(self, fields: Mapping[str, Tensor]) -> None:
         world = self._mesh["world"]

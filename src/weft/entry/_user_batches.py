@@ -170,10 +170,9 @@ class BatchStream:
     def _collated(self, positions: range, key: int) -> Any:
         samples: list[Any] = []
         loader = cast(DataLoader[Any], self._loader)
-        shuffled = isinstance(_sampler(loader), RandomSampler)
-        for position in positions:
+        for position, index in zip(positions, self._indices(positions), strict=True):
             with _seeded(self._seed, position):
-                samples.append(cast(Any, self._dataset)[self._index(position, shuffled)])
+                samples.append(cast(Any, self._dataset)[index])
         with _seeded(self._seed, key):
             return loader.collate_fn(samples)
 
@@ -193,15 +192,19 @@ class BatchStream:
                 return True
         return False
 
-    def _index(self, position: int, shuffled: bool) -> int:
+    def _indices(self, positions: range) -> list[int]:
+        """Where positions of the whole training lie in the data set."""
         assert self.num_samples is not None
-        epoch, index = divmod(position, self.num_samples)
-        if not shuffled:
-            return index
-        # Permuted over the whole data set, also where drop_last leaves samples out: each epoch leaves out others.
-        size = len(_sampler(cast(DataLoader[Any], self._loader)).data_source)
-        order = Permutation(size, self._seed, epoch)
-        return int(order(np.array([index], dtype=np.int64))[0])
+        epochs, indices = np.divmod(np.arange(positions.start, positions.stop, dtype=np.int64), self.num_samples)
+        sampler = _sampler(cast(DataLoader[Any], self._loader))
+        if isinstance(sampler, RandomSampler):
+            # Permuted over the whole data set, also where drop_last leaves samples out: each epoch leaves out others.
+            # A batch at once: an order costs about as much for one position as for a thousand.
+            size = len(sampler.data_source)
+            for epoch in np.unique(epochs).tolist():
+                order = Permutation(size, self._seed, epoch)
+                indices[epochs == epoch] = order(indices[epochs == epoch])
+        return indices.tolist()
 
     def _refuse_what_is_not_read(self) -> None:
         """Settings of a loader that would be ignored, or would undo what Weft does."""

@@ -37,6 +37,8 @@ class StepContext:
 
     is_alone: bool = False
     """Whether one process takes the whole batch at once, so that every draw is right as it comes."""
+    draws: bool = False
+    """Whether any module of the model draws under keys."""
     unseen: str = ""
     """Why no trace shows all that the model draws; empty: it does."""
 

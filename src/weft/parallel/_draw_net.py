@@ -167,9 +167,15 @@ def numpy_lock() -> Any:
     return lock if isinstance(lock, type(threading.RLock())) else None
 
 
+_BY_MODULES = (
+    "Draw by nn.Dropout modules or by torch functions that every forward calls, or train on one process with the whole"
+    " batch in one microbatch."
+)
+
+
 @contextmanager
-def without_draws(context: StepContext, device: torch.device, what: str) -> Generator[None]:
-    """Refuse a forward or a loss that has moved a generator: such a draw has no key.
+def without_draws(context: StepContext, device: torch.device, what: str, instead: str = _BY_MODULES) -> Generator[None]:
+    """Refuse a forward or a loss that has moved a generator: such a draw has no key.  `instead` says what to write.
 
     Raises:
         PlanError: it has, and the plan is not one process with the whole batch at once.
@@ -183,6 +189,5 @@ def without_draws(context: StepContext, device: torch.device, what: str) -> Gene
         unseen = f" ({context.unseen})" if context.unseen else ""
         raise PlanError(
             f"{what} drew from {watch.whose} generator where no trace of it showed a draw{unseen}, so its numbers have"
-            " no key and plans would differ. Draw by nn.Dropout modules or by torch functions that every forward calls,"
-            " or train on one process with the whole batch in one microbatch."
+            f" no key and plans would differ. {instead}"
         )

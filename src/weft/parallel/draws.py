@@ -100,6 +100,7 @@ def apply_keyed_draws(part: nn.Module, draws: Draws, mesh: Mesh, context: StepCo
             module = part.get_submodule(name)
         except AttributeError:
             continue  # another stage's
+        context.draws = True
         module.forward = keyed(module.forward, name, draws, mesh["tensor"], context)
 
 

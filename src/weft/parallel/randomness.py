@@ -250,9 +250,9 @@ def apply_keyed_dropout(
                 f" would differ."
                 " Use nn.Dropout (or nn.LeakyReLU) instead."
             )
-        if isinstance(module, KeyedDropout) or not isinstance(
-            module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-        ):
+        is_dropout = isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
+        context.draws |= is_dropout and module.p > 0
+        if isinstance(module, KeyedDropout) or not is_dropout:
             continue
         own = KeyedDropout(module.p, name, context, whole_features=not isinstance(module, nn.Dropout))
         own.train(module.training)

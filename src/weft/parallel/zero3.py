@@ -221,7 +221,10 @@ class FullyShardedStore:
                 for local, parameter in inside.named_parameters():
                     name = names.get(id(sharded[local]))
                     if name is not None and not isinstance(parameter, DTensor):  # not another unit's
+                        wanted = parameter.requires_grad
+                        parameter.requires_grad_()  # one that is frozen for now takes no hook, and may be thawed
                         parameter.register_post_accumulate_grad_hook(_Used(weakref.ref(self), name))
+                        parameter.requires_grad_(wanted)
                 unit.reshard()
         self._watching = True
 

@@ -152,8 +152,9 @@ def _keep_what_makes_the_loss(read: TrainLoop, models: set[str]) -> None:
 
 
 SEVERAL = (
-    "prepare each model with its optimizer and a loss of its own, and call one state.step(…) after the other; the side"
-    " that stays fixed stands inside `with state.frozen():` (examples/adversarial.py)"
+    "several losses of one model go into `with state.manual_step(batch) as step:`, each by step.backward(loss); of"
+    " several models prepare each with its optimizer and a loss of its own, and call one state.step(…) after the other;"
+    " the side that stays fixed stands inside `with state.frozen():` (examples/adversarial.py)"
 )
 
 

@@ -1,0 +1,46 @@
+"""Passes through a loader that only iterates, which a run resumes in the middle of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import final
+
+from weft.checkpoint import Json
+from weft.entry._seen_batches import SeenBatches
+from weft.entry._user_batches import BatchStream, UserBatch, fields_of
+
+
+@final
+class Passes:
+    """Where a training is in such a loader: `number` of passes that are through, batches `taken` of the present one."""
+
+    def __init__(self, stream: BatchStream, seen: SeenBatches) -> None:
+        self._stream, self._seen = stream, seen
+        self.number = self.taken = 0
+
+    def batches(self, start: int, stop: int, steps: int | None) -> Iterator[UserBatch]:
+        """Yield this rank's share of the coming batches: `steps` of them, or all to the end of the pass."""
+        skipped, number = self.taken, -1
+        for number, batch in enumerate(self._stream.iterate(start, stop)):
+            if number < skipped:
+                self._seen.check_skipped(self._stream.digest, number, skipped)
+                continue
+            if steps is not None and number >= skipped + steps:
+                return
+            self.taken = number + 1
+            self._seen.note(fields_of(batch), self._stream.digest)
+            yield batch
+        self._seen.check_reached(number + 1, skipped)
+        self.taken = 0
+        self.number += 1
+
+    def state(self) -> dict[str, Json]:
+        """What `load` takes back."""
+        return {"in_pass": self.taken, "passes": self.number, "last_batch": self._stream.digest}
+
+    def load(self, state: Mapping[str, Json]) -> None:
+        """Go on where the run was saved; a save of another kind of loader begins a pass."""
+        taken, number = state.get("in_pass"), state.get("passes")
+        self.taken = taken if isinstance(taken, int) else 0
+        self.number = number if isinstance(number, int) else 0
+        self._seen.expected = str(state.get("last_batch") or "")

@@ -1,0 +1,135 @@
+"""Forwards and backwards that a user's own code makes of an uncut model, in the microbatches of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn, cast, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from weft.errors import PlanError, RecipeError
+from weft.parallel._context import MicrobatchState
+from weft.parallel._part import ModelPart
+
+_FORWARD_BITS = 40
+"""Keys of the n-th forward of a microbatch are those of the step `step + n·2⁴⁰`, which no training reaches."""
+
+
+@final
+class OwnForwards:
+    """Gives every forward of the model the keys of its draws, and runs backwards under them.
+
+    In training mode the n-th forward of a microbatch draws other numbers than the first, as in plain torch, and the
+    same under every plan; the first draws what a step of Weft's own would.  Floating inputs are cast to `dtype`.
+    `refuse` is called when a gradient reaches the model by a backward that is not `backward`; it raises.
+    """
+
+    def __init__(self, part: ModelPart, dtype: torch.dtype | None, refuse: Callable[[], NoReturn]) -> None:
+        self._part, self._dtype, self._refuse = part, dtype, refuse
+        self._state: MicrobatchState | None = None
+        self._number = 0
+        """Forwards in training mode of the microbatch in hand."""
+        self._open = 0
+        """Of these, forwards since the last backward."""
+        self._is_ours = False
+
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Watch the model's forwards, for one step."""
+        module = self._part.module
+        with ExitStack() as stack:
+            # Before those of `fully_shard`: a backward that is refused must not have gathered anything.
+            before = module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+            stack.callback(before.remove)
+            stack.callback(module.register_forward_hook(self._end, prepend=True).remove)
+            yield
+
+    @contextmanager
+    def microbatch(self, state: MicrobatchState) -> Generator[None]:
+        """Key the forwards in here by these samples."""
+        self._state, self._number, self._open = state, 0, 0
+        try:
+            with self._part.context.entered(state):
+                yield
+        finally:
+            self._state = None
+
+    @property
+    def samples(self) -> int:
+        """Samples of the microbatch in hand; 0 outside of one."""
+        return 0 if self._state is None else self._state.sample_ids.numel()
+
+    def backward(self, objective: Tensor, retain_graph: bool) -> None:
+        """Add the gradients of `objective` to the parameters."""
+        context = self._part.context
+        # What a checkpoint of the model's own runs again here belongs to one forward, and nothing tells to which.
+        state = context.current if self._open <= 1 else cast(MicrobatchState, _OneOfSeveral())
+        self._is_ours, self._open = True, self._open if retain_graph else 0
+        try:
+            with context.entered(state):
+                objective.backward(retain_graph=retain_graph)
+        finally:
+            self._is_ours = False
+
+    # ── hooks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        context = self._part.context
+        if self._state is not None:
+            rows, length = _shape_of_inputs((args, kwargs))
+            self._check_rows(rows)
+            shifted = replace(self._state, step=self._state.step + (self._number << _FORWARD_BITS))
+            context.current = replace(shifted, sequence_length=length)
+            if module.training:
+                self._number += 1
+                self._open += torch.is_grad_enabled()
+        return self._cast(args), self._cast(kwargs)
+
+    def _check_rows(self, rows: int | None) -> None:
+        context = self._part.context
+        if rows is None or rows == self.samples or context.is_alone or not context.draws:
+            return
+        if self._part.module.training:
+            raise PlanError(
+                f"the model was called with {rows} rows where the part has {self.samples} samples, and it draws"
+                " (dropout): no key says which sample a row is of, so plans would differ. Call it once for every"
+                " tensor with a row for each sample of the part (their draws differ), in place of one call with"
+                " torch.cat, or set its dropout to 0."
+            )
+
+    def _cast(self, values: Any) -> Any:
+        def convert(value: Tensor) -> Tensor:
+            return value.to(self._dtype) if value.is_floating_point() else value
+
+        return tree_map_only(Tensor, convert, values)
+
+    def _end(self, module: Any, args: Any, outputs: Any) -> None:
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._check_backward)
+
+    def _check_backward(self, _: Tensor) -> None:
+        if not self._is_ours:
+            self._refuse()
+
+
+class _OneOfSeveral:
+    """In place of a forward's keys, where it could be any of several."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RecipeError(
+            "a checkpoint of the model's own (torch.utils.checkpoint) draws its dropout again in this backward, which"
+            " comes after several forwards, so nothing says whose draws these were. Call step.backward(loss) after each"
+            " forward, or leave recomputation to the plan (memory.recompute) and switch the model's own off."
+        )
+
+
+def _shape_of_inputs(values: Any) -> tuple[int | None, int | None]:
+    """Rows and length (dim 1) of the first tensor among a forward's inputs that has such."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows = next((tensor.shape[0] for tensor in tensors), None)
+    return rows, next((tensor.shape[1] for tensor in tensors if tensor.ndim > 1), None)

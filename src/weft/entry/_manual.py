@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -146,12 +146,11 @@ class ManualStep:
         """The step, from its beginning to `end`, which updates.  A block left by an error changes nothing."""
         context = self._model.parts[0].context
         self._scale = self._stepper.begin(self._step)
+        undrawn = without_draws(context, self._device, "the block of state.manual_step()", _INSTEAD)
         try:
-            with ExitStack() as stack:
-                stack.enter_context(self._forwards.watched())
-                stack.enter_context(self._guard.manual())
-                what = "the block of state.manual_step()"
-                stack.enter_context(without_draws(context, self._device, what, _INSTEAD))
+            # No ExitStack: an error that passes one stays alive, and the process groups with it, until garbage is
+            # collected.
+            with self._forwards.watched(), self._guard.manual(), undrawn:
                 yield self
             self._check_taken()
         except BaseException:

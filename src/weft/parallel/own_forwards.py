@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, cast, final
 
@@ -41,12 +41,14 @@ class OwnForwards:
     def watched(self) -> Generator[None]:
         """Watch the model's forwards, for one step."""
         module = self._part.module
-        with ExitStack() as stack:
-            # Before those of `fully_shard`: a backward that is refused must not have gathered anything.
-            before = module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-            stack.callback(before.remove)
-            stack.callback(module.register_forward_hook(self._end, prepend=True).remove)
+        # Before those of `fully_shard`: a backward that is refused must not have gathered anything.
+        before = module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        after = module.register_forward_hook(self._end, prepend=True)
+        try:
             yield
+        finally:
+            before.remove()
+            after.remove()
 
     @contextmanager
     def microbatch(self, state: MicrobatchState) -> Generator[None]:

@@ -64,6 +64,16 @@ def test_two_models_in_one_loop() -> None:
     assert [float(loss) for loss in two] == pytest.approx([float(loss) for loss in alone], abs=2e-3)
 
 
+def test_a_policy_generates_what_it_learns_from() -> None:
+    script = ["examples/policy_gradient.py", "--steps", "100"]
+    alone, two = (
+        re.findall(r"loss (-?[\d.]+)  right ([\d.]+)", run(*launcher, *script))
+        for launcher in ([sys.executable], [WEFT, "launch", "-n", "2"])
+    )
+    assert len(alone) == 2
+    assert [float(loss) for loss, _ in two] == pytest.approx([float(loss) for loss, _ in alone], abs=2e-3)
+
+
 def train(recipe: str, folder: Path, *arguments: str) -> list[float]:
     """Train an example for six steps and return their losses."""
     run(

@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from weft.checkpoint import Json, module_pieces
 from weft.comm import Mesh
 from weft.document import JsonObject
-from weft.engine._average import WeightAverage
 from weft.engine._loss_scale import LossScale
 from weft.engine._step import Stepper
 from weft.engine.optimizers import ShardOptimizer, check_sparse_tables, create_optimizer
@@ -22,6 +22,9 @@ from weft.parallel import ParallelModel, Piece, parallelize, shard_pieces, spars
 from weft.plan import Plan
 from weft.recipe import OptimizerGroup, Recipe, check_group_globs, group_parameters
 from weft.record import Recorder
+
+if TYPE_CHECKING:
+    from weft.engine._average import WeightAverage
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,7 +198,11 @@ def create_training(
     shards = model.stores.shards
     optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups, plan.data_parallel.frozen_after)
     decay = recipe.optimizer.average_decay
-    average = WeightAverage(shards, decay) if decay is not None else None
+    average = None
+    if decay is not None:
+        from weft.engine._average import WeightAverage  # loaded where a run keeps one
+
+        average = WeightAverage(shards, decay)
     for technique in model.techniques:
         technique.begin(shards)
     return begin_training(recipe, model, optimizer, average, recorder)

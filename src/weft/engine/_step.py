@@ -11,19 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import GroupView, Mesh, peak_memory_bytes
-from weft.engine._average import WeightAverage
 from weft.engine._loss_scale import LossScale
 from weft.engine.optimizers import ShardOptimizer, squared_sum
 from weft.events import StepEvent
 from weft.models import Batch
 from weft.parallel import LossTotals, Runner, Shard, StoreSet, TechniqueRuntime
 from weft.record import Recorder
+
+if TYPE_CHECKING:
+    from weft.engine._average import WeightAverage
 
 
 @dataclass(frozen=True, slots=True)

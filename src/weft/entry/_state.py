@@ -25,10 +25,10 @@ from weft.entry._epochs import Epochs
 from weft.entry._evaluation import Evaluation
 from weft.entry._export import export_model
 from weft.entry._guards import Guard, LeftGradients, frozen, modes_of, refuse_untrainable, retire
+from weft.entry._loader_passes import LoaderPasses
 from weft.entry._loop_draws import Yielded
 from weft.entry._metrics import Metrics
 from weft.entry._outputs import GatheredOutputs, Select, logits_alone, logits_and_labels
-from weft.entry._passes import Passes
 from weft.entry._recording import ModelRun
 from weft.entry._rounds import RoundsOfSession
 from weft.entry._saved_data import refuse_other_data
@@ -112,7 +112,7 @@ class TrainState:
         self._is_closed = False
         self._attached = Attached()
         self._seen = SeenBatches(shared_by_all=plan.mesh.data == 1 and plan.mesh.world_size > 1)
-        self._passes = Passes(self._stream, self._seen)
+        self._passes = LoaderPasses(self._stream, self._seen)
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
         self._checkpointer = Checkpointer(recorded.folder.checkpoints, Peers.of_group(mesh["world"]))
         self._saves = Saves(self._checkpointer, self._training, self._optimizer, self._attached, mesh)

@@ -34,7 +34,7 @@ class OwnForwards:
         self._number = 0
         """Forwards in training mode of the microbatch in hand."""
         self._open = 0
-        """Of these, forwards since the last backward."""
+        """Forwards of the microbatch in hand that record gradients, since its last backward."""
         self._is_ours = False
 
     @contextmanager

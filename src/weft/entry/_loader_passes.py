@@ -11,7 +11,7 @@ from weft.entry._user_batches import BatchStream, UserBatch, fields_of
 
 
 @final
-class Passes:
+class LoaderPasses:
     """Where a training is in such a loader: `number` of passes that are through, batches `taken` of the present one."""
 
     def __init__(self, stream: BatchStream, seen: SeenBatches) -> None:

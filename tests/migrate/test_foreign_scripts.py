@@ -249,15 +249,26 @@ def test_what_cannot_be_done_stands_as_a_comment_at_its_line(tmp_path: Path) -> 
         ("accelerator.init_trackers('x')", "# weft: trackers are told by weft.session(track=…)"),
         ("accelerator.save_model(model, 'x')", "# weft: save_model has no counterpart: state.export(folder)"),
         ("d = accelerator.device", "d = session.device"),
+        ("with LocalSGD(accelerator, model, 8) as l:\n    l.step()\n    print(1)", "print(1)\nstate.end_round()"),
+        ("with LocalSGD(accelerator, model, 8, enabled=False) as l:\n    print(1)\n\nprint(2)", "print(1)\n\nprint(2)"),
+        ("while True:\n    with LocalSGD(accelerator, model, 8):\n        print(1)", "while True:\n    # weft: rounds are"),
+        (
+            "with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=n, enabled=n > 1) as l:\n    print(1)",
+            "# weft: local steps are switched off by weft.session(local_steps=0)\nprint(1)\nstate.end_round()",
+        ),
     ],
 )
 def test_words_of_accelerate(tmp_path: Path, line: str, becomes: str) -> None:
     body = textwrap.indent(line, "    ")
     script = (
+        "from accelerate.local_sgd import LocalSGD\n"
         f"from accelerate import Accelerator\n\n\ndef main():\n    accelerator = Accelerator()\n{body}\n\n\nmain()\n"
     )
     text = migrated(tmp_path, script)
     assert textwrap.indent(becomes, "    ") in text
+    assert "LocalSGD" not in text
+    said = "local_steps=n" if "local_sgd_steps=n" in line else "local_steps=8"
+    assert (said in text) == (", model" in line and "LocalSGD" in line and "enabled=False" not in line)
     ast.parse(text)
 
 

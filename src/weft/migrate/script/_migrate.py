@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import RecipeError
+from weft.migrate.script._local_sgd import without_local_sgd
 from weft.migrate.script._source import Source
 from weft.migrate.script._step import translate_loops
 from weft.migrate.script._words import look, translate_words
@@ -59,7 +60,9 @@ def migrate_script(path: str | Path) -> MigratedScript:
 
 
 def _migrated(text: str, name: str) -> str:
-    script = look(Source(text, name))
+    source, local_steps = without_local_sgd(Source(text, name), name)
+    script = look(source)
+    script.options.update({"local_steps": local_steps} if local_steps else {})
     if not script.created and not script.setups and not script.is_distributed:
         raise RecipeError(
             f"{name} makes no Accelerator, no Fabric, no DeepSpeed engine and no DistributedDataParallel, so that"

@@ -318,9 +318,10 @@ def _widen_batch(script: Script, loader: str) -> None:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and loader in targets_of(node):
             size = keyword_of(node.value, "batch_size", 1)
             if called(node.value) == "DataLoader" and size is not None:
-                script.say(
-                    node, "batch_size is that of a whole step: what one process had, × accumulation, × processes"
-                )
+                if not script.splits_batches:
+                    script.say(
+                        node, "batch_size is that of a whole step: what one process had, × accumulation, × processes"
+                    )
                 if script.accumulation:
                     script.source.replace(size, f"{script.source.rendered(size)} * {script.accumulation}")
                 return

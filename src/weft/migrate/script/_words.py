@@ -47,6 +47,8 @@ class Script:
     accumulation: str = ""
     done: set[str] = field(default_factory=set[str])
     """What was said already."""
+    splits_batches: bool = False
+    """Whether the loader's batch is that of all processes already."""
     is_distributed: bool = False
     """Whether it starts a process group of torch's itself."""
 
@@ -125,8 +127,12 @@ def _read_options(script: Script, call: ast.Call) -> None:
             script.options["device"] = f'"cpu" if {text(value)} else "auto"'
         elif name in ("log_with", "loggers", "project_dir", "project_config"):
             script.say(call, "trackers are told by weft.session(track=…), a function of name, value and step")
+        elif name == "dataloader_config" and called(value) == "DataLoaderConfiguration" and isinstance(value, ast.Call):
+            split = keyword_of(value, "split_batches", 0)
+            script.splits_batches = isinstance(split, ast.Constant) and bool(split.value)
         elif name in ("devices", "num_nodes", "strategy", "accelerator", "cpu", "split_batches"):
-            pass  # how many ranks there are is said where they are started; how they share, by the plan
+            # How many ranks there are is said where they are started; how they share, by the plan.
+            script.splits_batches |= name == "split_batches" and constant is True
         else:
             script.say(call, f"{name}= has no place in weft.session; see its arguments")
 

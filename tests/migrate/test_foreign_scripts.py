@@ -251,7 +251,10 @@ def test_what_cannot_be_done_stands_as_a_comment_at_its_line(tmp_path: Path) -> 
         ("d = accelerator.device", "d = session.device"),
         ("with LocalSGD(accelerator, model, 8) as l:\n    l.step()\n    print(1)", "print(1)\nstate.end_round()"),
         ("with LocalSGD(accelerator, model, 8, enabled=False) as l:\n    print(1)\n\nprint(2)", "print(1)\n\nprint(2)"),
-        ("while True:\n    with LocalSGD(accelerator, model, 8):\n        print(1)", "while True:\n    # weft: rounds are"),
+        (
+            "while True:\n    with LocalSGD(accelerator, model, 8):\n        print(1)",
+            "while True:\n    # weft: rounds are",
+        ),
         (
             "with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=n, enabled=n > 1) as l:\n    print(1)",
             "# weft: local steps are switched off by weft.session(local_steps=0)\nprint(1)\nstate.end_round()",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from weft.models import Blueprint, count_labels
 from weft.numerics import Trial, TrialData
@@ -10,6 +13,7 @@ from weft.outline import Outline, Phase
 from weft.plan import Plan, axis_coordinates
 from weft.program import differences, occasions_of, program_of
 from weft.recipe import Recipe
+from weft.techniques.context.shares import runs_of
 
 
 def unlike_predicted(
@@ -37,4 +41,13 @@ def _labels(recipe: Recipe, plan: Plan, blueprint: Blueprint, rank: int, steps: 
     place = axis_coordinates(plan.mesh, rank)
     index = place["replicate"] * plan.mesh.shard + place["shard"]
     data = TrialData(blueprint, plan, data_index=index, seed=recipe.run.seed)
-    return [[count_labels(batch) for batch in data.microbatches(step)] for step in range(max(steps, 1))]
+    ranks = plan.mesh.context
+
+    def held(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Labels of the rank's own tokens."""
+        if ranks == 1:
+            return dict(batch)
+        runs = runs_of(batch["labels"].shape[1], ranks, place["context"])
+        return {"labels": torch.cat([batch["labels"][:, start:stop] for start, stop in runs], 1)}
+
+    return [[count_labels(held(batch)) for batch in data.microbatches(step)] for step in range(max(steps, 1))]

@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.plan import (
     ComputePlan,
+    ContextParallelPlan,
     DataParallelPlan,
     MemoryPlan,
     MeshPlan,
@@ -128,6 +129,8 @@ def plan(
     shard: int = 1,
     tensor: int = 1,
     sequence: bool = False,
+    context: int = 1,
+    scheme: str = "ring",
     pipeline: int = 1,
     schedule: str = "1f1b",
     chunks: int = 1,
@@ -147,7 +150,7 @@ def plan(
     per_step: Any = shares if shares is not None else BATCH // micro // data
     assert micro * (sum(shares) if shares is not None else per_step * data) == BATCH, "the plan loses samples"
     return Plan(
-        mesh=MeshPlan(replicate=replicate, shard=shard, tensor=tensor, pipeline=pipeline),
+        mesh=MeshPlan(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline),
         data_parallel=DataParallelPlan(
             zero=zero,  # type: ignore[arg-type]
             algorithm=algorithm,
@@ -156,6 +159,7 @@ def plan(
             first_bucket_bytes=1024,
         ),
         tensor_parallel=TensorParallelPlan(sequence=sequence),
+        context_parallel=ContextParallelPlan(scheme=scheme),  # type: ignore[arg-type]
         pipeline_parallel=PipelineParallelPlan(schedule=schedule, chunks_per_rank=chunks, cuts=cuts),  # type: ignore[arg-type]
         microbatch=MicrobatchPlan(size=micro, per_step=per_step),
         memory=MemoryPlan(recompute=recompute, fused_loss=fused),
@@ -166,9 +170,11 @@ def plan(
 def name_of(plan: Plan) -> str:
     """A short name that says what differs from one process."""
     mesh, parts = plan.mesh, list[str]()
-    for axis in ("replicate", "shard", "tensor", "pipeline"):
+    for axis in ("replicate", "shard", "context", "tensor", "pipeline"):
         if getattr(mesh, axis) > 1:
             parts.append(f"{axis[0] if axis != 'shard' else 'h'}{getattr(mesh, axis)}")
+    if mesh.context > 1:
+        parts.append(plan.context_parallel.scheme)
     if mesh.pipeline > 1:
         chunks = plan.pipeline_parallel.chunks_per_rank
         parts.append(plan.pipeline_parallel.schedule + (f"x{chunks}" if chunks > 1 else ""))

@@ -54,7 +54,7 @@ def _adapt_and_look(blueprint: Blueprint, recipe: Recipe, *, divides: bool) -> N
 
 def _needs_blocks(plan: Plan) -> bool:
     """Whether something of the plan works block by block."""
-    gathers = plan.data_parallel.shards_weights and plan.mesh.shard > 1
+    gathers = plan.data_parallel.shards_weights and plan.mesh.shard * plan.mesh.context > 1
     return plan.mesh.pipeline > 1 or plan.memory.recomputes or plan.compute.compile or gathers
 
 

@@ -37,6 +37,7 @@ class Description:
             num_blocks=len(profile.blocks) if profile.can_be_cut or self.sizes is not None else None,
             no_stages=tables.no_stages,
             no_sequence="" if profile.can_share_sequence else NO_SEQUENCE,
+            no_context="" if self.sequence_length is None else profile.no_context,
             no_tensor=tables.no_tensor,
             divisible=dict(profile.divisible) or (None if tables.splits else {}),
             num_parameters=profile.num_parameters,

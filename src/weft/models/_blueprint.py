@@ -44,6 +44,9 @@ class Blueprint(Tables):
     """Kind of model, for messages: `decoder`, `llama`; empty: the class says it."""
     inputs: Mapping[str, str]
     """Keyword of the model's forward → field of the batch."""
+    position_input: str | None = None
+    """Keyword of the forward that takes each token's place in its sample, int64 (samples, tokens), in place of 0, 1, …
+    None: it has none, and ranks cannot share a sequence."""
     loss: Loss
     initialise: Initialiser | None
     task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"
@@ -78,6 +81,17 @@ class Blueprint(Tables):
     def per_sample_loss(self) -> bool:
         """Whether the loss is a sum over samples."""
         return getattr(self.loss, "per_sample", True)
+
+    @property
+    def no_context(self) -> str:
+        """Why ranks cannot share a sequence, as far as tables say: a sentence without its end; empty: they can."""
+        if self.sequence_length is None:
+            return "its samples are no sequences"
+        if self.position_input is None:
+            return "nothing says by which input its forward takes positions (`Blueprint.position_input`)"
+        if not self.per_sample_loss:
+            return "its loss is no sum over tokens"
+        return ""
 
     @property
     def no_gathering(self) -> str:

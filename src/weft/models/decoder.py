@@ -139,6 +139,7 @@ def build_decoder(shape: DecoderShape, *, isolated_documents: bool = False) -> B
     return Blueprint(
         module=module,
         inputs=inputs,
+        position_input="positions",
         loss=token_loss,
         initialise=normal_initialiser(
             residual_outputs=("blocks.*.attention.output", "blocks.*.ffn.down"), num_layers=shape.num_layers

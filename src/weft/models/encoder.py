@@ -107,9 +107,13 @@ class Encoder(nn.Module):
         if shape.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """`attention_mask` is (batch, length), non-zero where a token may be seen; None: everywhere."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(
+        self, tokens: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """`attention_mask` is (batch, length), non-zero where a token may be seen; None: everywhere.  `positions` are
+        (batch, length); None: 0, 1, …"""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self.embedding(tokens) + self.position_embedding(positions)
         hidden = self.embedding_dropout(self.embedding_norm(hidden))
         mask = None if attention_mask is None else attention_mask[:, None, None, :].bool()
@@ -125,6 +129,7 @@ def build_encoder(shape: EncoderShape) -> Blueprint:
     return Blueprint(
         module=module,
         inputs={"tokens": "tokens"},
+        position_input="positions",
         loss=token_loss,
         initialise=normal_initialiser(residual_outputs=(), num_layers=shape.num_layers),
         split=_SPLIT,

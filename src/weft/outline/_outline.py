@@ -11,9 +11,12 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 Shape = tuple[int, ...]
-CallKind = Literal["column", "row", "vocab", "whole", "replicate", "gather", "batch_norm", "enter", "sum", "norms"]
-"""How ranks share a module's work; `batch_norm`: data ranks share its statistics.  Three are no calls but what a module
-does inside of its forward: `enter` copies an activation, `sum` sums its parts, `norms` those of norms of weights."""
+CallKind = Literal[
+    "column", "row", "vocab", "whole", "replicate", "gather", "batch_norm", "enter", "sum", "norms", "attention",
+]  # fmt: skip
+"""How ranks share a module's work; `batch_norm`: data ranks share its statistics.  Four are no calls but what a module
+does inside of its forward: `enter` copies an activation, `sum` sums its parts, `norms` those of norms of weights, and
+`attention` lets tokens see one another: it reads keys, and its output has the shape of the values."""
 
 
 class TensorCut(NamedTuple):
@@ -116,6 +119,8 @@ class Outline:
     """The module after which the sequence is whole again, under sequence parallelism."""
     joined: Shape | None = None
     """What that module returns."""
+    tokens: int = 0
+    """Tokens of a sample, dim 1 of its activations; 0: samples are no sequences."""
     labels: int = 0
     """Labels that all samples have together."""
     gathers: tuple[SampleGather, ...] = ()

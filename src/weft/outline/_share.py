@@ -11,6 +11,7 @@ from weft.outline._outline import ModuleCall, Outline, Parameter, Shape
 from weft.outline._send import Operation
 from weft.plan import Axis, Plan, axis_coordinates, stage_ranks
 from weft.recipe import Recipe, group_parameters
+from weft.techniques.context.shares import tokens_of
 from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
 
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -96,13 +97,23 @@ class ModelShare:
         """Axis, ranks and this rank's index of those that sum gradients."""
         mesh = self.plan.mesh
         if self.sums_apart:
-            return "shard", mesh.shard, self.coordinates["shard"]
-        return "data", mesh.data, self.data_index
+            return "shard", self.shards, self.shard_index
+        return "data", mesh.data * mesh.context, self.data_index * mesh.context + self.coordinates["context"]
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share out weights: those of the shard axis and, as they hold the same, of the context axis."""
+        return self.plan.mesh.shard * self.plan.mesh.context
+
+    @property
+    def shard_index(self) -> int:
+        return self.coordinates["shard"] * self.plan.mesh.context + self.coordinates["context"]
 
     @property
     def world_axis(self) -> str:
         """Axis under which the group of all ranks is recorded."""
-        return "data" if self.plan.mesh.world_size == self.plan.mesh.data else "world"
+        mesh = self.plan.mesh
+        return "data" if mesh.world_size == mesh.data * mesh.context else "world"
 
     @property
     def microbatches(self) -> int:
@@ -125,13 +136,20 @@ class ModelShare:
         """Size of an element of the gradients that are summed."""
         return self.compute_bytes if self.plan.data_parallel.reduces_narrow else self.master_bytes
 
+    def of_tokens(self, shape: Shape) -> Shape:
+        """Return the shape of this rank's part of an activation whose tokens context ranks share."""
+        ranks, tokens = self.plan.mesh.context, self.outline.tokens
+        if ranks == 1 or len(shape) < 2 or shape[1] != tokens:
+            return shape
+        return (shape[0], tokens_of(tokens, ranks, self.coordinates["context"]), *shape[2:])
+
     def of_microbatch(self, shape: Shape) -> Shape:
         """Return an activation's shape for the plan's microbatch."""
         return (shape[0] * self.plan.microbatch.size // self.outline.samples, *shape[1:])
 
     def activation_bytes(self, shape: Shape) -> int:
-        """Bytes of a whole activation, of one microbatch."""
-        return math.prod(self.of_microbatch(shape)) * self.compute_bytes
+        """Bytes of an activation of this rank's tokens, of one microbatch; `shape` is that of the whole."""
+        return math.prod(self.of_microbatch(self.of_tokens(shape))) * self.compute_bytes
 
     def gathered(self, sizes: Sequence[int]) -> tuple[Operation, Sequence[int]]:
         """Return how ranks' own regions of so many bytes come to all: as one operation, or as one for each."""
@@ -142,8 +160,8 @@ class ModelShare:
     def rows_of_shard(self, shape: Shape) -> Shape:
         """Return what this rank holds of a parameter that ZeRO-3 cuts: runs of rows, the last ones shorter."""
         rows, *rest = shape
-        chunk = -(-rows // self.plan.mesh.shard)
-        start = min(rows, self.coordinates["shard"] * chunk)
+        chunk = -(-rows // self.shards)
+        start = min(rows, self.shard_index * chunk)
         return (min(rows, start + chunk) - start, *rest)
 
     # ── its part of the model ─────────────────────────────────────────────────────────────────────────────────────────

@@ -1,5 +1,6 @@
 """A model as ranks hold it under a plan: its composition, and what techniques (`weft.techniques`) are made of."""
 
+from weft.parallel._context import LocalTokens as LocalTokens
 from weft.parallel._context import MicrobatchState as MicrobatchState
 from weft.parallel._context import StepContext as StepContext
 from weft.parallel._draw_net import Generators as Generators
@@ -20,9 +21,9 @@ from weft.parallel._runner import SequentialRunner as SequentialRunner
 from weft.parallel._runner import StepObserver as StepObserver
 from weft.parallel._runner import compute_dtype_of as compute_dtype_of
 from weft.parallel._runner import evaluating as evaluating
-from weft.parallel._runner import microbatch_state as microbatch_state
 from weft.parallel._runner import model_inputs as model_inputs
 from weft.parallel._runner import move_batch as move_batch
+from weft.parallel._runner import take_microbatch as take_microbatch
 from weft.parallel._shard import Piece as Piece
 from weft.parallel._shard import Segment as Segment
 from weft.parallel._shard import Shard as Shard

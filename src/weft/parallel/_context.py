@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTokens:
+    """Which tokens of each sample a rank has, where several ranks share the sequence."""
+
+    length: int
+    """Tokens of a whole sample."""
+    runs: tuple[tuple[int, int], ...]
+    """[start, stop) of what this rank has of them, in rising order: its own tokens are these, end to end."""
+    documents: Tensor | None = None
+    """Document of every token of the whole samples, int64 (samples, length); None: a sample is one document."""
+
+    @property
+    def held(self) -> int:
+        """How many tokens of a sample this rank has."""
+        return sum(stop - start for start, stop in self.runs)
+
+    def within(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the positions, as runs, of this rank's own tokens from `start` to `stop`."""
+        found: list[tuple[int, int]] = []
+        for first, last in self.runs:
+            low, high = max(start, 0), min(stop, last - first)
+            if low < high:
+                found.append((first + low, first + high))
+            start, stop = start - (last - first), stop - (last - first)
+        return found
+
+
+class TokenSharing(Protocol):
+    """How ranks share out the tokens of a batch."""
+
+    def take(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens]:
+        """Return the fields of this rank's tokens, and which they are."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +55,9 @@ class MicrobatchState:
     sample_ids: Tensor
     """int64, (samples,); randomness is keyed by (seed, step, sample, layer), never by rank."""
     sequence_length: int | None
-    """Whole (unsharded) length of dim 1, for sequence parallelism."""
+    """Length of dim 1 that the tensor ranks have together, for sequence parallelism."""
+    tokens: LocalTokens | None = None
+    """What this rank has of samples that several ranks share; None: whole samples."""
     moment: Tensor = field(init=False)
     """Seed and step, int64 on the CPU: compiled code takes a tensor as it comes, and is compiled anew for an int."""
 
@@ -41,6 +79,8 @@ class StepContext:
     """Whether any module of the model draws under keys."""
     unseen: str = ""
     """Why no trace shows all that the model draws; empty: it does."""
+    sharing: TokenSharing | None = None
+    """How ranks share out the tokens of a batch; None: each has whole samples."""
 
     @contextmanager
     def entered(self, state: MicrobatchState | None) -> Generator[None]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.comm import Mesh
 from weft.models import Batch, Blueprint, Loss
-from weft.parallel._context import MicrobatchState
+from weft.parallel._context import LocalTokens, MicrobatchState, StepContext
 from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
 
@@ -92,15 +92,26 @@ class Runner(Protocol):
         ...
 
 
-def microbatch_state(batch: Batch, seed: int, step: int) -> MicrobatchState:
-    """The keys of randomness of one microbatch (on the device already)."""
-    tokens = batch.get("tokens")
+def microbatch_state(batch: Batch, seed: int, step: int, tokens: LocalTokens | None = None) -> MicrobatchState:
+    """The keys of randomness of one microbatch (on the device already), of whose samples this rank has `tokens`."""
+    found = batch.get("tokens")
     return MicrobatchState(
         seed=seed,
         step=step,
         sample_ids=batch["sample_ids"],
-        sequence_length=None if tokens is None or tokens.ndim < 2 else tokens.shape[1],
+        sequence_length=None if found is None or found.ndim < 2 else found.shape[1],
+        tokens=tokens,
     )
+
+
+def take_microbatch(
+    batch: Batch, context: StepContext, device: torch.device, seed: int, step: int
+) -> tuple[Batch, MicrobatchState]:
+    """Return what this rank computes of a microbatch, on the device, and its keys."""
+    moved, tokens = move_batch(batch, device), None
+    if context.sharing is not None:
+        moved, tokens = context.sharing.take(moved)
+    return moved, microbatch_state(moved, seed, step, tokens)
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
@@ -155,8 +166,7 @@ class SequentialRunner:
         """See `Runner`."""
         totals = LossTotals.empty(self._device)
         for index, batch in enumerate(microbatches):
-            moved = move_batch(batch, self._device)
-            state = microbatch_state(moved, seed, step)
+            moved, state = take_microbatch(batch, self._part.context, self._device, seed, step)
             loss_sum, count = self._loss(moved, state)
             totals.add(loss_sum, count)
             self._backward(loss_sum * scale, state, len(microbatches) - 1 - index, observer)
@@ -176,15 +186,14 @@ class SequentialRunner:
         totals = LossTotals.empty(self._device)
         with evaluating([self._part.module]):
             for batch in microbatches:
-                moved = move_batch(batch, self._device)
-                totals.add(*self._loss(moved, microbatch_state(moved, seed, step)))
+                totals.add(*self._loss(*take_microbatch(batch, self._part.context, self._device, seed, step)))
         return totals
 
     def forward(self, batch: Batch) -> Any:
         """Return the model's outputs in evaluation mode; `sample_ids` may be missing."""
-        moved = move_batch(batch, self._device)
+        moved, state = take_microbatch(_with_sample_ids(batch), self._part.context, self._device, 0, 0)
         with evaluating([self._part.module]):
-            return self._outputs(moved, microbatch_state(_with_sample_ids(moved), 0, 0))
+            return self._outputs(moved, state)
 
     def _loss(self, moved: Batch, state: MicrobatchState, loss: Loss | None = None) -> tuple[Tensor, Tensor]:
         what = f"the forward of {type(self._part.module).__name__} or its loss"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
 from weft.models import Blueprint
-from weft.parallel._context import MicrobatchState, StepContext
+from weft.parallel._context import LocalTokens, MicrobatchState, StepContext
 from weft.parallel.region import sequence_region
 
 RESOLUTION = 1 << 16
@@ -124,13 +124,38 @@ class KeyedDropout(nn.Dropout):
         rows = 1 if self.channels else x.numel() // max(samples * width, 1)
         row_offset, column_offset = self._offsets(x, state, width)
         make = torch.ops.weft.keyed_mask if torch.compiler.is_compiling() else keyed_mask
-        keep = make(
-            state.sample_ids, state.moment, self._name, dropped, rows, row_offset, width, column_offset, x.device
-        )
+
+        def keep_of(rows: int, row_offset: int) -> Tensor:
+            return make(
+                state.sample_ids, state.moment, self._name, dropped, rows, row_offset, width, column_offset, x.device
+            )
+
+        if state.tokens is not None:
+            runs = self._runs(x, state.tokens, samples, rows)
+            parts = [keep_of(stop - start, start).view(samples, stop - start, width) for start, stop in runs]
+            return torch.cat(parts, 1).reshape(x.shape), RESOLUTION / (RESOLUTION - dropped)
+        keep = keep_of(rows, row_offset)
         if self.channels:
             shape = (*x.shape[:2], *(1,) * (x.dim() - 2))
             return keep.view(shape).expand(x.shape).contiguous(), RESOLUTION / (RESOLUTION - dropped)
         return keep.reshape(x.shape), RESOLUTION / (RESOLUTION - dropped)
+
+    def _runs(self, x: Tensor, tokens: LocalTokens, samples: int, rows: int) -> list[tuple[int, int]]:
+        """Rows, as runs, that `x` has of those of the whole samples, whose tokens several ranks share.
+
+        Raises:
+            PlanError: dim 1 is not that of the tokens.
+        """
+        start, stop = shard_bounds(tokens.held, self.view) if self.sequence_sharded and self.view else (0, tokens.held)
+        each, left = divmod(rows, max(stop - start, 1))
+        is_flat = x.dim() == 2 and x.shape[0] == samples * (stop - start)
+        if self.channels or left or not (is_flat or (x.dim() > 2 and x.shape[1] == stop - start)):
+            raise PlanError(
+                f"{self.key} drops elements of {tuple(x.shape)}, in which dim 1 is not that of the {stop - start} tokens"
+                f" that this rank has of each sample, so that plans would drop different ones. Set this dropout to 0,"
+                " or use plan.mesh.context = 1."
+            )
+        return [(each * first, each * last) for first, last in tokens.within(start, stop)]
 
     def _offsets(self, x: Tensor, state: MicrobatchState, width: int) -> tuple[int, int]:
         """First row of a sample and first column that this rank holds of the whole activation."""

@@ -122,6 +122,9 @@ class Profile:
     need that.  True for models that other systems train."""
     can_share_sequence: bool = True
     """Whether tensor ranks can share the sequence of a model that can be cut."""
+    takes_positions: bool = True
+    """Whether its forward can be told where in its sample each token stands, which ranks that share a sequence need.
+    True for models that other systems train."""
     num_experts: int = 0
     """Routed experts per mixture block; 0: none.  The expert axis must divide it."""
     has_batch_norm: bool = False
@@ -145,6 +148,32 @@ class Profile:
         """FLOPs of one sample's forward, as `Operator.forward_flops`."""
         length = self.sequence_length
         return length * sum(part.forward_flops(length) for part in self.parts)
+
+    @property
+    def no_context(self) -> str:
+        """Why the engine lets no ranks share a sequence of it: a sentence without its end; empty: it does."""
+        if self.sequence_length == 1:
+            return f"samples of a {self.name} are no sequences"
+        if not self.takes_positions:
+            return "nothing says by which input its forward takes positions"
+        if self.num_experts:
+            return "the routers of a mixture see the tokens of one rank"
+        if self.has_batch_norm or not self.per_sample_loss:
+            return "its statistics or its loss are no sums over tokens"
+        return self._no_shared_attention()
+
+    def _no_shared_attention(self) -> str:
+        operators = [operator for part, _ in self.count_blocks() for operator in part.operators]
+        attention = [operator for operator in operators if operator.kind == "attention"]
+        if any(operator.kind == "convolution" for operator in operators):
+            return "convolutions mix its tokens"
+        if not attention:
+            return "nothing in its blocks is known to let tokens see one another"
+        if any(operator.window is not None for operator in attention):
+            return "its attention sees a window of tokens"
+        if any(operator.dropout for operator in attention):
+            return "its attention drops probabilities, by a mask over all tokens"
+        return ""
 
     def count_blocks(self) -> list[tuple[Block, int]]:
         """Return each kind of block once, with how many there are."""

@@ -13,6 +13,7 @@ from weft.program import _optimizer as optimizer
 from weft.program._compare import Traffic
 from weft.recipe import Recipe
 from weft.techniques.buckets import program as buckets
+from weft.techniques.context import program as context
 from weft.techniques.data import program as data
 from weft.techniques.fused_loss import program as fused_loss
 from weft.techniques.local_steps.program import sends as averages
@@ -97,6 +98,7 @@ def program_of(
 
 def _sends(share: ModelShare, is_fingerprinted: bool) -> Iterator[RankSend]:
     yield from tensor.sends(share)
+    yield from context.sends(share)
     yield from data.statistics(share)
     yield from data.samples(share)
     yield from fused_loss.sends(share)
@@ -125,7 +127,7 @@ def _update(
     masters = [(held.name, math.prod(shape)) for held, shape in rows]
     masters += [(held.name, held.num_elements) for held in tables]
     here: list[tuple[HeldParameter, Shape]] = [(held, shape) for held, shape in rows if shape[0]]
-    axes = {"shard": share.plan.mesh.shard} if cut else {}
+    axes = {"shard": share.shards} if cut else {}
     axis, ranks, index = share.summing
     for bucket in buckets.buckets_of(share, members):
         start, stop = bucket.regions[index if len(bucket.regions) > 1 else 0]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -59,6 +61,7 @@ def outline_of(blueprint: Blueprint) -> Outline:
         vocabulary_head=blueprint.vocabulary_head,
         joins_after=region.last if region is not None else None,
         joined=notes.joined,
+        tokens=batch["tokens"].shape[1] if "tokens" in batch and batch["tokens"].dim() > 1 else 0,
         labels=0 if labels is None else labels.numel(),
         gathers=_gathers(blueprint),
     )
@@ -169,6 +172,21 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
+class _Attention(TorchFunctionMode):
+    """Tells of every call of the attention function: keys, values and what it returned."""
+
+    def __init__(self, note: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self._tell = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            self._tell(given["key"], given["value"], made)
+        return made
+
+
 @dataclass(slots=True)
 class _Open:
     """A call that has not ended."""
@@ -191,6 +209,8 @@ class _Notes:
     region: SequenceRegion | None = field(init=False)
     _flow: _Flow = field(default_factory=_Flow)
     _num_kept: int = 0
+    _block: int | None = None
+    """Index of the open block."""
     _needed: set[int] = field(default_factory=set[int])
     """Calls of the open block with whose results something was computed that is kept."""
     _seen: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
@@ -206,7 +226,7 @@ class _Notes:
     def run(self, inputs: Mapping[str, Tensor]) -> None:
         """Run the forward once."""
         self._install()
-        with self._flow, torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+        with _Attention(self._note_attention), self._flow, torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
             self.module(**inputs)
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -275,6 +295,21 @@ class _Notes:
             else row_magnitudes(module, noted["norms"], noted["sum"])
         )
 
+    def _note_attention(self, key: Tensor, value: Tensor, made: Tensor) -> None:
+        block = self._block
+        call = ModuleCall(
+            module="the stem" if block is None else self._blocks[block],
+            kind="attention",
+            block=block,
+            source=self._number(key),
+            shape=tuple(key.shape),
+            output=tuple(value.shape),
+            needs_gradient=made.requires_grad,
+            gives_gradient=made.requires_grad,
+        )
+        self._in_block.append((len(self.calls), self._num_kept, self._num_kept))
+        self.calls.append(call)
+
     def _note(self, name: str, module: nn.Module, kind: CallKind, *, is_inside_whole: bool) -> None:
         rule = self.blueprint.rule_of(name)
         block = self._block_of(name)
@@ -322,8 +357,10 @@ class _Notes:
             )
             self._in_block.clear()
             self._needed.clear()
+            self._block = index
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._block = None
             # Torch's recomputation stops at the last tensor that the forward had kept.
             for place, at_entry, at_exit in self._in_block:
                 call = self.calls[place]

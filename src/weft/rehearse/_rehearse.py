@@ -214,7 +214,7 @@ def _draw_nothing(name: str, module: nn.Module) -> None:
 
 def prepare_device_mesh(plan: Plan, mesh: Mesh) -> None:
     """Make ZeRO-3's DeviceMesh while tensors still have values; the mesh keeps it."""
-    if plan.data_parallel.shards_weights and plan.mesh.shard > 1:
+    if plan.data_parallel.shards_weights and plan.mesh.shard * plan.mesh.context > 1:
         data = plan.data_parallel
         sums_replicas = plan.mesh.replicate > 1 and not (data.replicas_step_alone or data.compresses)
         axes: tuple[Axis, ...] = ("replicate", "shard") if sums_replicas else ("shard",)

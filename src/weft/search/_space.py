@@ -156,6 +156,8 @@ def runnable_space(space: Space, profile: Profile) -> Space:
             space, pipelines=(1,), recomputes=("none",), per_block_recompute=False, sequence_parallels=(False,)
         )
     tensors = (1,) if profile.num_experts else space.tensors
+    if profile.no_context:
+        space = replace(space, contexts=(1,))
     # Offloading is for the user to choose: its price is that of an optimizer on the host, which the engine has not got.
     values = _runnable_values(space) | {"offloads": ("none",)}
     return replace(space, tensors=tensors, **values)

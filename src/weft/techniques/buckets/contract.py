@@ -97,7 +97,7 @@ class Buckets(Technique):
             yield f'{start} with compute.device = "cuda": on CUDA NCCL chooses. Use "auto".'
         elif data.compresses:
             yield f'{start} with {data.compression_setting}, which has its own. Use "auto".'
-        elif data.shards_weights and plan.mesh.shard > 1:
+        elif data.shards_weights and plan.mesh.shard * plan.mesh.context > 1:
             yield f'{start} with zero = 3, where torch gathers and reduces the weights itself. Use "auto", or zero = 2.'
         elif data.algorithm != "measured":
             yield from _unknown(start, plan)

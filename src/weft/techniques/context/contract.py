@@ -1,4 +1,4 @@
-"""Context parallelism: its settings; predicted, not run yet.
+"""Context parallelism: its settings, and which models and plans it fits.
 
 Sources: ring attention, Liu et al. 2023 (arXiv 2310.01889); Ulysses, Jacobs et al. 2023 (arXiv 2309.14509).
 """
@@ -6,10 +6,10 @@ Sources: ring attention, Liu et al. 2023 (arXiv 2310.01889); Ulysses, Jacobs et 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, final
 
-from weft.techniques.contract import Case, Technique
+from weft.techniques.contract import Case, Removal, Technique
 from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
@@ -24,7 +24,17 @@ class ContextSettings:
 
     scheme: ContextScheme = setting("ring", layout="context_scheme", space="context_schemes")
     """`ring`: keys and values go round; `all_gather`: all are gathered at once; `ulysses`: heads are exchanged for
-    positions."""
+    positions (predicted, not run yet)."""
+
+
+def _without(plan: Plan) -> Plan:
+    if plan.mesh.context == 1:
+        return plan
+    return replace(
+        plan,
+        mesh=replace(plan.mesh, context=1),
+        context_parallel=replace(plan.context_parallel, scheme="ring"),
+    )
 
 
 @final
@@ -33,12 +43,31 @@ class Context(Technique):
 
     name = "context parallelism"
     part = ContextSettings
+    removals = (Removal("context ranks", _without, frees_ranks=True),)
+    judged_alone = ("mesh.context",)
+
+    def runs(self, plan: Plan) -> bool:
+        return plan.mesh.context > 1
 
     def unrunnable(self, plan: Plan) -> Iterator[str]:
+        if plan.context_parallel.scheme == "ulysses":
+            yield (
+                'plan.context_parallel.scheme = "ulysses" can be predicted but not run yet: the engine has not got'
+                ' it. Use "ring" or "all_gather".'
+            )
+
+    def needs_loop(self, plan: Plan) -> Iterator[str]:
         if plan.mesh.context > 1:
             yield (
-                f"plan.mesh.context = {plan.mesh.context} can be predicted but not run yet: the engine has not got"
-                " context parallelism. Use 1."
+                f"plan.mesh.context = {plan.mesh.context} cannot be had in a loop of one's own, whose loss would need the"
+                " labels of the tokens that a rank has. Use 1, or `weft train`."
+            )
+
+    def unwritten(self, plan: Plan) -> Iterator[str]:
+        if plan.mesh.context > 1:
+            yield (
+                f"plan.mesh.context = {plan.mesh.context}: torch's own context parallelism does not run on CPUs, and"
+                " the script has no attention over ranks. Use 1."
             )
 
     def check(self, case: Case) -> None:
@@ -46,3 +75,21 @@ class Context(Technique):
         if plan.mesh.context == 1 and plan.context_parallel.scheme != "ring":
             problem = 'has no effect with mesh.context = 1.\nUse "ring", or more context ranks.'
             raise case.refuse(("context_parallel", "scheme"), problem)
+        if plan.mesh.context > 1 and plan.compute.compile:
+            problem = "cannot join mesh.context > 1: attention that waits for other ranks is no code for a compiler."
+            raise case.refuse(("compute", "compile"), f"{problem}\nUse false, or mesh.context = 1.")
+
+    def check_model(self, case: Case) -> None:
+        ranks, facts, path = case.plan.mesh.context, case.facts, ("mesh", "context")
+        if ranks == 1:
+            return
+        if facts.no_context:
+            raise case.refuse(path, f"cannot be had for this model: {facts.no_context}.\nUse 1.")
+        if facts.num_blocks is not None and facts.sequence_length is None:
+            problem = f"has no sequence to share: samples of a {facts.name} are no sequences.\nUse 1."
+            raise case.refuse(path, problem)
+        if case.recipe.model.adapter is not None:
+            raise case.refuse(path, "cannot be had with model.adapter: the two have not been put together.\nUse 1.")
+        if facts.sequence_length is not None and ranks > facts.sequence_length:
+            problem = f"shares out {facts.sequence_length} tokens, and some ranks would have none."
+            raise case.refuse(path, f"{problem}\nUse {facts.sequence_length} or less.")

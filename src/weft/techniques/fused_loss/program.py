@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -43,7 +44,11 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
 
 def _tokens(share: ModelShare) -> list[int]:
     """Of each microbatch: those whose loss is taken."""
-    every = share.outline.labels * share.plan.microbatch.size // share.outline.samples
+    outline = share.outline
+    labels = outline.labels
+    if outline.tokens and labels % outline.tokens == 0:  # a label for every token
+        labels = math.prod(share.of_tokens((labels // outline.tokens, outline.tokens)))
+    every = labels * share.plan.microbatch.size // share.outline.samples
     counting = share.labels
     if counting is None or not share.plan.memory.fuses_loss:
         return [every] * share.microbatches

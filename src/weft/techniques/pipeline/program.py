@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -43,11 +44,11 @@ def _bytes(share: ModelShare, boundary: int) -> int:
     if entry.crossing is not None:
         grows, stays = entry.crossing
         return (grows * share.plan.microbatch.size // share.outline.samples + stays) * share.compute_bytes
-    samples, *rest = entry.shape
+    samples, *rest = share.of_tokens(entry.shape)
     if share.plan.tensor_parallel.sequence:
         length, ranks = rest[0], share.plan.mesh.tensor
         rest[0] = length // ranks + (share.coordinates["tensor"] < length % ranks)  # the longer shards come first
-    return share.activation_bytes((samples, *rest))
+    return math.prod(share.of_microbatch((samples, *rest))) * share.compute_bytes
 
 
 def _message(is_sent: bool, size_bytes: int, count: int, reason: str, *, is_first: bool = False) -> RankSend:

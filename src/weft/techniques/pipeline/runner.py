@@ -19,8 +19,7 @@ from weft.parallel import (
     StepObserver,
     compute_dtype_of,
     evaluating,
-    microbatch_state,
-    move_batch,
+    take_microbatch,
 )
 from weft.plan import Action, Plan, forward_orders, schedule_orders, stage_ranks
 from weft.techniques.pipeline.routes import Routes, StageMessage, plan_routes, sent_by, wanted_by
@@ -196,18 +195,17 @@ class PipelineRunner:
         return step.handed.pop(message) if self._transport.is_local(message) else self._transport.receive(message)
 
     def _forward(self, stage: Stage, action: Action, received: Tensor | None, step: _Step) -> Tensor | None:
-        batch, state = self._moved(step.microbatches[action.microbatch], stage.part.is_last, step)
+        batch, state = self._taken(step.microbatches[action.microbatch], stage.part, step)
         split = (action.stage, action.microbatch) in step.split
         return stage.forward(
             action.microbatch, batch, state, received, split=split, scale=step.scale, totals=step.totals
         )
 
-    def _moved(self, batch: Batch, is_last: bool, step: _Step) -> tuple[Batch, MicrobatchState]:
+    def _taken(self, batch: Batch, part: ModelPart, step: _Step) -> tuple[Batch, MicrobatchState]:
         """The microbatch on the device: all of it where the loss is, elsewhere what the model reads."""
-        wanted = {"sample_ids", "tokens", *self._blueprint.inputs.values()}
-        fields = batch if is_last else {name: tensor for name, tensor in batch.items() if name in wanted}
-        moved = move_batch(fields, self._device)
-        return moved, microbatch_state(moved, step.seed, step.step)
+        wanted = {"sample_ids", "tokens", "document_ids", *self._blueprint.inputs.values()}
+        fields = batch if part.is_last else {name: tensor for name, tensor in batch.items() if name in wanted}
+        return take_microbatch(fields, part.context, self._device, step.seed, step.step)
 
 
 class _Progress:

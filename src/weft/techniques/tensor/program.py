@@ -138,8 +138,9 @@ class _Around:
 
     def _padded(self, shape: tuple[int, ...]) -> int:
         """Bytes of all shards along dim 1, each as long as the longest."""
-        samples, length, *features = shape
-        return self._bytes((samples, -(-length // self._ranks) * self._ranks, math.prod(features)))
+        samples, length, *features = self._share.of_microbatch(self._share.of_tokens(shape))
+        longest = -(-length // self._ranks)
+        return samples * longest * self._ranks * math.prod(features) * self._share.compute_bytes
 
     def _send(self, operation: str, size_bytes: int, call: ModuleCall, what: str, times: int = 1) -> RankSend:
         return RankSend(

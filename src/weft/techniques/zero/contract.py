@@ -118,7 +118,7 @@ def shares_of(stage: int, ranks: Any) -> Shares:
 
 
 def _without(plan: Plan) -> Plan:
-    if plan.mesh.data == 1:
+    if plan.mesh.data * plan.mesh.context == 1:
         return plan
     mesh = replace(plan.mesh, replicate=plan.mesh.data, shard=1)
     return replace(plan, mesh=mesh, data_parallel=plan.data_parallel.unsharded())

@@ -23,7 +23,7 @@ class Unit:
 
 def shards_weights(share: ModelShare) -> bool:
     """Whether this plan's ranks share out weights."""
-    return share.plan.data_parallel.shards_weights and share.plan.mesh.shard > 1
+    return share.plan.data_parallel.shards_weights and share.shards > 1
 
 
 def kept_out(share: ModelShare) -> set[str]:
@@ -68,7 +68,7 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
 
 
 def _of_unit(share: ModelShare, unit: Unit) -> Iterator[RankSend]:
-    shards, replicas = share.plan.mesh.shard, share.plan.mesh.replicate
+    shards, replicas = share.shards, share.plan.mesh.replicate
     gathered = sum(_padded(share, parameter) for parameter in unit.weights) * share.compute_bytes
     passes = 2 if unit.is_block else 1  # outside of blocks weights stay from the forward to the backward
     gathers = 1 if holds_weights(share) else passes * share.microbatches
@@ -86,7 +86,7 @@ def _of_unit(share: ModelShare, unit: Unit) -> Iterator[RankSend]:
 def _padded(share: ModelShare, parameter: Parameter) -> int:
     """Elements of all shards of a parameter, each as long as the longest along dim 0."""
     rows, *rest = share.local_shape(parameter)
-    return -(-rows // share.plan.mesh.shard) * share.plan.mesh.shard * math.prod(rest)
+    return -(-rows // share.shards) * share.shards * math.prod(rest)
 
 
 def _partial(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:

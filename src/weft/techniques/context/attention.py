@@ -1,0 +1,206 @@
+"""Attention of this rank's tokens to those of all ranks that share the sequence.
+
+What a model's `scaled_dot_product_attention` would see of its own tokens alone is given to a function of our own, which
+visits the keys of every rank (`exchange.py`) and merges what they give (`partial.py`).  The model's own forward stays:
+its modules that call the function run under a mode that knows it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from weft.comm import GroupView
+from weft.errors import PlanError
+from weft.parallel import LocalTokens, StepContext
+from weft.techniques.context.exchange import Exchange
+from weft.techniques.context.partial import Partial, attend, attend_backward, merge, nothing_seen
+from weft.techniques.context.shares import runs_of
+
+
+class _Pair(NamedTuple):
+    """Which of this rank's queries see which keys of a source."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """Who sees whom, of the tokens of one rank and those of any other."""
+
+    tokens: LocalTokens
+    view: GroupView
+    causal: bool
+
+    def pair(self, source: int) -> _Pair | None:
+        """Return what is computed where the keys of rank `source` are there; None: nothing."""
+        mine, length = self.view.index, self.tokens.length
+        every = slice(None)
+        if self.tokens.documents is not None:
+            return _Pair(every, every, mask=self._documents(source, self.tokens.documents))
+        if not self.causal:
+            return _Pair(every, every)
+        if source == mine:
+            return _Pair(every, every, causal=True)  # runs stand in the order of their positions
+        (head, tail), (other, _) = runs_of(length, self.view.size, mine), runs_of(length, self.view.size, source)
+        if source < mine:  # its head stands before all of mine, its tail behind
+            found = _Pair(every, slice(0, other[1] - other[0]))
+            return found if other[1] > other[0] else None
+        found = _Pair(slice(head[1] - head[0], None), every)
+        return found if tail[1] > tail[0] else None
+
+    def _documents(self, source: int, documents: Tensor) -> Tensor:
+        """(samples, 1, queries, keys): same document and, where attention is causal, not later."""
+        mine, theirs = (self._positions(index, documents.device) for index in (self.view.index, source))
+        mask = documents[:, mine, None] == documents[:, None, theirs]
+        return (mask & (mine[:, None] >= theirs) if self.causal else mask)[:, None]
+
+    def _positions(self, index: int, device: torch.device) -> Tensor:
+        runs = runs_of(self.tokens.length, self.view.size, index)
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
+
+
+class _SharedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: Exchange, who: Visibility, scale: float
+    ) -> Tensor:
+        seen = None
+        for source, keys, values in exchange.visit(key, value, who.tokens.length):
+            pair = who.pair(source)
+            if pair is None:
+                continue
+            part = attend(
+                query[:, :, pair.queries],
+                keys[:, :, pair.keys],
+                values[:, :, pair.keys],
+                scale=scale,
+                causal=pair.causal,
+                mask=pair.mask,
+            )
+            seen = merge(seen, _placed(part, query, value, pair.queries))
+        whole = seen if seen is not None else nothing_seen(query, value)
+        output = whole.output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, whole.log_sum)
+        ctx.exchange, ctx.who, ctx.scale = exchange, who, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, output, log_sum = ctx.saved_tensors
+        gradient = grads[0].contiguous()
+        wide = torch.promote_types(query.dtype, torch.float32)
+        by_query = torch.zeros_like(query, dtype=wide)
+
+        def of_source(source: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            by_key, by_value = torch.zeros_like(keys), torch.zeros_like(values)
+            pair = ctx.who.pair(source)
+            if pair is not None:
+                rows, columns = (slice(None), slice(None), pair.queries), (slice(None), slice(None), pair.keys)
+                mine, by_key[columns], by_value[columns] = attend_backward(
+                    gradient[rows],
+                    query[rows],
+                    keys[columns],
+                    values[columns],
+                    Partial(output[rows], log_sum[rows]),
+                    scale=ctx.scale,
+                    causal=pair.causal,
+                    mask=pair.mask,
+                )
+                by_query[rows] += mine
+            return by_key, by_value
+
+        by_key, by_value = ctx.exchange.gradients(key, value, ctx.who.tokens.length, of_source)
+        return by_query.to(query.dtype), by_key, by_value, None, None, None
+
+
+def _placed(part: Partial, query: Tensor, value: Tensor, queries: slice) -> Partial:
+    """Attention of all queries, where some have seen nothing."""
+    if part.output.shape[2] == query.shape[2]:
+        return part
+    whole = nothing_seen(query, value)
+    whole.output[:, :, queries] = part.output.to(whole.output.dtype)
+    whole.log_sum[:, :, queries] = part.log_sum.to(whole.log_sum.dtype)
+    return whole
+
+
+def shared_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, exchange: Exchange, who: Visibility, scale: float | None = None
+) -> Tensor:
+    """Return attention, (samples, heads, local tokens, value size), of this rank's queries to the keys of all ranks.
+
+    Query is (samples, heads, local tokens, size), key and value (samples, kv heads, local tokens, size), kv heads
+    dividing heads.  Call on every rank of the group; its backward calls all of them again.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _SharedAttention.apply(query, key, value, exchange, who, scale)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+
+
+@final
+class _Sharing(TorchFunctionMode):
+    """Gives what calls `scaled_dot_product_attention` the attention above."""
+
+    def __init__(self, name: str, tokens: LocalTokens, view: GroupView, exchange: Exchange) -> None:
+        super().__init__()
+        self._name, self._tokens, self._view, self._exchange = name, tokens, view, exchange
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p > 0.0:
+            raise self._refused(f"drops attention with dropout_p = {dropout_p}, by a mask over all tokens")
+        # Documents are those of the whole batch, so a mask that the model made of its own tokens says nothing more.
+        has_documents = self._tokens.documents is not None
+        if attn_mask is not None and not has_documents:
+            raise self._refused("gives attention a mask, which it made of the tokens of one rank")
+        local = sum(stop - start for start, stop in self._tokens.runs)
+        if query.shape[2] != local or key.shape[2] != local:
+            raise self._refused(f"attends from {query.shape[2]} to {key.shape[2]} tokens where this rank has {local}")
+        who = Visibility(self._tokens, self._view, causal=is_causal or has_documents)
+        return shared_attention(query, key, value, exchange=self._exchange, who=who, scale=scale)
+
+    def _refused(self, what: str) -> PlanError:
+        return PlanError(
+            f"plan.mesh.context = {self._view.size}, but {self._name} {what}. Use plan.mesh.context = 1, and tensor"
+            " ranks or recomputation for long sequences."
+        )
+
+
+def sharing(
+    forward: Callable[..., Any], name: str, view: GroupView, exchange: Exchange, context: StepContext
+) -> Callable[..., Any]:
+    """Return a module's forward whose attention sees the tokens of all ranks of `view`, where a microbatch is in
+    hand."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tokens = None if context.current is None else context.current.tokens
+        if tokens is None:
+            return forward(*args, **kwargs)
+        with _Sharing(name, tokens, view, exchange):
+            return forward(*args, **kwargs)
+
+    return run

@@ -1,0 +1,152 @@
+"""Attention over some of the keys, and how results over different keys become one.
+
+With S the scores of a query and L = log Σ exp S over the keys that it has seen, two results over disjoint keys merge as
+O = O₁·exp(L₁ − L) + O₂·exp(L₂ − L), L = log(exp L₁ + exp L₂): the online softmax of Milakov and Gimelshein 2018
+(https://arxiv.org/abs/1805.02867), as ring attention has it (Liu et al. 2023, https://arxiv.org/abs/2310.01889).
+Backward needs no merge: a score's probability is exp(S − L) with the whole L, so each part of the keys gives its own
+share of the gradients (Dao 2023, https://arxiv.org/abs/2307.08691).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CHUNK_SCORES = 1 << 24
+"""Scores that exist at once where no kernel returns L: 64 MiB in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Attention of some queries over some keys."""
+
+    output: Tensor
+    """(samples, heads, queries, value size), in the inputs' dtype, or wider once merged."""
+    log_sum: Tensor
+    """L: (samples, heads, queries), fp32 or wider; −inf where a query has seen no key."""
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+) -> Partial:
+    """Attend from (samples, heads, queries, size) to (samples, kv heads, keys, size), kv heads dividing heads.
+
+    `causal`: query i sees keys 0 to i.  `mask` is of bool, (samples or 1, 1, queries, keys); then nothing is `causal`.
+    """
+    if mask is None and _has_kernel(query, value):
+        output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, scale=scale
+        )
+        return Partial(output, log_sum)
+    if causal:
+        mask = _causal_mask(query, key)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    parts = [_attend_plainly(query[:, :, rows], key, value, scale, _rows(mask, rows)) for rows in _chunks(query, key)]
+    return Partial(torch.cat([part.output for part in parts], 2), torch.cat([part.log_sum for part in parts], 2))
+
+
+def attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    whole: Partial,
+    *,
+    scale: float,
+    causal: bool = False,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the shares of the gradients of query, key and value that these keys give.
+
+    `gradient` and `whole` are those of the queries over all keys, `whole.output` in the dtype of `query`.
+    """
+    if mask is None and _has_kernel(query, value):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, value, whole.output, whole.log_sum, 0.0, causal, scale=scale
+        )
+    if causal:
+        mask = _causal_mask(query, key)
+    return _backward_plainly(gradient, query, key, value, whole, scale, mask)
+
+
+def merge(one: Partial | None, other: Partial) -> Partial:
+    """Return attention over the keys of both, its output in fp32 or wider.  What a query has seen of none is zero."""
+    wide = torch.promote_types(other.output.dtype, torch.float32)
+    if one is None:
+        return Partial(other.output.to(wide), other.log_sum)
+    log_sum = torch.logaddexp(one.log_sum, other.log_sum)
+    first, second = (_share(part.log_sum, log_sum).to(wide) for part in (one, other))
+    return Partial(one.output.to(wide) * first + other.output.to(wide) * second, log_sum)
+
+
+def nothing_seen(query: Tensor, value: Tensor) -> Partial:
+    """Return the attention of queries that have seen no key yet."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
+    return Partial(output, output.new_full(query.shape[:-1], -torch.inf))
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """exp(part − whole), (…, 1), and zero where nothing was seen at all."""
+    return torch.where(part == -torch.inf, 0.0, (part - whole).exp())[..., None]
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether torch has a kernel here that returns L and takes fewer heads of keys than of queries."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def _causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+
+
+def _chunks(query: Tensor, key: Tensor) -> list[slice]:
+    """Runs of queries whose scores may exist at once; at least one, also of no queries."""
+    each = max(1, _CHUNK_SCORES // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
+    return [slice(start, start + each) for start in range(0, max(1, query.shape[2]), each)]
+
+
+def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:
+    return None if mask is None else mask[:, :, rows]
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query @ key.transpose(-1, -2)).to(wide) * scale
+    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+
+
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Partial:
+    scores = _scores(query, key, scale, mask)
+    log_sum = scores.logsumexp(-1)
+    return Partial(_probabilities(scores, log_sum).to(value.dtype) @ value, log_sum)
+
+
+def _probabilities(scores: Tensor, log_sum: Tensor) -> Tensor:
+    """exp(S − L), and zero for queries that see no key."""
+    return (scores - log_sum.masked_fill(log_sum == -torch.inf, 0.0)[..., None]).exp()
+
+
+def _backward_plainly(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Partial, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = query.shape[1] // key.shape[1]
+    keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    by_query = torch.empty_like(query)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    by_key, by_value = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
+    row_sums = (gradient.to(wide) * whole.output.to(wide)).sum(-1)
+    for rows in _chunks(query, key):
+        scores = _scores(query[:, :, rows], keys, scale, _rows(mask, rows))
+        probabilities = _probabilities(scores, whole.log_sum[:, :, rows])
+        given = gradient[:, :, rows]
+        by_value += (probabilities.to(given.dtype).transpose(-1, -2) @ given).to(wide)
+        by_probability = (given @ values.transpose(-1, -2)).to(wide)
+        by_score = (probabilities * (by_probability - row_sums[:, :, rows, None]) * scale).to(query.dtype)
+        by_query[:, :, rows] = by_score @ keys
+        by_key += (by_score.transpose(-1, -2) @ query[:, :, rows]).to(wide)
+    summed = (each.unflatten(1, (-1, groups)).sum(2).to(key.dtype) for each in (by_key, by_value))
+    return by_query, *summed

@@ -1,0 +1,98 @@
+"""Context parallelism on a rank: which tokens of each sample it takes, and attention that sees those of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import GroupView
+from weft.errors import PlanError
+from weft.parallel import LocalTokens, ModelPart, StepContext
+from weft.parallel.technique import Build, TechniqueRuntime
+from weft.plan import Plan
+from weft.techniques.context.attention import sharing
+from weft.techniques.context.exchange import Exchange, GatherExchange, RingExchange
+from weft.techniques.context.shares import runs_of
+from weft.techniques.context.trace import attending_modules
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Cuts a batch along its tokens.  Labels stand at the tokens that they are of, so nothing is lost at the cuts."""
+
+    view: GroupView
+
+    def take(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens]:
+        """See `TokenSharing`: every field of (samples, tokens, …) is cut."""
+        length = batch["tokens"].shape[1]
+        runs = runs_of(length, self.view.size, self.view.index)
+        tokens = LocalTokens(length=length, runs=runs, documents=batch.get("document_ids"))
+        return {name: self._cut(field, tokens) for name, field in batch.items()}, tokens
+
+    def _cut(self, field: Tensor, tokens: LocalTokens) -> Tensor:
+        if field.dim() < 2 or field.shape[1] != tokens.length:
+            return field
+        return torch.cat([field[:, start:stop] for start, stop in tokens.runs], 1)
+
+
+@final
+class ContextRanks(TechniqueRuntime):
+    """This rank's tokens of each sample."""
+
+    def __init__(self, build: Build) -> None:
+        _check_built(build)
+        self._blueprint, self._context, self._view = build.blueprint, build.context, build.mesh["context"]
+        self._attending = attending_modules(build.blueprint)
+        self._exchange = _exchange_of(build.plan, self._view)
+        build.context.sharing = _Shares(self._view)
+
+    def split(self, part: ModelPart) -> None:
+        keyword = self._blueprint.position_input
+        assert keyword is not None, "the plan was not checked"
+        part.module.register_forward_pre_hook(partial(_give_positions, keyword, self._context), with_kwargs=True)
+        for name in self._attending:
+            try:
+                module = part.module.get_submodule(name)
+            except AttributeError:
+                continue  # another stage's
+            module.forward = sharing(module.forward, name, self._view, self._exchange, self._context)
+
+
+def _give_positions(keyword: str, context: StepContext, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Say where in their samples this rank's tokens stand, which the model would count from 0."""
+    state = context.current
+    if state is None or state.tokens is None or keyword in kwargs:
+        return None
+    device = state.sample_ids.device
+    places = torch.cat([torch.arange(start, stop, device=device) for start, stop in state.tokens.runs])
+    return args, kwargs | {keyword: places.expand(state.sample_ids.numel(), -1)}
+
+
+def _exchange_of(plan: Plan, view: GroupView) -> Exchange:
+    return RingExchange(view) if plan.context_parallel.scheme == "ring" else GatherExchange(view)
+
+
+def _check_built(build: Build) -> None:
+    """Refuse what only the built model shows.
+
+    Raises:
+        PlanError: no input for positions, draws by functions, or a loss that is no sum over tokens.
+    """
+    blueprint, named = build.blueprint, f"plan.mesh.context = {build.plan.mesh.context}"
+    problem = blueprint.no_context
+    if not problem and build.draws.modules:
+        problem = f"{build.draws.modules[0] or 'its forward'} draws random numbers by functions, keyed by whole samples"
+    if not problem and getattr(blueprint.loss, "auxiliary", None):
+        problem = "its loss has auxiliary terms over the batch"
+    if problem:
+        raise PlanError(f"{named} cannot be had for this model: {problem}. Use plan.mesh.context = 1.")
+
+
+def create(build: Build) -> TechniqueRuntime:
+    """See `weft.parallel.technique`."""
+    return ContextRanks(build)

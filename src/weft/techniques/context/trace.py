@@ -1,0 +1,125 @@
+"""Where a model lets its tokens see one another: one forward on the meta device, at two lengths.
+
+Ranks that share a sequence give `scaled_dot_product_attention` what it needs of other ranks.  Whatever else mixes
+tokens would silently see those of one rank alone, so it is refused by name: convolutions and recurrent layers, norms
+over the batch, and tensors of tokens × tokens that are made outside of that function (attention written out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.errors import PlanError
+from weft.models import Blueprint
+from weft.stand_ins import copy_on_meta
+
+_MIXING = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.RNNBase, nn.BatchNorm1d, nn.BatchNorm2d,
+    nn.BatchNorm3d, nn.MultiheadAttention,
+)  # fmt: skip
+_Square = tuple[str, str, tuple[int, ...]]
+"""Module, operator and the dims that are as long as the sequence, where there are two or more."""
+
+
+def attending_modules(blueprint: Blueprint) -> list[str]:
+    """Return the modules that call `scaled_dot_product_attention` themselves.  Not collective, and takes no memory.
+
+    Raises:
+        PlanError: the model mixes tokens in another way, or not at all.
+    """
+    for name, module in blueprint.module.named_modules():
+        if isinstance(module, _MIXING):
+            raise _refused(f"{name} is an nn.{type(module).__name__}, which mixes tokens")
+    assert blueprint.example is not None and blueprint.position_input is not None, "the plan was not checked"
+    batch = blueprint.example(1)
+    length = batch["tokens"].shape[1]
+    if length < 3:
+        raise _refused(f"samples of {length} tokens are too short to be shared")
+    first, second = (_watched(blueprint, batch, size) for size in (length, length - 1))
+    if both := [square for square in first.squares if square in second.squares]:
+        name, operator, _ = both[0]
+        raise _refused(f"{name or 'the forward'} makes a tensor of tokens × tokens by {operator}")
+    if not first.attending:
+        raise _refused("it never calls scaled_dot_product_attention")
+    return list(dict.fromkeys(first.attending))
+
+
+def _refused(what: str) -> PlanError:
+    return PlanError(
+        f"plan.mesh.context lets ranks share a sequence, but {what}, and a rank would see its own tokens alone."
+        " Use plan.mesh.context = 1, and tensor ranks or recomputation for long sequences."
+    )
+
+
+def _watched(blueprint: Blueprint, batch: Mapping[str, Tensor], length: int) -> _Watch:
+    """One forward of samples of `length` tokens, without positions or documents of their own."""
+    watch = _Watch(length)
+    module = copy_on_meta(blueprint.module).to("meta").train()
+    for name, inner in module.named_modules():
+        inner.register_forward_pre_hook(lambda *_, name=name: watch.inside.append(name))
+        inner.register_forward_hook(lambda *_: watch.leave())
+    given = {keyword: batch[field] for keyword, field in blueprint.inputs.items() if field == "tokens"}
+    with watch.calls(), watch.operators():
+        module(**{keyword: field[:, :length] for keyword, field in given.items()})
+    return watch
+
+
+class _Watch:
+    """What a forward was seen to do."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.inside: list[str] = []
+        self.attending: list[str] = []
+        self.squares: list[_Square] = []
+        self.is_within = False
+        """Whether the attention function is at work, which may make what it likes."""
+
+    def leave(self) -> None:
+        self.inside.pop()
+
+    def calls(self) -> _Calls:
+        return _Calls(self)
+
+    def operators(self) -> _Operators:
+        return _Operators(self)
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self._watch.attending.append(self._watch.inside[-1])
+        self._watch.is_within = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._watch.is_within = False
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        watch = self._watch
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor) and not watch.is_within:
+                dims = tuple(dim for dim, size in enumerate(leaf.shape) if size == watch.length)
+                if len(dims) > 1:
+                    inside = watch.inside[-1] if watch.inside else ""
+                    watch.squares.append((inside, func.overloadpacket.__name__, dims))
+        return made

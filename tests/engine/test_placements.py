@@ -26,6 +26,7 @@ from weft.parallel.autograd import copy_to_group, gather_sequence, reduce_from_g
 from weft.parallel.technique import TechniqueRuntime
 from weft.plan import Axis, MeshPlan, Plan, runnability
 from weft.recipe import OptimizerRecipe, Recipe
+from weft.techniques.context.runtime import ContextRanks
 from weft.techniques.tensor.runtime import TensorRanks
 
 LENGTH, WIDTH, HIDDEN, EXPERTS = 6, 5, 8, 4
@@ -152,7 +153,7 @@ class Placed(Training):
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         theirs = build.techniques_of
         build.techniques_of = lambda known: [
-            *(technique for technique in theirs(known) if not isinstance(technique, TensorRanks)),
+            *(each for each in theirs(known) if not isinstance(each, TensorRanks | ContextRanks)),
             ShareOut(known.mesh),
         ]
         try:
@@ -234,6 +235,6 @@ def test_a_checkpoint_goes_from_mesh_to_mesh(ranks: Any, tmp_path: Path, optimiz
     assert worst.relative < TOLERANCES["fp64"], str(worst)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [name for name, mesh in MESHES.items() if mesh.expert > 1])
 def test_such_plans_stay_refused_until_techniques_use_them(mesh: str) -> None:
     assert any("can be predicted but not run yet" in reason for reason in runnability(Plan(mesh=MESHES[mesh])))

@@ -199,7 +199,7 @@ def test_a_wrong_split_table_is_named_with_what_it_takes(ranks: RankPool, projec
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--set", "plan.mesh.context=2"), "plan.mesh.context = 2 can be predicted but not run yet"),
+        (("--set", "plan.mesh.expert=2"), "plan.mesh.expert = 2"),
         (("--set", "plan.mesh.tensor=3"), "does not divide"),
         (("--plan", "absent.toml"), "absent.toml does not exist"),
         (("--processes", "1", "--plan", "wide.toml"), "Use 8 or more."),

@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from weft.comm import Collectives, nothing_to_wait_for, shard_of
 from weft.engine import _step
 from weft.models import Batch, Blueprint, build_model
-from weft.parallel import autograd, data, randomness, zero3
+from weft.parallel import _layout, autograd, data, randomness, zero3
 from weft.recipe import Recipe
+from weft.techniques.context import attention, partial
+from weft.techniques.context import runtime as context
+from weft.techniques.context.exchange import RingExchange
+from weft.techniques.context.partial import Partial
 from weft.techniques.pipeline import runtime as pipeline
 from weft.techniques.pipeline.weight_pass import WeightPass, deferring
 
@@ -117,6 +121,46 @@ def _wrong_offset() -> list[Patch]:
     return [(autograd, "reduce_scatter_shards", shifted)]
 
 
+def _merged_as_means() -> list[Patch]:
+    """Attention over some keys counts as much as over any others, whatever their scores."""
+
+    def mean(one: Partial | None, other: Partial) -> Partial:
+        merged = partial.merge(one, other)
+        return merged if one is None else replace(merged, output=(one.output + other.output) / 2)
+
+    return [(attention, "merge", mean)]
+
+
+def _positions_from_zero() -> list[Patch]:
+    """Every rank's tokens are counted from 0, as if they were a sequence of their own."""
+    return [(context, "_give_positions", lambda *of: None)]
+
+
+def _no_sum_over_context() -> list[Patch]:
+    """Ranks that share a sequence keep the gradients of their own tokens."""
+    return [(_layout, "BATCH_AXES", ("replicate", "shard"))]
+
+
+def _keys_without_gradients_from_others() -> list[Patch]:
+    """What other ranks' queries say of a rank's keys is lost."""
+
+    def own(self: RingExchange, key: Tensor, value: Tensor, length: int, compute: Any) -> Any:
+        said = [compute(*each) for each in self.visit(key, value, length)]
+        return said[0]
+
+    return [(RingExchange, "gradients", own)]
+
+
+def _seen_by_share() -> list[Patch]:
+    """Shares are taken to stand one behind the other: a rank's tail sees nothing of the shares of later ranks."""
+    pair = attention.Visibility.pair
+
+    def pair_of(self: Any, source: int) -> Any:
+        return None if source > self.view.index and self.causal else pair(self, source)
+
+    return [(attention.Visibility, "pair", pair_of)]
+
+
 def _mean_of_means(blueprint: Blueprint) -> Blueprint:
     """Each microbatch is divided by its own count of tokens, and then the means are averaged."""
     loss = blueprint.loss
@@ -145,6 +189,11 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "sizes differ": _sizes_differ,
     "samples without gradients to others": _no_gradients_to_others,
     "samples from another rank's offset": _wrong_offset,
+    "merged as means": _merged_as_means,
+    "positions from zero": _positions_from_zero,
+    "no sum over context": _no_sum_over_context,
+    "keys without gradients from others": _keys_without_gradients_from_others,
+    "seen by share": _seen_by_share,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
     "mean of means": _mean_of_means,

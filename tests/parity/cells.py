@@ -59,6 +59,11 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
     },
 }  # fmt: skip
+WITHOUT_DROPPED_ATTENTION = {
+    "hf_gpt2_plain": ("hf_gpt2", {"attn_pdrop": 0.0}),
+    "hf_bert_plain": ("hf_bert", {"attention_probs_dropout_prob": 0.0}),
+}
+"""Models for ranks that share a sequence → the model of which they are, and what is changed."""
 
 
 ADAPTED = {
@@ -90,6 +95,21 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
                 num_layers=4, hidden_size=32, num_heads=4, ffn_size=48, vocabulary_size=64, sequence_length=11
             ),
         ),
+        "encoder_plain": ModelRecipe(
+            reference="encoder",
+            shape=EncoderShape(
+                num_layers=4,
+                hidden_size=32,
+                num_heads=4,
+                ffn_size=48,
+                vocabulary_size=64,
+                sequence_length=11,
+                dropout=0.0,
+            ),  # fmt: skip
+        ),
+        "isolated": ModelRecipe(factory="parity_models:build_isolated"),
+        "mixing": ModelRecipe(factory="parity_models:build_mixing", arguments={"convolves": True}),
+        "written": ModelRecipe(factory="parity_models:build_mixing", arguments={"convolves": False}),
         "convnet": ModelRecipe(reference="convnet", shape=ConvNetShape(num_layers=4, channels=8)),
         "mlp": ModelRecipe(
             reference="mlp", shape=MlpShape(num_layers=4, input_size=12, hidden_size=16, num_classes=10, dropout=0.1)
@@ -99,7 +119,8 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
         "pairs": ModelRecipe(factory="pair_models:build_pairs", arguments={"form": "matmul"}),
         "global_heads": ModelRecipe(factory="parity_models:build_global_heads"),
     }
-    for name, config in HF_CONFIGS.items():
+    plain = {name: HF_CONFIGS[base] | changes for name, (base, changes) in WITHOUT_DROPPED_ATTENTION.items()}
+    for name, config in (HF_CONFIGS | plain).items():
         path = folder / f"{name}.json"
         path.write_text(json.dumps(config))
         found[name] = ModelRecipe(hf=str(path), sequence_length=11)

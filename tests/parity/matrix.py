@@ -187,6 +187,35 @@ def reductions() -> Iterator[Cell]:
         yield from _cells("decoder", _data(3, pipeline=2, shares=(4, 2), every=every))
 
 
+def context() -> Iterator[Cell]:
+    """Ranks that share a sequence of 11 tokens, which no number of ranks divides: each scheme, and with all else."""
+    for scheme in ("ring", "all_gather"):
+        yield from _cells(("decoder", "decoder_grouped"), *(plan(context=c, scheme=scheme) for c in (2, 4)))
+        yield from _cells(("encoder_plain", "isolated"), *(plan(context=c, scheme=scheme) for c in (2, 4)))
+        yield from _cells("decoder_dropout", plan(context=3, scheme=scheme), plan(context=8, scheme=scheme))
+        yield from _cells(("hf_llama", "hf_gpt2_plain", "hf_bert_plain"), plan(context=2, scheme=scheme))
+        yield from _cells("decoder_dropout", plan(context=2, scheme=scheme, recompute="full"))
+        yield from _cells("decoder_dropout", plan(context=2, scheme=scheme, recompute="selective"))
+        for zero in ZERO:
+            yield from _cells("decoder_dropout", _data(zero, context=2, scheme=scheme))
+        yield from _cells("decoder_dropout", plan(context=2, scheme=scheme, tensor=2, sequence=True))
+        yield from _cells("decoder_grouped", plan(context=4, scheme=scheme, tensor=2))
+        yield from _cells("decoder_dropout", plan(context=2, scheme=scheme, pipeline=2))
+    for zero in (1, 2, 3):
+        yield from _cells(("decoder", "isolated"), plan(context=2, zero=zero))
+        yield from _cells("decoder", plan(replicate=2, shard=2, context=2, zero=zero, micro=1))
+    yield from _cells(("hf_llama", "hf_qwen"), _data(3, context=2), plan(context=2, tensor=2, sequence=True))
+    yield from _cells(("hf_gpt2_plain", "hf_bert_plain"), plan(context=2, tensor=2), plan(context=2, pipeline=2))
+    yield from _cells("encoder_plain", _data(1, context=2, recompute="full"), plan(context=2, tensor=2, sequence=True))
+    yield from _cells("isolated", plan(context=2, tensor=2), plan(context=2, pipeline=2, recompute="selective"))
+    yield from _cells("decoder", _data(1, context=2, shares=(4, 2)), _data(3, context=2, shares=(4, 2)))
+    yield from _cells("decoder_untied", plan(context=2, fused=False), plan(context=2, tensor=2, fused=False))
+    for schedule in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"):
+        yield from _cells("decoder_dropout", plan(context=2, pipeline=2, schedule=schedule, chunks=2, recompute="full"))
+    yield from _cells("decoder_dropout", _data(1, context=2, pipeline=2, micro=1), _data(3, context=2, pipeline=2))
+    yield from _cells("decoder_dropout", _data(1, context=2, tensor=2, micro=3), plan(context=2, tensor=2, pipeline=2))
+
+
 def compiled() -> Iterator[Cell]:
     """Compiled blocks, which take a minute each."""
     yield from _cells("decoder_dropout", _data(1, compiled=True), plan(tensor=2, compiled=True))
@@ -211,6 +240,7 @@ def _full() -> tuple[Cell, ...]:
         unequal(),
         algorithms(),
         reductions(),
+        context(),
         compiled(),
     )
     return tuple(dict.fromkeys(itertools.chain(*groups)))  # once each, in order
@@ -229,6 +259,7 @@ def techniques(cell: Cell) -> frozenset[str]:
         zero: bool(zero),
         "hybrid": mesh.replicate > 1 and mesh.shard > 1,
         "tensor": mesh.tensor > 1,
+        "context": mesh.context > 1,
         "sequence": chosen.tensor_parallel.sequence,
         "pipeline": mesh.pipeline > 1,
         "split_backward": chosen.pipeline_parallel.schedule in ("interleaved_zero_bubble", "zbv", "dualpipev"),
@@ -273,4 +304,5 @@ def covering(cells: Sequence[Cell], shown: Callable[[Cell], frozenset[str]] = fe
     return tuple(chosen)
 
 
-COVERING = covering([cell for cell in FULL if not cell.plan.compute.compile])
+COVERING = covering([cell for cell in FULL if not cell.plan.compute.compile and cell.plan.mesh.context == 1])
+"""Of ranks that share a sequence `test_context.py` has some."""

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.blueprint import look_for_blocks
-from weft.models import Batch, Blueprint, CutTable, FoundCut, Localise, SplitRule
+from weft.models import Batch, Blueprint, CutTable, FoundCut, Localise, SplitRule, token_example, token_loss
+from weft.models.decoder import build_decoder
+from weft.recipe import DecoderShape
 
 NUM_BLOCKS = 4
 RARE_ABOVE = 1.4
@@ -153,6 +155,49 @@ def build_looked(dropout: float = 0.1) -> Blueprint:
     look_for_blocks(blueprint)
     assert isinstance(blueprint.cut, FoundCut), blueprint.no_stages
     return blueprint
+
+
+class Mixing(nn.Module):
+    """Lets its tokens see one another otherwise than by torch's attention function: by a convolution along the
+    sequence, or by attention that is written out."""
+
+    def __init__(self, mix: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.mix = mix
+        self.attention = WrittenOut()
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        hidden = self.mix(self.embedding(tokens).mT).mT
+        return self.head(self.attention(hidden))
+
+
+class WrittenOut(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden @ hidden.mT).softmax(-1) @ hidden
+
+
+def build_mixing(convolves: bool) -> Blueprint:
+    return Blueprint(
+        module=Mixing(nn.Conv1d(8, 8, 3, padding=1) if convolves else nn.Identity()),
+        inputs={"tokens": "tokens"},
+        position_input="positions",
+        loss=token_loss,
+        initialise=None,
+        vocabulary_size=16,
+        example=token_example(11),
+        sequence_length=11,
+    )
+
+
+def build_isolated() -> Blueprint:
+    """A decoder whose samples are several documents that do not see one another."""
+    shape = DecoderShape(
+        num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, vocabulary_size=64, sequence_length=11,
+        dropout=0.1,
+    )  # fmt: skip
+    return build_decoder(shape, isolated_documents=True)
 
 
 def build_scaled_outside() -> Blueprint:

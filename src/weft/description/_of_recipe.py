@@ -77,7 +77,9 @@ def describe_family(
     tables = replace(tables, divisible=divisible)
     if windows:  # their masks are made outside of the blocks: where it may be cut is seen when it is built
         tables = replace(tables, cut=None)
-    profile = replace(profile, divisible=tuple(divisible.items()), can_share_sequence=not windows)
+    profile = replace(
+        profile, divisible=tuple(divisible.items()), can_share_sequence=not windows, takes_positions=not windows
+    )
     return _described(profile, sizes, tables)
 
 

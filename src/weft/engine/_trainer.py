@@ -223,7 +223,7 @@ class Trainer:
                     step=step,
                     is_first=step == self._first_step,
                     some_unused=result.some_unused,
-                    labels=tuple(count_labels(batch) for batch in microbatches),
+                    labels=tuple(count_labels(self._training.model.held_fields(batch)) for batch in microbatches),
                     rows=tuple((*key, most) for store in tables for key, most in store.most_rows.items()),
                     sent=tuple((*kind, count) for kind, count in launched.items()),
                 )

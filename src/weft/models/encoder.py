@@ -107,9 +107,7 @@ class Encoder(nn.Module):
         if shape.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(
-        self, tokens: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """`attention_mask` is (batch, length), non-zero where a token may be seen; None: everywhere.  `positions` are
         (batch, length); None: 0, 1, …"""
         if positions is None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weft.comm import Mesh
-from weft.models import Blueprint
+from weft.models import Batch, Blueprint
 from weft.parallel._context import StepContext
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart, fill_layout, first_names, whole_part
@@ -58,6 +58,11 @@ class ParallelModel:
     """The mesh over whose data ranks the gradients of a step are summed."""
     techniques: Sequence[TechniqueRuntime]
     """What the plan's techniques do on this rank."""
+
+    def held_fields(self, batch: Batch) -> Batch:
+        """Return the fields of a batch for the tokens that this rank has, where ranks share a sequence."""
+        sharing = self.parts[0].context.sharing
+        return batch if sharing is None else sharing.take(batch)[0]
 
     @property
     def module(self) -> nn.Module:

@@ -226,7 +226,11 @@ class _Notes:
     def run(self, inputs: Mapping[str, Tensor]) -> None:
         """Run the forward once."""
         self._install()
-        with _Attention(self._note_attention), self._flow, torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+        with (
+            _Attention(self._note_attention),
+            self._flow,
+            torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor),
+        ):
             self.module(**inputs)
 
     def _keep(self, tensor: Tensor) -> Tensor:

@@ -81,6 +81,7 @@ def _fed(
         inputs = {"input_ids": "tokens"} | ({"position_ids": "positions"} if isolated_documents else {})
         return {
             "inputs": inputs,
+            "position_input": "position_ids" if _has_plain_masks(model.config) else None,
             "loss": token_loss,
             "task": task.name,
             "vocabulary_size": model.config.get_text_config().vocab_size,

@@ -32,8 +32,9 @@ def context_traffic(sender: Sender) -> tuple[float, float]:
             backward += steps * max(0.0, 2.0 * sent - beside * work.input.seconds)
         elif sender.key.context_scheme == "all_gather":
             whole = keys * group.size
-            forward += seconds("all_gather", whole, group)
-            backward += seconds("reduce_scatter", whole, group)
+            gather = seconds("all_gather", whole, group)
+            # Gathered anew for the backward: only a rank's own keys wait for it.
+            forward, backward = forward + gather, backward + gather + seconds("reduce_scatter", whole, group)
         else:
             queries = operator.heads / share.tensor * (operator.head_size + operator.value_head_size)
             swapped = keys + share.tokens * queries * share.element_bytes

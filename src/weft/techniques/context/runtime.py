@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -31,7 +31,7 @@ class _Shares:
         """See `TokenSharing`: every field of (samples, tokens, …) is cut."""
         length = batch["tokens"].shape[1]
         runs = runs_of(length, self.view.size, self.view.index)
-        tokens = LocalTokens(length=length, runs=runs, documents=batch.get("document_ids"))
+        tokens = LocalTokens(length=length, runs=runs, documents=_documents(batch))
         return {name: self._cut(field, tokens) for name, field in batch.items()}, tokens
 
     def _cut(self, field: Tensor, tokens: LocalTokens) -> Tensor:
@@ -40,27 +40,38 @@ class _Shares:
         return torch.cat([field[:, start:stop] for start, stop in tokens.runs], 1)
 
 
+def _documents(batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Document of every token: as the batch says, or counted where its positions start anew; None: one per sample."""
+    if "document_ids" in batch or "positions" not in batch:
+        return batch.get("document_ids")
+    places = batch["positions"]
+    return (torch.diff(places, prepend=places[:, :1] - 1, dim=1) != 1).cumsum(1)
+
+
 @final
 class ContextRanks(TechniqueRuntime):
     """This rank's tokens of each sample."""
 
     def __init__(self, build: Build) -> None:
-        _check_built(build)
-        self._blueprint, self._context, self._view = build.blueprint, build.context, build.mesh["context"]
-        self._attending = attending_modules(build.blueprint)
-        self._exchange = _exchange_of(build.plan, self._view)
-        build.context.sharing = _Shares(self._view)
+        self._build = build
 
     def split(self, part: ModelPart) -> None:
-        keyword = self._blueprint.position_input
-        assert keyword is not None, "the plan was not checked"
-        part.module.register_forward_pre_hook(partial(_give_positions, keyword, self._context), with_kwargs=True)
+        blueprint, context, view = self._build.blueprint, self._build.context, self._build.mesh["context"]
+        _check_built(self._build)
+        context.sharing = _Shares(view)
+        keyword, exchange = blueprint.position_input, _exchange_of(self._build.plan, view)
+        assert keyword is not None, "the model was checked"
+        part.module.register_forward_pre_hook(partial(_give_positions, keyword, context), with_kwargs=True)
         for name in self._attending:
             try:
                 module = part.module.get_submodule(name)
             except AttributeError:
                 continue  # another stage's
-            module.forward = sharing(module.forward, name, self._view, self._exchange, self._context)
+            module.forward = sharing(module.forward, name, view, exchange, context)
+
+    @cached_property
+    def _attending(self) -> list[str]:
+        return attending_modules(self._build.blueprint)
 
 
 def _give_positions(keyword: str, context: StepContext, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -151,9 +151,9 @@ class KeyedDropout(nn.Dropout):
         is_flat = x.dim() == 2 and x.shape[0] == samples * (stop - start)
         if self.channels or left or not (is_flat or (x.dim() > 2 and x.shape[1] == stop - start)):
             raise PlanError(
-                f"{self.key} drops elements of {tuple(x.shape)}, in which dim 1 is not that of the {stop - start} tokens"
-                f" that this rank has of each sample, so that plans would drop different ones. Set this dropout to 0,"
-                " or use plan.mesh.context = 1."
+                f"{self.key} drops elements of {tuple(x.shape)}, in which dim 1 is not that of the"
+                f" {stop - start} tokens that this rank has of each sample, so that plans would drop different ones."
+                " Set this dropout to 0, or use plan.mesh.context = 1."
             )
         return [(each * first, each * last) for first, last in tokens.within(start, stop)]
 

@@ -59,8 +59,8 @@ class Context(Technique):
     def needs_loop(self, plan: Plan) -> Iterator[str]:
         if plan.mesh.context > 1:
             yield (
-                f"plan.mesh.context = {plan.mesh.context} cannot be had in a loop of one's own, whose loss would need the"
-                " labels of the tokens that a rank has. Use 1, or `weft train`."
+                f"plan.mesh.context = {plan.mesh.context} cannot be had in a loop of one's own, whose loss would need"
+                " the labels of the tokens that a rank has. Use 1, or `weft train`."
             )
 
     def unwritten(self, plan: Plan) -> Iterator[str]:

@@ -124,7 +124,8 @@ class RingExchange:
             if arriving is not None:
                 said = said + arriving()
             arriving = self._pass_on(said, packing.size(self._before(source)))
-        assert own is not None and arriving is not None, "a ring has two members or more"
+        assert own is not None, "a ring visits this rank's keys first"
+        assert arriving is not None, "a ring has two members or more"
         return packing.unpack(own + arriving(), self._view.index)
 
     def _before(self, member: int) -> int:

@@ -148,5 +148,5 @@ def _backward_plainly(
         by_score = (probabilities * (by_probability - row_sums[:, :, rows, None]) * scale).to(query.dtype)
         by_query[:, :, rows] = by_score @ keys
         by_key += (by_score.transpose(-1, -2) @ query[:, :, rows]).to(wide)
-    summed = (each.unflatten(1, (-1, groups)).sum(2).to(key.dtype) for each in (by_key, by_value))
-    return by_query, *summed
+    by_key, by_value = (each.unflatten(1, (-1, groups)).sum(2).to(key.dtype) for each in (by_key, by_value))
+    return by_query, by_key, by_value

@@ -8,6 +8,7 @@ over the batch, and tensors of tokens × tokens that are made outside of that fu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -37,7 +38,8 @@ def attending_modules(blueprint: Blueprint) -> list[str]:
     for name, module in blueprint.module.named_modules():
         if isinstance(module, _MIXING):
             raise _refused(f"{name} is an nn.{type(module).__name__}, which mixes tokens")
-    assert blueprint.example is not None and blueprint.position_input is not None, "the plan was not checked"
+    if blueprint.example is None:
+        raise _refused("it brings no example batch, so nothing shows where its tokens see one another")
     batch = blueprint.example(1)
     length = batch["tokens"].shape[1]
     if length < 3:
@@ -63,8 +65,8 @@ def _watched(blueprint: Blueprint, batch: Mapping[str, Tensor], length: int) -> 
     watch = _Watch(length)
     module = copy_on_meta(blueprint.module).to("meta").train()
     for name, inner in module.named_modules():
-        inner.register_forward_pre_hook(lambda *_, name=name: watch.inside.append(name))
-        inner.register_forward_hook(lambda *_: watch.leave())
+        inner.register_forward_pre_hook(partial(watch.enter, name))
+        inner.register_forward_hook(watch.leave)
     given = {keyword: batch[field] for keyword, field in blueprint.inputs.items() if field == "tokens"}
     with watch.calls(), watch.operators():
         module(**{keyword: field[:, :length] for keyword, field in given.items()})
@@ -82,7 +84,10 @@ class _Watch:
         self.is_within = False
         """Whether the attention function is at work, which may make what it likes."""
 
-    def leave(self) -> None:
+    def enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self.inside.append(name)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.inside.pop()
 
     def calls(self) -> _Calls:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from weft.outline._outline import ModuleCall, Outline, Parameter, Shape
 from weft.outline._send import Operation
-from weft.plan import Axis, Plan, axis_coordinates, stage_ranks
+from weft.plan import BATCH_AXES, Axis, Plan, axis_coordinates, stage_ranks
 from weft.recipe import Recipe, group_parameters
 from weft.techniques.context.shares import tokens_of
 from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
@@ -85,7 +85,15 @@ class ModelShare:
     @property
     def data_index(self) -> int:
         """Its place among all data ranks."""
-        return self.coordinates["replicate"] * self.plan.mesh.shard + self.coordinates["shard"]
+        return self._place_among("replicate", "shard")
+
+    def _place_among(self, *axes: Axis) -> int:
+        """Its place among the ranks that differ in these axes alone, in rising order of rank."""
+        place = 0
+        for axis in self.plan.mesh.order:
+            if axis in axes:
+                place = place * int(getattr(self.plan.mesh, axis)) + self.coordinates[axis]
+        return place
 
     @property
     def sums_apart(self) -> bool:
@@ -98,7 +106,7 @@ class ModelShare:
         mesh = self.plan.mesh
         if self.sums_apart:
             return "shard", self.shards, self.shard_index
-        return "data", mesh.data * mesh.context, self.data_index * mesh.context + self.coordinates["context"]
+        return "data", mesh.data * mesh.context, self._place_among(*BATCH_AXES)
 
     @property
     def shards(self) -> int:
@@ -107,7 +115,8 @@ class ModelShare:
 
     @property
     def shard_index(self) -> int:
-        return self.coordinates["shard"] * self.plan.mesh.context + self.coordinates["context"]
+        """Its place among them."""
+        return self._place_among("shard", "context")
 
     @property
     def world_axis(self) -> str:

@@ -176,7 +176,7 @@ def _simplest_first(ranked: list[Candidate]) -> list[Candidate]:
 
 def _complexity(candidate: Candidate) -> tuple[object, ...]:
     layout = candidate.layout
-    axes = (layout.pipeline, layout.tensor, layout.chunks, layout.recompute != "none")
+    axes = (layout.pipeline, layout.tensor, layout.context, layout.chunks, layout.recompute != "none")
     return (*axes, _ZERO_SIMPLICITY.index(layout.zero), layout.world_size, -layout.microbatch_size, candidate.score)
 
 
@@ -191,9 +191,11 @@ def _spaces(
         return
     for tensor in (size for size in divisors(processes) if size in space.tensors and processes <= _MOST_WORLDS * size):
         for pipeline in (size for size in divisors(processes // tensor) if size in space.pipelines):
-            data = processes // (tensor * pipeline)
-            if data <= batch and (space.datas is None or data in space.datas):
-                yield replace(space, tensors=(tensor,), pipelines=(pipeline,), datas=(data,))
+            rest = processes // (tensor * pipeline)
+            for context in (size for size in divisors(rest) if size in space.contexts):
+                data = rest // context
+                if data <= batch and (space.datas is None or data in space.datas):
+                    yield replace(space, tensors=(tensor,), pipelines=(pipeline,), contexts=(context,), datas=(data,))
 
 
 def _with_threads(candidate: Candidate, cluster: Cluster) -> Candidate:
@@ -225,7 +227,9 @@ def explain_settings(plan: Plan, recipe: Recipe, cluster: Cluster, rivals: Seque
     memory = f"{spell_figure(prediction.fullest.device / 2**30, 2)} of {spell_memory(prediction.device_bytes)}"
     seconds = spell_seconds(prediction.step_seconds)
     count = f"{world} processes" if world > 1 else "1 process"
-    axis = next((axis for axis in ("shard", "replicate", "tensor", "pipeline") if getattr(plan.mesh, axis) > 1), None)
+    axis = next(
+        (axis for axis in ("shard", "replicate", "tensor", "context", "pipeline") if getattr(plan.mesh, axis) > 1), None
+    )
     shares = plan.microbatch.shares(plan.mesh.data)
     listed = f"{shares[0]} × {plan.mesh.data} data rank{'s' if plan.mesh.data > 1 else ''}"
     if len(set(shares)) > 1:

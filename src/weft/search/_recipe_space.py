@@ -30,4 +30,6 @@ def recipe_space(
     space = space_of(profile, cluster, global_batch_size=batch, permit=recipe.permit, runnable_only=runnable_only)
     if recipe.model.split:
         space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
+    if runnable_only and (recipe.model.adapter is not None or facts.no_context or given.compute.compile):
+        space = replace(space, contexts=(1,))
     return pinned(space, given)

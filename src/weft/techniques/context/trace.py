@@ -11,10 +11,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
@@ -40,11 +44,13 @@ def attending_modules(blueprint: Blueprint) -> list[str]:
             raise _refused(f"{name} is an nn.{type(module).__name__}, which mixes tokens")
     if blueprint.example is None:
         raise _refused("it brings no example batch, so nothing shows where its tokens see one another")
-    batch = blueprint.example(1)
-    length = batch["tokens"].shape[1]
-    if length < 3:
-        raise _refused(f"samples of {length} tokens are too short to be shared")
-    first, second = (_watched(blueprint, batch, size) for size in (length, length - 1))
+    # A dry run's modes would make fakes of what is on the meta device.
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+        batch = blueprint.example(1)
+        length = batch["tokens"].shape[1]
+        if length < 3:
+            raise _refused(f"samples of {length} tokens are too short to be shared")
+        first, second = (_watched(blueprint, batch, size) for size in (length, length - 1))
     if both := [square for square in first.squares if square in second.squares]:
         name, operator, _ = both[0]
         raise _refused(f"{name or 'the forward'} makes a tensor of tokens × tokens by {operator}")

@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_cut() -> None:
     assert all(rival.prediction.fits for rival in choice.rivals)
     choice = chosen(llama(batch=2), parse_cluster_spec("8xa100-40gb"), 8)
     assert choice.plan.mesh.data <= 2
-    assert choice.plan.mesh.tensor * choice.plan.mesh.pipeline >= 4
+    assert choice.plan.mesh.tensor * choice.plan.mesh.context * choice.plan.mesh.pipeline >= 4
 
 
 def test_what_fits_nowhere_says_how_much_is_missing() -> None:

@@ -95,8 +95,10 @@ def test_refusals_name_a_setting_and_a_change(seed: int) -> None:
     for reason in (*runnability(plan), *unwritten(plan)):
         assert any(f"plan.{key}" in reason for key in keys), reason
         assert "Use " in reason or "Leave " in reason, reason
-    if plan.memory.offloads_optimizer:
-        with pytest.raises(PlanError, match="memory.offload"):
+    elsewhere = {"memory.offload": plan.memory.offloads_optimizer, "mesh.context": plan.mesh.context > 1}
+    if any(elsewhere.values()):
+        with pytest.raises(PlanError) as refusal:
             check_no_loop(plan)
+        assert all((key in str(refusal.value)) == is_used for key, is_used in elsewhere.items())
     else:
         check_no_loop(plan)

@@ -55,7 +55,7 @@ REFUSED = {
     "mlp": "samples of a mlp are no sequences",
     "convnet": "samples of a convnet are no sequences",
     "own": "its samples are no sequences",
-    "mixing": "mix is an nn.Conv1d, which mixes tokens",
+    "mixing": "mix is an nn.Conv1d, which does not work token by token",
     "written": "attention makes a tensor of tokens × tokens by bmm",
     "lora": "cannot be had with model.adapter",
 }

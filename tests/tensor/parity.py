@@ -15,10 +15,10 @@ from weft.parallel import (
     MicrobatchState,
     ModelLayout,
     StepContext,
-    apply_batch_norm,
     apply_keyed_dropout,
     materialise,
 )
+from weft.parallel.batch_norm import apply_batch_norm
 from weft.plan import ComputePlan, MemoryPlan, MeshPlan, Plan, TensorParallelPlan
 from weft.techniques.compute.compiling import apply_compile
 from weft.techniques.fused_loss.vocabulary import apply_fused_loss

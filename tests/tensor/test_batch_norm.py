@@ -10,7 +10,7 @@ from torch import nn
 
 import parity
 from weft.comm import Mesh, all_reduce
-from weft.parallel import apply_batch_norm
+from weft.parallel.batch_norm import apply_batch_norm
 from weft.plan import MeshPlan
 
 

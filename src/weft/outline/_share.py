@@ -11,7 +11,6 @@ from weft.outline._outline import ModuleCall, Outline, Parameter, Shape
 from weft.outline._send import Operation
 from weft.plan import BATCH_AXES, Axis, Plan, axis_coordinates, stage_ranks
 from weft.recipe import Recipe, group_parameters
-from weft.techniques.context.shares import tokens_of
 from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
 
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -150,6 +149,8 @@ class ModelShare:
         ranks, tokens = self.plan.mesh.context, self.outline.tokens
         if ranks == 1 or len(shape) < 2 or shape[1] != tokens:
             return shape
+        from weft.techniques.context.shares import tokens_of  # loaded where ranks share tokens
+
         return (shape[0], tokens_of(tokens, ranks, self.coordinates["context"]), *shape[2:])
 
     def of_microbatch(self, shape: Shape) -> Shape:

@@ -1,6 +1,5 @@
 """A model as ranks hold it under a plan: its composition, and what techniques (`weft.techniques`) are made of."""
 
-from weft.parallel._context import LocalTokens as LocalTokens
 from weft.parallel._context import MicrobatchState as MicrobatchState
 from weft.parallel._context import StepContext as StepContext
 from weft.parallel._draw_net import Generators as Generators
@@ -32,7 +31,6 @@ from weft.parallel._shard import first_element as first_element
 from weft.parallel._shard import present as present
 from weft.parallel._shard import shard_pieces as shard_pieces
 from weft.parallel._store import StoreSet as StoreSet
-from weft.parallel.batch_norm import apply_batch_norm as apply_batch_norm
 from weft.parallel.build import ParallelModel as ParallelModel
 from weft.parallel.build import parallelize as parallelize
 from weft.parallel.draws import keyed_alone as keyed_alone

@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTokens:
-    """Which tokens of each sample a rank has, where several ranks share the sequence."""
-
-    length: int
-    """Tokens of a whole sample."""
-    runs: tuple[tuple[int, int], ...]
-    """[start, stop) of what this rank has of them, in rising order: its own tokens are these, end to end."""
-    documents: Tensor | None = None
-    """Document of every token of the whole samples, int64 (samples, length); None: a sample is one document."""
-
-    @property
-    def held(self) -> int:
-        """How many tokens of a sample this rank has."""
-        return sum(stop - start for start, stop in self.runs)
-
-    def within(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the positions, as runs, of this rank's own tokens from `start` to `stop`."""
-        found: list[tuple[int, int]] = []
-        for first, last in self.runs:
-            low, high = max(start, 0), min(stop, last - first)
-            if low < high:
-                found.append((first + low, first + high))
-            start, stop = start - (last - first), stop - (last - first)
-        return found
-
-
-class TokenSharing(Protocol):
-    """How ranks share out the tokens of a batch."""
-
-    def take(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens]:
-        """Return the fields of this rank's tokens, and which they are."""
-        ...
+if TYPE_CHECKING:
+    from weft.parallel.local_tokens import LocalTokens, TokenSharing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from weft.comm import Mesh
 from weft.models import Batch, Blueprint, Loss
-from weft.parallel._context import LocalTokens, MicrobatchState, StepContext
+from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
+
+if TYPE_CHECKING:
+    from weft.parallel.local_tokens import LocalTokens
 
 
 @dataclass(slots=True)

@@ -24,7 +24,6 @@ from weft.parallel._part import ModelPart, fill_layout, first_names, whole_part
 from weft.parallel._precision import Dtypes
 from weft.parallel._runner import Runner, SequentialRunner
 from weft.parallel._store import GradientStore, StoreSet
-from weft.parallel.batch_norm import apply_batch_norm
 from weft.parallel.buckets import BucketMember
 from weft.parallel.data import BucketStore
 from weft.parallel.draws import apply_keyed_draws, draws_of, is_alone, keyed_loss
@@ -118,7 +117,7 @@ def parallelize(
     for part in parts:
         for technique in techniques:
             technique.split(part)
-        apply_batch_norm(part.module, summing, is_narrow=dtypes.compute != dtypes.master)
+        _share_statistics(part, blueprint, summing, dtypes)
         apply_keyed_dropout(part.module, blueprint, mesh, context, sequence=part.shares_sequence, keyed=draws.modules)
         apply_keyed_draws(part.module, draws, mesh, context)
         materialise(
@@ -152,6 +151,14 @@ def parallelize(
         summing=summing,
         techniques=techniques,
     )
+
+
+def _share_statistics(part: ModelPart, blueprint: Blueprint, summing: Mesh, dtypes: Dtypes) -> None:
+    """Let batch norms take the statistics of all data ranks."""
+    if blueprint.has_batch_norm:
+        from weft.parallel.batch_norm import apply_batch_norm  # loaded where there are such norms
+
+        apply_batch_norm(part.module, summing, is_narrow=dtypes.compute != dtypes.master)
 
 
 def _whole_batch_of(blueprint: Blueprint, mesh: Mesh) -> WholeBatch | None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
 from weft.models import Blueprint
-from weft.parallel._context import LocalTokens, MicrobatchState, StepContext
+from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel.region import sequence_region
 
 RESOLUTION = 1 << 16
@@ -131,7 +131,9 @@ class KeyedDropout(nn.Dropout):
             )
 
         if state.tokens is not None:
-            runs = self._runs(x, state.tokens, samples, rows)
+            held = state.tokens.held
+            own = shard_bounds(held, self.view) if self.sequence_sharded and self.view else (0, held)
+            runs = state.tokens.rows_of(x, samples, own, self.key)
             parts = [keep_of(stop - start, start).view(samples, stop - start, width) for start, stop in runs]
             return torch.cat(parts, 1).reshape(x.shape), RESOLUTION / (RESOLUTION - dropped)
         keep = keep_of(rows, row_offset)
@@ -139,23 +141,6 @@ class KeyedDropout(nn.Dropout):
             shape = (*x.shape[:2], *(1,) * (x.dim() - 2))
             return keep.view(shape).expand(x.shape).contiguous(), RESOLUTION / (RESOLUTION - dropped)
         return keep.reshape(x.shape), RESOLUTION / (RESOLUTION - dropped)
-
-    def _runs(self, x: Tensor, tokens: LocalTokens, samples: int, rows: int) -> list[tuple[int, int]]:
-        """Rows, as runs, that `x` has of those of the whole samples, whose tokens several ranks share.
-
-        Raises:
-            PlanError: dim 1 is not that of the tokens.
-        """
-        start, stop = shard_bounds(tokens.held, self.view) if self.sequence_sharded and self.view else (0, tokens.held)
-        each, left = divmod(rows, max(stop - start, 1))
-        is_flat = x.dim() == 2 and x.shape[0] == samples * (stop - start)
-        if self.channels or left or not (is_flat or (x.dim() > 2 and x.shape[1] == stop - start)):
-            raise PlanError(
-                f"{self.key} drops elements of {tuple(x.shape)}, in which dim 1 is not that of the"
-                f" {stop - start} tokens that this rank has of each sample, so that plans would drop different ones."
-                " Set this dropout to 0, or use plan.mesh.context = 1."
-            )
-        return [(each * first, each * last) for first, last in tokens.within(start, stop)]
 
     def _offsets(self, x: Tensor, state: MicrobatchState, width: int) -> tuple[int, int]:
         """First row of a sample and first column that this rank holds of the whole activation."""

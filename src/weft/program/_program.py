@@ -13,7 +13,6 @@ from weft.program import _optimizer as optimizer
 from weft.program._compare import Traffic
 from weft.recipe import Recipe
 from weft.techniques.buckets import program as buckets
-from weft.techniques.context import program as context
 from weft.techniques.data import program as data
 from weft.techniques.fused_loss import program as fused_loss
 from weft.techniques.local_steps.program import sends as averages
@@ -98,7 +97,10 @@ def program_of(
 
 def _sends(share: ModelShare, is_fingerprinted: bool) -> Iterator[RankSend]:
     yield from tensor.sends(share)
-    yield from context.sends(share)
+    if share.plan.mesh.context > 1:
+        from weft.techniques.context import program as context  # as few ranks as that have it load it
+
+        yield from context.sends(share)
     yield from data.statistics(share)
     yield from data.samples(share)
     yield from fused_loss.sends(share)

@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.parallel import LocalTokens, StepContext
-from weft.techniques.context.exchange import Exchange
+from weft.parallel import StepContext
+from weft.parallel.local_tokens import LocalTokens
+from weft.techniques.context.exchange import KeyExchange
 from weft.techniques.context.partial import Partial, attend, attend_backward, merge, nothing_seen
 from weft.techniques.context.shares import runs_of
 
@@ -73,7 +74,7 @@ class Visibility:
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: Exchange, who: Visibility, scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility, scale: float
     ) -> Tensor:
         seen = None
         for source, keys, values in exchange.visit(key, value, who.tokens.length):
@@ -135,7 +136,7 @@ def _placed(part: Partial, query: Tensor, value: Tensor, queries: slice) -> Part
 
 
 def shared_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, exchange: Exchange, who: Visibility, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, *, exchange: KeyExchange, who: Visibility, scale: float | None = None
 ) -> Tensor:
     """Return attention, (samples, heads, local tokens, value size), of this rank's queries to the keys of all ranks.
 
@@ -150,7 +151,7 @@ def shared_attention(
 class _Sharing(TorchFunctionMode):
     """Gives what calls `scaled_dot_product_attention` the attention above."""
 
-    def __init__(self, name: str, tokens: LocalTokens, view: GroupView, exchange: Exchange) -> None:
+    def __init__(self, name: str, tokens: LocalTokens, view: GroupView, exchange: KeyExchange) -> None:
         super().__init__()
         self._name, self._tokens, self._view, self._exchange = name, tokens, view, exchange
 
@@ -190,7 +191,7 @@ class _Sharing(TorchFunctionMode):
 
 
 def sharing(
-    forward: Callable[..., Any], name: str, view: GroupView, exchange: Exchange, context: StepContext
+    forward: Callable[..., Any], name: str, view: GroupView, exchange: KeyExchange, context: StepContext
 ) -> Callable[..., Any]:
     """Return a module's forward whose attention sees the tokens of all ranks of `view`, where a microbatch is in
     hand."""

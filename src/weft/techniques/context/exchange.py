@@ -27,7 +27,7 @@ Gradients = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Source, its keys and values → what this rank's queries say of their gradients."""
 
 
-class Exchange(Protocol):
+class KeyExchange(Protocol):
     """How the keys of all ranks are shown to each."""
 
     def visit(self, key: Tensor, value: Tensor, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -75,7 +75,7 @@ class GatherExchange:
         self._view = view
 
     def visit(self, key: Tensor, value: Tensor, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """See `Exchange`."""
+        """See `KeyExchange`."""
         packing = _Packing(key, value, length, self._view.size)
         every = all_gather(_filled_up(packing.pack(key, value), packing.longest), self._view)
         for step in range(self._view.size):
@@ -83,7 +83,7 @@ class GatherExchange:
             yield source, *packing.unpack(every[source], source)
 
     def gradients(self, key: Tensor, value: Tensor, length: int, compute: Gradients) -> tuple[Tensor, Tensor]:
-        """See `Exchange`."""
+        """See `KeyExchange`."""
         packing = _Packing(key, value, length, self._view.size)
         by_source: dict[int, Tensor] = {}
         for source, keys, values in self.visit(key, value, length):
@@ -100,7 +100,7 @@ class RingExchange:
         self._view = view
 
     def visit(self, key: Tensor, value: Tensor, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """See `Exchange`."""
+        """See `KeyExchange`."""
         packing = _Packing(key, value, length, self._view.size)
         held = packing.pack(key, value)
         for step in range(self._view.size):
@@ -112,7 +112,7 @@ class RingExchange:
                 held = passing()
 
     def gradients(self, key: Tensor, value: Tensor, length: int, compute: Gradients) -> tuple[Tensor, Tensor]:
-        """See `Exchange`."""
+        """See `KeyExchange`."""
         packing = _Packing(key, value, length, self._view.size)
         own: Tensor | None = None
         arriving: Callable[[], Tensor] | None = None

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.parallel import LocalTokens, ModelPart, StepContext
+from weft.parallel import ModelPart, StepContext
+from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.technique import Build, TechniqueRuntime
 from weft.plan import Plan
 from weft.techniques.context.attention import sharing
-from weft.techniques.context.exchange import Exchange, GatherExchange, RingExchange
+from weft.techniques.context.exchange import GatherExchange, KeyExchange, RingExchange
 from weft.techniques.context.shares import runs_of
 from weft.techniques.context.trace import attending_modules
 
@@ -58,11 +59,12 @@ class ContextRanks(TechniqueRuntime):
     def split(self, part: ModelPart) -> None:
         blueprint, context, view = self._build.blueprint, self._build.context, self._build.mesh["context"]
         _check_built(self._build)
+        attending = self._attending  # found before there are hooks, with which no model can be copied
         context.sharing = _Shares(view)
         keyword, exchange = blueprint.position_input, _exchange_of(self._build.plan, view)
         assert keyword is not None, "the model was checked"
         part.module.register_forward_pre_hook(partial(_give_positions, keyword, context), with_kwargs=True)
-        for name in self._attending:
+        for name in attending:
             try:
                 module = part.module.get_submodule(name)
             except AttributeError:
@@ -84,7 +86,7 @@ def _give_positions(keyword: str, context: StepContext, module: nn.Module, args:
     return args, kwargs | {keyword: places.expand(state.sample_ids.numel(), -1)}
 
 
-def _exchange_of(plan: Plan, view: GroupView) -> Exchange:
+def _exchange_of(plan: Plan, view: GroupView) -> KeyExchange:
     return RingExchange(view) if plan.context_parallel.scheme == "ring" else GatherExchange(view)
 
 

@@ -27,7 +27,7 @@ from weft.stand_ins import copy_on_meta
 
 _MIXING = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.RNNBase, nn.BatchNorm1d, nn.BatchNorm2d,
-    nn.BatchNorm3d, nn.MultiheadAttention,
+    nn.BatchNorm3d, nn.MultiheadAttention, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
 )  # fmt: skip
 _Square = tuple[str, str, tuple[int, ...]]
 """Module, operator and the dims that are as long as the sequence, where there are two or more."""
@@ -41,7 +41,7 @@ def attending_modules(blueprint: Blueprint) -> list[str]:
     """
     for name, module in blueprint.module.named_modules():
         if isinstance(module, _MIXING):
-            raise _refused(f"{name} is an nn.{type(module).__name__}, which mixes tokens")
+            raise _refused(f"{name} is an nn.{type(module).__name__}, which does not work token by token")
     if blueprint.example is None:
         raise _refused("it brings no example batch, so nothing shows where its tokens see one another")
     # A dry run's modes would make fakes of what is on the meta device.

@@ -1,0 +1,66 @@
+"""What ranks that share the sequence of a sample know of its tokens; loaded where there are such ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from weft.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTokens:
+    """Which tokens of each sample a rank has, where several ranks share the sequence."""
+
+    length: int
+    """Tokens of a whole sample."""
+    runs: tuple[tuple[int, int], ...]
+    """[start, stop) of what this rank has of them, in rising order: its own tokens are these, end to end."""
+    documents: Tensor | None = None
+    """Document of every token of the whole samples, int64 (samples, length); None: a sample is one document."""
+
+    @property
+    def held(self) -> int:
+        """How many tokens of a sample this rank has."""
+        return sum(stop - start for start, stop in self.runs)
+
+    def within(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the positions, as runs, of this rank's own tokens from `start` to `stop`."""
+        found: list[tuple[int, int]] = []
+        for first, last in self.runs:
+            low, high = max(start, 0), min(stop, last - first)
+            if low < high:
+                found.append((first + low, first + high))
+            start, stop = start - (last - first), stop - (last - first)
+        return found
+
+    def rows_of(self, x: Tensor, samples: int, own: tuple[int, int], key: str) -> list[tuple[int, int]]:
+        """Return, as runs, which rows of the whole samples an activation has, whose last dim is that of features.
+
+        `own`: [start, stop) of this rank's tokens that it is about, of which tensor ranks may have a part; `key` names
+        who asks.
+
+        Raises:
+            PlanError: dim 1 is not that of the tokens.
+        """
+        tokens = own[1] - own[0]
+        each, left = divmod(x.numel() // max(samples * x.shape[-1], 1), max(tokens, 1))
+        is_flat = x.dim() == 2 and x.shape[0] == samples * tokens
+        if left or not (is_flat or (x.dim() > 2 and x.shape[1] == tokens)):
+            raise PlanError(
+                f"{key} drops elements of {tuple(x.shape)}, in which dim 1 is not that of the {tokens} tokens that this"
+                " rank has of each sample, so that plans would drop different ones. Set this dropout to 0, or use"
+                " plan.mesh.context = 1."
+            )
+        return [(each * first, each * last) for first, last in self.within(*own)]
+
+
+class TokenSharing(Protocol):
+    """How ranks share out the tokens of a batch."""
+
+    def take(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens]:
+        """Return the fields of this rank's tokens, and which they are."""
+        ...

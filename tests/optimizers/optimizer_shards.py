@@ -52,6 +52,12 @@ def local_shape(layout: ParameterLayout) -> torch.Size:
     return layout.split.local_shape(layout.shape)
 
 
+def columns_of(*layouts: ParameterLayout) -> dict[str, int]:
+    """Matrices → columns of this rank's part: what a shard says of those whose rows ZeRO cuts."""
+    shapes = {layout.name: local_shape(layout) for layout in layouts}
+    return {name: shape[1] for name, shape in shapes.items() if len(shape) == 2 and shape[0] > 1}
+
+
 def make_shard(
     runs: Sequence[tuple[ParameterLayout, int, int]],
     values: Mapping[str, Tensor],
@@ -60,6 +66,7 @@ def make_shard(
     group: int = 0,
     cut_group: GroupView | None = None,
     counts: bool = True,
+    cut_matrices: Mapping[str, int] | None = None,
 ) -> Shard:
     """A shard over (layout, start, length) runs of whole `values`, with `gap` elements of padding after each."""
     segments: list[Segment] = []
@@ -76,6 +83,7 @@ def make_shard(
         group=group,
         counts=counts,
         cut_group=cut_group,
+        cut_matrices=cut_matrices or {},
     )
     fill(shard.master, shard, values)
     return shard

@@ -10,6 +10,7 @@ import pytest
 import torch
 from optimizer_shards import (
     SHAPES,
+    columns_of,
     draw,
     gather,
     layout_of,
@@ -91,7 +92,7 @@ def cut_shards(mesh: Mesh, cut: Cut, values: dict[str, Tensor]) -> list[Shard]:
         quarter = kept_out.shape.numel() // 4
         mine = [(kept_out, mesh.index("data") * quarter, quarter)]
         shards = row_shards(mesh, layouts[1:], values)
-        return shards + shards_of(mesh, mine, values, cut_group=mesh["data"])
+        return shards + shards_of(mesh, mine, values, cut_group=mesh["data"], cut_matrices=columns_of(kept_out))
     if cut == "rows":
         return row_shards(mesh, layouts, values)
     view = mesh["data"]
@@ -124,7 +125,8 @@ def row_shards(mesh: Mesh, layouts: list[ParameterLayout], values: dict[str, Ten
         chunk = -(-rows // view.size)
         start, stop = min(view.index * chunk, rows), min((view.index + 1) * chunk, rows)
         runs = [(layout, start * row, (stop - start) * row)] if stop > start else []
-        shards += shards_of(mesh, runs, values, cut_group=view, counts=mesh.index("replicate") == 0)
+        first, columns = mesh.index("replicate") == 0, columns_of(layout)
+        shards += shards_of(mesh, runs, values, cut_group=view, counts=first, cut_matrices=columns)
     return shards
 
 
@@ -249,7 +251,8 @@ def tied_copies_on_a_rank(name: str) -> list[tuple[float, float]]:
     view, values = mesh["shard"], draw(0)
     layout = layout_of(name)
     half = layout.shape.numel() // 2
-    shards = [make_shard([(layout, view.index * half, half)], values, cut_group=view) for _ in range(2)]
+    cut = [(layout, view.index * half, half)]
+    shards = [make_shard(cut, values, cut_group=view, cut_matrices=columns_of(layout)) for _ in range(2)]
     alone = make_shard([(layout, 0, 2 * half)], values)
     for held in (shards, [alone]):
         optimizer = Adafactor(held, whole_groups(), mesh)

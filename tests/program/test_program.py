@@ -93,6 +93,10 @@ OTHERS = {
     "lamb": (plan_of(MeshPlan(pipeline=2, shard=2), buckets(3), 4), {"name": "lamb"}),
     "lars": (plan_of(MeshPlan(tensor=2, shard=2), buckets(2)), {"name": "lars"}),
     "adafactor": (plan_of(MeshPlan(replicate=2, tensor=2), buckets(0)), {"name": "adafactor", "relative_step": True}),
+    "adafactor_zero1": (plan_of(MeshPlan(shard=3), buckets(1)), {"name": "adafactor"}),
+    "adafactor_zero2": (plan_of(MeshPlan(shard=2, tensor=2), buckets(2)), {"name": "adafactor", "relative_step": True}),
+    "adafactor_zero3": (plan_of(MeshPlan(shard=3), buckets(3)), {"name": "adafactor"}),
+    "adafactor_hybrid": (plan_of(HYBRID, buckets(3)), {"name": "adafactor", "relative_step": True}),
 }  # fmt: skip
 
 

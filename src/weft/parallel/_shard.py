@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -81,6 +81,9 @@ class Shard:
     cut_group: GroupView | None = None
     """The ranks over which ZeRO has cut the parameters, who hold the other runs of them, so that sums over a parameter
     need them; None where it has not.  A shard that came out empty has it too: every rank of the group takes part."""
+    cut_matrices: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Matrix whose rows are cut over `cut_group` → its columns; the same on all its ranks, also on those without a
+    row."""
     sparse: bool = False
     """Whether this is one whole table whose gradient comes as `rows`, and `gradient` stays None."""
     rows: SparseRows | None = None

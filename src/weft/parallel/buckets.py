@@ -101,6 +101,15 @@ class Bucket(FlatLayout):
                 )
         return found
 
+    def cut_matrices(self) -> dict[str, int]:
+        """Matrices (two dimensions) of which several regions hold rows → their columns."""
+        found: dict[str, int] = {}
+        for member, offset in zip(self.members, self.offsets, strict=True):
+            end = offset + member.parameter.numel()
+            if member.parameter.ndim == 2 and any(offset < stop < end for _, stop in self.regions):
+                found[member.layout.name] = member.parameter.shape[1]
+        return found
+
 
 def compose_buckets(
     members: Sequence[BucketMember],

@@ -157,6 +157,7 @@ class BucketStore:
             group=bucket.key.group,
             counts=bucket.key.counts and (is_cut or reducing.index == 0),
             cut_group=reducing if is_cut and reducing.size > 1 else None,
+            cut_matrices=bucket.cut_matrices() if is_cut else {},
         )
         if master_dtype != self._compute_dtype:
             shard.weights = weights[start:stop]

@@ -243,6 +243,7 @@ class FullyShardedStore:
             group=member.group,
             counts=member.counts and member.layout.replicating(self._mesh).index == 0,
             cut_group=sharding if sharding.size > 1 else None,
+            cut_matrices={member.layout.name: parameter.shape[1]} if parameter.ndim == 2 and len(parameter) > 1 else {},
         )
 
     @property

@@ -118,8 +118,6 @@ def _compared(report: RankReport, recipe: Recipe, plan: Plan, blueprint: Bluepri
         per_step = unequal if plan.microbatch.has_unequal_shares else count
         plan = replace(plan, microbatch=replace(plan.microbatch, per_step=per_step))
     outline = outline_or_reason(blueprint)
-    if recipe.optimizer.name == "adafactor" and plan.mesh.data > 1 and plan.data_parallel.shards_states:
-        outline = "what Adafactor sums: ranks tell one another which rows they hold, and here is nobody to do so"
     if isinstance(outline, str):
         return replace(report, unpredicted=(outline,))
     occasions = occasions_of(recipe, plan, 0, is_first=True, some_unused=True)

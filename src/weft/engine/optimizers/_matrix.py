@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import GroupView, Mesh, all_reduce
@@ -89,22 +88,21 @@ def matrix_run(position: int, shard: int, segment: Segment) -> MatrixRun:
 
 
 class MatrixSums:
-    """Adds up row, column and total sums over the ranks that share matrices.  Constructing and calling it is
-    collective."""
+    """Adds up row, column and total sums over the ranks that share matrices.  Calling it is collective."""
 
     def __init__(self, shards: Sequence[Shard], runs: Sequence[MatrixRun], names: Sequence[str], mesh: Mesh) -> None:
         self._device = mesh.device
         axes: set[Axis] = {axis for run in runs for axis in run.segment.layout.split_axes}
         self._views = {axis: mesh.group_over([axis]) for axis in AXES if axis in axes}
         self._shards = shards
-        self._cuts = [(view, self._agree_on_widths(runs, names, view)) for view in cutting_groups(shards)]
+        self._cuts = [(view, self._widths(names, view)) for view in cutting_groups(shards)]
 
-    def _agree_on_widths(self, runs: Sequence[MatrixRun], names: Sequence[str], view: GroupView) -> dict[str, int]:
+    def _widths(self, names: Sequence[str], view: GroupView) -> dict[str, int]:
         """Columns of every matrix whose rows are cut over `view`, also of those of which this rank holds no row."""
-        mine = {run.segment.layout.name: run.shape[-1] for run in self._cut_over(runs, view)}
-        widths = torch.tensor([mine.get(name, 0) for name in names], dtype=torch.int64, device=self._device)
-        all_reduce(widths, view, dist.ReduceOp.MAX)
-        return {name: width for name, width in zip(names, widths.tolist(), strict=True) if width}
+        cut: dict[str, int] = {}
+        for shard in self._shards:
+            cut.update(shard.cut_matrices if is_cut_over(shard, view) else {})
+        return {name: cut[name] for name in names if name in cut}
 
     def _cut_over(self, runs: Iterable[MatrixRun], view: GroupView) -> list[MatrixRun]:
         return [run for run in runs if run.rows_cut and is_cut_over(self._shards[run.shard], view)]

@@ -41,7 +41,7 @@ class StepTotal:
 
 @final
 class ManualStep:
-    """What `state.manual_step(batch)` gives its block.
+    """What `state.manual_step(batch)` gives its block.  Creating it begins the step, on every rank.
 
     `event` is the finished step's, after the block.
     """
@@ -67,9 +67,9 @@ class ManualStep:
         dtype = model.dtypes.compute if model.plan.data_parallel.shards_weights else compute_dtype_of(part.module)
         self._forwards = OwnForwards(part, dtype, self._refuse)
         self._totals = LossTotals.empty(self._device)
-        self._scale = 0.0
         self._taken = 0
         self._event: StepEvent | None = None
+        self._scale = stepper.begin(step)
 
     @property
     def event(self) -> StepEvent:
@@ -143,9 +143,8 @@ class ManualStep:
 
     @contextmanager
     def block(self, end: Callable[[LossTotals], StepEvent]) -> Generator[ManualStep]:
-        """The step, from its beginning to `end`, which updates.  A block left by an error changes nothing."""
+        """The step's block, and `end`, which updates.  A block left by an error changes nothing."""
         context = self._model.parts[0].context
-        self._scale = self._stepper.begin(self._step)
         undrawn = without_draws(context, self._device, "the block of state.manual_step()", _INSTEAD)
         try:
             # No ExitStack: an error that passes one stays alive, and the process groups with it, until garbage is

@@ -194,18 +194,17 @@ class TrainState:
         self._check_ready("manual_step()")
         check_manual(self.plan, self._blueprint.vocabulary_head)
         with self._calls.call(f"{self._name}.manual_step()"):
-            microbatches = self._taken(batch)
-        step = ManualStep(
-            self._parallel,
-            self._training.stepper,
-            microbatches,
-            step=self._steps,
-            seed=self._recipe.run.seed,
-            batch_size=self._batch_size,
-            like=type(batch),
-            calls=self._calls,
-            guard=self._guard,
-        )
+            step = ManualStep(
+                self._parallel,
+                self._training.stepper,
+                self._taken(batch),
+                step=self._steps,
+                seed=self._recipe.run.seed,
+                batch_size=self._batch_size,
+                like=type(batch),
+                calls=self._calls,
+                guard=self._guard,
+            )
         with step.block(self._end_manually):
             yield step
         self._note(step.event)

@@ -7,7 +7,7 @@ from typing import final
 
 from weft.checkpoint import Json
 from weft.entry._seen_batches import SeenBatches
-from weft.entry._user_batches import BatchStream, UserBatch, fields_of
+from weft.entry._user_batches import BatchStream, UserBatch
 
 
 @final
@@ -17,18 +17,19 @@ class LoaderPasses:
     def __init__(self, stream: BatchStream, seen: SeenBatches) -> None:
         self._stream, self._seen = stream, seen
         self.number = self.taken = 0
+        self._last = ""
+        """Digest of the last batch that was handed out: the stream may have looked at one more."""
 
-    def batches(self, start: int, stop: int, steps: int | None) -> Iterator[UserBatch]:
-        """Yield this rank's share of the coming batches: `steps` of them, or all to the end of the pass."""
+    def batches(self, steps: int | None) -> Iterator[UserBatch]:
+        """Yield the coming batches whole: `steps` of them, or all to the end of the pass."""
         skipped, number = self.taken, -1
-        for number, batch in enumerate(self._stream.iterate(start, stop)):
+        for number, batch in enumerate(self._stream.iterate()):
             if number < skipped:
                 self._seen.check_skipped(self._stream.digest, number, skipped)
                 continue
             if steps is not None and number >= skipped + steps:
                 return
-            self.taken = number + 1
-            self._seen.note(fields_of(batch), self._stream.digest)
+            self.taken, self._last = number + 1, self._stream.digest
             yield batch
         self._seen.check_reached(number + 1, skipped)
         self.taken = 0
@@ -36,11 +37,11 @@ class LoaderPasses:
 
     def state(self) -> dict[str, Json]:
         """What `load` takes back."""
-        return {"in_pass": self.taken, "passes": self.number, "last_batch": self._stream.digest}
+        return {"in_pass": self.taken, "passes": self.number, "last_batch": self._last}
 
     def load(self, state: Mapping[str, Json]) -> None:
         """Go on where the run was saved; a save of another kind of loader begins a pass."""
         taken, number = state.get("in_pass"), state.get("passes")
         self.taken = taken if isinstance(taken, int) else 0
         self.number = number if isinstance(number, int) else 0
-        self._seen.expected = str(state.get("last_batch") or "")
+        self._last = self._seen.expected = str(state.get("last_batch") or "")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,12 @@ import torch.distributed as dist
 import weft.errors
 from weft.entry._agreement import gather_texts
 from weft.errors import LaunchError, WeftError
-from weft.events import LogSink, MetricsSink, Run, RunFolder, ScalarSink, Sink, Track, loggers_to
+from weft.events import LogSink, MetricsSink, OnEvent, Run, RunFolder, ScalarSink, Sink, Track, loggers_to
 from weft.launch import RankInfo
 from weft.plan import Plan, dump_plan
+
+if TYPE_CHECKING:
+    from weft.entry._callbacks import Callback
 
 
 def run_name(recipe: Path) -> str:
@@ -80,9 +84,18 @@ class SessionRuns:
     It is made when the first model is prepared.  Without `record` nothing is written here.
     """
 
-    def __init__(self, folder: Path | None, rank_info: RankInfo, *, record: bool, track: Track | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        rank_info: RankInfo,
+        *,
+        record: bool,
+        track: Track | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
         self._given = folder
-        self._track = track
+        self._track, self._on_event = track, on_event
+        self._callbacks: list[Callback] = []
         self._rank_info = rank_info
         self._rank = rank_info.rank
         self._record = record
@@ -112,7 +125,23 @@ class SessionRuns:
         if number == 1:
             self._stack.enter_context(loggers_to(run, all_of_process=False))
         self._runs.append(run)
-        return ModelRun(own, run)
+        return ModelRun(own, self._called(run, number))
+
+    def _called(self, run: Run, number: int) -> Run:
+        """A run whose events the user's function hears, where there is one."""
+        if self._on_event is None:
+            return run
+        from weft.entry._callbacks import Callback, CalledRun  # loaded where a session has such a function
+
+        callback = Callback(self._on_event, number)
+        run.attach(callback)
+        self._callbacks.append(callback)
+        return CalledRun(run, callback)
+
+    def tell_failure(self) -> None:
+        """Let the user's function hear of it, too."""
+        for callback in self._callbacks:
+            callback.deliver_last()
 
     def fail(self, error: BaseException) -> None:
         """Record the error that this rank leaves with."""

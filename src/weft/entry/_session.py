@@ -29,7 +29,7 @@ from weft.entry._user_batches import BatchStream, UserBatch, fields_of, infer_in
 from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import group_indices, settings_of
 from weft.errors import DataError, RecipeError
-from weft.events import Track
+from weft.events import OnEvent, Track
 from weft.launch import Distributed, RankFailure, RankInfo, initialise_distributed
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
@@ -57,6 +57,7 @@ def session(
     folder: str | Path | None = None,
     record: bool = True,
     track: Track | None = None,
+    on_event: OnEvent | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     collective_timeout_seconds: float | None = None,
     quiet: bool = False,
@@ -84,6 +85,10 @@ def session(
         track: `track(name, value, step)` is called on rank 0 with every number that the run reports (`train/loss`,
             `evaluation/accuracy`, `rate/samples_per_second`, …), such as `SummaryWriter(…).add_scalar`; of further
             models with names that begin with `model-2/`.  One that raises is asked no more, with a warning.
+        on_event: `on_event(event, model)` is called on every rank with everything that happens to the session's models
+            (counted from 1): `StepEvent`, `EpochEvent`, `EvaluationEvent`, `CheckpointEvent`, … of `weft.events`, each
+            with its `kind`.  It is called when the call that it is about is through (`state.step`, …), may call the
+            state itself where all ranks do, and what it raises comes out of that call.
         device: of this job's ranks.
         collective_timeout_seconds: how long ranks wait for one another; by default the plan's own
             (`compute.collective_timeout_seconds`), 600 s under `auto`.
@@ -124,7 +129,11 @@ def session(
                 precision=tuple(permit), compression=tuple(compression), local_steps=given.most_local_steps
             ),
             runs=SessionRuns(
-                Path(folder) if folder is not None else None, distributed.rank_info, record=record, track=track
+                Path(folder) if folder is not None else None,
+                distributed.rank_info,
+                record=record,
+                track=track,
+                on_event=on_event,
             ),
             quiet=quiet,
         )
@@ -169,7 +178,7 @@ class Session:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._owned: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self._rounds = RoundsOfSession(self._calls)
-        self._states: weakref.WeakSet[TrainState] = weakref.WeakSet()
+        self._states: weakref.WeakValueDictionary[int, TrainState] = weakref.WeakValueDictionary()
 
     @property
     def rank_failure(self) -> RankFailure | None:
@@ -204,7 +213,7 @@ class Session:
         """End what prepared models run in the background, and their last rounds of local steps; they take no more
         steps.  Leaving the session does it."""
         self._rounds.close()
-        for state in self._states:
+        for state in self._states.values():
             state.close()
 
     def close_runs(self) -> None:
@@ -217,10 +226,11 @@ class Session:
         try:
             yield
         except BaseException as error:
-            for state in self._states:
+            for state in self._states.values():
                 state.let_go()
             self._runs.fail(error)
             self._calls.close(error)
+            self._runs.tell_failure()
             explained = self._calls.explained(error)
             if explained is not None:
                 raise explained from error
@@ -237,7 +247,7 @@ class Session:
         """Of every optimizer that is about to step: refuse one that holds parameters of a prepared model."""
         if optimizer in self._optimizers:
             return  # refuses by itself, outside a step
-        prepared = {id(parameter) for state in self._states for parameter in state.model.parameters()}
+        prepared = {id(parameter) for state in self._states.values() for parameter in state.model.parameters()}
         prepared.update(self._owned.keys())
         if any(id(parameter) in prepared for group in optimizer.param_groups for parameter in group["params"]):
             raise RecipeError(
@@ -269,14 +279,15 @@ class Session:
         Args:
             model: constructed on the CPU or the session's device.
             optimizer: over the model's parameters, before its first step.
-            loader: its batch size is the global batch, whatever the number of ranks.
+            loader: its batch size is the global batch, whatever the number of ranks; the batches of a batch sampler may
+                differ in size and length.
             loss: `loss(outputs, batch)`; the batch is a microbatch in the shape that the loader gives.
             inputs: argument of the model's forward → field of the batch (by position for tuples: "0"); found by name.
             split: how modules split over the tensor axis; found for Hugging Face models.
             cut: where the model may be cut into stages; likewise.
             vocabulary_head: name of a head that only a vocabulary loss reads, which then may never hold full logits.
             max_grad_norm: clip the global gradient norm.
-            batch_size: the global batch, where the loader does not say it.
+            batch_size: the global batch, where the loader does not say it; the largest, where batches differ.
 
         Raises:
             WeftError: of the class of what does not fit: model, optimizer, batches or plan.
@@ -328,7 +339,7 @@ class Session:
         )
         self._optimizers.add(optimizer)
         self._own(state.model)
-        self._states.add(state)
+        self._states[self._prepared] = state
         return state
 
     def _refuse_taken(self, model: nn.Module) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from weft.checkpoint import Checkpointer, Json, Peers
 from weft.comm import Mesh
-from weft.data import rank_range
 from weft.engine import StepReporter, begin_training
 from weft.entry._agreement import check_same_batches, check_same_facts, take_weights_of_rank_0
 from weft.entry._attached import Attached
@@ -34,11 +33,12 @@ from weft.entry._rounds import RoundsOfSession
 from weft.entry._saved_data import refuse_other_data
 from weft.entry._saves import Saves
 from weft.entry._seen_batches import SeenBatches
+from weft.entry._shares import Shares, whole_share_for
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, trainable
 from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.errors import DataError, RecipeError
-from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, StepEvent
+from weft.events import CheckpointEvent, EndEvent, EpochEvent, EvaluationEvent, StepEvent
 from weft.models import Batch, Blueprint
 from weft.parallel import LossTotals, ParallelModel, parallelize
 from weft.parallel.sample_draws import SampleDraws
@@ -78,7 +78,6 @@ class TrainState:
         self._mesh = mesh
         self._recipe = recipe
         self._batch_size = recipe.batch.global_batch_size
-        self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.data_index)
         self._stream = BatchStream(stream, recipe.run.seed, self._check_equal, self._batch_size)
         self._loss = LossOfUser(loss)
         self._loss.like = like
@@ -86,6 +85,8 @@ class TrainState:
         self._draws = SampleDraws(recipe.run.seed)
         self._left: LeftGradients | None = None
         blueprint = replace(blueprint, loss=self._loss)
+        self._shares = Shares(plan, mesh.data_index, self._batch_size, whole_share_for(blueprint))
+        self._share = self._shares.usual
         take_weights_of_rank_0(blueprint.module, mesh.device, mesh["world"].group)
         self._blueprint = blueprint
         before = dict(blueprint.module.named_parameters())
@@ -140,17 +141,19 @@ class TrainState:
         Without `steps`: until the epoch that the next step lies in is through.  After `load` it goes on where the run
         was.
         """
+        epoch, step = self._epoch, self._steps
         if self._stream.num_samples is None:
-            for batch in self._passes.batches(self._start, self._stop, steps):
+            for batch in self._passes.batches(steps):
+                yield self._share_of(batch)
+        else:
+            last = None if steps is None else step + steps
+            while (last is None and self._stream.epoch_of(step) == epoch) or (last is not None and step < last):
+                with self._recorder.span("data_wait"):
+                    batch = self._stream.read(step, self._shares.usual.start, self._shares.usual.stop)
                 yield self._handed_out(batch)
-            return
-        first, epoch = self._steps, self._stream.epoch_of(self._steps)
-        step = first
-        while (steps is None and self._stream.epoch_of(step) == epoch) or (steps is not None and step < first + steps):
-            with self._recorder.span("data_wait"):
-                batch = self._stream.read(step, self._start, self._stop)
-            yield self._handed_out(batch)
-            step += 1
+                step += 1
+        if steps is None:
+            self._run.emit(EpochEvent(step=self._steps, number=epoch))
 
     def step(self, batch: UserBatch) -> StepEvent:
         """Train on this rank's share of a global batch: forward, backward, reductions, clipping, the optimizer's step.
@@ -194,13 +197,15 @@ class TrainState:
         self._check_ready("manual_step()")
         check_manual(self.plan, self._blueprint.vocabulary_head)
         with self._calls.call(f"{self._name}.manual_step()"):
+            microbatches = self._taken(batch)
+            self._share.refuse_fillers("state.manual_step()")
             step = ManualStep(
                 self._parallel,
                 self._training.stepper,
-                self._taken(batch),
+                microbatches,
                 step=self._steps,
                 seed=self._recipe.run.seed,
-                batch_size=self._batch_size,
+                batch_size=self._share.size,
                 like=type(batch),
                 calls=self._calls,
                 guard=self._guard,
@@ -321,7 +326,7 @@ class TrainState:
         After `load` they begin with the epoch that the run was in.  `len(epoch)` is its number of steps, and
         `epoch.number` counts from 0.
         """
-        return Epochs(self.batches, lambda: self._epoch, self._stream.steps_per_epoch, number, self._rounds.end)
+        return Epochs(self.batches, lambda: self._epoch, self._stream.epoch_length, number, self._rounds.end)
 
     def end_round(self) -> None:
         """Average the replicas now, though their round of local steps is not through (`weft.session(local_steps=…)`).
@@ -422,6 +427,12 @@ class TrainState:
             self._yielded = Yielded(fields_of(batch), self._mesh.device)
         return batch
 
+    def _share_of(self, batch: UserBatch) -> UserBatch:
+        """This rank's share of a batch that every rank has whole."""
+        own = self._shares.cut(batch, self._handed_out)
+        self._seen.note(fields_of(own), self._stream.digest)
+        return own
+
     def _check_ready(self, call: str) -> None:
         if self._is_closed:
             raise RecipeError(
@@ -439,7 +450,8 @@ class TrainState:
         if self._yielded is not None:
             self._yielded.check(fields)
         self._seen.take(fields)
-        return self._microbatches(batch)
+        self._share, self._loss.like = self._shares.find(fields), type(batch)
+        return self._shares.microbatches(fields, self._samples(batch))
 
     def _agreement(self) -> dict[str, Any]:
         """What every step compares and reports."""
@@ -452,7 +464,8 @@ class TrainState:
     def _note(self, event: StepEvent) -> None:
         self._steps += 1
         self._left, self._guard.refused_backward = LeftGradients(self.model), False
-        self._reporter.step(event, samples=self._batch_size)
+        self._shares.took_step(self._share)
+        self._reporter.step(event, samples=self._share.size)
         self._reporter.report()
 
     def _settings(self) -> dict[str, str]:
@@ -469,22 +482,10 @@ class TrainState:
     def _name_difference(self) -> None:
         check_same_facts(self._settings(), self._mesh.device, self._mesh["world"].group)
 
-    def _microbatches(self, batch: UserBatch) -> list[Batch]:
-        fields, ids = fields_of(batch), self._samples(batch)
-        self._loss.like = type(batch)
-        micro, size = self.plan.microbatch.size, len(ids)
-        whole = {**fields, "sample_ids": ids}
-        return [{name: value[at : at + micro] for name, value in whole.items()} for at in range(0, size, micro)]
-
     def _samples(self, batch: UserBatch) -> Tensor:
         """Numbers of this rank's samples of the coming step, which are those of a batch."""
-        size, expected = next(iter(fields_of(batch).values())).shape[0], self._stop - self._start
-        if size != expected:
-            raise DataError(
-                f"this rank's share of a step is {expected} of {self._batch_size} samples, and the batch has {size}."
-                " Take batches from state.batches(), which cuts the loader's global batches into shares."
-            )
-        return torch.arange(self._start, self._stop) + self._steps * self._batch_size
+        share = self._shares.find(fields_of(batch))
+        return torch.arange(share.start, share.stop) + self._steps * self._batch_size
 
     @property
     def _epoch(self) -> int:

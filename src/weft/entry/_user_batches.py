@@ -26,6 +26,10 @@ from torch.utils.data import (
 from weft.data import Permutation
 from weft.errors import DataError, RecipeError
 
+FILLER = "is_filler"
+"""Field of a microbatch that a rank runs for the others' sake, and that does not count."""
+OF_WEFT = ("sample_ids", FILLER)
+"""Fields of a microbatch that are none of the user's."""
 UserBatch = Tensor | Mapping[str, Any] | Sequence[Any]
 
 
@@ -75,7 +79,7 @@ def digest_of(fields: Mapping[str, Tensor]) -> str:
 
 def restored(fields: Mapping[str, Tensor], like: type[Any]) -> Any:
     """Return the fields in the shape the user knows: a mapping, a sequence or a tensor."""
-    own = {name: value for name, value in fields.items() if name != "sample_ids"}
+    own = {name: value for name, value in fields.items() if name not in OF_WEFT}
     if issubclass(like, Tensor):
         return own["0"]
     if issubclass(like, Mapping):
@@ -145,6 +149,12 @@ class BatchStream:
     def steps_per_epoch(self) -> int | None:
         """What `len(loader)` says; None for a loader that only iterates."""
         return -(-self.num_samples // self.batch_size) if self.num_samples else None
+
+    @property
+    def epoch_length(self) -> int | None:
+        """What `len(loader)` says, where it is true: of batch samplers, too; None for data that only iterate."""
+        sampler = getattr(self._loader, "batch_sampler", None)
+        return self.steps_per_epoch if self._dataset is not None or sampler is None else _length(sampler)
 
     @property
     def _drops_last(self) -> bool:
@@ -249,21 +259,16 @@ class BatchStream:
                 stacklevel=2,
             )
 
-    def iterate(self, start: int, stop: int) -> Iterator[UserBatch]:
-        """This rank's share of every batch of a loader that only iterates."""
+    def iterate(self) -> Iterator[UserBatch]:
+        """Every batch of a loader that only iterates, whole; they may differ in size."""
         for number, batch in enumerate(self._loader):
             fields = fields_of(batch)
             if number < 3:  # comparing costs a collective; loaders that differ between ranks do so from the start
                 self._check(fields)
-            size = next(iter(fields.values())).shape[0]
-            if size != self.batch_size:
-                raise DataError(
-                    f"batch {number} has {size} samples where the others have {self.batch_size}, so it cannot be"
-                    " shared out as"
-                    " they are. Use drop_last=True, or a map-style dataset, whose batches run on over the epoch."
-                )
+            if not next(iter(fields.values())).shape[0]:
+                raise DataError(f"batch {number} of the loader has no samples, so no step can be made of it.")
             self.digest = digest_of(fields)
-            yield restored({name: value[start:stop] for name, value in fields.items()}, type(batch))
+            yield batch
 
 
 @contextmanager
@@ -299,6 +304,14 @@ def _map_style(loader: Iterable[Any]) -> Any | None:
     return loader.dataset if type(sampler) is SequentialSampler else None
 
 
+def _length(sampler: Any) -> int | None:
+    """The number of a sampler's batches, where it says it."""
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def _batch_size(loader: Iterable[Any]) -> int:
     size = getattr(loader, "batch_size", None)
     if isinstance(size, int) and size > 0:
@@ -306,6 +319,10 @@ def _batch_size(loader: Iterable[Any]) -> int:
     sampled = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if isinstance(sampled, int):
         return sampled
+    sampler = getattr(loader, "batch_sampler", None)
+    if sampler is not None and _length(sampler) and iter(sampler) is not sampler:
+        with _seeded(0, 0):  # what it draws is drawn again when it is gone through
+            return max(len(indices) for indices in sampler)
     raise DataError(
         f"{type(loader).__name__} does not say its batch_size, which is the global batch that all ranks share."
         " Use a torch DataLoader, or give your loader an attribute batch_size."

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.entry._user_batches import restored
+from weft.entry._user_batches import FILLER, restored
 from weft.models import Batch
 from weft.models.auxiliary import AuxiliaryLoss, auxiliary_of
 
@@ -53,7 +53,11 @@ class LossOfUser:
         if not self._counts:
             nothing = torch.zeros((), dtype=torch.float64, device=batch["sample_ids"].device)
             return nothing, nothing
-        found = self._loss(outputs, own)
+        loss_sum, count = self._totals(self._loss(outputs, own), batch)
+        return (loss_sum * 0.0, torch.zeros_like(count)) if FILLER in batch else (loss_sum, count)
+
+    def _totals(self, found: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the user's loss has returned, as sum and count."""
         if isinstance(found, tuple):
             loss_sum, count = cast(tuple[Tensor, Any], found)
             return loss_sum, torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)

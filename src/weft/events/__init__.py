@@ -3,11 +3,13 @@
 from weft.events._events import CheckpointEvent as CheckpointEvent
 from weft.events._events import CollectiveEvent as CollectiveEvent
 from weft.events._events import EndEvent as EndEvent
+from weft.events._events import EpochEvent as EpochEvent
 from weft.events._events import EvaluationEvent as EvaluationEvent
 from weft.events._events import Event as Event
 from weft.events._events import FailureEvent as FailureEvent
 from weft.events._events import MemoryEvent as MemoryEvent
 from weft.events._events import MessageEvent as MessageEvent
+from weft.events._events import OnEvent as OnEvent
 from weft.events._events import PhaseEvent as PhaseEvent
 from weft.events._events import RateEvent as RateEvent
 from weft.events._events import StartEvent as StartEvent

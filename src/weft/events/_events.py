@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -117,6 +117,16 @@ class RateEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpochEvent:
+    """A session's loop has taken the last batch of a pass through its data."""
+
+    kind: ClassVar[str] = "epoch"
+    step: int
+    number: int
+    """Of the pass that is through, counted from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationEvent:
     """The validation set has been gone through."""
 
@@ -180,6 +190,7 @@ Event = (
     | CollectiveEvent
     | MemoryEvent
     | RateEvent
+    | EpochEvent
     | EvaluationEvent
     | CheckpointEvent
     | MessageEvent
@@ -187,6 +198,8 @@ Event = (
     | FailureEvent
 )
 """Everything that a run can say."""
+OnEvent = Callable[[Event, int], object]
+"""`on_event(event, model)`: what happened, and to which of a session's models, from 1."""
 
 
 def fields_of_event(event: Event) -> dict[str, Any]:

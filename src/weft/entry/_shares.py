@@ -1,0 +1,154 @@
+"""A rank's share of a global batch of any size, and the microbatches that it is cut into.
+
+A loader whose batches differ in size (length buckets, token budgets, a short last one) is shared out in the proportions
+of the plan: of n samples the data rank with shares m of M takes n·m/M, rounded.  A full batch is cut as the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from weft.entry._user_batches import FILLER, UserBatch, fields_of, restored
+from weft.errors import DataError
+from weft.models import Batch, Blueprint
+from weft.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Samples [start, stop) of a global batch of `size`, and how they are cut."""
+
+    size: int
+    start: int
+    stop: int
+    cuts: tuple[tuple[int, int], ...]
+    """Samples of each microbatch, counted from `start`; one that has none runs a sample that does not count, because
+    ranks run equally many microbatches of such a batch."""
+
+    some_empty: bool = False
+    """Whether some rank has a microbatch without samples."""
+
+    def refuse_fillers(self, who: str) -> None:
+        """Raises `DataError`, on every rank, where some rank has a microbatch without samples."""
+        if self.some_empty:
+            raise DataError(
+                f"{who} was given a batch of {self.size} samples, too few for every data rank to have one. Let batches"
+                " have a sample for each, or use state.step(batch)."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    share: Share
+    first: Mapping[str, Tensor]
+    """The batch's first sample, for microbatches that have none."""
+
+
+class Shares:
+    """This rank's shares of the batches that a loop takes.
+
+    `whole` says why a rank must see its whole share at once, as the beginning of a sentence; empty: it need not.
+    """
+
+    def __init__(self, plan: Plan, data_index: int, batch_size: int, whole: str) -> None:
+        self._plan, self._index, self._batch_size, self._whole = plan, data_index, batch_size, whole
+        self._of_field: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._ahead: list[_Taken] = []
+        """Batches of several sizes that the loop was given, and no step has trained on."""
+        self.usual = self.of(batch_size)
+
+    def of(self, size: int) -> Share:
+        """Return this rank's share of a batch of `size` samples, (at least 1).
+
+        Raises:
+            DataError: on every rank; what needs its whole share at once cannot have it.
+        """
+        counts, micro = self._plan.microbatch.shares(self._plan.mesh.data), self._plan.microbatch.size
+        total = sum(counts)
+        bounds = [size * sum(counts[:rank]) // total for rank in range(len(counts) + 1)]
+        start, stop = bounds[self._index], bounds[self._index + 1]
+        if size == self._batch_size:
+            return Share(size, start, stop, tuple((at, at + micro) for at in range(0, stop - start, micro)))
+        sizes = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        number = -(-max(sizes) // micro)
+        if self._plan.mesh.pipeline > 1:  # whose schedule may ask for a multiple of the plan's number
+            number = max(counts) * -(-number // max(counts))
+        if self._whole and (number > 1 or not min(sizes)):
+            raise DataError(
+                f"{self._whole}, and a batch of {size} samples cannot be given to {len(sizes)} data ranks in one piece"
+                f" of 1 to {micro} samples each. Let the loader's batches have {len(sizes)} to {self._batch_size}"
+                " samples, or give prepare the largest by batch_size=."
+            )
+        length = stop - start
+        cuts = tuple((length * i // number, length * (i + 1) // number) for i in range(number))
+        return Share(size, start, stop, cuts, some_empty=min(sizes) < number)
+
+    def cut(self, batch: UserBatch, hand_out: Callable[[UserBatch], UserBatch]) -> UserBatch:
+        """Return this rank's share of a whole batch, as `hand_out` gives it to the loop, and remember what it is."""
+        fields = fields_of(batch)
+        share = self.of(next(iter(fields.values())).shape[0])
+        part = {name: value[share.start : share.stop] for name, value in fields.items()}
+        own = hand_out(restored(part, type(batch)))
+        taken = _Taken(share, {name: value[:1] for name, value in fields.items()})
+        self._ahead.append(taken)
+        for value in fields_of(own).values():
+            self._of_field[value] = taken
+        return own
+
+    def took_step(self, share: Share) -> None:
+        """Forget what was handed out before the batch that a step has trained on."""
+        places = [place for place, one in enumerate(self._ahead) if one.share is share]
+        del self._ahead[: places[0] + 1 if places else 0]
+
+    def find(self, fields: Mapping[str, Tensor]) -> Share:
+        """Return the share that the fields are, which the loop may have made anew.
+
+        Raises:
+            DataError: they have another number of samples, or it cannot be told which of several batches they are.
+        """
+        return self._find(fields).share
+
+    def microbatches(self, fields: Mapping[str, Tensor], ids: Tensor) -> list[Batch]:
+        """Cut a share, whose samples have the numbers `ids`."""
+        taken, whole = self._find(fields), {**fields, "sample_ids": ids}
+        found: list[Batch] = []
+        for begin, end in taken.share.cuts:
+            if begin < end:
+                found.append({name: value[begin:end] for name, value in whole.items()})
+            else:
+                flag = torch.ones(1, dtype=torch.bool)
+                found.append({**taken.first, "sample_ids": torch.zeros(1, dtype=torch.int64), FILLER: flag})
+        return found
+
+    def _find(self, fields: Mapping[str, Tensor]) -> _Taken:
+        known = next((found for value in fields.values() if (found := self._of_field.get(value)) is not None), None)
+        if known is None:
+            of_size = {one.share.size: one for one in self._ahead}
+            if len(of_size) > 1:
+                raise DataError(
+                    f"batches of {', '.join(map(str, of_size))} samples were taken from state.batches() before this"
+                    " step, and its batch is a new object, so that nobody knows which of them it is. Take one batch at"
+                    " a time, or give the step the tensors as they came."
+                )
+            known = next(iter(of_size.values()), _Taken(self.usual, {}))
+        share, size = known.share, next(iter(fields.values())).shape[0]
+        if size != share.stop - share.start:
+            raise DataError(
+                f"this rank's share of a step is {share.stop - share.start} of {share.size} samples, and the batch has"
+                f" {size}. Take batches from state.batches(), which cuts the loader's global batches into shares."
+            )
+        return known
+
+
+def whole_share_for(blueprint: Blueprint) -> str:
+    """Why a rank must see its whole share of a batch at once, as the beginning of a sentence; empty: it need not."""
+    if blueprint.has_batch_norm:
+        return "the model's BatchNorm takes the statistics of the whole batch"
+    if not blueprint.per_sample_loss:
+        return "the loss is of the whole batch (per_sample = False)"
+    return "the loss has terms over the whole batch" if getattr(blueprint.loss, "auxiliary", None) else ""

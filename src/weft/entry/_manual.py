@@ -19,7 +19,7 @@ from weft.entry._user_batches import restored
 from weft.errors import DataError, PlanError, RecipeError
 from weft.events import StepEvent
 from weft.models import Batch
-from weft.parallel import LossTotals, ParallelModel, compute_dtype_of, microbatch_state, move_batch, without_draws
+from weft.parallel import LossTotals, ParallelModel, compute_dtype_of, take_microbatch, without_draws
 from weft.parallel.own_forwards import OwnForwards
 from weft.plan import Plan
 
@@ -89,9 +89,10 @@ class ManualStep:
                 " in one loop."
             )
         for batch in self._microbatches:
-            moved = move_batch(batch, self._device)
+            context = self._model.parts[0].context
+            moved, state = take_microbatch(batch, context, self._device, self._seed, self._step)
             self._taken += 1
-            with self._forwards.microbatch(microbatch_state(moved, self._seed, self._step)):
+            with self._forwards.microbatch(state):
                 yield restored(moved, self._like)
 
     def total(self, value: Tensor | float) -> StepTotal:

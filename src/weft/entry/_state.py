@@ -19,6 +19,7 @@ from weft.comm import Mesh
 from weft.engine import StepReporter, begin_training
 from weft.entry._agreement import check_same_batches, check_same_facts, take_weights_of_rank_0
 from weft.entry._attached import Attached
+from weft.entry._batch_shares import BatchShares, whole_share_for
 from weft.entry._calls import Calls
 from weft.entry._epochs import Epochs
 from weft.entry._evaluation import Evaluation
@@ -33,7 +34,6 @@ from weft.entry._rounds import RoundsOfSession
 from weft.entry._saved_data import refuse_other_data
 from weft.entry._saves import Saves
 from weft.entry._seen_batches import SeenBatches
-from weft.entry._shares import Shares, whole_share_for
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, trainable
 from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
@@ -85,7 +85,7 @@ class TrainState:
         self._draws = SampleDraws(recipe.run.seed)
         self._left: LeftGradients | None = None
         blueprint = replace(blueprint, loss=self._loss)
-        self._shares = Shares(plan, mesh.data_index, self._batch_size, whole_share_for(blueprint))
+        self._shares = BatchShares(plan, mesh.data_index, self._batch_size, whole_share_for(blueprint))
         self._share = self._shares.usual
         take_weights_of_rank_0(blueprint.module, mesh.device, mesh["world"].group)
         self._blueprint = blueprint

@@ -20,7 +20,7 @@ from weft.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchShare:
     """Samples [start, stop) of a global batch of `size`, and how they are cut."""
 
     size: int
@@ -44,12 +44,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    share: Share
+    share: BatchShare
     first: Mapping[str, Tensor]
     """The batch's first sample, for microbatches that have none."""
 
 
-class Shares:
+class BatchShares:
     """This rank's shares of the batches that a loop takes.
 
     `whole` says why a rank must see its whole share at once, as the beginning of a sentence; empty: it need not.
@@ -62,7 +62,7 @@ class Shares:
         """Batches of several sizes that the loop was given, and no step has trained on."""
         self.usual = self.of(batch_size)
 
-    def of(self, size: int) -> Share:
+    def of(self, size: int) -> BatchShare:
         """Return this rank's share of a batch of `size` samples, (at least 1).
 
         Raises:
@@ -73,7 +73,7 @@ class Shares:
         bounds = [size * sum(counts[:rank]) // total for rank in range(len(counts) + 1)]
         start, stop = bounds[self._index], bounds[self._index + 1]
         if size == self._batch_size:
-            return Share(size, start, stop, tuple((at, at + micro) for at in range(0, stop - start, micro)))
+            return BatchShare(size, start, stop, tuple((at, at + micro) for at in range(0, stop - start, micro)))
         sizes = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
         number = -(-max(sizes) // micro)
         if self._plan.mesh.pipeline > 1:  # whose schedule may ask for a multiple of the plan's number
@@ -86,7 +86,7 @@ class Shares:
             )
         length = stop - start
         cuts = tuple((length * i // number, length * (i + 1) // number) for i in range(number))
-        return Share(size, start, stop, cuts, some_empty=min(sizes) < number)
+        return BatchShare(size, start, stop, cuts, some_empty=min(sizes) < number)
 
     def cut(self, batch: UserBatch, hand_out: Callable[[UserBatch], UserBatch]) -> UserBatch:
         """Return this rank's share of a whole batch, as `hand_out` gives it to the loop, and remember what it is."""
@@ -100,12 +100,12 @@ class Shares:
             self._of_field[value] = taken
         return own
 
-    def took_step(self, share: Share) -> None:
+    def took_step(self, share: BatchShare) -> None:
         """Forget what was handed out before the batch that a step has trained on."""
         places = [place for place, one in enumerate(self._ahead) if one.share is share]
         del self._ahead[: places[0] + 1 if places else 0]
 
-    def find(self, fields: Mapping[str, Tensor]) -> Share:
+    def find(self, fields: Mapping[str, Tensor]) -> BatchShare:
         """Return the share that the fields are, which the loop may have made anew.
 
         Raises:

@@ -123,7 +123,7 @@ class EpochEvent:
     kind: ClassVar[str] = "epoch"
     step: int
     number: int
-    """Of the pass that is through, counted from 0."""
+    """Number of the pass that is through, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ def check_same_facts(facts: Mapping[str, str], device: torch.device, group: dist
         for rank, one in enumerate(facts_of_ranks):
             values.setdefault(one.get(name, "nothing"), []).append(rank)
         if len(values) > 1:
-            raise _different(name, values)
+            raise differs(name, values)
 
 
 def check_same_batches(fields: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -76,7 +76,8 @@ def check_same_batches(fields: Mapping[str, Tensor], group: dist.ProcessGroup) -
         )
 
 
-def _different(name: str, values: Mapping[str, Sequence[int]]) -> WeftError:
+def differs(name: str, values: Mapping[str, Sequence[int]]) -> WeftError:
+    """The error that names a fact, its values and the ranks that have each."""
     whole = ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
     if name.startswith("data"):
         return DataError(

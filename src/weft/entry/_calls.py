@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from weft.comm import release_groups
-from weft.entry._agreement import gather_texts
+from weft.entry._agreement import differs, gather_texts
 from weft.errors import CheckpointError, CollectiveError, RecipeError, WeftError
 
 _LOOK_SECONDS = 0.25
@@ -58,6 +58,8 @@ class _Statement:
     """Model → forwards outside a call that the rank has begun."""
     forward: tuple[str, str]
     """The model whose forward it is in, and the user's line; both empty where it is in none."""
+    facts: Mapping[str, str]
+    """What must be equal on all ranks in the last call, while it lasts."""
 
     @property
     def number(self) -> int:
@@ -66,9 +68,9 @@ class _Statement:
 
     @classmethod
     def read(cls, text: str) -> _Statement:
-        calls, end, forwards, (model, place) = json.loads(text)
+        calls, end, forwards, (model, place), facts = json.loads(text)
         made = tuple(_Call(int(number), str(name), str(place)) for number, name, place in calls)
-        return cls(made, str(end), forwards, (str(model), str(place)))
+        return cls(made, str(end), forwards, (str(model), str(place)), facts)
 
 
 class Calls:
@@ -84,6 +86,7 @@ class Calls:
         self._since = 0.0
         self._forwards: dict[str, int] = {}
         self._forward = ("", "")
+        self._facts: Callable[[], Mapping[str, str]] = dict
         self._peers: dict[str, Collection[int]] = {}
         self._handles: list[RemovableHandle] = []
         self._verdict = ""
@@ -95,9 +98,10 @@ class Calls:
             self._thread.start()
 
     @contextmanager
-    def call(self, name: str, *, meets: bool = False) -> Generator[None]:
+    def call(self, name: str, *, meets: bool = False, facts: Callable[[], Mapping[str, str]] = dict) -> Generator[None]:
         """All ranks make this call now.  A call inside another is a part of it.  One that `meets` is compared before it
         begins, at the price of two small collectives: those of two such calls might fit one another by chance.
+        `facts` are what must be equal on all ranks in it; they are looked at where it fails or lasts long.
 
         Raises:
             CollectiveError: they do not; its text says who does what, and where.
@@ -113,7 +117,7 @@ class Calls:
             return
         number = self._calls[-1].number + 1 if self._calls else 1
         self._calls.append(_Call(number, name, _line_of_user()))
-        self._depth, self._since = 1, time.monotonic()
+        self._depth, self._since, self._facts = 1, time.monotonic(), facts
         try:
             if meets:
                 self._meet()
@@ -124,7 +128,7 @@ class Calls:
                 raise
             raise explanation from error
         finally:
-            self._depth, self._since = 0, 0.0
+            self._depth, self._since, self._facts = 0, 0.0, dict
 
     def watch_forwards(self, model: nn.Module, name: str, peers: Collection[int]) -> None:
         """From now on know of the forwards that the loop makes of a model by itself, where ranks exchange something in
@@ -194,7 +198,7 @@ class Calls:
 
     def _spell(self, end: str = "") -> str:
         calls = [[call.number, call.name, call.place] for call in list(self._calls)]
-        return json.dumps([calls, end, self._forwards, self._forward])
+        return json.dumps([calls, end, self._forwards, self._forward, dict(self._facts())])
 
     def _publish(self, end: str = "") -> None:
         assert self._store is not None
@@ -224,7 +228,21 @@ class Calls:
                     " in the same order: take them out of branches that only some ranks go into (`if session.rank =="
                     " 0:` is for printing and for files of one's own)."
                 )
-        return self._lonely_forward(statements)
+        return self._lonely_forward(statements) or self._other_facts(statements)
+
+    def _other_facts(self, statements: dict[int, _Statement]) -> str:
+        """What differs in a call that ranks make alike."""
+        having = {rank: each for rank, each in statements.items() if each.facts}
+        latest = max((each.number for each in having.values()), default=0)
+        same = {rank: each for rank, each in having.items() if each.number == latest}
+        for name in dict.fromkeys(name for each in same.values() for name in each.facts):
+            values: dict[str, list[int]] = {}
+            for rank, each in same.items():
+                values.setdefault(each.facts.get(name, "nothing"), []).append(rank)
+            if len(values) > 1:
+                where = ", ".join(f"rank {rank} is in {each.calls[-1]}" for rank, each in same.items())
+                return f"{differs(name, values)} The ranks came apart by it: {where}."
+        return ""
 
     def _lonely_forward(self, statements: dict[int, _Statement]) -> str:
         """A forward of the loop's own that a rank waits in, where a peer is past it without having made it."""

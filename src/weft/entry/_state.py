@@ -165,7 +165,7 @@ class TrainState:
                 changed (clipped) after the last step.
         """
         self._check_ready("step()")
-        with self._calls.call(f"{self._name}.step()"), self._guard.inside():
+        with self._calls.call(f"{self._name}.step()", facts=self._settings), self._guard.inside():
             microbatches = self._taken(batch)
             event = self._training.stepper(microbatches, step=self._steps, **self._agreement())
         self._note(event)
@@ -215,7 +215,8 @@ class TrainState:
         self._note(step.event)
 
     def _end_manually(self, totals: LossTotals) -> StepEvent:
-        with self._calls.call(f"the end of {self._name}.manual_step()"), self._guard.inside():
+        called = self._calls.call(f"the end of {self._name}.manual_step()", facts=self._settings)
+        with called, self._guard.inside():
             return self._training.stepper.end(totals, step=self._steps, **self._agreement())
 
     def evaluate(

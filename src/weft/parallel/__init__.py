@@ -20,6 +20,7 @@ from weft.parallel._runner import SequentialRunner as SequentialRunner
 from weft.parallel._runner import StepObserver as StepObserver
 from weft.parallel._runner import compute_dtype_of as compute_dtype_of
 from weft.parallel._runner import evaluating as evaluating
+from weft.parallel._runner import microbatch_state as microbatch_state
 from weft.parallel._runner import model_inputs as model_inputs
 from weft.parallel._runner import move_batch as move_batch
 from weft.parallel._runner import take_microbatch as take_microbatch

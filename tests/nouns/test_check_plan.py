@@ -418,12 +418,11 @@ def test_how_often_a_step_reduces() -> None:
 def test_plans_that_are_only_predictable_say_so() -> None:
     plan = plan_of(
         {"context": 2, "expert": 2},
-        context_parallel=ContextParallelPlan(scheme="ulysses"),
         tensor_parallel=TensorParallelPlan(scheme="2.5d"),
         memory=MemoryPlan(offload="activations"),
         data_parallel=DataParallelPlan(compression="fp8", algorithm="tree:0-32K;direct:32K-8M;ring:8M-max"),
     )
-    assert len(runnability(plan)) == 6  # a list of algorithms cannot be joined with compression either
+    assert len(runnability(plan)) == 5  # a list of algorithms cannot be joined with compression either
     assert plan.is_predictable
     assert not plan.is_runnable
     message = "plan.mesh.expert = 2 can be predicted but not run yet: the engine has not got expert"

@@ -201,6 +201,14 @@ def context() -> Iterator[Cell]:
         yield from _cells("decoder_dropout", plan(context=2, scheme=scheme, tensor=2, sequence=True))
         yield from _cells("decoder_grouped", plan(context=4, scheme=scheme, tensor=2))
         yield from _cells("decoder_dropout", plan(context=2, scheme=scheme, pipeline=2))
+    for model in ("decoder", "decoder_grouped", "encoder_plain", "isolated"):
+        yield from _cells(model, *(plan(context=c, scheme="ulysses") for c in (2, 4)))
+    yield from _cells(("hf_llama", "hf_gpt2_plain", "hf_bert_plain"), plan(context=2, scheme="ulysses"))
+    for more in ({"tensor": 2}, {"tensor": 2, "sequence": True}, {"recompute": "full"}, {"pipeline": 2}):
+        yield from _cells("decoder_dropout", plan(context=2, scheme="ulysses", **more))
+    yield from _cells("isolated", plan(context=2, scheme="ulysses", recompute="selective"))
+    for zero in (1, 3):
+        yield from _cells("decoder_dropout", _data(zero, context=2, scheme="ulysses"))
     for zero in (1, 2, 3):
         yield from _cells(("decoder", "isolated"), plan(context=2, zero=zero))
         yield from _cells("decoder", plan(replicate=2, shard=2, context=2, zero=zero, micro=1))

@@ -17,6 +17,7 @@ CELLS = (
     Cell("hf_gpt2_plain", plan(context=2, shard=2, zero=3, micro=3)),
     Cell("encoder_plain", plan(context=2, pipeline=2, zero=1)),
     Cell("decoder_grouped", plan(context=3, micro=6)),
+    Cell("decoder_grouped", plan(context=4, scheme="ulysses", recompute="selective")),
 )
 BREAKAGES = (
     ("merged as means", "decoder", "gradient"),

@@ -39,6 +39,7 @@ class Description:
             no_sequence="" if profile.can_share_sequence else NO_SEQUENCE,
             no_context="" if self.sequence_length is None else profile.no_context,
             no_tensor=tables.no_tensor,
+            attention_heads=profile.attention_heads,
             divisible=dict(profile.divisible) or (None if tables.splits else {}),
             num_parameters=profile.num_parameters,
             hidden_size=profile.hidden_size,

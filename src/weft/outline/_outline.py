@@ -61,6 +61,8 @@ class ModuleCall:
     shape: Shape
     """Shape of what the call reads."""
     output: Shape
+    heads: int = 0
+    """Heads of queries, of attention."""
     needs_gradient: bool
     """Whether a gradient flows back into what it reads."""
     gives_gradient: bool

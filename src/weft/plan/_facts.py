@@ -24,6 +24,8 @@ class ModelFacts:
     """Why tensor ranks cannot share the sequence although it may be cut; empty: they can, or only building it tells."""
     no_context: str = ""
     """Why ranks cannot share a sequence; empty: they can, or only building it tells."""
+    attention_heads: tuple[int, int] | None = None
+    """Heads of queries and of keys in every attention; None: they differ, or only building it tells."""
     divisible: Mapping[str, int] | None = field(default=None, hash=False)
     """Named sizes that the tensor axis must divide; empty: no layer of it can be split."""
     no_tensor: str = ""

@@ -162,6 +162,13 @@ class Profile:
             return "its statistics or its loss are no sums over tokens"
         return self._no_shared_attention()
 
+    @property
+    def attention_heads(self) -> tuple[int, int] | None:
+        """Heads of queries and of keys, where all attention has as many."""
+        every = (operator for block, _ in self.count_blocks() for operator in block.operators)
+        found = {(operator.heads, operator.kv_heads) for operator in every if operator.kind == "attention"}
+        return found.pop() if len(found) == 1 else None
+
     def _no_shared_attention(self) -> str:
         operators = [operator for part, _ in self.count_blocks() for operator in part.operators]
         attention = [operator for operator in operators if operator.kind == "attention"]

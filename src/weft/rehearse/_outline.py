@@ -173,9 +173,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _Attention(TorchFunctionMode):
-    """Tells of every call of the attention function: keys, values and what it returned."""
+    """Tells of every call of the attention function: queries, keys, values and what it returned."""
 
-    def __init__(self, note: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+    def __init__(self, note: Callable[[Tensor, Tensor, Tensor, Tensor], None]) -> None:
         super().__init__()
         self._tell = note
 
@@ -183,7 +183,7 @@ class _Attention(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            self._tell(given["key"], given["value"], made)
+            self._tell(given["query"], given["key"], given["value"], made)
         return made
 
 
@@ -299,7 +299,7 @@ class _Notes:
             else row_magnitudes(module, noted["norms"], noted["sum"])
         )
 
-    def _note_attention(self, key: Tensor, value: Tensor, made: Tensor) -> None:
+    def _note_attention(self, query: Tensor, key: Tensor, value: Tensor, made: Tensor) -> None:
         block = self._block
         call = ModuleCall(
             module="the stem" if block is None else self._blocks[block],
@@ -308,6 +308,7 @@ class _Notes:
             source=self._number(key),
             shape=tuple(key.shape),
             output=tuple(value.shape),
+            heads=query.shape[1],
             needs_gradient=made.requires_grad,
             gives_gradient=made.requires_grad,
         )

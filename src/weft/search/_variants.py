@@ -24,7 +24,7 @@ def variants(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
         space.context_schemes if has_context else space.context_schemes[:1],
     ):
         found = replace(layout, sequence_parallel=parallel, tensor_scheme=scheme, context_scheme=way)
-        if not has_tensor or not check_layout(pricer.profile, pricer.cluster, found):
+        if not (has_tensor or has_context) or not check_layout(pricer.profile, pricer.cluster, found):
             yield found
 
 

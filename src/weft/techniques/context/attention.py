@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 import torch.nn.functional as F
@@ -135,15 +135,36 @@ def _placed(part: Partial, query: Tensor, value: Tensor, queries: slice) -> Part
     return whole
 
 
-def shared_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, exchange: KeyExchange, who: Visibility, scale: float | None = None
-) -> Tensor:
-    """Return attention, (samples, heads, local tokens, value size), of this rank's queries to the keys of all ranks.
+class Attend(Protocol):
+    """How the attention of a scheme is called."""
 
-    Query is (samples, heads, local tokens, size), key and value (samples, kv heads, local tokens, size), kv heads
-    dividing heads.  Call on every rank of the group; its backward calls all of them again.
-    """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, *, causal: bool, scale: float | None
+    ) -> Tensor:
+        """Return attention, (samples, heads, own tokens, value size), of this rank's queries to the keys of all ranks.
+
+        Query is (samples, heads, own tokens, size), key and value (samples, kv heads, own tokens, size), kv heads
+        dividing heads.  Call on every rank of the group; its backward calls all of them again.
+        """
+        ...
+
+
+@final
+class VisitedAttention:
+    """Keys of all ranks come to the queries, as an exchange shows them."""
+
+    def __init__(self, view: GroupView, exchange: KeyExchange) -> None:
+        self._view, self._exchange = view, exchange
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, *, causal: bool, scale: float | None
+    ) -> Tensor:
+        """See `Attend`."""
+        who = Visibility(tokens, self._view, causal=causal)
+        return _shared(query, key, value, self._exchange, who, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _shared(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility, scale: float) -> Tensor:
     return _SharedAttention.apply(query, key, value, exchange, who, scale)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
 
@@ -151,9 +172,9 @@ def shared_attention(
 class _Sharing(TorchFunctionMode):
     """Gives what calls `scaled_dot_product_attention` the attention above."""
 
-    def __init__(self, name: str, tokens: LocalTokens, view: GroupView, exchange: KeyExchange) -> None:
+    def __init__(self, name: str, tokens: LocalTokens, attend: Attend) -> None:
         super().__init__()
-        self._name, self._tokens, self._view, self._exchange = name, tokens, view, exchange
+        self._name, self._tokens, self._shared = name, tokens, attend
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -180,28 +201,25 @@ class _Sharing(TorchFunctionMode):
         local = sum(stop - start for start, stop in self._tokens.runs)
         if query.shape[2] != local or key.shape[2] != local:
             raise self._refused(f"attends from {query.shape[2]} to {key.shape[2]} tokens where this rank has {local}")
-        who = Visibility(self._tokens, self._view, causal=is_causal or has_documents)
-        return shared_attention(query, key, value, exchange=self._exchange, who=who, scale=scale)
+        causal = is_causal or has_documents
+        return self._shared(query, key, value, self._tokens, causal=causal, scale=scale)
 
     def _refused(self, what: str) -> PlanError:
         return PlanError(
-            f"plan.mesh.context = {self._view.size}, but {self._name} {what}. Use plan.mesh.context = 1, and tensor"
-            " ranks or recomputation for long sequences."
+            f"plan.mesh.context lets ranks share a sequence, but {self._name} {what}. Use plan.mesh.context = 1, and"
+            " tensor ranks or recomputation for long sequences."
         )
 
 
-def sharing(
-    forward: Callable[..., Any], name: str, view: GroupView, exchange: KeyExchange, context: StepContext
-) -> Callable[..., Any]:
-    """Return a module's forward whose attention sees the tokens of all ranks of `view`, where a microbatch is in
-    hand."""
+def sharing(forward: Callable[..., Any], name: str, attend: Attend, context: StepContext) -> Callable[..., Any]:
+    """Return a module's forward whose attention sees the tokens of all ranks, where a microbatch is in hand."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         tokens = None if context.current is None else context.current.tokens
         if tokens is None:
             return forward(*args, **kwargs)
-        with _Sharing(name, tokens, view, exchange):
+        with _Sharing(name, tokens, attend):
             return forward(*args, **kwargs)
 
     return run

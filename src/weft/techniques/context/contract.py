@@ -24,7 +24,17 @@ class ContextSettings:
 
     scheme: ContextScheme = setting("ring", layout="context_scheme", space="context_schemes")
     """`ring`: keys and values go round; `all_gather`: all are gathered at once; `ulysses`: heads are exchanged for
-    positions (predicted, not run yet)."""
+    positions."""
+
+
+def heads_problem(heads: int, kv_heads: int, *, tensor: int, ranks: int) -> str:
+    """Return why `ranks` cannot exchange heads for tokens, each having as many; empty: they can."""
+    from weft.techniques.context.shares import copies_of
+
+    own, keys = heads // tensor, max(1, kv_heads // tensor)
+    if own % ranks == 0 and copies_of(keys, ranks):
+        return ""
+    return f"gives no equal shares of {own} heads and {keys} heads of keys to {ranks} ranks under ulysses."
 
 
 def _without(plan: Plan) -> Plan:
@@ -48,13 +58,6 @@ class Context(Technique):
 
     def runs(self, plan: Plan) -> bool:
         return plan.mesh.context > 1
-
-    def unrunnable(self, plan: Plan) -> Iterator[str]:
-        if plan.context_parallel.scheme == "ulysses":
-            yield (
-                'plan.context_parallel.scheme = "ulysses" can be predicted but not run yet: the engine has not got'
-                ' it. Use "ring" or "all_gather".'
-            )
 
     def needs_loop(self, plan: Plan) -> Iterator[str]:
         if plan.mesh.context > 1:
@@ -90,6 +93,9 @@ class Context(Technique):
             raise case.refuse(path, problem)
         if case.recipe.model.adapter is not None:
             raise case.refuse(path, "cannot be had with model.adapter: the two have not been put together.\nUse 1.")
+        swaps, heads = case.plan.context_parallel.scheme == "ulysses", facts.attention_heads
+        if swaps and heads and (problem := heads_problem(*heads, tensor=case.plan.mesh.tensor, ranks=ranks)):
+            raise case.refuse(path, f'{problem}\nUse context_parallel.scheme = "ring".')
         if facts.sequence_length is not None and ranks > facts.sequence_length:
             problem = f"shares out {facts.sequence_length} tokens, and some ranks would have none."
             raise case.refuse(path, f"{problem}\nUse {facts.sequence_length} or less.")

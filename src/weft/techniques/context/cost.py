@@ -36,6 +36,8 @@ def context_traffic(sender: Sender) -> tuple[float, float]:
             # Gathered anew for the backward: only a rank's own keys wait for it.
             forward, backward = forward + gather, backward + gather + seconds("reduce_scatter", whole, group)
         else:
+            # Ranks that outnumber the heads of keys get copies.
+            keys *= max(1.0, group.size * share.tensor / max(1, operator.kv_heads))
             queries = operator.heads / share.tensor * (operator.head_size + operator.value_head_size)
             swapped = keys + share.tokens * queries * share.element_bytes
             once = seconds("all_to_all", swapped, group)

@@ -16,10 +16,11 @@ from weft.parallel import ModelPart, StepContext
 from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.technique import Build, TechniqueRuntime
 from weft.plan import Plan
-from weft.techniques.context.attention import sharing
-from weft.techniques.context.exchange import GatherExchange, KeyExchange, RingExchange
+from weft.techniques.context.attention import Attend, VisitedAttention, sharing
+from weft.techniques.context.exchange import GatherExchange, RingExchange
 from weft.techniques.context.shares import runs_of
 from weft.techniques.context.trace import attending_modules
+from weft.techniques.context.ulysses import HeadExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class ContextRanks(TechniqueRuntime):
         _check_built(self._build)
         attending = self._attending  # found before there are hooks, with which no model can be copied
         context.sharing = _Shares(view)
-        keyword, exchange = blueprint.position_input, _exchange_of(self._build.plan, view)
+        keyword, attend = blueprint.position_input, _attention_of(self._build.plan, view)
         assert keyword is not None, "the model was checked"
         part.module.register_forward_pre_hook(partial(_give_positions, keyword, context), with_kwargs=True)
         for name in attending:
@@ -69,7 +70,7 @@ class ContextRanks(TechniqueRuntime):
                 module = part.module.get_submodule(name)
             except AttributeError:
                 continue  # another stage's
-            module.forward = sharing(module.forward, name, view, exchange, context)
+            module.forward = sharing(module.forward, name, attend, context)
 
     @cached_property
     def _attending(self) -> list[str]:
@@ -86,8 +87,11 @@ def _give_positions(keyword: str, context: StepContext, module: nn.Module, args:
     return args, kwargs | {keyword: places.expand(state.sample_ids.numel(), -1)}
 
 
-def _exchange_of(plan: Plan, view: GroupView) -> KeyExchange:
-    return RingExchange(view) if plan.context_parallel.scheme == "ring" else GatherExchange(view)
+def _attention_of(plan: Plan, view: GroupView) -> Attend:
+    scheme = plan.context_parallel.scheme
+    if scheme == "ulysses":
+        return HeadExchange(view)
+    return VisitedAttention(view, RingExchange(view) if scheme == "ring" else GatherExchange(view))
 
 
 def _check_built(build: Build) -> None:

@@ -29,6 +29,13 @@ def most_tokens(length: int, ranks: int) -> int:
     return max(tokens_of(length, ranks, index) for index in range(ranks))
 
 
+def copies_of(kv_heads: int, ranks: int) -> int:
+    """Return how often heads of keys must be there for each of `ranks` to have as many; 0: no number does it."""
+    if kv_heads % ranks == 0:
+        return 1
+    return ranks // kv_heads if ranks % kv_heads == 0 else 0
+
+
 def _bounds(length: int, parts: int, index: int) -> tuple[int, int]:
     share, longer = divmod(length, parts)
     start = index * share + min(index, longer)

@@ -1,0 +1,124 @@
+"""Heads in exchange for tokens: between two all-to-alls every rank has some heads of all tokens.
+
+Attention itself is then the model's own call, with whatever kernel the device has for it.  Source: Jacobs et al. 2023,
+https://arxiv.org/abs/2309.14509.  Ranks that outnumber the heads of keys get copies of them, whose gradients add up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.comm import GroupView, runs_on_gloo
+from weft.errors import PlanError
+from weft.parallel.local_tokens import LocalTokens
+from weft.techniques.context.shares import copies_of, runs_of, tokens_of
+
+
+def _exchange(flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:
+    """Send run j of a flat tensor, `given[j]` elements, to member j; return what comes from all, end to end."""
+    assert view.group is not None, "a group of one member exchanges nothing"
+    wire = torch.device("cpu") if runs_on_gloo(flat.device, view.group) else flat.device
+    arrived = flat.new_empty(sum(taken), device=wire)
+    dist.all_to_all_single(arrived, flat.contiguous().to(wire), taken, given, group=view.group)
+    return arrived.to(flat.device)
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:
+        ctx.given, ctx.taken, ctx.view = given, taken, view
+        return _exchange(flat, given, taken, view)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grads[0], ctx.taken, ctx.given, ctx.view), None, None, None
+
+
+def _swap(flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:
+    return _Swap.apply(flat, given, taken, view)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+
+
+@final
+class HeadExchange:
+    """Attention of some heads over all tokens, as `Attend`.  The ranks must divide the heads, and the heads of keys or
+    be divided by these."""
+
+    def __init__(self, view: GroupView) -> None:
+        self._view = view
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, *, causal: bool, scale: float | None
+    ) -> Tensor:
+        """See `Attend`.
+
+        Raises:
+            PlanError: the ranks do not divide the heads.
+        """
+        copies = copies_of(key.shape[1], self._view.size)
+        if query.shape[1] % self._view.size or not copies:
+            raise PlanError(
+                f'plan.context_parallel.scheme = "ulysses" gives each of {self._view.size} ranks as many heads, and'
+                f' there are {query.shape[1]} of queries and {key.shape[1]} of keys on a rank. Use "ring".'
+            )
+        if copies > 1:
+            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        whole = _Whole(tokens, self._view)
+        query, key, value = whole.of_tokens(query, key, value)
+        mask, groups = _mask(tokens, causal), query.shape[1] != key.shape[1]
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=groups
+        )
+        return whole.of_heads(mixed)
+
+
+def _mask(tokens: LocalTokens, causal: bool) -> Tensor | None:
+    """(samples, 1, tokens, tokens) where documents are apart."""
+    if tokens.documents is None:
+        return None
+    mask = tokens.documents[:, :, None] == tokens.documents[:, None, :]
+    return (mask.tril() if causal else mask)[:, None]
+
+
+class _Whole:
+    """All tokens of some heads in place of some tokens of all heads, and back."""
+
+    def __init__(self, tokens: LocalTokens, view: GroupView) -> None:
+        self._view, self._length, self._mine = view, tokens.length, tokens.held
+        self._held = [tokens_of(tokens.length, view.size, index) for index in range(view.size)]
+        runs = [run for index in range(view.size) for run in runs_of(tokens.length, view.size, index)]
+        self._order = torch.cat([torch.arange(start, stop) for start, stop in runs])
+        """Position of every token in the order of the ranks that have them."""
+
+    def of_tokens(self, *tensors: Tensor) -> list[Tensor]:
+        """(samples, heads, own tokens, size) each → (samples, heads / ranks, all tokens, size), by one exchange."""
+        ranks = self._view.size
+        parts = [tensor.unflatten(1, (ranks, -1)) for tensor in tensors]
+        flat = torch.cat([torch.cat([part[:, to].reshape(-1) for part in parts]) for to in range(ranks)])
+        shapes = [(part.shape[0], part.shape[2], part.shape[4]) for part in parts]
+        sizes = [math.prod(shape) for shape in shapes]
+        taken = [sum(sizes) * held for held in self._held]
+        arrived = _swap(flat, [sum(sizes) * self._mine] * ranks, taken, self._view).split(taken)
+        by_rank = [run.split([size * held for size in sizes]) for run, held in zip(arrived, self._held, strict=True)]
+        return [self._in_order([runs[index] for runs in by_rank], shape) for index, shape in enumerate(shapes)]
+
+    def of_heads(self, mixed: Tensor) -> Tensor:
+        """(samples, heads / ranks, all tokens, size) → (samples, heads, own tokens, size)."""
+        samples, heads, _, size = mixed.shape
+        by_rank = mixed.index_select(2, self._order.to(mixed.device)).split(self._held, 2)
+        each = samples * heads * size
+        flat = torch.cat([part.reshape(-1) for part in by_rank])
+        taken = [each * self._mine] * self._view.size
+        arrived = _swap(flat, [each * held for held in self._held], taken, self._view).split(taken)
+        return torch.cat([part.view(samples, heads, self._mine, size) for part in arrived], 1)
+
+    def _in_order(self, by_rank: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
+        """(samples, heads, all tokens, size) in the order of positions; `shape` is that without tokens."""
+        samples, heads, size = shape
+        parts = [part.view(samples, heads, held, size) for part, held in zip(by_rank, self._held, strict=True)]
+        return torch.cat(parts, 2).index_select(2, self._order.argsort().to(parts[0].device))

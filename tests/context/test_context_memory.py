@@ -1,0 +1,69 @@
+"""What a rank keeps from the forward to the backward falls as its share of the tokens does, under every scheme."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pool import RankPool
+from weft.comm import Mesh
+from weft.engine import create_training
+from weft.models import Batch, build_model
+from weft.numerics import TrialData
+from weft.plan import ContextParallelPlan, MeshPlan, MicrobatchPlan, Plan
+from weft.recipe import BatchRecipe, DataRecipe, DataSource, DecoderShape, ModelRecipe, Recipe, RunRecipe
+from weft.record import Recorder
+
+RECIPE = Recipe(
+    model=ModelRecipe(
+        reference="decoder",
+        shape=DecoderShape(
+            num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=4, vocabulary_size=64, sequence_length=256
+        ),
+    ),
+    data=DataRecipe(train=(DataSource(source="synthetic"),)),
+    batch=BatchRecipe(global_batch_size=2),
+    run=RunRecipe(steps=1),
+)
+
+
+def kept_bytes(plan: Plan) -> int:
+    """Bytes of all that one microbatch keeps, each storage once, weights left out."""
+    blueprint, mesh = build_model(RECIPE), Mesh(plan.mesh, torch.device("cpu"))
+    training = create_training(RECIPE, plan, blueprint, mesh, Recorder())
+    batches: list[Batch] = TrialData(blueprint, plan, data_index=mesh.data_index, seed=1).microbatches(0)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in training.model.module.parameters()}
+    seen: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    stores: Any = training.model.stores
+    stores.begin_step()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        training.model.runner.forward_backward(batches, step=0, seed=1, scale=1.0, observer=stores)
+    stores.finish()
+    training.close()
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+def test_what_is_kept_is_shared_out(ranks: RankPool, scheme: str):
+    microbatch = MicrobatchPlan(size=2)
+    (whole,) = ranks.run(1, kept_bytes, Plan(microbatch=microbatch))
+    for number in (2, 4):
+        plan = Plan(
+            mesh=MeshPlan(context=number),
+            context_parallel=ContextParallelPlan(scheme=scheme),  # type: ignore[arg-type]
+            microbatch=microbatch,
+        )
+        for mine in ranks.run(number, kept_bytes, plan):
+            assert mine * number == pytest.approx(whole, rel=0.1)

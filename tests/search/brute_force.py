@@ -80,7 +80,7 @@ def _axes(cluster: Cluster, space: Space, batch: int, every_data: bool) -> Itera
                 space.precisions,
                 space.sequence_parallels if tensor > 1 else (False,),
                 space.tensor_schemes if tensor > 1 else space.tensor_schemes[:1],
-                space.context_schemes if context > 1 else space.context_schemes[:1],
+                space.context_schemes if context > 1 else ("ring",),
             ):
                 element = 8 if precision == "fp64" else 4
                 copies = 2 if precision in ("fp32", "tf32", "fp64") else 3

@@ -260,6 +260,17 @@ class Device:
             passes.append(Work(ideal=ideal * times, shapes=busy - ideal * times, kernels=kernels))
         return passes[0], passes[1]
 
+    def parts_seconds(self, operator: Operator, share: Share) -> tuple[float, float]:
+        """Seconds, forward and backward, by which attention takes longer where it writes its scores because keys come
+        in parts.  Cores have a kernel for parts."""
+        if self.stack.fused_parts or not self.is_accelerator:
+            return 0.0, 0.0
+        heads, half = max(1.0, operator.heads / share.tensor), 0.5 if operator.causal else 1.0
+        scores = share.tokens * heads * min(share.sequence, operator.window or share.sequence) * half
+        each = scores * share.element_bytes / 2 / self.memory_bytes_per_second
+        sizes = _SCORE_PASSES[False]
+        return each * (sizes[0] + 4.0), each * (sizes[1] + 8.0)
+
     def _measured_attention(
         self, operator: Operator, share: Share, heads: float, keys: float, ideal: float
     ) -> tuple[Work, Work] | None:

@@ -24,6 +24,8 @@ class Stack:
     """Standard deviation of log(measured / predicted) left after the fit: the prior's where there was none."""
     flash_attention: bool = True
     """Whether attention never writes its scores to memory."""
+    fused_parts: bool = True
+    """The same of attention to the keys of ranks that share a sequence, where they come one after another."""
     attention_speed: float = 1.0
     """Speed of its fused attention over the best that was published for the device: FlashAttention's first release
     ran at about half the speed of the second (arXiv 2307.08691), the second on an H100 at about two thirds of the
@@ -58,4 +60,4 @@ class Stack:
     """What it keeps in memory."""
 
 
-WEFT = Stack(name="weft", year=2026)
+WEFT = Stack(name="weft", year=2026, fused_parts=False)

@@ -21,7 +21,7 @@ def variants(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
     for parallel, scheme, way in product(
         space.sequence_parallels if has_tensor else (False,),
         space.tensor_schemes if has_tensor else space.tensor_schemes[:1],
-        space.context_schemes if has_context else space.context_schemes[:1],
+        space.context_schemes if has_context else (layout.context_scheme,),
     ):
         found = replace(layout, sequence_parallel=parallel, tensor_scheme=scheme, context_scheme=way)
         if not (has_tensor or has_context) or not check_layout(pricer.profile, pricer.cluster, found):

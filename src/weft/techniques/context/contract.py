@@ -22,7 +22,7 @@ ContextScheme = Literal["ring", "all_gather", "ulysses"]
 class ContextSettings:
     """The section `context_parallel`."""
 
-    scheme: ContextScheme = setting("ring", layout="context_scheme", space="context_schemes")
+    scheme: ContextScheme = setting("ring", layout="context_scheme", space="context_schemes", asked=("context_scheme",))
     """`ring`: keys and values go round; `all_gather`: all are gathered at once; `ulysses`: heads are exchanged for
     positions."""
 

@@ -23,6 +23,9 @@ def context_traffic(sender: Sender) -> tuple[float, float]:
             continue
         heads = max(1.0, operator.kv_heads / share.tensor) * (operator.head_size + operator.value_head_size)
         keys = share.tokens * heads * share.element_bytes
+        if sender.key.context_scheme != "ulysses":
+            longer = sender.device.parts_seconds(operator, share)
+            forward, backward = forward + longer[0], backward + longer[1]
         if sender.key.context_scheme == "ring":
             # Each of the steps hides beside the attention over the keys that are there.
             beside = sender.device.calibration.overlap_share / group.size

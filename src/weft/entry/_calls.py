@@ -33,6 +33,10 @@ _EXPLAIN_SECONDS = 3.0
 """Time that a rank which has failed waits for what the others publish."""
 _LAST_CALLS = 16
 _NOBODY = -1
+_EXCHANGED = (
+    "Under this plan the ranks exchange parts of the model in every forward, so all make it: take it out of branches"
+    " that only some ranks go into."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +142,27 @@ class Calls:
             return
         self._peers[name] = peers
 
-        def begin(*_: Any) -> None:
-            if self._depth == 0 and not self._forward[0]:
-                self._forwards[name] = self._forwards.get(name, 0) + 1
-                self._forward = (name, _line_of_user())
-                self._since = time.monotonic()
+        nesting = 0
 
-        def end(*_: Any) -> None:
-            if self._forward[0] == name:
-                self._forward = ("", "")
-                self._since = 0.0
+        def begin(*_: Any) -> None:
+            nonlocal nesting
+            if self._depth == 0 and nesting == 0:
+                self._forwards[name] = self._forwards.get(name, 0) + 1
+                self._forward, self._since = (name, _line_of_user()), time.monotonic()
+            nesting += 1
+
+        def end(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            nonlocal nesting
+            nesting -= 1
+            if self._depth or nesting:
+                return
+            self._since = 0.0
+            error = sys.exc_info()[1] if outputs is None else None
+            if error is not None and _may_be_of_others(error):
+                return  # with which the rank leaves, and says where it was
+            if isinstance(error, RecipeError):  # refused before anything was exchanged
+                self._forwards[name] -= 1
+            self._forward = ("", "")
 
         self._handles += [
             model.register_forward_pre_hook(begin, prepend=True),
@@ -155,9 +170,12 @@ class Calls:
         ]
 
     def explained(self, error: BaseException) -> CollectiveError | None:
-        """What is known of an error that came of the ranks' doing different things, outside of a call."""
-        is_told = str(error) == self._verdict or not isinstance(error, WeftError | RuntimeError)
-        return CollectiveError(self._verdict, status=1) if self._verdict and not is_told else None
+        """What is known of an error that came of the ranks' doing different things, outside of a call: in a forward."""
+        if not isinstance(error, WeftError | RuntimeError) or str(error) == self._verdict:
+            return None
+        if not self._verdict and self._forward[0] and _may_be_of_others(error):
+            self._verdict = _within(_EXPLAIN_SECONDS + _STUCK_SECONDS, self._await_explanation)
+        return CollectiveError(self._verdict, status=1) if self._verdict else None
 
     def close(self, error: BaseException | None = None) -> None:
         """End the watch.  What this rank leaves with is said to the others."""
@@ -228,7 +246,22 @@ class Calls:
                     " in the same order: take them out of branches that only some ranks go into (`if session.rank =="
                     " 0:` is for printing and for files of one's own)."
                 )
-        return self._lonely_forward(statements) or self._other_facts(statements)
+        return self._lonely_forward(statements) or self._other_forwards(statements) or self._other_facts(statements)
+
+    def _other_forwards(self, statements: dict[int, _Statement]) -> str:
+        """A forward of the loop's own that met another in a peer's call, and so let them come apart later."""
+        for model, peers in self._peers.items():
+            here = {rank: statements[rank] for rank in peers if rank in statements and statements[rank].calls}
+            here = {rank: each for rank, each in here.items() if not each.forward[0]}
+            latest = max((each.number for each in here.values()), default=0)
+            same = {rank: each for rank, each in here.items() if each.number == latest}
+            if len({each.forwards.get(model, 0) for each in same.values()}) > 1:
+                whole = ", ".join(
+                    f"rank {rank} is in {each.calls[-1]} after {each.forwards.get(model, 0)} forwards of the model"
+                    for rank, each in sorted(same.items())
+                )
+                return f"the ranks do different things: {whole} outside of their calls. {_EXCHANGED}"
+        return ""
 
     def _other_facts(self, statements: dict[int, _Statement]) -> str:
         """What differs in a call that ranks make alike."""
@@ -255,8 +288,7 @@ class Calls:
                 if there.forwards.get(model, 0) < statement.forwards.get(model, 0):
                     return (
                         f"the ranks do different things: rank {rank} is in a forward of the model at {place}, rank"
-                        f" {other} is in {there.calls[-1]} without it. Under this plan the ranks exchange parts of the"
-                        " model in every forward, so all make it: take it out of branches that only some ranks go into."
+                        f" {other} is in {there.calls[-1]} without it. {_EXCHANGED}"
                     )
         return ""
 

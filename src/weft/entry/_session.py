@@ -229,9 +229,9 @@ class Session:
             for state in self._states.values():
                 state.let_go()
             self._runs.fail(error)
+            explained = self._calls.explained(error)
             self._calls.close(error)
             self._runs.tell_failure()
-            explained = self._calls.explained(error)
             if explained is not None:
                 raise explained from error
             raise

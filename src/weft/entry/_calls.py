@@ -122,6 +122,7 @@ class Calls:
         number = self._calls[-1].number + 1 if self._calls else 1
         self._calls.append(_Call(number, name, _line_of_user()))
         self._depth, self._since, self._facts = 1, time.monotonic(), facts
+        self._forward = ("", "")  # one that failed, and whose error the loop has caught
         try:
             if meets:
                 self._meet()

@@ -51,6 +51,8 @@ __all__ = ["__version__", *_PACKAGES]  # pyright: ignore[reportUnsupportedDunder
 def __getattr__(name: str) -> Any:
     if name not in _PACKAGES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    if _PACKAGES[name] == "weft.entry":
+        importlib.import_module("weft.launch.last_words")
     return getattr(importlib.import_module(_PACKAGES[name]), name)
 
 

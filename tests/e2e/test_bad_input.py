@@ -379,6 +379,8 @@ def test_damaged_and_foreign_checkpoints(bench: Bench) -> None:
     before = (bench.folder / "run" / "recipe.toml").read_bytes()
     more = ("--resume", "run", "--set", "recipe.run.steps=3")
     wider = ("--set", "recipe.model.hidden_size=64")
+    fewer = ("--set", "recipe.batch.global_batch_size=4", "--set", "plan.microbatch.size=4")
+    bench.refuses(*train, *more, *fewer, match="saved with batch.global_batch_size = 8, but the recipe now says 4")
     bench.refuses(*train, *more, *wider, match="does not fit: .* shapes differ.*Load it with the sizes of the recipe")
     assert (bench.folder / "run" / "recipe.toml").read_bytes() == before, "a refused resume must not touch the run"
     (file,) = (bench.folder / "run").glob("checkpoints/step-000002/*.safetensors")

@@ -19,6 +19,7 @@ import pytest
 import weft
 from weft.cli import run
 from weft.cluster import dump_cluster, resolve_cluster
+from weft.data.preparation import prepare
 from weft.errors import WeftError
 from weft.plan import Plan, dump_plan
 
@@ -62,6 +63,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "text.txt").write_text("some text\n" * 50)
     (tmp_path / "binary.toml").write_bytes(bytes(range(256)))
     (tmp_path / "empty.toml").touch()
+    images = RECIPE[: RECIPE.index("num_layers")].replace("decoder", "convnet") + "num_layers = 2\nchannels = 16\n"
+    images += '[data]\ntrain = [{ source = "digits" }]\n[batch]\nglobal_batch_size = 1_000_000_000\n[run]\nsteps = 2\n'
+    (tmp_path / "images.toml").write_text(images)
+    (tmp_path / "number.jsonl").write_text('{"text": 3}\n')
     (tmp_path / "script.py").write_text("raise SystemExit(0)\n")
     os.mkfifo(tmp_path / "pipe.toml")
     return tmp_path
@@ -87,7 +92,7 @@ def is_a_paragraph(text: str) -> bool:
 COMMANDS: dict[str, tuple[str, str]] = {
     # files that are none
     "a recipe that is a pipe": ("train pipe.toml", "pipe.toml is"),
-    "a recipe that leads to itself": ("train loop.toml", "loop.toml"),
+    "a recipe that leads to itself": ("train loop.toml", "loop.toml is a link to loop.toml, which leads back to it"),
     "a recipe of bytes": ("train binary.toml", "binary.toml.*UTF-8|binary.toml"),
     "an empty recipe": ("train empty.toml", "model"),
     "a recipe without a name": ("train ''", "."),
@@ -104,7 +109,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "an empty cluster": ("plan recipe.toml --cluster empty.toml", "empty.toml"),
     "a plan as cluster": ("plan recipe.toml --cluster plan.toml", "plan.toml"),
     # train
-    "resume of a file": ("train recipe.toml --resume text.txt", "text.txt"),
+    "resume of a file": ("train recipe.toml --resume text.txt", "text.txt is no folder of a run: it is a file"),
     "resume of nothing": ("train recipe.toml --resume ''", "."),
     "two recipes": ("train recipe.toml recipe.toml", "."),
     "processes below none": ("train recipe.toml --processes -3", "processes = -3"),
@@ -120,7 +125,34 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "a rate without end": ("train recipe.toml --set recipe.optimizer.learning_rate=inf", "learning_rate"),
     "no batch": ("train recipe.toml --set recipe.batch.global_batch_size=0", "global_batch_size = 0"),
     "a seed below none": ("train recipe.toml --set recipe.run.seed=-1", "seed = -1"),
+    "half a process": ("train recipe.toml --processes 1.5", "--processes 1.5 is not a whole number. Give 1 or 2"),
+    "processes without end": ("train recipe.toml --processes inf", "--processes inf is not a whole number"),
+    "a folder of no name": ("train recipe.toml --run-folder ''", "--run-folder was given an empty text"),
     # plan
+    "a batch that no memory holds": (
+        "plan images.toml",
+        r"No plan fits: a convnet .* recompute none: (?!.*memory.rec)",
+    ),
+    "half a process to plan": ("plan recipe.toml --processes 2.5", "Give 2 or 3"),
+    "no plans to show": ("plan --model gpt2 --cluster 8xh100 --top 0", "--top 0 is too few.*Use 1 or more"),
+    "plans below none": ("plan --model gpt2 --cluster 8xh100 --top -3", "--top -3 is too few"),
+    "half a plan": ("plan --model gpt2 --cluster 8xh100 --top 2.5", "--top 2.5 is not a whole number"),
+    "a price without end": ("plan --model gpt2 --cluster 8xh100 --price inf", "must be a finite number above 0"),
+    "a setting of no recipe": ("plan --model gpt2 --cluster 8xh100 --set recipe.run.steps=3", "--set of a recipe"),
+    "a question of no words": ("plan --model gpt2 --cluster 8xh100 --why-not ''", "--why-not was given an empty"),
+    "another system of no name": ("plan --model gpt2 --cluster 8xh100 --emit ''", "--emit was given an empty text"),
+    "pictures in no folder": ("plan --model gpt2 --cluster 8xh100 --plots ''", "--plots was given an empty text"),
+    "pictures in a file": ("plan --model gpt2 --cluster 8xh100 --plots text.txt", "--plots text.txt: File exists"),
+    "pictures of a plan that is fixed": (
+        "plan recipe.toml --processes 2 --plots pictures",
+        "--plots ask what a search finds, and --processes leaves it nothing to choose",
+    ),
+    "files of another system in no folder": (
+        "plan --model gpt2 --cluster 8xh100 --for megatron --write-to ''",
+        "--write-to was given an empty text",
+    ),
+    "a rank below none": ("plan recipe.toml --dry-run --rank -1", "Use 0 to 0"),
+    "half a rank": ("plan recipe.toml --dry-run --rank 0.5", "--rank 0.5 is not a whole number"),
     "a plan of nothing": ("plan", "."),
     "a plan for two things": ("plan recipe.toml --model gpt2", "."),
     "a model that nobody knows": ("plan --model gpt9 --cluster 8xh100", "Did you mean gpt2"),
@@ -147,6 +179,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "a check of a plan that is none": ("check recipe.toml --plan text.txt", "text.txt"),
     "a description of nothing": ("describe nowhere.toml", "nowhere.toml does not exist"),
     "a description of a folder": ("describe .", "is a folder"),
+    "a description of a plan": ("describe recipe.toml --set plan.mesh.tensor=2", "weft describe reads no plan"),
+    "a check of half a process": ("check recipe.toml --processes 1.5", "--processes 1.5 is not a whole number"),
+    "half a token": ("generate . --tokens 1.5", "--tokens 1.5 is not a whole number"),
+    "a run without a name": ("generate ''", "RUN was given an empty text"),
+    "a run that is a file": ("generate text.txt", "text.txt is no folder of a run: it is a file"),
+    "an export to no name": ("export . ''", "FOLDER was given an empty text"),
+    "an export into a file": ("export . text.txt", "text.txt is a file, and an export needs a new folder"),
     "no tokens to add": ("generate . --tokens 0", "."),
     "a temperature below none": ("generate . --temperature -1", "."),
     "a share above all": ("generate . --top-p 1.5", "."),
@@ -162,6 +201,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "nodes that do not add up": ("comm draw --algorithm hierarchical --processes 4 --nodes 3,3", "."),
     "nodes that are none": ("comm draw --algorithm hierarchical --processes 4 --nodes a,b", "."),
     "a picture in another format": ("comm draw --algorithm ring --processes 4 --output picture.doc", "picture.doc|doc"),
+    "a picture of no kind": ("comm draw --algorithm ring --processes 4 --output out", "names no kind of picture"),
+    "a picture without a name": ("comm draw --algorithm ring --processes 4 --output ''", "--output was given an empty"),
+    "pieces that are none": ("comm draw --algorithm ring --processes 4 --pieces 0", "pieces = 0: use 1 or more"),
+    "half a piece": ("comm draw --algorithm ring --processes 4 --pieces 1.5", "--pieces 1.5 is not a whole number"),
+    "advice about half a parameter": (
+        "comm advise --parameters 0.4 --bandwidth 1GB/s --latency 1us --processes 2",
+        "--parameters 0.4 is less than one",
+    ),
+    "advice about a plan": (
+        "comm advise recipe.toml --set plan.mesh.tensor=2 --bandwidth 1GB/s --latency 1us",
+        "weft comm advise reads no plan",
+    ),
     "advice about nothing": ("comm advise", "."),
     "advice about parameters that are none": (
         "comm advise --parameters many --bandwidth 1Gbit/s --latency 1us",
@@ -176,6 +227,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sizes that are none": ("comm explain --size big", "big"),
     "no ranks to explain": ("comm explain --processes 0", "0 ranks"),
     # probe, launch, data
+    "a measurement into a folder": ("probe --output .", "--output . is a folder. Name a file in it"),
+    "half a process to measure": ("probe --processes 1.5", "--processes 1.5 is not a whole number"),
+    "a launch of half a process": ("launch -n 1.5 script.py", "-n 1.5 is not a whole number"),
+    "logs without a folder": ("launch -n 1 --logs '' script.py", "--logs was given an empty text"),
+    "tokens of no source": ("data prepare ''", "SOURCES was given an empty text"),
+    "tokens of a source and of none": ("data prepare text.txt '' --cache c", "SOURCES was given an empty text"),
+    "tokens into no folder": ("data prepare text.txt --folder ''", "--folder was given an empty text"),
+    "tokens into a file": ("data prepare text.txt --folder text.txt --vocabulary-size 270", "Not a directory"),
+    "a field without a name": ("data prepare text.txt --text-field '' --cache c", "--text-field was given an empty"),
+    "half a worker": ("data prepare text.txt --workers 1.5 --cache c", "--workers 1.5 is not a whole number"),
+    "a script without a name": ("migrate ''", "SOURCE was given an empty text"),
+    "a folder to migrate": ("migrate .", "cannot be read: Is a directory"),
+    "a value of no key": ("migrate script.py --fill ''", "--fill was given an empty text"),
     "no time to measure": ("probe --seconds 0", "seconds"),
     "a precision that is none": ("probe --precision fp99", "fp99"),
     "a measurement of nobody": ("probe --processes 0", "processes"),
@@ -185,6 +249,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "a launch below none": ("launch -n -2 script.py", "num_processes = -2"),
     "a launch of no module": ("launch -n 1 -m ''", "."),
     "logs in a file": ("launch -n 1 --logs text.txt script.py", "text.txt"),
+    "a text that is a number": ("data prepare number.jsonl --cache c", 'the field "text" holds a number.*in quotes'),
+    "a source that leads to itself": ("data prepare loop.toml --cache c", "which leads back to it.*Mend the link"),
     "tokens of an empty file": ("data prepare empty.toml --cache c", "empty"),
     "a vocabulary below none": ("data prepare text.txt --vocabulary-size -1 --cache c", "."),
     "nobody to tokenize": ("data prepare text.txt --workers 0 --cache c", "workers"),
@@ -227,6 +293,20 @@ PYTHON: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: weft.session(plan=Plan(), settings={"mesh.tensr": 2}).__enter__(),
         "tensr",
     ),
+    "a session in a file": (lambda: weft.session(folder="text.txt").__enter__(), "text.txt is a file"),
+    "a session without a folder": (lambda: weft.session(folder="").__enter__(), "names nothing"),
+    "train of None": (lambda: weft.train(None), "'None' is no recipe"),  # type: ignore[arg-type]
+    "train on half a process": (lambda: weft.train("recipe.toml", processes=1.5), "processes"),  # type: ignore[arg-type]
+    "a check of None": (lambda: weft.check(None), "'None' is no recipe"),  # type: ignore[arg-type]
+    "an export of None": (lambda: weft.export(None, "out"), "None is no path"),  # type: ignore[arg-type]
+    "an export to nowhere": (lambda: weft.export(".", ""), "names nothing"),
+    "a continuation of None": (lambda: weft.generate(None, "a"), "None is no path"),  # type: ignore[arg-type]
+    "tokens of a source without a name": (lambda: prepare([""], vocabulary_size=270), "names nothing"),
+    "tokens into a folder without a name": (lambda: prepare(["text.txt"], vocabulary_size=270, folder=""), "names"),
+    "tokens of one name": (lambda: prepare("text.txt", vocabulary_size=270), "is one name, not a list"),
+    "half a vocabulary": (lambda: prepare(["text.txt"], vocabulary_size=270.5), "270.5"),  # type: ignore[arg-type]
+    "half a worker": (lambda: prepare(["text.txt"], vocabulary_size=270, workers=1.5), "1.5"),  # type: ignore[arg-type]
+    "no worker": (lambda: prepare(["text.txt"], vocabulary_size=270, workers=0), "workers = 0"),
     "a check of nothing": (lambda: weft.check("nowhere.toml", "plan.toml"), "nowhere.toml does not exist"),
     "an export of nothing": (lambda: weft.export("nowhere", "out"), "nowhere"),
     "a continuation of nothing": (lambda: weft.generate("nowhere", "a"), "nowhere"),

@@ -78,6 +78,17 @@ class Rows(torch.utils.data.Dataset[list[Tensor]]):
         return [row + 0.1 * torch.randn(6, dtype=row.dtype) if self._augment else row, row[:2]]
 
 
+class Forgetful(nn.Module):
+    """Drops by a function, which no module shows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return nn.functional.dropout(self.inner(rows), 0.3, self.training)
+
+
 def noisy_loss(outputs: Tensor, batch: list[Tensor]) -> tuple[Tensor, int]:
     return (outputs - batch[1] - 0.1 * torch.randn_like(outputs)).square().sum(), len(outputs)
 
@@ -86,6 +97,7 @@ def loop(plan: Plan, folder: str, what: str) -> list[float]:
     """Losses of a loop that draws in one way or another."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    model = Forgetful(model) if what == "dropout" else model
     loader = DataLoader(Rows(what == "dataset"), batch_size=BATCH, shuffle=True)
     losses: list[float] = []
     with weft.session(plan=plan, permit=("fp64",), folder=folder, quiet=True) as session:
@@ -115,7 +127,7 @@ def loop(plan: Plan, folder: str, what: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("what", ["dataset", "normalised", "elsewhere", "keyed"])
+@pytest.mark.parametrize("what", ["dataset", "normalised", "elsewhere", "keyed", "dropout"])
 def test_what_a_loop_may_draw(ranks: RankPool, tmp_path, what):
     alone = ranks.run(1, loop, plan_for(1, BATCH), str(tmp_path / "1"), what)[0]
     for losses in ranks.run(2, loop, plan_for(2), str(tmp_path / "2"), what):

@@ -43,7 +43,7 @@ def test_a_group_without_a_backend_for_the_device_is_refused(ranks: RankPool) ->
     ranks.run(1, _refused)
 
 
-@pytest.mark.parametrize("port", ["http", "0", "65536", "-1", "29500 ", "2.5"])
+@pytest.mark.parametrize("port", ["http", "0", "65536", "-1", "29500 ", "2.5", "99999999"])
 def test_a_port_of_the_environment_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)

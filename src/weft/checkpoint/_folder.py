@@ -79,6 +79,7 @@ def find_checkpoint(path: Path) -> Path:
         if found := complete_checkpoints(folder):
             return found[0].path
     what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
+    what = "is a file" if path.is_file() else what
     raise CheckpointError(f"{path} {what}. Give the folder of a run, or of one checkpoint (step-000120) in it.")
 
 

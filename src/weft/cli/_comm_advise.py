@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli._numbers import parse_count, parse_latency, parse_rate
-from weft.cli._options import Json, Overrides
+from weft.cli._options import Json, Overrides, refuse_plan_settings
 from weft.errors import ClusterError, PlanError
 
 if TYPE_CHECKING:
@@ -160,11 +160,15 @@ def _shapes(recipe: Path | None, parameters: str | None, overrides: tuple[str, .
     if parameters is not None:
         if overrides:
             raise PlanError("--set changes a recipe, and none is given. Use --parameters alone, or a RECIPE.")
-        return shapes_of_model(int(parse_count(parameters, "--parameters")))
+        number = int(parse_count(parameters, "--parameters"))
+        if number < 1:
+            raise PlanError(f"--parameters {parameters} is less than one. Give a whole number, such as 125M.")
+        return shapes_of_model(number)
     from weft.blueprint import build_blueprint
     from weft.plan import Plan, apply_overrides
     from weft.recipe import load_recipe
 
     assert recipe is not None
+    refuse_plan_settings("weft comm advise", overrides)
     with_overrides, _ = apply_overrides(load_recipe(recipe), Plan(), overrides)
     return tuple(p.shape for p in build_blueprint(with_overrides).module.parameters() if p.requires_grad)

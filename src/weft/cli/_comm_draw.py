@@ -63,6 +63,8 @@ def draw(
         place = arrange(name, resolve_cluster(cluster))
     else:
         place = flat(processes or 0, nodes=_sizes(nodes))
+    if output is not None and not output.suffix:
+        raise CollectiveError(f"--output {output} names no kind of picture. Use {output}.svg, .png or .pdf.")
     drawing = play_out(name, collective, place, root=root, pieces=pieces, servers=servers)
     if output is not None:
         draw_rounds(drawing, output)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.cli._options import Json, Overrides, RecipeFile
+from weft.cli._options import Json, Overrides, RecipeFile, refuse_plan_settings
 from weft.figures import spell_figure
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def describe(
     from weft.plan import Plan, apply_overrides
     from weft.recipe import load_recipe
 
+    refuse_plan_settings("weft describe", overrides)
     with_overrides, _ = apply_overrides(load_recipe(recipe), Plan(), overrides)
 
     page = None if json else stored_page(with_overrides, Path(__file__))

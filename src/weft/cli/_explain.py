@@ -34,7 +34,12 @@ class Questions:
 
     @property
     def are_asked(self) -> bool:
-        return bool(self.why_not or self.next or self.emit or self.plots)
+        return any(self.given.values())
+
+    @property
+    def given(self) -> dict[str, object]:
+        """Option → its value."""
+        return {"--why-not": self.why_not, "--next": self.next, "--emit": self.emit, "--plots": self.plots}
 
 
 def answer_lines(result: SearchResult, questions: Questions, subject: Subject) -> list[str]:

@@ -26,6 +26,7 @@ from weft.cli import (
     _probe,
     _train,
 )
+from weft.cli._words import refuse_words
 from weft.errors import WeftError, did_you_mean
 
 USAGE_STATUS = 2
@@ -39,6 +40,7 @@ def build_app() -> App:
         version=_version,
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
+        config=refuse_words,
         help_epilogue="`weft COMMAND --help` says more.  First thing to try: weft train examples/demo/recipe.toml",
     )
     app.command(_train.train)
@@ -110,6 +112,10 @@ def run(arguments: list[str]) -> int:
 
 
 def _complain(text: str, status: int) -> int:
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from weft.launch.last_words import tell_agent
+
+        tell_agent(text)
     print(text, file=sys.stderr)
     return status
 

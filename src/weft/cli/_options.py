@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from weft.errors import WeftError
+from weft.errors import PlanError, WeftError
 
 FLAG = Parameter(negative=(), show_default=False)
 """Says of an option that it is given without a value, or several times, or not at all."""
@@ -23,6 +23,15 @@ Overrides = Annotated[
     ),
 ]
 Json = Annotated[bool, FLAG, Parameter(name="--json", help="Print everything as JSON.")]
+
+
+def refuse_plan_settings(command: str, overrides: tuple[str, ...]) -> None:
+    """Of a command that reads a recipe alone: settings of a plan would do nothing."""
+    for text in overrides:
+        if text.startswith("plan."):
+            raise PlanError(
+                f"--set {text}: {command} reads no plan, so it would do nothing. Leave it out, or ask weft plan."
+            )
 
 
 def write_output(output: Path, text: str, error: type[WeftError]) -> None:

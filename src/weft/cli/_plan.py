@@ -97,7 +97,12 @@ def plan(
         "one of them",
     )
     _refuse_for(write_to, request, dry_run, eject)
+    if request.top < 1:
+        raise PlanError(f"--top {request.top} is too few: no plan would be shown. Use 1 or more.")
     if model is not None:
+        _refuse(
+            bool(request.of_recipe), "--model and --set of a recipe", "--set plan.…, or a recipe in place of --model"
+        )
         _refuse(dry_run, "--model and --dry-run, which needs a recipe,", "a recipe in place of --model")
         _refuse(recipe is not None, "a recipe and --model", "one of them")
         _refuse(
@@ -196,7 +201,11 @@ def _recipe(
     if plan == "auto" and processes is None and eject is None:
         subject = recipe_subject(recipe, request.of_recipe)
     elif request.is_special:
-        raise PlanError("--plan, --processes and --eject fix the plan: options of the search do not go with them.")
+        fixed = [name for name, has in (("--plan", plan != "auto"), ("--processes", processes is not None)) if has]
+        raise PlanError(
+            f"{' and '.join(request.special)} ask what a search finds, and {' and '.join(fixed) or '--eject'} leaves it"
+            " nothing to choose. Leave one side out."
+        )
     if subject is not None and is_elsewhere:
         result = _plan_subject(subject, resolve_cluster(cluster), plan, request, output, None, name=str(recipe))
         if rehearsed is not None:

@@ -47,6 +47,8 @@ def probe(
         raise ClusterError(f"--processes {processes} is too small: use 1 or more.")
     if not seconds > 0:
         raise ClusterError(f"--seconds {seconds:g} must be above 0.")
+    if output is not None and output.is_dir():
+        raise ClusterError(f"--output {output} is a folder. Name a file in it, such as {output / 'cluster.toml'}.")
     if output is not None and not output.parent.is_dir():
         raise ClusterError(f"{output} cannot be written: there is no folder {output.parent}. Create it first.")
     from weft.cluster import dump_cluster

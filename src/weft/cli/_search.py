@@ -67,11 +67,21 @@ class SearchRequest:
     @property
     def is_special(self) -> bool:
         """Whether anything but a plain plan was asked for."""
-        return (
-            bool(self.tokens or self.deadline or self.price or self.runnable or self.json)
-            or self.questions.are_asked
-            or self.objective != "throughput"
-        )
+        return bool(self.special)
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """The options by which more was asked for."""
+        asked = {
+            "--tokens": self.tokens,
+            "--deadline": self.deadline,
+            "--price": self.price,
+            "--runnable": self.runnable,
+            "--json": self.json,
+            "--objective": self.objective != "throughput",
+            **self.questions.given,
+        }
+        return tuple(name for name, value in asked.items() if value)
 
 
 def given_plan(path: str, request: SearchRequest) -> Plan:

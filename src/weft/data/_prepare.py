@@ -58,6 +58,7 @@ def prepare(
     Example:
         >>> corpus = prepare(["stdlib"], vocabulary_size=8192)  # doctest: +SKIP
     """
+    _refuse_arguments(sources, vocabulary_size, workers, tokenizer=tokenizer, folder=folder, cache=cache)
     base = Path(folder or cache or cache_folder()).expanduser()
     if tokenizer is None:
         tokenizer = shared_tokenizer(
@@ -82,6 +83,34 @@ def prepare(
                 f"Prepared data could not be written to {target}: {error.strerror or error}. They need about "
                 f"{listing.num_bytes / 1e6:,.1f} MB; free some space or name another folder. Finished shards are kept."
             ) from error
+
+
+def path_of(what: str, value: object, error: type[Exception]) -> Path:
+    """Return the path that a user's value names; raises `error` for one that is none, and for an empty one, which would
+    mean the present folder."""
+    if not isinstance(value, str | Path) or "\0" in str(value):
+        raise error(f"{what} = {value!r} is no path. Give one as a text without NUL, or a pathlib.Path.")
+    if not str(value):
+        raise error(f'{what} = "" names nothing. Give a path; the present folder is ".".')
+    return Path(value)
+
+
+def _refuse_arguments(
+    sources: Sequence[str | Path], vocabulary_size: object, workers: object, **paths: str | Path | None
+) -> None:
+    if isinstance(sources, str | Path):
+        raise DataError(f"sources = {str(sources)!r} is one name, not a list of them. Write [{str(sources)!r}].")
+    for source in sources:
+        path_of("a source", source, DataError)
+    for name, path in paths.items():
+        if path is not None:
+            path_of(name, path, DataError)
+    if type(vocabulary_size) is not int:
+        raise DataError(f"vocabulary_size = {vocabulary_size!r} is not a whole number. Give one, such as 8192.")
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise DataError(
+            f"workers = {workers!r} is no number of processes. Give a whole number from 1 on, or leave it out."
+        )
 
 
 def _fingerprint(listing: Listing, text_field: str, tokenizer: str) -> str:

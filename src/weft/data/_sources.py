@@ -7,6 +7,7 @@ and of their sorted names; nothing depends on the number of workers.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -100,6 +101,14 @@ def _list_path(path: Path) -> Listing:
     return Listing((file,))
 
 
+def _leads_back(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError as problem:
+        return problem.errno == errno.ELOOP
+    return False
+
+
 def check_source(source: str | Path) -> None:
     """Refuse a path where nothing lies.
 
@@ -108,7 +117,8 @@ def check_source(source: str | Path) -> None:
     """
     path = Path(source).expanduser()
     if path.is_symlink() and not path.exists():
-        raise DataError(f"The data source {path} is a link to {path.readlink()}, which does not exist. Mend the link.")
+        why = "leads back to it: nothing is at its end" if _leads_back(path) else "does not exist"
+        raise DataError(f"The data source {path} is a link to {path.readlink()}, which {why}. Mend the link.")
     if str(source) not in _WITHOUT_A_PATH and not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = did_you_mean(path.name, [*siblings, *_WITHOUT_A_PATH])
@@ -325,12 +335,32 @@ def _text_of(line: bytes, path: str, offset: int, text_field: str) -> str:
     if isinstance(text, str):
         _check_encodable(text, path, offset)
         return text
+    if isinstance(record, dict) and text_field in record:
+        raise DataError(
+            f'{path}, line {_line_number(path, offset)}: the field "{text_field}" holds {_spoken(text)}, and a text is'
+            " wanted. Put it in quotes, remove this line, or name another text field."
+        )
     keys = [str(key) for key in record] if isinstance(record, dict) else []
     has = f"it has {', '.join(keys[:8]) or 'no fields'}" if isinstance(record, dict) else "it is no object"
     raise DataError(
         f'{path}, line {_line_number(path, offset)}: there is no string in the field "{text_field}" ({has}).'
         f"{did_you_mean(text_field, keys)} Repair this line, or name another text field."
     )
+
+
+def _spoken(value: object) -> str:
+    """What a value of JSON is, in words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case list():
+            return "a list"
+        case _:
+            return "an object"
 
 
 def _check_encodable(text: str, path: str, offset: int) -> None:

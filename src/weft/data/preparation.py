@@ -8,6 +8,7 @@ from weft.data._corpus import is_prepared as is_prepared
 from weft.data._corpus import open_corpus as open_corpus
 from weft.data._order import PlainSamples as PlainSamples
 from weft.data._order import write_samples as write_samples
+from weft.data._prepare import path_of as path_of
 from weft.data._prepare import prepare as prepare
 from weft.data._progress import ConsoleProgress as ConsoleProgress
 from weft.data._progress import Progress as Progress

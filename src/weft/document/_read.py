@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import tomllib
@@ -116,7 +117,8 @@ def _unreadable(file: FilePath, noun: str, failure: OSError) -> str:
         inside = _listed(sorted(entry.name for entry in file.glob("*.toml"))) or "no .toml file"
         return f"{file} is a folder, not a {noun} file. It holds {inside}."
     if file.is_symlink() and not file.exists():
-        return f"{file} is a link to {file.readlink()}, which does not exist."
+        why = "leads back to it: no file is at its end" if failure.errno == errno.ELOOP else "does not exist"
+        return f"{file} is a link to {file.readlink()}, which {why}."
     if isinstance(failure, FileNotFoundError | NotADirectoryError):
         if not file.parent.is_dir():
             return f"{file} does not exist: there is no folder {file.parent}."

@@ -35,9 +35,18 @@ class Attached:
         self._objects: dict[str, Stateful] = {}
         self._incoming: dict[str, Tensor] = {}
 
-    def add(self, objects: Mapping[str, Any]) -> None:
-        """Attach further objects.  Raises `RecipeError` for what has no state to say, or a name that is taken."""
+    def add(self, objects: Mapping[str, Any], saved_anyway: Sequence[object] = ()) -> None:
+        """Attach further objects.  Raises `RecipeError` for what has no state to say, a name that is taken, and what a
+        run saves by itself."""
+        if not objects:
+            raise RecipeError("state.attach() was given nothing. Name what to save: state.attach(scheduler=scheduler).")
         for name, found in objects.items():
+            if isinstance(found, type):
+                raise RecipeError(f"{name} is the class {found.__name__}. Attach an object that was made of it.")
+            if any(found is each for each in saved_anyway):
+                raise RecipeError(
+                    f"{name} is what session.prepare was given, which state.save() saves anyway. Leave it out."
+                )
             if not isinstance(found, Stateful):
                 raise RecipeError(
                     f"{name} is a {type(found).__name__}, which has no state_dict() and load_state_dict(), so nothing"

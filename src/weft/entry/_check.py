@@ -95,7 +95,7 @@ def check(
     """
     if dist.is_initialized() or RankInfo.from_environment() is not None:
         raise LaunchError("weft.check starts its own processes, and this one is a rank already. Call it outside a job.")
-    recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     with open_fork_server(fork_server, preload=_slow_imports(recipe)) as warm:
         return check_by(partial(_fresh_processes, warm), recipe, plan, processes=processes, explain=explain)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,6 +51,11 @@ class Evaluation:
         Raises:
             DataError: on every rank; the loader gave other batches on other ranks, or none.
         """
+        if not isinstance(cast(object, loader), Iterable):
+            raise DataError(
+                f"the loader is a {type(loader).__name__}, which yields no batches. Give a DataLoader, or a list of"
+                " batches."
+            )
         number = 0
         for number, batch in enumerate(loader, 1):
             fields = fields_of(batch)

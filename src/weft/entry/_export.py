@@ -12,6 +12,7 @@ import torch
 
 from weft.checkpoint import Checkpointer, Peers
 from weft.checkpoint.export import export_checkpoint
+from weft.data.preparation import path_of
 from weft.errors import CheckpointError, LaunchError
 from weft.events import RunFolder
 from weft.models import Blueprint, build_model
@@ -45,7 +46,7 @@ def export(
     """
     if dtype is not None and dtype not in _DTYPES:
         raise LaunchError(f"dtype = {dtype} is none of {', '.join(_DTYPES)}.")
-    path = Path(checkpoint).absolute()
+    path = path_of("the checkpoint", checkpoint, CheckpointError).absolute()
     run = next((RunFolder(above) for above in (path, *path.parents[:2]) if (above / "recipe.toml").is_file()), None)
     recipe = load_recipe(run.recipe) if run is not None else None
     tokenizer = run.path / "tokenizer.json" if run is not None else None
@@ -53,7 +54,7 @@ def export(
     return export_checkpoint(
         path,
         build_model(recipe) if recipe is not None else None,
-        Path(folder),
+        new_folder_of(folder),
         use_average=average,
         tokenizer=tokenizer,
         processors=[] if recipe is None else processor_files(recipe, tokenizer),
@@ -61,12 +62,13 @@ def export(
     )
 
 
-def export_model(pieces: Sequence[Piece], blueprint: Blueprint, steps: int, folder: Path, peers: Peers) -> Path:
+def export_model(pieces: Sequence[Piece], blueprint: Blueprint, steps: int, given: object, peers: Peers) -> Path:
     """Write a model that ranks hold in pieces as `transformers` loads it.  Call on every rank; all must see the folder.
 
     Raises:
         CheckpointError: on every rank; the folder is not empty or cannot be written.
     """
+    folder = new_folder_of(given)
     partial, problem = folder.with_name(f".{folder.name}.exporting"), None
     stored = Checkpointer(partial, peers).save(steps, pieces)
     if peers.rank == 0:
@@ -79,6 +81,21 @@ def export_model(pieces: Sequence[Piece], blueprint: Blueprint, steps: int, fold
     if problem is not None:
         raise CheckpointError(problem)
     return folder
+
+
+def new_folder_of(folder: object) -> Path:
+    """Return where an export is written.
+
+    Raises:
+        CheckpointError: it is no path, has no name of its own, or is a file.
+    """
+    path = path_of("the export's folder", folder, CheckpointError)
+    path = path if path.name else path.absolute()
+    if not path.name:
+        raise CheckpointError(f"an export needs a new folder, and {path} is the root of all. Give it a name.")
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file, and an export needs a new folder. Give another name.")
+    return path
 
 
 def with_config_of(blueprint: Blueprint) -> Blueprint:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.export import read_tensors
-from weft.data.preparation import load_tokenizer, separator_of
+from weft.data.preparation import load_tokenizer, path_of, separator_of
 from weft.errors import LaunchError, RecipeError
 from weft.events import RunFolder
 from weft.models import Blueprint, build_model
@@ -35,7 +35,7 @@ def generate(
         RecipeError: the model is no causal language model, or a setting is out of range.
         CheckpointError: nothing sound has been saved yet.
     """
-    folder = RunFolder.open(Path(run))
+    folder = RunFolder.open(path_of("the run", run, LaunchError))
     tokenizer_path = folder.path / "tokenizer.json"
     if not folder.recipe.is_file() or not tokenizer_path.is_file():
         raise LaunchError(f"{folder.path} has no recipe.toml and tokenizer.json, so it is no run that trained on text.")

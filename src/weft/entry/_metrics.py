@@ -22,8 +22,22 @@ class Metric(Protocol):
 class Metrics:
     """Metrics by name: each an object with `update` and `compute`, or a function of all predictions and targets."""
 
-    def __init__(self, metrics: Mapping[str, Any]) -> None:
+    def __init__(self, metrics: object = None, outputs: object = None) -> None:
+        """`outputs` is what selects predictions and targets, which nothing but a metric reads."""
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise RecipeError(
+                f"metrics is a {type(metrics).__name__}. Give a dictionary of names: metrics={{'accuracy': …}}."
+            )
+        metrics = cast(Mapping[str, Any], metrics or {})
+        if outputs is not None and not metrics:
+            raise RecipeError(
+                "outputs= selects what metrics are told, and there are none. Give metrics=, or leave it out."
+            )
         for name, metric in metrics.items():
+            if not isinstance(cast(object, name), str) or not name:
+                raise RecipeError(f"a metric is called {name!r}. Give it a name, which stands in the run's records.")
+            if isinstance(metric, type):
+                raise RecipeError(f"the metric {name!r} is the class {metric.__name__}. Give one that was made of it.")
             if not isinstance(metric, Metric) and not callable(metric):
                 raise RecipeError(
                     f"the metric {name!r} is a {type(metric).__name__}. Give a function of (predictions, targets), or"

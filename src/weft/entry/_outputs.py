@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.comm import Mesh
 from weft.entry._agreement import gather_texts
-from weft.errors import DataError
+from weft.errors import DataError, RecipeError
 from weft.models import logits_of
 
 Select = Callable[[Any, Any], Any]
@@ -41,6 +41,8 @@ class GatheredOutputs:
     """
 
     def __init__(self, select: Select, mesh: Mesh) -> None:
+        if not callable(select):
+            raise RecipeError(f"outputs = {select!r} cannot be called. Give a function of (model outputs, batch).")
         self._select, self._mesh = select, mesh
         self._shape = ""
         """`tensor`, `tuple` or `dict`; empty where nothing was seen."""
@@ -54,6 +56,10 @@ class GatheredOutputs:
     def take(self, found: Any, size: int | None = None) -> None:
         """Take what was selected of a microbatch of `size` samples; None: as many as its first field has rows."""
         shape, fields = _taken_apart(found)
+        if not fields:
+            raise DataError(
+                f"what is to be put together is an empty {shape}. Give tensors with one row for each sample."
+            )
         first = next(iter(fields.values()), None)
         if size is None:
             size = len(first) if isinstance(first, Tensor) and first.ndim else 1

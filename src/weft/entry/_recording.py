@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -43,6 +44,8 @@ def create_folder(name: str, folder: str | Path | None) -> RunFolder:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
+        if os.path.isfile(path):
+            raise LaunchError(f"{path} is a file, and a run needs a folder. Give another name.") from None
         raise LaunchError(
             f"the run folder {path} cannot be made: {error.strerror}. Give a folder that is writable."
         ) from None

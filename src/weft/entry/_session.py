@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from weft.blueprint import look_for_blocks
 from weft.comm import Mesh, group_store
 from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
+from weft.entry._arguments import check_inputs, check_prepared, check_session, run_folder_of
 from weft.entry._auto import describe_user_model, look_at_user_model, machine_for
 from weft.entry._calls import Calls
 from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
@@ -25,7 +26,7 @@ from weft.entry._recording import SessionRuns
 from weft.entry._rounds import RoundsOfSession
 from weft.entry._settings import PlanSettings
 from weft.entry._state import TrainState
-from weft.entry._user_batches import BatchStream, UserBatch, fields_of, infer_inputs
+from weft.entry._user_batches import BatchStream, UserBatch, fields_of, infer_inputs, without_labels
 from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import group_indices, settings_of
 from weft.errors import DataError, RecipeError
@@ -105,6 +106,8 @@ def session(
                 step = state.step(batch)
     """
     with ExitStack() as stack:
+        check_session(permit, compression, settings, device, track, record=record, quiet=quiet)
+        own_folder = run_folder_of(folder)
         given = PlanSettings(settings=settings or {}, accumulate=accumulate, local_steps=local_steps)
         if type(seed) is not int or seed < 0:
             raise RecipeError(f"seed = {seed!r} is no seed. Give a whole number from 0 on.")
@@ -129,7 +132,7 @@ def session(
                 precision=tuple(permit), compression=tuple(compression), local_steps=given.most_local_steps
             ),
             runs=SessionRuns(
-                Path(folder) if folder is not None else None,
+                own_folder,
                 distributed.rank_info,
                 record=record,
                 track=track,
@@ -293,6 +296,7 @@ class Session:
             WeftError: of the class of what does not fit: model, optimizer, batches or plan.
         """
         with self._calls.call("session.prepare()", meets=True):
+            check_prepared(model, optimizer, loss, split, cut, vocabulary_head)
             refuse_wrapped(model)
             stream = BatchStream(loader, self._seed, lambda fields: None, batch_size)
             stream.warn_of_workers()
@@ -332,6 +336,7 @@ class Session:
             stream=loader,
             loss=loss,
             like=type(example),
+            hint=without_labels(model, fields_of(example), blueprint.inputs),
             recorded=self._runs.open(self._prepared, plan),
             calls=self._calls,
             rounds=self._rounds,
@@ -392,6 +397,8 @@ class Session:
         vocabulary_head: str | None,
         example: Mapping[str, torch.Tensor],
     ) -> Blueprint:
+        if inputs is not None:
+            check_inputs(inputs, model, example)
         inputs = inputs or infer_inputs(model, example)
         own = (
             [SplitRule(match=match, kind=kind) for match, kind in split.items()]
@@ -406,11 +413,6 @@ class Session:
             else rule
             for rule in tables.split
         ]
-        for name in inputs:
-            if not name.isidentifier():
-                raise RecipeError(
-                    f"inputs names {name!r}, which cannot be an argument of {type(model).__name__}.forward."
-                )
         tables.split, tables.cut = (*own, *known), cut if cut is not None else tables.cut
         tables.vocabulary_head = vocabulary_head
         blueprint = Blueprint(

@@ -18,6 +18,7 @@ from weft.checkpoint import Checkpointer, Json, Peers
 from weft.comm import Mesh
 from weft.engine import StepReporter, begin_training
 from weft.entry._agreement import check_same_batches, check_same_facts, take_weights_of_rank_0
+from weft.entry._arguments import check_draw, saved_path_of, whole_or_none
 from weft.entry._attached import Attached
 from weft.entry._batch_shares import BatchShares, whole_share_for
 from weft.entry._calls import Calls
@@ -37,7 +38,7 @@ from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, trainable
 from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
-from weft.errors import DataError, RecipeError
+from weft.errors import RecipeError
 from weft.events import CheckpointEvent, EndEvent, EpochEvent, EvaluationEvent, StepEvent
 from weft.models import Batch, Blueprint
 from weft.parallel import LossTotals, ParallelModel, parallelize
@@ -69,6 +70,7 @@ class TrainState:
         rounds: RoundsOfSession,
         number: int = 1,
         like: type[Any] = dict,
+        hint: str = "",
     ) -> None:
         self.plan = plan
         self._calls = calls
@@ -80,7 +82,7 @@ class TrainState:
         self._batch_size = recipe.batch.global_batch_size
         self._stream = BatchStream(stream, recipe.run.seed, self._check_equal, self._batch_size)
         self._loss = LossOfUser(loss)
-        self._loss.like = like
+        self._loss.like, self._loss.hint = like, hint
         self._yielded: Yielded | None = None
         self._draws = SampleDraws(recipe.run.seed)
         self._left: LeftGradients | None = None
@@ -139,8 +141,11 @@ class TrainState:
         """Yield this rank's share of the coming global batches, in the shape that the loader gives.
 
         Without `steps`: until the epoch that the next step lies in is through.  After `load` it goes on where the run
-        was.
+        was.  Refuses at once what is no number of steps (RecipeError).
         """
+        return self._batches(whole_or_none("state.batches(steps=…)", steps))
+
+    def _batches(self, steps: int | None) -> Iterator[Any]:
         epoch, step = self._epoch, self._steps
         if self._stream.num_samples is None:
             for batch in self._passes.batches(steps):
@@ -238,7 +243,7 @@ class TrainState:
             DataError: the ranks were given other numbers of samples, or what `outputs` selects has no row per sample.
             RecipeError: a metric is none.
         """
-        known = Metrics(metrics or {})
+        known = Metrics(metrics, outputs)
         collected = self._evaluation.outputs(outputs or logits_and_labels) if metrics else None
         recording = self._reporter.phase("evaluation")
         told = ", ".join(map(str, known.names))
@@ -296,16 +301,15 @@ class TrainState:
         Raises:
             DataError: the batch is no share of a step.
         """
-        return self._drawn(self._draws.randn(self._steps, self._samples(batch), shape))
+        return self._drawn(self._draws.randn(self._steps, self._samples(batch), check_draw("state.randn", shape)))
 
     def rand(self, batch: UserBatch, *shape: int) -> Tensor:
         """`randn`, of numbers in [0, 1)."""
-        return self._drawn(self._draws.rand(self._steps, self._samples(batch), shape))
+        return self._drawn(self._draws.rand(self._steps, self._samples(batch), check_draw("state.rand", shape)))
 
     def randint(self, batch: UserBatch, high: int, *shape: int, low: int = 0) -> Tensor:
         """`randn`, of whole numbers (int64) from `low` to `high` − 1; at least one, or it is a DataError."""
-        if high <= low:
-            raise DataError(f"randint from {low} to {high} − 1: there is no such number. Give a high above low.")
+        shape = check_draw("state.randint", shape, low, high)
         return self._draws.randint(self._steps, self._samples(batch), low, high, shape).to(self._mesh.device)
 
     def _drawn(self, numbers: Tensor) -> Tensor:
@@ -317,9 +321,9 @@ class TrainState:
         `save` writes their states, which must be equal on all ranks, and `load` gives them back: attach before it.
 
         Raises:
-            RecipeError: an object has no such methods, or its name is taken.
+            RecipeError: an object has no such methods or is saved anyway, or its name is taken.
         """
-        self._attached.add(objects)
+        self._attached.add(objects, saved_anyway=(self.model, self.optimizer))
 
     def epochs(self, number: int) -> Epochs:
         """Return the epochs up to `number`: `for epoch in state.epochs(3): for batch in epoch: state.step(batch)`.
@@ -369,7 +373,7 @@ class TrainState:
         called, peers = self._calls.call(f"{self._name}.export()", meets=True), self._checkpointer.peers
         with called, self._guard.inside():
             self._rounds.warn("export")
-            return export_model(self._training.weights(), self._blueprint, self._steps, Path(folder), peers)
+            return export_model(self._training.weights(), self._blueprint, self._steps, folder, peers)
 
     def load(self, path: str | Path | None = None) -> int:
         """Load the newest save of this session's folder, or the one given, and return its number of steps.
@@ -377,7 +381,7 @@ class TrainState:
         Raises:
             CheckpointError: there is none, it is damaged, or it is another model's.
         """
-        which = "latest" if path is None else Path(path)
+        which = "latest" if path is None else saved_path_of(path)
         with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
             state = self._saves.read(which)
         refuse_other_data(
@@ -418,8 +422,6 @@ class TrainState:
     def let_go(self) -> None:
         """Refuse no backward of the model any more: it may be prepared again, in another session.  Not collective."""
         self._guard.let_go()
-
-    # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _handed_out(self, batch: UserBatch) -> UserBatch:
         """A batch on its way to the loop; where others have other shares, the loop must draw nothing into it."""
@@ -491,11 +493,9 @@ class TrainState:
     @property
     def _epoch(self) -> int:
         """The epoch in which the next step lies."""
-        known = self._stream.epoch_of(self._steps)
-        return self._passes.number if known is None else known
+        return self._passes.number if (known := self._stream.epoch_of(self._steps)) is None else known
 
     def _check_equal(self, fields: Mapping[str, Tensor]) -> None:
-        world = self._mesh["world"]
-        if world.group is not None:
+        if (group := self._mesh["world"].group) is not None:
             with self._calls.call(f"{self._name}.batches()", meets=True):
-                check_same_batches(fields, world.group)
+                check_same_batches(fields, group)

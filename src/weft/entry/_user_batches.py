@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 from weft.data import Permutation
 from weft.errors import DataError, RecipeError
+from weft.models import Batch
 
 FILLER = "is_filler"
 """Field of a microbatch that a rank runs for the others' sake, and that does not count."""
@@ -43,8 +44,12 @@ def fields_of(batch: UserBatch) -> dict[str, Tensor]:
         fields: dict[str, Any] = {"0": batch}
     elif isinstance(batch, Mapping):
         fields = dict(batch)
-    else:
+    elif isinstance(cast(object, batch), Sequence):
         fields = {str(position): value for position, value in enumerate(batch)}
+    else:
+        raise DataError(f"the batch is a {type(batch).__name__}. Give a tensor, or a dictionary or list of tensors.")
+    if not fields:
+        raise DataError("the batch is empty. Give a tensor, or a dictionary or list of tensors.")
     for name, value in fields.items():
         if not isinstance(value, Tensor) or value.ndim == 0:
             raise DataError(
@@ -57,6 +62,12 @@ def fields_of(batch: UserBatch) -> dict[str, Tensor]:
             f"the batch's entries hold different numbers of samples: {sizes}. Samples must lie along dim 0 of all."
         )
     return cast(dict[str, Tensor], fields)
+
+
+def cut_into(fields: Batch, size: int) -> list[Batch]:
+    """Return pieces of `size` samples, the last perhaps of fewer."""
+    number = len(next(iter(fields.values())))
+    return [{name: value[at : at + size] for name, value in fields.items()} for at in range(0, number, size)]
 
 
 def trainable(batch: UserBatch) -> UserBatch:
@@ -90,7 +101,8 @@ def restored(fields: Mapping[str, Tensor], like: type[Any]) -> Any:
 def infer_inputs(model: nn.Module, example: Mapping[str, Tensor]) -> dict[str, str]:
     """Return keyword of the model's forward → field of the batch.
 
-    Fields that bear the names of arguments go to these; of a tuple the first entry goes to the first argument.
+    Fields that bear the names of arguments go to these; of a tuple the first entry goes to the first argument.  Labels
+    go to a model that cannot run without them; where they are optional, it would compute a loss that nobody reads.
 
     Raises:
         RecipeError: no field fits the forward.
@@ -99,7 +111,8 @@ def infer_inputs(model: nn.Module, example: Mapping[str, Tensor]) -> dict[str, s
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if "0" in example and named:
         return {named[0]: "0"}
-    matching = {name: name for name in named if name in example and name != "labels"}
+    wants_labels = needs_labels(model, example)
+    matching = {name: name for name in named if name in example and (name != "labels" or wants_labels)}
     if not matching:
         raise RecipeError(
             f"none of the batch's fields ({', '.join(example)}) is an argument of"
@@ -107,6 +120,28 @@ def infer_inputs(model: nn.Module, example: Mapping[str, Tensor]) -> dict[str, s
             f' session.prepare(…, inputs={{"{named[0] if named else "x"}": "{next(iter(example))}"}}).'
         )
     return matching
+
+
+def needs_labels(model: nn.Module, example: Mapping[str, Tensor]) -> bool:
+    """Whether the forward takes labels and cannot do without: it has no default for them, or makes the decoder's inputs
+    of them, as encoder-decoder models of Transformers do."""
+    labels = inspect.signature(model.forward).parameters.get("labels")
+    if labels is None or "labels" not in example:
+        return False
+    makes_inputs = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return labels.default is inspect.Parameter.empty or (makes_inputs and "decoder_input_ids" not in example)
+
+
+def without_labels(model: nn.Module, example: Mapping[str, Tensor], inputs: Mapping[str, str]) -> str:
+    """What is to be said of a loss that a model did not compute, because it was given no labels; empty where it was."""
+    takes = "labels" in inspect.signature(model.forward).parameters and "labels" in example
+    if not takes or "labels" in inputs:
+        return ""
+    given = ", ".join(f'"{name}": "{field}"' for name, field in {**inputs, "labels": "labels"}.items())
+    return (
+        f" The model was not given the labels, so its outputs have no loss. Compute it of outputs.logits and"
+        f' batch["labels"], or name them: session.prepare(…, inputs={{{given}}}).'
+    )
 
 
 class BatchStream:
@@ -130,7 +165,7 @@ class BatchStream:
         self._seed = seed
         self._check = check
         self._dataset = _map_style(loader)
-        self.batch_size = batch_size if batch_size is not None else _batch_size(loader)
+        self.batch_size = _batch_size(loader, batch_size)
         self._collates_whole: bool | None = None
         """Whether the collate function looks at the whole batch, so that shares are cut out of what it returns."""
         self.digest = ""
@@ -312,8 +347,15 @@ def _length(sampler: Any) -> int | None:
         return None
 
 
-def _batch_size(loader: Iterable[Any]) -> int:
+def _batch_size(loader: Iterable[Any], given: int | None) -> int:
     size = getattr(loader, "batch_size", None)
+    if given is not None and type(given) is int and isinstance(size, int) and size not in (0, given):
+        raise DataError(
+            f"batch_size = {given} is for loaders that do not say it, and this one has batch_size = {size}, its"
+            f" global batch. Leave one out, or make the loader with batch_size={given}."
+        )
+    if given is not None:
+        return given
     if isinstance(size, int) and size > 0:
         return size
     sampled = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.entry._user_batches import FILLER, restored
+from weft.errors import RecipeError
 from weft.models import Batch
 from weft.models.auxiliary import AuxiliaryLoss, auxiliary_of
 
@@ -27,6 +29,8 @@ class LossOfUser:
         self.auxiliary = {name: self._of_user(term) for name, term in auxiliary_of(loss).items()}
         self._look: Callable[[Any, Any], None] | None = None
         self._counts = True
+        self.hint = ""
+        """What to say where the loss of the model's outputs is None."""
 
     @contextmanager
     def watched(self, look: Callable[[Any, Any], None], *, counts: bool) -> Generator[None]:
@@ -46,6 +50,17 @@ class LossOfUser:
 
         return replace(term, sums=sums)
 
+    def _call(self, outputs: Any, own: Any) -> Any:
+        try:
+            found = self._loss(outputs, own)
+        except TypeError as problem:
+            if self.hint and getattr(outputs, "loss", outputs) is None:
+                raise RecipeError(f"the loss raised TypeError: {problem}.{self.hint}") from problem
+            raise
+        if found is None:
+            raise RecipeError(f"the loss returned None.{self.hint or ' ' + _CONTRACT}")
+        return found
+
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         own = restored(batch, self.like)
         if self._look is not None:
@@ -53,14 +68,21 @@ class LossOfUser:
         if not self._counts:
             nothing = torch.zeros((), dtype=torch.float64, device=batch["sample_ids"].device)
             return nothing, nothing
-        loss_sum, count = self._totals(self._loss(outputs, own), batch)
+        loss_sum, count = self._totals(self._call(outputs, own), batch)
         return (loss_sum * 0.0, torch.zeros_like(count)) if FILLER in batch else (loss_sum, count)
 
     def _totals(self, found: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """What the user's loss has returned, as sum and count."""
+        learnt = found[0] if isinstance(found, tuple) and found else found
+        if isinstance(learnt, Tensor) and torch.is_grad_enabled() and not learnt.requires_grad:
+            raise RecipeError(
+                "the loss does not depend on what the model computed, so nothing can be learnt from it. Make it of the"
+                " outputs, without detach(), item() and torch.no_grad()."
+            )
         if isinstance(found, tuple):
-            loss_sum, count = cast(tuple[Tensor, Any], found)
+            loss_sum, count = _pair(cast(tuple[Any, ...], found))
             return loss_sum, torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
+        _refuse_no_sum(found)
         samples = next(iter(batch.values())).shape[0]
         if not self._told:
             self._told = True
@@ -72,3 +94,28 @@ class LossOfUser:
                 stacklevel=2,
             )
         return found * samples, found.new_full((), float(samples), dtype=torch.float64)
+
+
+def _pair(found: tuple[Any, ...]) -> tuple[Tensor, Any]:
+    if len(found) != 2:
+        raise RecipeError(f"the loss returned {len(found)} values. {_CONTRACT}")
+    loss_sum, count = found
+    _refuse_no_sum(loss_sum)
+    if isinstance(count, Tensor):
+        is_number = count.ndim == 0 and not count.is_complex()
+        is_known = is_number and count.device.type == "cpu"  # to read another would wait for the device
+    else:
+        is_number = is_known = isinstance(count, int | float)
+    if not is_number or (is_known and not 0 <= float(count) < math.inf):
+        raise RecipeError(f"the loss returned {count!r} as its count. {_CONTRACT}")
+    return loss_sum, count
+
+
+def _refuse_no_sum(value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise RecipeError(f"the loss returned a {type(value).__name__}. {_CONTRACT}")
+    if value.ndim or not value.is_floating_point():
+        raise RecipeError(f"the loss returned a tensor of shape {tuple(value.shape)} and {value.dtype}. {_CONTRACT}")
+
+
+_CONTRACT = "Return (sum, count): a tensor with the sum over the samples, and how many there are; or their mean alone."

@@ -54,7 +54,8 @@ class RunFolder:
             LaunchError: it does not exist.
         """
         if not path.is_dir():
-            raise LaunchError(f"{path} is no folder of a run: it does not exist.")
+            why = "it is a file. Give the folder that it lies in" if path.is_file() else "it does not exist"
+            raise LaunchError(f"{path} is no folder of a run: {why}.")
         return cls(path)
 
     @property

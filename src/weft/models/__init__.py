@@ -29,5 +29,6 @@ from weft.models._losses import count_labels as count_labels
 from weft.models._losses import loss_by_name as loss_by_name
 from weft.models._losses import regression_loss as regression_loss
 from weft.models._losses import token_loss as token_loss
+from weft.models._patterns import require_matches as require_matches
 from weft.models._seeded import others_draw as others_draw
 from weft.models._seeded import seeded as seeded

@@ -34,8 +34,8 @@ class Objective:
             raise PlanError('objective = "time" needs the tokens to train on. Give --tokens, such as --tokens 2T.')
         for name in ("tokens", "price_per_device_hour"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise PlanError(f"{name} = {value:g} must be above 0.")
+            if value is not None and not 0 < value < math.inf:
+                raise PlanError(f"{name} = {value:g} must be a finite number above 0.")
 
     def pessimistic_seconds(self, step_seconds: float, spread: float) -> float:
         """`spread` is the standard deviation of the logarithm of the step time."""

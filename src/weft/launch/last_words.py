@@ -1,0 +1,49 @@
+"""What ends a script is said so that its user finds it.
+
+Once this module is imported, an error of Weft that ends the process is printed as its text and the user's line, without
+Weft's own calls; all others as before.  Under torchrun either also stands in the agent's report of the first failure,
+which otherwise knows the exit status alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+
+from weft.errors import CollectiveError, WeftError
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def tell_agent(text: str, *, follows: bool = False) -> None:
+    """Leave word of what ended this process for the agent of torchrun, if it was started by one.
+
+    What `follows` from an error of another rank is dated behind that: the agent counts whole seconds, and takes the
+    first.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not path:
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
+    with suppress(OSError), open(path, "w", encoding="utf-8") as stream:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, stream)
+
+
+def _say(before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, WeftError):
+        text = "\n".join([f"{kind.__name__}: {error}", *error.lines_of_user()])
+        print(text, file=sys.stderr)
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip("\n")
+        before(kind, error, trace)
+    tell_agent(text, follows=isinstance(error, CollectiveError))
+
+
+sys.excepthook = partial(_say, sys.excepthook)

@@ -140,8 +140,7 @@ class TrainState:
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Yield this rank's share of the coming global batches, in the shape that the loader gives.
 
-        Without `steps`: until the epoch that the next step lies in is through.  After `load` it goes on where the run
-        was.  Refuses at once what is no number of steps (RecipeError).
+        Without `steps`: until the next step's epoch is through.  After `load` it goes on where the run was.
         """
         return self._batches(whole_or_none("state.batches(steps=…)", steps))
 

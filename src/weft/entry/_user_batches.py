@@ -25,7 +25,6 @@ from torch.utils.data import (
 
 from weft.data import Permutation
 from weft.errors import DataError, RecipeError
-from weft.models import Batch
 
 FILLER = "is_filler"
 """Field of a microbatch that a rank runs for the others' sake, and that does not count."""
@@ -62,12 +61,6 @@ def fields_of(batch: UserBatch) -> dict[str, Tensor]:
             f"the batch's entries hold different numbers of samples: {sizes}. Samples must lie along dim 0 of all."
         )
     return cast(dict[str, Tensor], fields)
-
-
-def cut_into(fields: Batch, size: int) -> list[Batch]:
-    """Return pieces of `size` samples, the last perhaps of fewer."""
-    number = len(next(iter(fields.values())))
-    return [{name: value[at : at + size] for name, value in fields.items()} for at in range(0, number, size)]
 
 
 def trainable(batch: UserBatch) -> UserBatch:

@@ -206,6 +206,8 @@ def slip(kind: str, folder: str) -> str:
     plan = plan_for(zero=3, data=2) if kind == "raw backward under zero-3" else plan_for(data=2, size=2)
     with weft.session(plan=plan, permit=("fp64",), folder=folder, quiet=True) as session:
         state = prepared(session, dropout=0.1 if kind == "rows" else 0.0)
+        for batch in state.batches(1):
+            state.step(batch)  # gradients of a step that went well are no mistake of the next
         (batch,) = state.batches(1)
         before = logits_of(state)
         try:
@@ -245,8 +247,15 @@ def _slipped(kind: str, state: Any, batch: Any) -> None:
             elif kind == "a bare total":
                 step.backward(loss, of=3)
             elif kind == "an error of the user's":
+                step.backward(loss)
                 raise ValueError("mine")
+            elif kind == "a step inside":
+                state.step(batch)
             step.backward(loss)
+            if kind == "clipped":
+                nn.utils.clip_grad_norm_(state.model.parameters(), 1e-3)
+            elif kind == "zeroed":
+                state.model.zero_grad()
             if kind == "left early":
                 break
         if kind == "twice":
@@ -267,6 +276,9 @@ def _slipped(kind: str, state: Any, batch: Any) -> None:
         ("no gradient", r"this loss has no gradient"),
         ("a bare total", r"of=3\) wants what step\.total"),
         ("an error of the user's", r"ValueError: mine"),
+        ("clipped", r"was changed inside a manual step, as clip_grad_norm_"),
+        ("zeroed", r"was changed inside a manual step"),
+        ("a step inside", r"state\.step\(\) was called inside a manual step of the same model"),
         ("left early", r"has taken 1 of the 2 parts"),
         ("twice", r"gone through already"),
     ],
@@ -317,3 +329,67 @@ def test_totals_that_are_no_numbers_are_refused(tmp_path) -> None:
             step.total(float("nan"))
         with pytest.raises(RecipeError, match="several forwards"), state.manual_step(batch) as step:
             raise RecipeError("several forwards")  # a user's own comes through as it is
+
+
+def some_ranks_backward(folder: str) -> str:
+    with weft.session(plan=plan_for(2, 2, zero=3), permit=("fp64",), folder=folder, quiet=True) as session:
+        state = prepared(session)
+        (batch,) = state.batches(1)
+        with pytest.raises(WeftError) as caught, state.manual_step(batch) as step:
+            for part in step.parts():
+                loss = state.model(part["tokens"])[1].mean()
+                if session.rank == 0:
+                    step.backward(loss)
+        return str(caught.value)
+
+
+def test_a_backward_of_some_ranks_alone_is_named_where_it_exchanges_gradients(ranks: RankPool, tmp_path) -> None:
+    with pytest.raises(WeftError) as caught:
+        ranks.run(2, some_ranks_backward, str(tmp_path))
+    assert "the ranks do different things" in str(caught.value)
+    assert "step.backward() at test_session_manual.py:" in str(caught.value)
+
+
+def two_models(plan: Plan, folder: str) -> list[float]:
+    """A critic takes steps inside a generator's block, and is judged there by a loader of the loop's own."""
+    with weft.session(plan=plan, permit=("fp64",), folder=folder, quiet=True) as session:
+        made, critic = prepared(session), prepared(session)
+        found: list[float] = []
+        for number, batch in enumerate(made.batches(STEPS)):
+            for _ in range(number):
+                critic.step(batch)
+            with made.manual_step(batch) as step:
+                found += [critic.step(batch).loss, critic.evaluate(loader())]
+                for part in step.parts():
+                    values = made.model(part["tokens"])[1]
+                    with critic.frozen():
+                        step.backward((values - critic.model(part["tokens"])[1]).square().mean())
+            found.append(step.event.loss)
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:state.batches")
+def test_another_models_steps_and_evaluations_go_inside_a_block(ranks: RankPool, tmp_path) -> None:
+    (alone,) = ranks.run(1, two_models, plan_for(size=BATCH), str(tmp_path / "1"))
+    for found in ranks.run(2, two_models, plan_for(2), str(tmp_path / "2")):
+        assert found == pytest.approx(alone, rel=1e-10)
+
+
+def losses_with(plan: Plan, folder: str, *, zeroed: bool) -> list[float]:
+    with weft.session(plan=plan, permit=("fp64",), folder=folder, quiet=True) as session:
+        state, found = prepared(session), list[float]()
+        for batch in state.batches(STEPS):
+            if zeroed:
+                state.model.zero_grad()  # sets gradients to None, which are views of what is reduced
+            found.append(state.step(batch).loss)
+        return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_that_were_set_to_none_are_trained_on(ranks: RankPool, tmp_path, zero) -> None:
+    plan = plan_for(2, 2, zero=zero)
+    untouched, zeroed = (
+        ranks.run(2, losses_with, plan, str(tmp_path / str(way)), zeroed=way)[0] for way in (False, True)
+    )
+    assert zeroed == untouched
+    assert len(set(untouched)) == STEPS

@@ -127,7 +127,7 @@ class Stepper:
 
     def abandon(self) -> None:
         """Leave a step that has begun without its update: what forwards have changed is put back."""
-        for buffer, kept in zip(self._buffers, self._before, strict=True):
+        for buffer, kept in zip(self._buffers, self._before, strict=bool(self._before)):
             buffer.copy_(kept)
         self._before = []
 
@@ -151,6 +151,7 @@ class Stepper:
             self._stores.finish()
             agreed = self._agree(totals, stop_requested(), fingerprint)
         if len(set(agreed.fingerprints)) > 1:
+            self.abandon()
             on_difference()
         factors = [self._nominal_count / ((count or 1.0) * scale) for count in agreed.counts]
         norms = [
@@ -163,6 +164,7 @@ class Stepper:
             if finite and agreed.counts[self._replica] > 0:
                 clip = self._clip(norms[self._replica])
                 self._update(learning_rate, factors[self._replica] * clip, agreed.unused > 0)
+                self._before = []
             else:
                 self.abandon()
             if self._loss_scale is not None:

@@ -7,7 +7,8 @@ of the plan: of n samples the data rank with shares m of M takes n·m/M, rounded
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ class _Taken:
     share: BatchShare
     first: Mapping[str, Tensor]
     """The batch's first sample, for microbatches that have none."""
+    tensors: list[ReferenceType[Tensor]] = field(default_factory=list[ReferenceType[Tensor]])
+    """What the loop was handed."""
 
 
 class BatchShares:
@@ -94,11 +97,23 @@ class BatchShares:
         share = self.of(next(iter(fields.values())).shape[0])
         part = {name: value[share.start : share.stop] for name, value in fields.items()}
         own = hand_out(restored(part, type(batch)))
-        taken = _Taken(share, {name: value[:1] for name, value in fields.items()})
+        # A copy: a view would keep the whole batch alive as long as its share is remembered.
+        taken = _Taken(share, {name: value[:1].clone() for name, value in fields.items()})
+        self._forget_dropped()
         self._ahead.append(taken)
         for value in fields_of(own).values():
             self._of_field[value] = taken
+            taken.tensors.append(ref(value))
         return own
+
+    def _forget_dropped(self) -> None:
+        """Batches that the loop has taken and let go of, all but the last, which it may have made anew."""
+        living = [one for one in self._ahead[:-1] if any(tensor() is not None for tensor in one.tensors)]
+        self._ahead = [*living, *self._ahead[-1:]]
+
+    def forget(self) -> None:
+        """Forget all that was handed out: the run goes on from elsewhere."""
+        self._ahead.clear()
 
     def took_step(self, share: BatchShare) -> None:
         """Forget what was handed out before the batch that a step has trained on."""

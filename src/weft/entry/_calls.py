@@ -8,22 +8,24 @@ same calls in the same order; the first that differ are the error of all of them
 from __future__ import annotations
 
 import json
+import random
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from weft.comm import release_groups
+from weft.comm import Mesh, release_groups
 from weft.entry._agreement import differs, gather_texts
 from weft.errors import CheckpointError, CollectiveError, RecipeError, WeftError
 
@@ -58,6 +60,8 @@ class _Statement:
     calls: tuple[_Call, ...]
     end: str
     """Why it has left the session; empty while it has not."""
+    in_call: bool
+    """Whether it was in the last of these calls, and not behind it."""
     forwards: Mapping[str, int]
     """Model → forwards outside a call that the rank has begun."""
     forward: tuple[str, str]
@@ -72,9 +76,9 @@ class _Statement:
 
     @classmethod
     def read(cls, text: str) -> _Statement:
-        calls, end, forwards, (model, place), facts = json.loads(text)
+        calls, end, in_call, forwards, (model, place), facts = json.loads(text)
         made = tuple(_Call(int(number), str(name), str(place)) for number, name, place in calls)
-        return cls(made, str(end), forwards, (str(model), str(place)), facts)
+        return cls(made, str(end), bool(in_call), forwards, (str(model), str(place)), facts)
 
 
 class Calls:
@@ -93,6 +97,10 @@ class Calls:
         self._facts: Callable[[], Mapping[str, str]] = dict
         self._peers: dict[str, Collection[int]] = {}
         self._handles: list[RemovableHandle] = []
+        self._nesting: dict[str, int] = {}
+        """Model → forwards under way, one inside the other."""
+        self.blocks = 0
+        """Manual steps that the loop is in: what it draws there is looked for, and Weft's own draws are none of it."""
         self._verdict = ""
         self._has_ended = False
         self._is_over = threading.Event()
@@ -116,13 +124,23 @@ class Calls:
                 f"{name} was called after its session had ended, when the ranks are joined no more. Move it into the"
                 " `with weft.session(…)` block."
             )
-        if self._thread is None or self._depth:
+        if self._depth:
             yield
             return
+        with _generators_kept(self._device) if self.blocks else nullcontext():
+            if self._thread is None:
+                yield
+            else:
+                with self._compared(name, meets, facts):
+                    yield
+
+    @contextmanager
+    def _compared(self, name: str, meets: bool, facts: Callable[[], Mapping[str, str]]) -> Generator[None]:
         number = self._calls[-1].number + 1 if self._calls else 1
         self._calls.append(_Call(number, name, _line_of_user()))
         self._depth, self._since, self._facts = 1, time.monotonic(), facts
         self._forward = ("", "")  # one that failed, and whose error the loop has caught
+        self._nesting.clear()
         try:
             if meets:
                 self._meet()
@@ -135,27 +153,38 @@ class Calls:
         finally:
             self._depth, self._since, self._facts = 0, 0.0, dict
 
-    def watch_forwards(self, model: nn.Module, name: str, peers: Collection[int]) -> None:
-        """From now on know of the forwards that the loop makes of a model by itself, where ranks exchange something in
-        them: all `peers` must make them together.  They have no place in the order of calls, because other ranks may
-        make more or fewer of them, as where each generates until its own samples end."""
+    def watch_exchanges(self, model: nn.Module, name: str, mesh: Mesh, *, gathers: bool, batch_norm: bool) -> None:
+        """`watch_forwards`, of the ranks with which this one exchanges something in each: parts of layers, weights that
+        are gathered, or statistics of batch norms, which are exchanged in training mode alone."""
+        peers = {*mesh["tensor"].ranks, *(mesh["shard"].ranks if gathers else ())}
+        if len(peers) > 1:
+            self.watch_forwards(model, name, peers)
+        elif batch_norm:
+            self.watch_forwards(model, name, mesh["data"].ranks, in_training=True)
+
+    def watch_forwards(self, model: nn.Module, name: str, peers: Collection[int], *, in_training: bool = False) -> None:
+        """From now on know of the forwards (those `in_training` mode alone) that the loop makes of a model by itself,
+        where ranks exchange something in them: all `peers` must make them together.  They have no place in the order of
+        calls, because other ranks may make more or fewer of them, as where each generates until its own samples end."""
         if self._thread is None or len(peers) < 2:
             return
         self._peers[name] = peers
 
-        nesting = 0
+        nesting = self._nesting
 
-        def begin(*_: Any) -> None:
-            nonlocal nesting
-            if self._depth == 0 and nesting == 0:
+        def begin(module: nn.Module, *_: Any) -> None:
+            if in_training and not module.training:
+                return
+            if self._depth == 0 and nesting.get(name, 0) == 0:
                 self._forwards[name] = self._forwards.get(name, 0) + 1
                 self._forward, self._since = (name, _line_of_user()), time.monotonic()
-            nesting += 1
+            nesting[name] = nesting.get(name, 0) + 1
 
         def end(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            nonlocal nesting
-            nesting -= 1
-            if self._depth or nesting:
+            if not nesting.get(name):  # of a forward that was refused before it began
+                return
+            nesting[name] -= 1
+            if self._depth or nesting[name]:
                 return
             self._since = 0.0
             error = sys.exc_info()[1] if outputs is None else None
@@ -194,15 +223,19 @@ class Calls:
     # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _watch(self) -> None:
-        published: tuple[int, dict[str, int]] | None = None
+        published: object = None
         while not self._is_over.wait(_LOOK_SECONDS):
-            since, number = self._since, (self._calls[-1].number if self._calls else 0, dict(self._forwards))
+            since, last = self._since, self._calls[-1].number if self._calls else 0
             if not since or time.monotonic() - since < _STUCK_SECONDS:
                 continue
             with suppress(RuntimeError):  # the store is gone with the rank that had it: its groups say so
-                if published != number:
-                    self._publish()
-                    published = number
+                state = (last, dict(self._forwards), bool(self._facts()))
+                text = self._spell()
+                if self._since != since:
+                    continue  # what it says is of two moments
+                if published != state:
+                    self._store_of_all.set(f"calls/{self._rank}", text)
+                    published = state
                 verdict = self._difference(self._statements())
                 if verdict and self._since == since:
                     self._verdict = verdict
@@ -217,11 +250,16 @@ class Calls:
 
     def _spell(self, end: str = "") -> str:
         calls = [[call.number, call.name, call.place] for call in list(self._calls)]
-        return json.dumps([calls, end, self._forwards, self._forward, dict(self._facts())])
+        state = [bool(self._depth), self._forwards, self._forward, dict(self._facts())]
+        return json.dumps([calls, end, *state])
+
+    @property
+    def _store_of_all(self) -> dist.Store:
+        assert self._store is not None
+        return self._store
 
     def _publish(self, end: str = "") -> None:
-        assert self._store is not None
-        self._store.set(f"calls/{self._rank}", self._spell(end))
+        self._store_of_all.set(f"calls/{self._rank}", self._spell(end))
 
     def _statements(self) -> dict[int, _Statement]:
         """What each rank has published so far."""
@@ -253,7 +291,7 @@ class Calls:
         """A forward of the loop's own that met another in a peer's call, and so let them come apart later."""
         for model, peers in self._peers.items():
             here = {rank: statements[rank] for rank in peers if rank in statements and statements[rank].calls}
-            here = {rank: each for rank, each in here.items() if not each.forward[0]}
+            here = {rank: each for rank, each in here.items() if each.in_call and not each.end}
             latest = max((each.number for each in here.values()), default=0)
             same = {rank: each for rank, each in here.items() if each.number == latest}
             if len({each.forwards.get(model, 0) for each in same.values()}) > 1:
@@ -321,6 +359,18 @@ class Calls:
             if sum(has_come) == self._num_ranks or time.monotonic() >= deadline:
                 return ""
             time.sleep(_LOOK_SECONDS / 5)
+
+
+@contextmanager
+def _generators_kept(device: torch.device) -> Generator[None]:
+    """Put the generators back that Weft's own work moves: a step seeds torch's, a loader's iterator draws a seed."""
+    python, legacy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
 
 
 def _within(seconds: float, ask: Callable[[], str | None]) -> str:

@@ -37,6 +37,8 @@ class Guard:
     def __init__(self) -> None:
         self._depth = 0
         self._is_manual = False
+        self.is_closed = False
+        """Whether the model takes no more steps."""
         self._handles: list[RemovableHandle] = []
         self.refused_backward = False
         """Whether a backward outside a step was refused half way, since somebody last set this back."""
@@ -58,6 +60,30 @@ class Guard:
             yield
         finally:
             self._is_manual = False
+
+    def refuse_within_manual(self, call: str) -> None:
+        """Raises `RecipeError` inside a manual step of the same model."""
+        if self._is_manual:
+            raise RecipeError(
+                f"{call} was called inside a manual step of the same model, whose gradients and weights it would change"
+                " under way. Leave the block first."
+            )
+
+    def check_ready(self, call: str, model: nn.Module, frozen: Iterable[str], left: LeftGradients | None) -> None:
+        """Refuse a step that cannot be taken, or that would hide a mistake made since the last one.
+
+        Raises:
+            RecipeError: the model is closed or in a manual step, cannot train, or its gradients were changed.
+        """
+        if self.is_closed:
+            raise RecipeError(
+                f"{call} was called after close(), and what is closed takes no more steps. Take them before, or prepare"
+                " the model again in a new session."
+            )
+        self.refuse_within_manual(call)
+        refuse_untrainable(model, frozen)
+        if left is not None and not self.refused_backward:  # which has left a part of itself
+            left.check()
 
     @property
     def is_inside(self) -> bool:
@@ -270,6 +296,22 @@ class LeftGradients:
         left = [(name, parameter, parameter.grad) for name, parameter in model.named_parameters()]
         # Weak, so that a loop which sets its gradients to None gets their memory back.
         self._left = [(name, parameter, ref(grad), grad._version) for name, parameter, grad in left if grad is not None]
+
+    def check_kept(self) -> None:
+        """Refuse gradients that were changed or dropped since, inside a step that goes on adding to them.
+
+        Raises:
+            RecipeError: there are some; the first is named.
+        """
+        for name, parameter, left, version in self._left:
+            grad = left()
+            if grad is None or parameter.grad is not grad or grad._version != version:
+                raise RecipeError(
+                    f"the gradient of {name} was changed inside a manual step, as clip_grad_norm_ and zero_grad do: it"
+                    " is this rank's part of a sum that is not made yet, so plans would differ. Clip by"
+                    " session.prepare(…, max_grad_norm=1.0); scale the loss that step.backward is given, or leave a"
+                    " backward out, in place of its gradient."
+                )
 
     def check(self) -> None:
         """Refuse gradients that were changed since, to something else than zero.

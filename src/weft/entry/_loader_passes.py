@@ -25,7 +25,8 @@ class LoaderPasses:
         skipped, number = self.taken, -1
         for number, batch in enumerate(self._stream.iterate()):
             if number < skipped:
-                self._seen.check_skipped(self._stream.digest, number, skipped)
+                if number + 1 == skipped:
+                    self._seen.check_skipped(self._stream.digest, self._last, number)
                 continue
             if steps is not None and number >= skipped + steps:
                 return
@@ -44,4 +45,4 @@ class LoaderPasses:
         taken, number = state.get("in_pass"), state.get("passes")
         self.taken = taken if isinstance(taken, int) else 0
         self.number = number if isinstance(number, int) else 0
-        self._last = self._seen.expected = str(state.get("last_batch") or "")
+        self._last = str(state.get("last_batch") or "")

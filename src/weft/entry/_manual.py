@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.engine import Stepper
 from weft.entry._calls import Calls
-from weft.entry._guards import Guard
+from weft.entry._guards import Guard, LeftGradients
 from weft.entry._user_batches import restored
 from weft.errors import DataError, PlanError, RecipeError
 from weft.events import StepEvent
@@ -69,6 +69,9 @@ class ManualStep:
         self._totals = LossTotals.empty(self._device)
         self._taken = 0
         self._event: StepEvent | None = None
+        self._left: LeftGradients | None = None
+        # Every rank makes the same backwards where these exchange something: weights, or statistics of a batch norm.
+        self._exchanges = model.plan.data_parallel.shards_weights or model.blueprint.has_batch_norm
         self._scale = stepper.begin(step)
 
     @property
@@ -100,7 +103,13 @@ class ManualStep:
 
         Raises:
             DataError: it is no number.
+            PlanError: replicas step by themselves, each with the mean over its own samples.
         """
+        if self._model.plan.data_parallel.replicas_step_alone:
+            raise PlanError(
+                "step.total() is a number of the whole global batch, and under local steps each replica takes the mean"
+                " over its own samples. Give step.backward means over the part's samples."
+            )
         own = torch.as_tensor(value, dtype=torch.float64, device=self._device).detach().sum()
         mesh = self._model.mesh
         if mesh.index("tensor"):  # has the samples of the first tensor rank
@@ -135,10 +144,13 @@ class ManualStep:
             raise DataError(f"step.backward(of={of!r}) wants what step.total(…) has returned, and more than 0.")
         else:
             share = loss * (self._batch_size / of.value)
-        self._totals.add(share, torch.zeros_like(self._totals.count))
-        self._model.stores.on_backward(0, 0)  # ZeRO-3 reduces in every backward: nobody knows which is the last
-        with self._guard.inside():
+        self._check_left()
+        self._totals.add(share.reshape(()), torch.zeros_like(self._totals.count))
+        called = self._calls.call("step.backward()") if self._exchanges else nullcontext()
+        with called, self._guard.inside():
+            self._model.stores.on_backward(0, 0)  # ZeRO-3 reduces in every backward: nobody knows which is the last
             self._forwards.backward(share * self._scale, retain_graph)
+        self._left = LeftGradients(self._model.module)
 
     # ── driven by `state.manual_step` ─────────────────────────────────────────────────────────────────────────────────
 
@@ -147,6 +159,7 @@ class ManualStep:
         """The step's block, and `end`, which updates.  A block left by an error changes nothing."""
         context = self._model.parts[0].context
         undrawn = without_draws(context, self._device, "the block of state.manual_step()", _INSTEAD)
+        self._calls.blocks += 1
         try:
             # No ExitStack: an error that passes one stays alive, and the process groups with it, until garbage is
             # collected.
@@ -157,16 +170,21 @@ class ManualStep:
             self._stepper.abandon()
             raise
         finally:
+            self._calls.blocks -= 1
             context.current = None  # of a loop over parts that was left
         self._totals.count += sum(len(batch["sample_ids"]) for batch in self._microbatches)
         self._event = end(self._totals)
 
+    def _check_left(self) -> None:
+        if self._left is not None:
+            self._left.check_kept()
+
     def _check_taken(self) -> None:
+        self._check_left()
         if self._taken < len(self._microbatches):
             raise RecipeError(
                 f"the block has taken {self._taken} of the {len(self._microbatches)} parts of this rank's share, so"
-                " samples would be left out of the step. Go through all of step.parts(); a part without a loss needs no"
-                " backward."
+                " samples would be left out of the step. Go through all of step.parts()."
             )
 
     def _refuse(self) -> NoReturn:

@@ -20,8 +20,6 @@ class SeenBatches:
         """Tensor that was handed out → digest of the whole batch that it is a share of."""
         self.now = ""
         """Digest of this step's batch, where all ranks must have the same; empty where that is not known."""
-        self.expected = ""
-        """Digest of the last batch that was taken before the save that this run goes on from."""
 
     def note(self, fields: Mapping[str, Tensor], digest: str) -> None:
         """Remember of which batch the fields are a share."""
@@ -33,17 +31,18 @@ class SeenBatches:
         known = (self._of_field.get(value) for value in fields.values())
         self.now = digest_of(fields) if self._shared_by_all else next((d for d in known if d is not None), "")
 
-    def check_skipped(self, digest: str, number: int, skipped: int) -> None:
-        """Look at a batch that a resumed run passes over: the last of them must be the one before the save.
+    def check_skipped(self, digest: str, last: str, number: int) -> None:
+        """Look at the last batch that the run passes over, where it goes on within a pass: it must be the one that it
+        took there, whose digest was `last` (empty: not known).
 
         Raises:
             DataError: it is another.
         """
-        if number + 1 == skipped and self.expected and digest != self.expected:
+        if last and digest != last:
             raise DataError(
-                f"batch {number} of the loader is not the one that the saved run took there, so samples would be"
+                f"batch {number} of the loader is not the one that the run took there before, so samples would be"
                 " repeated and left out. Make the loader's order a function of seed and epoch (a generator= of the"
-                " sampler's own, seeded anew in each pass), or save where a pass ends."
+                " sampler's own, seeded anew in each pass), or take and save whole passes."
             )
 
     def check_reached(self, number: int, skipped: int) -> None:

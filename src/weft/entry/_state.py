@@ -25,7 +25,7 @@ from weft.entry._calls import Calls
 from weft.entry._epochs import Epochs
 from weft.entry._evaluation import Evaluation
 from weft.entry._export import export_model
-from weft.entry._guards import Guard, LeftGradients, frozen, modes_of, refuse_untrainable, retire
+from weft.entry._guards import Guard, LeftGradients, frozen, modes_of, retire
 from weft.entry._loader_passes import LoaderPasses
 from weft.entry._loop_draws import Yielded
 from weft.entry._metrics import Metrics
@@ -38,7 +38,6 @@ from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, trainable
 from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
-from weft.errors import RecipeError
 from weft.events import CheckpointEvent, EndEvent, EpochEvent, EvaluationEvent, StepEvent
 from weft.models import Batch, Blueprint
 from weft.parallel import LossTotals, ParallelModel, parallelize
@@ -86,6 +85,7 @@ class TrainState:
         self._yielded: Yielded | None = None
         self._draws = SampleDraws(recipe.run.seed)
         self._left: LeftGradients | None = None
+        self._facts: dict[str, str] = {}
         blueprint = replace(blueprint, loss=self._loss)
         self._shares = BatchShares(plan, mesh.data_index, self._batch_size, whole_share_for(blueprint))
         self._share = self._shares.usual
@@ -112,7 +112,6 @@ class TrainState:
         self._reporter = StepReporter(self._run, self._recorder, self._parallel)
         self._reporter.start(0, None)
         self._steps = 0
-        self._is_closed = False
         self._attached = Attached()
         self._seen = SeenBatches(shared_by_all=plan.mesh.data == 1 and plan.mesh.world_size > 1)
         self._passes = LoaderPasses(self._stream, self._seen)
@@ -124,8 +123,7 @@ class TrainState:
         trained = [p for part in self._parallel.parts for p in part.module.parameters() if p.requires_grad]
         self._guard.watch_gradients(() if gathers else trained, [self.model] if gathers else ())
         self._guard.watch_state(self.model, plan)
-        exchanging = {*mesh["tensor"].ranks, *(mesh["shard"].ranks if gathers else ())}
-        calls.watch_forwards(self.model, self._name, exchanging)
+        calls.watch_exchanges(self.model, self._name, mesh, gathers=gathers, batch_norm=blueprint.has_batch_norm)
 
     @property
     def model(self) -> nn.Module:
@@ -169,7 +167,7 @@ class TrainState:
                 changed (clipped) after the last step.
         """
         self._check_ready("step()")
-        with self._calls.call(f"{self._name}.step()", facts=self._settings), self._guard.inside():
+        with self._calls.call(f"{self._name}.step()", facts=lambda: self._facts), self._guard.inside():
             microbatches = self._taken(batch)
             event = self._training.stepper(microbatches, step=self._steps, **self._agreement())
         self._note(event)
@@ -219,7 +217,8 @@ class TrainState:
         self._note(step.event)
 
     def _end_manually(self, totals: LossTotals) -> StepEvent:
-        called = self._calls.call(f"the end of {self._name}.manual_step()", facts=self._settings)
+        self._facts = self._settings()
+        called = self._calls.call(f"the end of {self._name}.manual_step()", facts=lambda: self._facts)
         with called, self._guard.inside():
             return self._training.stepper.end(totals, step=self._steps, **self._agreement())
 
@@ -339,6 +338,7 @@ class TrainState:
         then `evaluate`, `predict` and `export` see what replicas agreed on last, and the model has this replica's own
         weights.  Nothing happens where no step was taken since, or the plan has no local steps.
         """
+        self._guard.refuse_within_manual(f"{self._name}.end_round()")
         self._rounds.end()
 
     def save(self) -> Path:
@@ -380,6 +380,7 @@ class TrainState:
         Raises:
             CheckpointError: there is none, it is damaged, or it is another model's.
         """
+        self._guard.refuse_within_manual(f"{self._name}.load()")
         which = "latest" if path is None else saved_path_of(path)
         with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
             state = self._saves.read(which)
@@ -392,6 +393,7 @@ class TrainState:
         self._optimizer.load_settings(cast(Any, state["optimizer"]))
         self._steps = cast(int, state["steps"])
         self._passes.load(state)
+        self._shares.forget()
         self._reporter.start(self._steps, None)
         return self._steps
 
@@ -410,13 +412,15 @@ class TrainState:
     def close(self) -> None:
         """End what runs in the background, and the last round of local steps; no steps follow.  Leaving the session
         does it."""
-        if self._is_closed:
+        if self._guard.is_closed:
             return
         self._rounds.close()
-        self._is_closed = True
+        self._guard.is_closed = True
         self.let_go()
-        self._run.emit(EndEvent(step=self._steps, stopped=False))
-        self._training.close()
+        try:
+            self._run.emit(EndEvent(step=self._steps, stopped=False))
+        finally:  # whatever a callback raises
+            self._training.close()
 
     def let_go(self) -> None:
         """Refuse no backward of the model any more: it may be prepared again, in another session.  Not collective."""
@@ -436,14 +440,8 @@ class TrainState:
         return own
 
     def _check_ready(self, call: str) -> None:
-        if self._is_closed:
-            raise RecipeError(
-                f"{self._name}.{call} was called after close(), and what is closed takes no more steps. Take"
-                " them before, or prepare the model again in a new session."
-            )
-        refuse_untrainable(self.model, self._frozen)
-        if self._left is not None and not self._guard.refused_backward:  # which has left a part of itself
-            self._left.check()
+        self._guard.check_ready(f"{self._name}.{call}", self.model, self._frozen, self._left)
+        self._left, self._facts = None, {}  # until the step is through: one left by an error has changed gradients
 
     def _taken(self, batch: UserBatch) -> list[Batch]:
         """The microbatches of a share that a step takes."""
@@ -453,13 +451,14 @@ class TrainState:
             self._yielded.check(fields)
         self._seen.take(fields)
         self._share, self._loss.like = self._shares.find(fields), type(batch)
+        self._facts = self._settings()  # now: in the midst of a step a loss may switch what they speak of
         return self._shares.microbatches(fields, self._samples(batch))
 
     def _agreement(self) -> dict[str, Any]:
         """What every step compares and reports."""
         return {
             "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
-            "fingerprint": float(xxhash.xxh64_intdigest(repr(self._settings()).encode()) >> 12),
+            "fingerprint": float(xxhash.xxh64_intdigest(repr(self._facts).encode()) >> 12),
             "on_difference": self._name_difference,
         }
 
@@ -482,7 +481,7 @@ class TrainState:
         }
 
     def _name_difference(self) -> None:
-        check_same_facts(self._settings(), self._mesh.device, self._mesh["world"].group)
+        check_same_facts(self._facts, self._mesh.device, self._mesh["world"].group)
 
     def _samples(self, batch: UserBatch) -> Tensor:
         """Numbers of this rank's samples of the coming step, which are those of a batch."""

@@ -179,6 +179,8 @@ class LiveBucket:
     """Members whose last gradient of this round is still to come."""
     adopted: set[int] = field(default_factory=set[int])
     """Members whose `.grad` is a view of `gradients`."""
+    lasting: Sequence[Tensor] = ()
+    """ZeRO-0 and 1: the members' gradients, views of `gradients` for good."""
     wait: Wait = nothing_to_wait_for
     launched: bool = False
     settled: bool = False

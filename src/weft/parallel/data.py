@@ -204,14 +204,23 @@ class BucketStore:
 
     def _attach_all(self, live: LiveBucket) -> None:
         """ZeRO-0 and 1: gradients are views of one storage for good, and autograd adds into it."""
-        for member, view in live.bucket.views(self._new_gradients(live)):
-            member.parameter.grad = view
+        live.lasting = [view for _, view in live.bucket.views(self._new_gradients(live))]
         live.adopted = set(range(len(live.bucket.members)))
+        self._attach_again(live)
+
+    def _attach_again(self, live: LiveBucket) -> None:
+        """Whatever the loop has made of them since (`model.zero_grad()` sets gradients to None)."""
+        for member, view in zip(live.bucket.members, live.lasting, strict=True):
+            if member.parameter.grad is not view:
+                member.parameter.grad = view
 
     def _adopt(self, live: LiveBucket, position: int) -> None:
         """ZeRO-2: move a gradient that autograd has just made into the bucket's storage, which lives until it is
         reduced."""
         parameter = live.bucket.members[position].parameter
+        if live.lasting and parameter.grad is not live.lasting[position] and parameter.grad is not None:
+            live.lasting[position].add_(parameter.grad)  # set to None in the middle of a step
+            parameter.grad = live.lasting[position]
         if position in live.adopted or parameter.grad is None:
             return
         flat = live.gradients if live.gradients is not None else self._new_gradients(live)
@@ -239,6 +248,7 @@ class BucketStore:
                 self._forget(live)  # also of a backward outside a step, which must not leak into this one
             elif live.gradients is not None:
                 live.gradients.zero_()
+                self._attach_again(live)
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -268,8 +278,7 @@ class BucketStore:
         """Autograd has added to the gradient of a bucket's member."""
         live = self._live[index]
         self._used.add(live.bucket.members[position].layout.name)
-        if self._stage == 2:
-            self._adopt(live, position)
+        self._adopt(live, position)
         if live.bucket.key.part not in self._armed or live.launched:
             return
         live.pending.discard(position)

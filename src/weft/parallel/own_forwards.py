@@ -35,7 +35,9 @@ class OwnForwards:
         """Forwards in training mode of the microbatch in hand."""
         self._open = 0
         """Forwards of the microbatch in hand that record gradients, since its last backward."""
-        self._is_ours = False
+        self._recorded: MicrobatchState | None = None
+        """Keys of the last of these."""
+        self._is_ours = self._reached = False
 
     @contextmanager
     def watched(self) -> Generator[None]:
@@ -53,7 +55,7 @@ class OwnForwards:
     @contextmanager
     def microbatch(self, state: MicrobatchState) -> Generator[None]:
         """Key the forwards in here by these samples."""
-        self._state, self._number, self._open = state, 0, 0
+        self._state, self._number, self._open, self._recorded = state, 0, 0, state
         try:
             with self._part.context.entered(state):
                 yield
@@ -69,13 +71,15 @@ class OwnForwards:
         """Add the gradients of `objective` to the parameters."""
         context = self._part.context
         # What a checkpoint of the model's own runs again here belongs to one forward, and nothing tells to which.
-        state = context.current if self._open <= 1 else cast(MicrobatchState, _OneOfSeveral())
-        self._is_ours, self._open = True, self._open if retain_graph else 0
+        state = self._recorded if self._open <= 1 else cast(MicrobatchState, _OneOfSeveral())
+        self._is_ours, self._reached = True, False
         try:
             with context.entered(state):
                 objective.backward(retain_graph=retain_graph)
         finally:
             self._is_ours = False
+        if self._reached and not retain_graph:
+            self._open = 0
 
     # ── hooks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -88,7 +92,8 @@ class OwnForwards:
             context.current = replace(shifted, sequence_length=length)
             if module.training:
                 self._number += 1
-                self._open += torch.is_grad_enabled()
+            if module.training and torch.is_grad_enabled():
+                self._open, self._recorded = self._open + 1, context.current
         return self._cast(args), self._cast(kwargs)
 
     def _check_rows(self, rows: int | None) -> None:
@@ -110,11 +115,14 @@ class OwnForwards:
         return tree_map_only(Tensor, convert, values)
 
     def _end(self, module: Any, args: Any, outputs: Any) -> None:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return  # the fixed side of another's loss
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._check_backward)
 
     def _check_backward(self, _: Tensor) -> None:
+        self._reached = True
         if not self._is_ours:
             self._refuse()
 

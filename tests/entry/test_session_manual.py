@@ -331,16 +331,15 @@ def test_totals_that_are_no_numbers_are_refused(tmp_path) -> None:
             raise RecipeError("several forwards")  # a user's own comes through as it is
 
 
-def some_ranks_backward(folder: str) -> str:
+def some_ranks_backward(folder: str) -> None:
     with weft.session(plan=plan_for(2, 2, zero=3), permit=("fp64",), folder=folder, quiet=True) as session:
         state = prepared(session)
         (batch,) = state.batches(1)
-        with pytest.raises(WeftError) as caught, state.manual_step(batch) as step:
+        with state.manual_step(batch) as step:
             for part in step.parts():
                 loss = state.model(part["tokens"])[1].mean()
                 if session.rank == 0:
                     step.backward(loss)
-        return str(caught.value)
 
 
 def test_a_backward_of_some_ranks_alone_is_named_where_it_exchanges_gradients(ranks: RankPool, tmp_path) -> None:

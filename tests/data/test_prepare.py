@@ -245,7 +245,7 @@ def test_damaged_manifest_is_refused(tmp_path: Path, library: Path) -> None:
     [
         (['{"text": "a"}', "", '{"text": oops}'], r"a\.jsonl, line 3, column 10: not JSON"),
         (['{"text": "a"}', '{"txt": "b"}'], r'a\.jsonl, line 2: .*field "text" \(it has txt\)\. Did you mean txt\?'),
-        (['{"text": 3}'], r"line 1: there is no string"),
+        (['{"text": 3}'], r"line 1: the field \"text\" holds a number, and a text is wanted"),
         (['["text"]'], r"line 1: .*it is no object"),
         (['{"text": "a"}', '{"text": "\\ud83d"}'], r"line 2: the text has half a character \(\\ud83d"),
         (["9" * 5000], r"line 1: not JSON \(Exceeds the limit"),

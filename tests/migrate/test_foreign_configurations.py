@@ -249,7 +249,6 @@ def test_auto_elsewhere_is_refused(tmp_path: Path) -> None:
         ({"scheduler": {"type": "WarmupLR"}}, 'warmup_type: DeepSpeed warms up by a logarithm.* Write "linear"'),
         ({"train_batch_size": 9}, "9 is not microbatch 2 × accumulation 1 × 4 data ranks = 8. Write 8"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "a plan has one precision"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size.* context parallelism"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is none of its values"),
         ({"zero_optimization": {"overlap_comm": "yes"}}, "overlap_comm: 'yes' is not true or false"),
     ],
@@ -257,6 +256,11 @@ def test_auto_elsewhere_is_refused(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(tmp_path: Path, table: Mapping[str, Any], says: str) -> None:
     with pytest.raises(RecipeError, match=says):
         read(tmp_path, {"train_micro_batch_size_per_gpu": 2, **table})
+
+
+def test_a_sequence_that_ranks_share_is_ulysses(tmp_path: Path) -> None:
+    plan = read(tmp_path, {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2}, processes=4).plan
+    assert (plan.mesh.context, plan.mesh.replicate, plan.context_parallel.scheme) == (2, 2, "ulysses")
 
 
 def test_all_refusals_come_at_once(tmp_path: Path) -> None:

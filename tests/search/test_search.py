@@ -236,7 +236,7 @@ def test_a_compression_is_given_and_never_chosen_and_local_steps_neither() -> No
     [
         ({"quantity": "trouhgput"}, "Did you mean throughput"),
         ({"quantity": "time"}, "needs the tokens to train on. Give --tokens"),
-        ({"tokens": -1.0}, "tokens = -1 must be above 0"),
+        ({"tokens": -1.0}, "tokens = -1 must be a finite number above 0"),
     ],
 )
 def test_impossible_objectives(arguments: dict[str, object], message: str) -> None:

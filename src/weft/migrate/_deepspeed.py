@@ -48,6 +48,8 @@ def _mesh(values: Values, settings: Settings, processes: int | None) -> None:
         return
     if tensor > 1:
         settings.set(_TO["tensor_parallel.autotp_size"], tensor, f"tensor_parallel.autotp_size = {tensor}")
+    if context > 1:
+        settings.set("plan.context_parallel.scheme", "ulysses", "sequence_parallel_size is Ulysses")
     shard = values.get("zero_optimization.mics_shard_size") or 0
     if shard > 0:
         _hybrid(values, settings, data, shard)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from weft.comm import Mesh
 from weft.engine import create_training
 from weft.models import Batch, build_model
 from weft.numerics import TrialData
-from weft.plan import ContextParallelPlan, MeshPlan, MicrobatchPlan, Plan
+from weft.plan import ContextParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.recipe import BatchRecipe, DataRecipe, DataSource, DecoderShape, ModelRecipe, Recipe, RunRecipe
 from weft.record import Recorder
 
@@ -31,19 +33,47 @@ RECIPE = Recipe(
 
 
 def kept_bytes(plan: Plan) -> int:
-    """Bytes of all that one microbatch keeps, each storage once, weights left out."""
-    blueprint, mesh = build_model(RECIPE), Mesh(plan.mesh, torch.device("cpu"))
-    training = create_training(RECIPE, plan, blueprint, mesh, Recorder())
-    batches: list[Batch] = TrialData(blueprint, plan, data_index=mesh.data_index, seed=1).microbatches(0)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in training.model.module.parameters()}
+    """Bytes of all that one microbatch keeps for its backward, each storage once, weights left out."""
     seen: dict[int, int] = {}
     alive: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor: Tensor, weights: set[int]) -> None:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             seen[storage.data_ptr()] = storage.nbytes()
             alive.append(tensor)
+
+    _run_forward(plan, keep)
+    return sum(seen.values())
+
+
+def living_bytes(plan: Plan) -> int:
+    """Bytes of all tensors that there are at once in a microbatch's forward, weights left out: also of those that a
+    recomputed block keeps beside the graph."""
+    most = 0
+
+    def look(tensor: Tensor, weights: set[int]) -> None:
+        nonlocal most
+        found: dict[int, int] = {}
+        for one in gc.get_objects():
+            if type(one) is Tensor and one.device.type == "cpu":
+                storage = one.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+        most = max(most, sum(size for where, size in found.items() if where not in weights))
+
+    _run_forward(plan, look)
+    return most
+
+
+def _run_forward(plan: Plan, saved: Callable[[Tensor, set[int]], None]) -> None:
+    """One microbatch; tell `saved` every tensor that the graph keeps, and where weights lie."""
+    blueprint, mesh = build_model(RECIPE), Mesh(plan.mesh, torch.device("cpu"))
+    training = create_training(RECIPE, plan, blueprint, mesh, Recorder())
+    batches: list[Batch] = TrialData(blueprint, plan, data_index=mesh.data_index, seed=1).microbatches(0)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in training.model.module.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved(tensor, weights)
         return tensor
 
     stores: Any = training.model.stores
@@ -52,7 +82,6 @@ def kept_bytes(plan: Plan) -> int:
         training.model.runner.forward_backward(batches, step=0, seed=1, scale=1.0, observer=stores)
     stores.finish()
     training.close()
-    return sum(seen.values())
 
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
@@ -67,3 +96,17 @@ def test_what_is_kept_is_shared_out(ranks: RankPool, scheme: str):
         )
         for mine in ranks.run(number, kept_bytes, plan):
             assert mine * number == pytest.approx(whole, rel=0.1)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+def test_selective_recomputation_keeps_nothing_of_each_source(ranks: RankPool, scheme: str):
+    microbatch, memory = MicrobatchPlan(size=2), MemoryPlan(recompute="selective")
+    (whole,) = ranks.run(1, living_bytes, Plan(microbatch=microbatch, memory=memory))
+    plan = Plan(
+        mesh=MeshPlan(context=4),
+        context_parallel=ContextParallelPlan(scheme=scheme),  # type: ignore[arg-type]
+        microbatch=microbatch,
+        memory=memory,
+    )
+    for mine in ranks.run(4, living_bytes, plan):
+        assert mine * 4 < whole * 1.05

@@ -114,5 +114,20 @@ def test_who_has_seen_nothing_gives_nothing():
     torch.testing.assert_close(merge(merge(None, part), seen).output, seen.output)
 
 
+def test_large_scores_of_bf16_are_not_rounded(monkeypatch: pytest.MonkeyPatch):
+    """Scores near 50 are 0.25 apart in bf16, which would be a fifth of a probability."""
+    monkeypatch.setattr(partial, "_has_kernel", lambda query, value: False)
+    query, key, value = (each * factor for each, factor in zip(_drawn(7, 9, torch.bfloat16), (16, 4, 1), strict=True))
+    wide = [each.double().requires_grad_() for each in (query, key, value)]
+    wanted = F.scaled_dot_product_attention(*wide, scale=0.3, enable_gqa=True)
+    gradient = torch.ones_like(wanted).cumsum(2)
+    wanted.backward(gradient)
+    part = attend(query, key, value, scale=0.3)
+    assert _apart(wanted, part.output) < 6e-3
+    _, _, by_value = attend_backward(gradient.bfloat16(), query, key, value, part, scale=0.3)
+    assert wide[2].grad is not None
+    assert _apart(wide[2].grad, by_value) < 6e-3
+
+
 def _apart(wanted: Tensor, found: Tensor) -> float:
     return float((wanted.detach() - found.double()).norm() / wanted.detach().norm())

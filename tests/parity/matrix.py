@@ -192,7 +192,7 @@ def context() -> Iterator[Cell]:
     for scheme in ("ring", "all_gather"):
         yield from _cells(("decoder", "decoder_grouped"), *(plan(context=c, scheme=scheme) for c in (2, 4)))
         yield from _cells(("encoder_plain", "isolated"), *(plan(context=c, scheme=scheme) for c in (2, 4)))
-        yield from _cells("decoder_dropout", plan(context=3, scheme=scheme), plan(context=8, scheme=scheme))
+        yield from _cells("decoder_dropout", plan(context=3, scheme=scheme), plan(context=5, scheme=scheme))
         yield from _cells(("hf_llama", "hf_gpt2_plain", "hf_bert_plain"), plan(context=2, scheme=scheme))
         yield from _cells("decoder_dropout", plan(context=2, scheme=scheme, recompute="full"))
         yield from _cells("decoder_dropout", plan(context=2, scheme=scheme, recompute="selective"))

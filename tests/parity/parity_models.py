@@ -183,6 +183,7 @@ def build_mixing(convolves: bool) -> Blueprint:
         module=Mixing(nn.Conv1d(8, 8, 3, padding=1) if convolves else nn.Identity()),
         inputs={"tokens": "tokens"},
         position_input="positions",
+        attention="full",
         loss=token_loss,
         initialise=None,
         vocabulary_size=16,

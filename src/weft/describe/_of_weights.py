@@ -31,6 +31,7 @@ def describe_weights(blueprint: Blueprint) -> Profile:
         tail=empty,
         hidden_size=max(widths, default=1),
         can_be_cut=False,
+        no_shared_sequence=blueprint.no_context,
         has_batch_norm=blueprint.has_batch_norm,
         per_sample_loss=blueprint.per_sample_loss,
         no_gathering=blueprint.no_gathering,

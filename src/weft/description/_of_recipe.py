@@ -7,7 +7,7 @@ from dataclasses import replace
 from weft.description._description import Description
 from weft.description._shapes import profile_of_shape, sizes_of_shape
 from weft.errors import RecipeError
-from weft.families import Config, Family, Tables, family_of
+from weft.families import UNKNOWN_ATTENTION, Config, Family, Tables, family_of
 from weft.plan import ModelFacts
 from weft.profile import ModelSizes, Profile, profile_of_sizes
 from weft.recipe import Recipe, ReferenceShape, read_hf_config
@@ -78,7 +78,10 @@ def describe_family(
     if windows:  # their masks are made outside of the blocks: where it may be cut is seen when it is built
         tables = replace(tables, cut=None)
     profile = replace(
-        profile, divisible=tuple(divisible.items()), can_share_sequence=not windows, takes_positions=not windows
+        profile,
+        divisible=tuple(divisible.items()),
+        can_share_sequence=not windows,
+        no_shared_sequence=family.no_shared_sequence(config),
     )
     return _described(profile, sizes, tables)
 
@@ -103,4 +106,9 @@ def facts_of(recipe: Recipe) -> ModelFacts:
         return ModelFacts(name=model.factory or "model", sequence_length=model.sequence_length)
     config = read_hf_config(model.hf)
     kind = str(config.get("model_type", "model"))
-    return ModelFacts(name=kind, sequence_length=model.sequence_length, vocabulary_size=config.get("vocab_size"))
+    return ModelFacts(
+        name=kind,
+        sequence_length=model.sequence_length,
+        vocabulary_size=config.get("vocab_size"),
+        no_context=UNKNOWN_ATTENTION,
+    )

@@ -25,8 +25,11 @@ _MOST: Mapping[str, int] = {
 """Counts of a mixture in a small model."""
 
 
-def shrink_shape(shape: ReferenceShape, num_blocks: int, tensor: int, folded_tensor: int) -> ReferenceShape:
-    """Return a reference model with so many blocks and narrow layers, of which `folded_tensor` ranks can have parts."""
+def shrink_shape(
+    shape: ReferenceShape, num_blocks: int, tensor: int, folded_tensor: int, length: int = SMALL_SEQUENCE_LENGTH
+) -> ReferenceShape:
+    """Return a reference model with so many blocks, narrow layers of which `folded_tensor` ranks can have parts, and
+    samples of `length` tokens at most."""
     if isinstance(shape, MlpShape):
         hidden = min(shape.hidden_size, 14)
         return replace(
@@ -55,7 +58,7 @@ def shrink_shape(shape: ReferenceShape, num_blocks: int, tensor: int, folded_ten
         "num_kv_heads": small.kv_heads,
         "ffn_size": small.ffn_size,
         "vocabulary_size": small.vocabulary_size,
-        "sequence_length": min(shape.sequence_length, SMALL_SEQUENCE_LENGTH),
+        "sequence_length": min(shape.sequence_length, length),
     }
     if getattr(shape, "num_kv_heads", None) is None:
         del sizes["num_kv_heads"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from weft.families._tables import OWN_CHECKPOINTS
 from weft.recipe import HF_KEYS
 
 if TYPE_CHECKING:
@@ -48,6 +49,18 @@ class Family:
         """Whether some layer looks through a sliding window: its masks are then transformers' own."""
         return False
 
+    def no_shared_sequence(self, config: Config) -> str:
+        """Why ranks cannot share the sequence of a sample, as far as the configuration tells: a sentence without its
+        end; empty: nothing of this is against it."""
+        if self.has_windows(config):
+            return "its attention sees a window of tokens in some layers"
+        if kind := _rescaled_rotation(config):
+            return f'its rotary frequencies follow the largest position that a rank sees (rope type "{kind}")'
+        names = config.get("architectures") or ()
+        if names and not str(names[0]).endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
+            return f"a {names[0]} predicts no token at each place"
+        return OWN_CHECKPOINTS if config.get("gradient_checkpointing") else ""
+
     def prepare(self, config: Any) -> None:
         """Change the library's configuration before the model is constructed from it."""
 
@@ -57,3 +70,13 @@ class Family:
     def exported(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Return weights under the names and shapes that `transformers` loads."""
         return dict(weights)
+
+
+def _rescaled_rotation(config: Config) -> str:
+    """The kind of rotary embedding whose frequencies are computed from the positions at hand; empty: they are fixed."""
+    for name in ("rope_parameters", "rope_scaling"):
+        table = config.get(name)
+        kind = (table.get("rope_type") or table.get("type")) if isinstance(table, Mapping) else None
+        if kind in ("dynamic", "longrope", "su"):
+            return str(kind)
+    return ""

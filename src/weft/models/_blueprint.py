@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.families import SampleField, Tables
+from weft.families import NO_SEQUENCE, OWN_CHECKPOINTS, UNKNOWN_ATTENTION, FoundCut, SampleField, Tables
 
 if TYPE_CHECKING:
     from weft.description import Description
@@ -23,8 +23,9 @@ class Loss(Protocol):
     """`loss(outputs, batch) -> (sum, count)`: both 0-d; `sum` differentiable, `count` a float that is not.
 
     The engine divides the sum over all microbatches and ranks by the global count.  A loss that is no sum over samples
-    carries the attribute `per_sample = False`; a loss without the attribute is a sum over samples.  Terms that are
-    statistics over the batch stand beside it, as its attribute `auxiliary` (`weft.models.auxiliary`).
+    carries the attribute `per_sample = False`; a loss without the attribute is a sum over samples.  One that is also a
+    sum over tokens, each by its own outputs and the fields of the batch at its place, may say `per_token = True`.
+    Terms that are statistics over the batch stand beside it, as its attribute `auxiliary` (`weft.models.auxiliary`).
     """
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]: ...
@@ -47,6 +48,11 @@ class Blueprint(Tables):
     position_input: str | None = None
     """Keyword of the forward that takes each token's place in its sample, int64 (samples, tokens), in place of 0, 1, …
     None: it has none, and ranks cannot share a sequence."""
+    attention: Literal["causal", "full"] | None = None
+    """How tokens see one another, where all of it is `scaled_dot_product_attention` of the tokens of a sample: those
+    before and itself, or all; of their document alone, where the batch has documents.  Nothing else in the forward may
+    mix tokens (no windows, biases, convolutions, sums or shifts along the sequence), or run again by itself
+    (`torch.utils.checkpoint`).  None: that is not known, and ranks cannot share a sequence."""
     loss: Loss
     initialise: Initialiser | None
     task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"
@@ -70,6 +76,10 @@ class Blueprint(Tables):
     """Names of the files of `export_config` and of the weights; a model's adapters have others."""
     sequence_length: int | None = None
     """Tokens per sample; None where samples are no sequences."""
+    attention_heads: tuple[int, int] | None = None
+    """Heads of queries and of keys in every attention; None: they differ, or nothing says."""
+    no_shared_sequence: str = ""
+    """Why ranks cannot share a sequence, as its description says: a sentence without its end; empty: it does not."""
     keep_dtype: Sequence[str] = ()
     """Globs over buffers that keep their dtype in bf16 and fp16 (tables that lose their meaning when rounded)."""
 
@@ -83,14 +93,27 @@ class Blueprint(Tables):
         return getattr(self.loss, "per_sample", True)
 
     @property
+    def per_token_loss(self) -> bool:
+        """Whether the loss is known to be a sum over tokens, each by itself."""
+        return self.per_sample_loss and getattr(self.loss, "per_token", False)
+
+    @property
     def no_context(self) -> str:
         """Why ranks cannot share a sequence, as far as tables say: a sentence without its end; empty: they can."""
         if self.sequence_length is None:
             return "its samples are no sequences"
-        if self.position_input is None:
-            return "nothing says by which input its forward takes positions (`Blueprint.position_input`)"
-        if not self.per_sample_loss:
-            return "its loss is no sum over tokens"
+        if self.no_shared_sequence:
+            return self.no_shared_sequence
+        if self.position_input is None or self.attention is None:
+            return UNKNOWN_ATTENTION
+        if not self.per_token_loss:
+            return "nothing says that its loss is a sum over tokens (an attribute `per_token` of the loss)"
+        if getattr(self.loss, "auxiliary", None):
+            return "its loss has auxiliary terms over the batch"
+        if isinstance(self.cut, FoundCut):
+            return NO_SEQUENCE
+        if any(getattr(module, "gradient_checkpointing", False) for module in self.module.modules()):
+            return OWN_CHECKPOINTS
         return ""
 
     @property
@@ -104,10 +127,12 @@ class Blueprint(Tables):
         return find_whole_batch(self).reason
 
     def described_by(self, description: Description) -> Blueprint:
-        """Take what a description of the model says: its name, its widths, and what its parts cost; return itself."""
+        """Take what a description of the model says: its name, its widths, its heads, and what its parts cost; return
+        itself."""
         profile = description.profile
         self.name, self.hidden_size = profile.name, profile.hidden_size
         self.divisible = dict(profile.divisible)
+        self.no_shared_sequence, self.attention_heads = profile.no_context, profile.attention_heads
         self.flops_per_sample, self.block_costs = description.flops_per_sample, description.block_costs
         return self
 

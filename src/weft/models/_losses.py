@@ -39,6 +39,9 @@ def token_loss(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return _cross_entropy(logits_of(outputs), labels), (labels != IGNORED).sum().to(torch.float64)
 
 
+token_loss.per_token = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def class_loss(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over samples; `batch["labels"]` is int64 of shape (samples,), −100 counts for nothing."""
     return token_loss(outputs, batch)

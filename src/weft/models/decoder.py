@@ -140,6 +140,7 @@ def build_decoder(shape: DecoderShape, *, isolated_documents: bool = False) -> B
         module=module,
         inputs=inputs,
         position_input="positions",
+        attention="causal",
         loss=token_loss,
         initialise=normal_initialiser(
             residual_outputs=("blocks.*.attention.output", "blocks.*.ffn.down"), num_layers=shape.num_layers

@@ -128,6 +128,7 @@ def build_encoder(shape: EncoderShape) -> Blueprint:
         module=module,
         inputs={"tokens": "tokens"},
         position_input="positions",
+        attention="full",
         loss=token_loss,
         initialise=normal_initialiser(residual_outputs=(), num_layers=shape.num_layers),
         split=_SPLIT,

@@ -65,7 +65,7 @@ def shrink_case(
         notes.append(f"{model.factory} is no model that Weft can shrink: it runs as it is")
     small = replace(
         recipe,
-        model=_shrink_model(model, scaled.num_blocks, plan.mesh.tensor, scaled.plan.mesh.tensor, folder),
+        model=_shrink_model(model, scaled.num_blocks, _Parts.of(plan, scaled.plan, facts), folder),
         data=DataRecipe(train=(DataSource(source="synthetic"),), documents=recipe.data.documents),
         batch=BatchRecipe(global_batch_size=scaled.plan.global_batch_size),
         optimizer=_shrink_optimizer(recipe),
@@ -80,19 +80,40 @@ def shrink_case(
 # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _shrink_model(
-    model: ModelRecipe, num_blocks: int | None, tensor: int, scaled_tensor: int, folder: Path
-) -> ModelRecipe:
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Into how many parts ranks divide the sizes of a model."""
+
+    whole: int
+    """Parts of its heads under the plan, and of all else that tensor ranks divide."""
+    scaled: int
+    """The same under the plan scaled down."""
+    length: int
+    """Tokens of which each of the ranks that share a sequence has some."""
+
+    @staticmethod
+    def of(plan: Plan, scaled: Plan, facts: ModelFacts) -> _Parts:
+        whole, small = ((one.mesh.tensor, one.mesh.context) for one in (plan, scaled))
+        swaps = plan.context_parallel.scheme == "ulysses"  # tensor ranks have heads, of which context ranks have some
+        runs = 2 * small[1] * (small[0] if scaled.tensor_parallel.sequence else 1) if small[1] > 1 else 0
+        length = max(SMALL_SEQUENCE_LENGTH, runs + 1)
+        return _Parts(
+            whole=whole[0] * (whole[1] if swaps else 1),
+            scaled=small[0] * (small[1] if swaps else 1),
+            length=min(facts.sequence_length or length, length),
+        )
+
+
+def _shrink_model(model: ModelRecipe, num_blocks: int | None, parts: _Parts, folder: Path) -> ModelRecipe:
     if model.shape is not None:
-        shape = shrink_shape(model.shape, num_blocks or model.shape.num_layers, tensor, scaled_tensor)
-        return replace(model, shape=shape)
+        blocks = num_blocks or model.shape.num_layers
+        return replace(model, shape=shrink_shape(model.shape, blocks, parts.whole, parts.scaled, parts.length))
     if model.hf is None:
         return model
     path = folder / "config.json"
-    path.write_text(json.dumps(shrink_config(read_hf_config(model.hf), num_blocks, tensor, scaled_tensor)))
+    path.write_text(json.dumps(shrink_config(read_hf_config(model.hf), num_blocks, parts.whole, parts.scaled)))
     _copy_settings(model.hf, folder)
-    length = min(model.sequence_length or SMALL_SEQUENCE_LENGTH, SMALL_SEQUENCE_LENGTH)
-    return replace(model, hf=str(path), sequence_length=length)
+    return replace(model, hf=str(path), sequence_length=min(model.sequence_length or parts.length, parts.length))
 
 
 def _copy_settings(location: str, folder: Path) -> None:

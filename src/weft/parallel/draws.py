@@ -114,6 +114,7 @@ def keyed_loss(loss: Loss, draws: Draws, mesh: Mesh, context: StepContext) -> Lo
 class _KeyedLoss:
     def __init__(self, loss: Loss, call: Callable[..., Any]) -> None:
         self.per_sample: bool = getattr(loss, "per_sample", True)
+        self.per_token: bool = getattr(loss, "per_token", False)
         self.auxiliary: Any = getattr(loss, "auxiliary", {})
         self._call = call
 

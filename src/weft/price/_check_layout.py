@@ -8,7 +8,7 @@ from weft.cluster import Cluster
 from weft.plan import AXES, EXPERT_LENDERS, chunk_limits
 from weft.price._layout import Layout
 from weft.profile import Profile
-from weft.techniques.context.contract import heads_problem
+from weft.techniques.context.contract import heads_problem, length_problem
 from weft.techniques.data.contract import whole_batch_problem
 from weft.techniques.registry import problems as technique_problems
 from weft.techniques.tensor.cost import tesseract
@@ -111,6 +111,8 @@ def _check_rest(profile: Profile, layout: Layout) -> Iterator[str]:
     if layout.context > 1 and profile.sequence_length % layout.context:
         fits = max(size for size in range(1, layout.context) if profile.sequence_length % size == 0)
         yield f"context = {layout.context} does not divide sequence_length = {profile.sequence_length}. Use {fits}."
+    if layout.context > 1 and (problem := _length_problem(profile, layout)):
+        yield f"context = {layout.context} {problem} Use fewer."
     if layout.context > 1 and layout.context_scheme == "ulysses" and profile.attention_heads is not None:
         heads, kv_heads = profile.attention_heads
         if problem := heads_problem(heads, kv_heads, tensor=layout.tensor, ranks=layout.context):
@@ -119,6 +121,13 @@ def _check_rest(profile: Profile, layout: Layout) -> Iterator[str]:
         yield f"context = {layout.context}: samples of a {profile.name} are no sequences. Use context = 1."
     if isinstance(layout.recompute, tuple) and len(layout.recompute) != len(profile.blocks):
         yield f"recompute has {len(layout.recompute)} words for {len(profile.blocks)} blocks. Give one word for all."
+
+
+def _length_problem(profile: Profile, layout: Layout) -> str:
+    length, sequence = profile.sequence_length, layout.sequence_parallel
+    if length == 1:
+        return ""  # no sequence at all, which has words of its own
+    return length_problem(length, ranks=layout.context, tensor=layout.tensor, sequence=sequence)
 
 
 def _check_whole_batch(profile: Profile, layout: Layout) -> Iterator[str]:

@@ -122,9 +122,9 @@ class Profile:
     need that.  True for models that other systems train."""
     can_share_sequence: bool = True
     """Whether tensor ranks can share the sequence of a model that can be cut."""
-    takes_positions: bool = True
-    """Whether its forward can be told where in its sample each token stands, which ranks that share a sequence need.
-    True for models that other systems train."""
+    no_shared_sequence: str = ""
+    """Why context ranks cannot share a sequence, beyond what its operators show: a sentence without its end; empty:
+    nothing more is against it.  Empty for models that other systems train."""
     num_experts: int = 0
     """Routed experts per mixture block; 0: none.  The expert axis must divide it."""
     has_batch_norm: bool = False
@@ -154,8 +154,8 @@ class Profile:
         """Why the engine lets no ranks share a sequence of it: a sentence without its end; empty: it does."""
         if self.sequence_length == 1:
             return f"samples of a {self.name} are no sequences"
-        if not self.takes_positions:
-            return "nothing says by which input its forward takes positions"
+        if self.no_shared_sequence:
+            return self.no_shared_sequence
         if self.num_experts:
             return "the routers of a mixture see the tokens of one rank"
         if self.has_batch_norm or not self.per_sample_loss:

@@ -10,6 +10,7 @@ from weft.profile import Profile
 from weft.recipe import Recipe
 from weft.search._pins import pinned
 from weft.search._space import Space, space_of
+from weft.techniques.context.contract import recipe_problem
 
 
 def recipe_space(
@@ -30,6 +31,6 @@ def recipe_space(
     space = space_of(profile, cluster, global_batch_size=batch, permit=recipe.permit, runnable_only=runnable_only)
     if recipe.model.split:
         space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
-    if runnable_only and (recipe.model.adapter is not None or facts.no_context or given.compute.compile):
+    if runnable_only and (recipe_problem(recipe) or facts.no_context or given.compute.compile):
         space = replace(space, contexts=(1,))
     return pinned(space, given)

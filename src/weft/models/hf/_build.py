@@ -82,6 +82,7 @@ def _fed(
         return {
             "inputs": inputs,
             "position_input": "position_ids" if _has_plain_masks(model.config) else None,
+            "attention": _attention_of(model.config, task),
             "loss": token_loss,
             "task": task.name,
             "vocabulary_size": model.config.get_text_config().vocab_size,
@@ -104,6 +105,12 @@ def _has_plain_masks(config: Any) -> bool:
     """Whether attention is known to be causal, or to see everything, without windows."""
     family = family_of(config.model_type)
     return family is not None and not family.has_windows(config.to_dict())
+
+
+def _attention_of(config: Any, task: HubTask) -> str | None:
+    if not _has_plain_masks(config):
+        return None
+    return "causal" if task.name == "causal_lm" else "full"
 
 
 def _transformers() -> Any:

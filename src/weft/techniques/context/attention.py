@@ -21,6 +21,7 @@ from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens
+from weft.parallel.unkept import unkept
 from weft.techniques.context.exchange import KeyExchange
 from weft.techniques.context.partial import Partial, attend, attend_backward, merge, nothing_seen
 from weft.techniques.context.shares import runs_of
@@ -76,21 +77,8 @@ class _SharedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility, scale: float
     ) -> Tensor:
-        seen = None
-        for source, keys, values in exchange.visit(key, value, who.tokens.length):
-            pair = who.pair(source)
-            if pair is None:
-                continue
-            part = attend(
-                query[:, :, pair.queries],
-                keys[:, :, pair.keys],
-                values[:, :, pair.keys],
-                scale=scale,
-                causal=pair.causal,
-                mask=pair.mask,
-            )
-            seen = merge(seen, _placed(part, query, value, pair.queries))
-        whole = seen if seen is not None else nothing_seen(query, value)
+        with unkept():  # results of every source would stay until the backward, and are no use to it
+            whole = _attend_to_all(query, key, value, exchange, who, scale)
         output = whole.output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, whole.log_sum)
         ctx.exchange, ctx.who, ctx.scale = exchange, who, scale
@@ -123,6 +111,26 @@ class _SharedAttention(torch.autograd.Function):
 
         by_key, by_value = ctx.exchange.gradients(key, value, ctx.who.tokens.length, of_source)
         return by_query.to(query.dtype), by_key, by_value, None, None, None
+
+
+def _attend_to_all(
+    query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility, scale: float
+) -> Partial:
+    seen = None
+    for source, keys, values in exchange.visit(key, value, who.tokens.length):
+        pair = who.pair(source)
+        if pair is None:
+            continue
+        part = attend(
+            query[:, :, pair.queries],
+            keys[:, :, pair.keys],
+            values[:, :, pair.keys],
+            scale=scale,
+            causal=pair.causal,
+            mask=pair.mask,
+        )
+        seen = merge(seen, _placed(part, query, value, pair.queries))
+    return seen if seen is not None else nothing_seen(query, value)
 
 
 def _placed(part: Partial, query: Tensor, value: Tensor, queries: slice) -> Partial:
@@ -172,9 +180,9 @@ def _shared(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, wh
 class _Sharing(TorchFunctionMode):
     """Gives what calls `scaled_dot_product_attention` the attention above."""
 
-    def __init__(self, name: str, tokens: LocalTokens, attend: Attend) -> None:
+    def __init__(self, name: str, tokens: LocalTokens, attend: Attend, *, is_causal: bool) -> None:
         super().__init__()
-        self._name, self._tokens, self._shared = name, tokens, attend
+        self._name, self._tokens, self._shared, self._is_causal = name, tokens, attend, is_causal
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -198,11 +206,14 @@ class _Sharing(TorchFunctionMode):
         has_documents = self._tokens.documents is not None
         if attn_mask is not None and not has_documents:
             raise self._refused("gives attention a mask, which it made of the tokens of one rank")
-        local = sum(stop - start for start, stop in self._tokens.runs)
+        local = self._tokens.held
         if query.shape[2] != local or key.shape[2] != local:
             raise self._refused(f"attends from {query.shape[2]} to {key.shape[2]} tokens where this rank has {local}")
-        causal = is_causal or has_documents
-        return self._shared(query, key, value, self._tokens, causal=causal, scale=scale)
+        # A call about one token may leave out that it is causal, so the model's own kind counts.
+        if attn_mask is None and is_causal != self._is_causal and local > 1:
+            what = ("sees every token", "sees no later token")
+            raise self._refused(f"{what[is_causal]}, where attention of this model {what[self._is_causal]}")
+        return self._shared(query, key, value, self._tokens, causal=self._is_causal, scale=scale)
 
     def _refused(self, what: str) -> PlanError:
         return PlanError(
@@ -211,15 +222,20 @@ class _Sharing(TorchFunctionMode):
         )
 
 
-def sharing(forward: Callable[..., Any], name: str, attend: Attend, context: StepContext) -> Callable[..., Any]:
-    """Return a module's forward whose attention sees the tokens of all ranks, where a microbatch is in hand."""
+def sharing(
+    forward: Callable[..., Any], name: str, attend: Attend, context: StepContext, *, is_causal: bool
+) -> Callable[..., Any]:
+    """Return a module's forward whose attention sees the tokens of all ranks, where a microbatch is in hand.
+
+    `is_causal`: what the model's attention is (`Blueprint.attention`), whatever documents there are.
+    """
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         tokens = None if context.current is None else context.current.tokens
         if tokens is None:
             return forward(*args, **kwargs)
-        with _Sharing(name, tokens, attend):
+        with _Sharing(name, tokens, attend, is_causal=is_causal):
             return forward(*args, **kwargs)
 
     return run

@@ -14,7 +14,9 @@ from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
     from weft.plan import Plan
+    from weft.recipe import Recipe
 
+TOKEN_LOSS = "tokens"
 ContextScheme = Literal["ring", "all_gather", "ulysses"]
 
 
@@ -35,6 +37,29 @@ def heads_problem(heads: int, kv_heads: int, *, tensor: int, ranks: int) -> str:
     if own % ranks == 0 and copies_of(keys, ranks):
         return ""
     return f"gives no equal shares of {own} heads and {keys} heads of keys to {ranks} ranks under ulysses."
+
+
+def length_problem(length: int, *, ranks: int, tensor: int, sequence: bool) -> str:
+    """Return why `ranks` cannot share out `length` tokens, each two runs of them, and under sequence parallelism every
+    tensor rank its part; empty: they can."""
+    least = 2 * ranks * (tensor if sequence else 1)
+    if length >= least:
+        return ""
+    parts = f" and {tensor} tensor ranks under sequence parallelism" if sequence and tensor > 1 else ""
+    return f"needs samples of {least} tokens or more, two runs for each of {ranks} ranks{parts}: they have {length}."
+
+
+def recipe_problem(recipe: Recipe) -> str:
+    """Return what a recipe asks for that ranks which share a sequence have not got: the beginning of a sentence; empty:
+    nothing."""
+    if recipe.model.adapter is not None:
+        return "cannot be had with model.adapter: the two have not been put together"
+    if recipe.model.loss not in (None, TOKEN_LOSS):
+        return (
+            f'cannot be had with model.loss = "{recipe.model.loss}": a rank that has some of the tokens gets its sum'
+            f' only of a loss that is a sum over tokens, as "{TOKEN_LOSS}" is'
+        )
+    return ""
 
 
 def _without(plan: Plan) -> Plan:
@@ -86,16 +111,18 @@ class Context(Technique):
         ranks, facts, path = case.plan.mesh.context, case.facts, ("mesh", "context")
         if ranks == 1:
             return
+        if problem := recipe_problem(case.recipe):
+            raise case.refuse(path, f"{problem}.\nUse 1.")
         if facts.no_context:
             raise case.refuse(path, f"cannot be had for this model: {facts.no_context}.\nUse 1.")
         if facts.num_blocks is not None and facts.sequence_length is None:
             problem = f"has no sequence to share: samples of a {facts.name} are no sequences.\nUse 1."
             raise case.refuse(path, problem)
-        if case.recipe.model.adapter is not None:
-            raise case.refuse(path, "cannot be had with model.adapter: the two have not been put together.\nUse 1.")
         swaps, heads = case.plan.context_parallel.scheme == "ulysses", facts.attention_heads
         if swaps and heads and (problem := heads_problem(*heads, tensor=case.plan.mesh.tensor, ranks=ranks)):
             raise case.refuse(path, f'{problem}\nUse context_parallel.scheme = "ring".')
-        if facts.sequence_length is not None and ranks > facts.sequence_length:
-            problem = f"shares out {facts.sequence_length} tokens, and some ranks would have none."
-            raise case.refuse(path, f"{problem}\nUse {facts.sequence_length} or less.")
+        tensor, length = case.plan.mesh.tensor, facts.sequence_length
+        sequence = case.plan.tensor_parallel.sequence
+        if length and (problem := length_problem(length, ranks=ranks, tensor=tensor, sequence=sequence)):
+            most = length // (2 * (tensor if sequence else 1))
+            raise case.refuse(path, f"{problem}\nUse {max(1, most)}{' or less' if most > 1 else ''}.")

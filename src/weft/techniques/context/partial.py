@@ -113,9 +113,13 @@ def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:
     return None if mask is None else mask[:, :, rows]
 
 
+def _widened(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query @ key.transpose(-1, -2)).to(wide) * scale
+    """In fp32 or wider: products of bf16 that are rounded to bf16 would move large scores by whole percents."""
+    scores = _widened(query) * scale @ _widened(key).transpose(-1, -2)
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 
@@ -144,7 +148,7 @@ def _backward_plainly(
         probabilities = _probabilities(scores, whole.log_sum[:, :, rows])
         given = gradient[:, :, rows]
         by_value += (probabilities.to(given.dtype).transpose(-1, -2) @ given).to(wide)
-        by_probability = (given @ values.transpose(-1, -2)).to(wide)
+        by_probability = _widened(given) @ _widened(values).transpose(-1, -2)
         by_score = (probabilities * (by_probability - row_sums[:, :, rows, None]) * scale).to(query.dtype)
         by_query[:, :, rows] = by_score @ keys
         by_key += (by_score.transpose(-1, -2) @ query[:, :, rows]).to(wide)

@@ -22,18 +22,23 @@ from weft.techniques.context.shares import runs_of
 from weft.techniques.context.trace import attending_modules
 from weft.techniques.context.ulysses import HeadExchange
 
+_OF_DOCUMENTS = frozenset({"positions", "document_ids"})
+"""Fields of a batch that say which document a token is of."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
     """Cuts a batch along its tokens.  Labels stand at the tokens that they are of, so nothing is lost at the cuts."""
 
     view: GroupView
+    isolates: bool
+    """Whether the model is given its documents, and keeps them apart."""
 
     def take(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens]:
         """See `TokenSharing`: every field of (samples, tokens, …) is cut."""
         length = batch["tokens"].shape[1]
         runs = runs_of(length, self.view.size, self.view.index)
-        tokens = LocalTokens(length=length, runs=runs, documents=_documents(batch))
+        tokens = LocalTokens(length=length, runs=runs, documents=_documents(batch) if self.isolates else None)
         return {name: self._cut(field, tokens) for name, field in batch.items()}, tokens
 
     def _cut(self, field: Tensor, tokens: LocalTokens) -> Tensor:
@@ -61,16 +66,18 @@ class ContextRanks(TechniqueRuntime):
         blueprint, context, view = self._build.blueprint, self._build.context, self._build.mesh["context"]
         _check_built(self._build)
         attending = self._attending  # found before there are hooks, with which no model can be copied
-        context.sharing = _Shares(view)
-        keyword, attend = blueprint.position_input, _attention_of(self._build.plan, view)
+        context.sharing = _Shares(view, not _OF_DOCUMENTS.isdisjoint(blueprint.inputs.values()))
+        keyword, kind = blueprint.position_input, blueprint.attention
         assert keyword is not None, "the model was checked"
+        assert kind is not None, "the model was checked"
+        attend = _attention_of(self._build.plan, view)
         part.module.register_forward_pre_hook(partial(_give_positions, keyword, context), with_kwargs=True)
         for name in attending:
             try:
                 module = part.module.get_submodule(name)
             except AttributeError:
                 continue  # another stage's
-            module.forward = sharing(module.forward, name, attend, context)
+            module.forward = sharing(module.forward, name, attend, context, is_causal=kind == "causal")
 
     @cached_property
     def _attending(self) -> list[str]:
@@ -98,14 +105,12 @@ def _check_built(build: Build) -> None:
     """Refuse what only the built model shows.
 
     Raises:
-        PlanError: no input for positions, draws by functions, or a loss that is no sum over tokens.
+        PlanError: what `Blueprint.no_context` says, or draws by functions.
     """
     blueprint, named = build.blueprint, f"plan.mesh.context = {build.plan.mesh.context}"
     problem = blueprint.no_context
     if not problem and build.draws.modules:
         problem = f"{build.draws.modules[0] or 'its forward'} draws random numbers by functions, keyed by whole samples"
-    if not problem and getattr(blueprint.loss, "auxiliary", None):
-        problem = "its loss has auxiliary terms over the batch"
     if problem:
         raise PlanError(f"{named} cannot be had for this model: {problem}. Use plan.mesh.context = 1.")
 

@@ -1,8 +1,10 @@
 """Where a model lets its tokens see one another: one forward on the meta device, at two lengths.
 
 Ranks that share a sequence give `scaled_dot_product_attention` what it needs of other ranks.  Whatever else mixes
-tokens would silently see those of one rank alone, so it is refused by name: convolutions and recurrent layers, norms
-over the batch, and tensors of tokens × tokens that are made outside of that function (attention written out).
+tokens would silently see those of one rank alone.  A blueprint says that there is nothing else (`Blueprint.attention`);
+this is a net below that word, not a proof: it refuses by name convolutions and recurrent layers, norms over the batch,
+and tensors of tokens × tokens that are made outside of that function (attention written out), but sees no shift along
+the sequence and no sum over it.
 """
 
 from __future__ import annotations

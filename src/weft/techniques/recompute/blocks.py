@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 from weft.errors import PlanError
 from weft.models import Blueprint
 from weft.parallel import MicrobatchState, StepContext, is_own
+from weft.parallel.unkept import is_unkept
 from weft.plan import Plan
 from weft.techniques.recompute.selective import selective_contexts
 
@@ -102,7 +103,11 @@ def _within(
 
 
 def _contexts() -> Any:
-    return selective_contexts(_KEPT.__contains__)
+    return selective_contexts(_keeps)
+
+
+def _keeps(operation: Any) -> bool:
+    return operation in _KEPT and not is_unkept()
 
 
 def _compiled_contexts() -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pool import RankPool
 from weft.comm import Mesh
@@ -48,24 +49,29 @@ def kept_bytes(plan: Plan) -> int:
 
 
 def living_bytes(plan: Plan) -> int:
-    """Bytes of all tensors that there are at once in a microbatch's forward, weights left out: also of those that a
+    """Bytes by which all tensors that there are at once become more in a microbatch's forward: also those that a
     recomputed block keeps beside the graph."""
+    before: dict[int, int] = {}
     most = 0
 
     def look(tensor: Tensor, weights: set[int]) -> None:
         nonlocal most
-        found: dict[int, int] = {}
-        for one in gc.get_objects():
-            if type(one) is Tensor and one.device.type == "cpu":
-                storage = one.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-        most = max(most, sum(size for where, size in found.items() if where not in weights))
+        most = max(most, sum(size for where, size in _living().items() if where not in before))
 
-    _run_forward(plan, look)
+    _run_forward(plan, look, lambda: before.update(_living()))
     return most
 
 
-def _run_forward(plan: Plan, saved: Callable[[Tensor, set[int]], None]) -> None:
+def _living() -> dict[int, int]:
+    """Where memory of tensors lies, and how many bytes."""
+    tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.device.type == "cpu"]
+    storages = [one.untyped_storage() for one in tensors if not isinstance(one, DTensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _run_forward(
+    plan: Plan, saved: Callable[[Tensor, set[int]], None], start: Callable[[], None] = lambda: None
+) -> None:
     """One microbatch; tell `saved` every tensor that the graph keeps, and where weights lie."""
     blueprint, mesh = build_model(RECIPE), Mesh(plan.mesh, torch.device("cpu"))
     training = create_training(RECIPE, plan, blueprint, mesh, Recorder())
@@ -78,6 +84,7 @@ def _run_forward(plan: Plan, saved: Callable[[Tensor, set[int]], None]) -> None:
 
     stores: Any = training.model.stores
     stores.begin_step()
+    start()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         training.model.runner.forward_backward(batches, step=0, seed=1, scale=1.0, observer=stores)
     stores.finish()

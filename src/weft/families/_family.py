@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from weft.families._tables import OWN_CHECKPOINTS
 from weft.recipe import HF_KEYS
 
 if TYPE_CHECKING:
@@ -52,14 +51,9 @@ class Family:
     def no_shared_sequence(self, config: Config) -> str:
         """Why ranks cannot share the sequence of a sample, as far as the configuration tells: a sentence without its
         end; empty: nothing of this is against it."""
-        if self.has_windows(config):
-            return "its attention sees a window of tokens in some layers"
-        if kind := _rescaled_rotation(config):
-            return f'its rotary frequencies follow the largest position that a rank sees (rope type "{kind}")'
-        names = config.get("architectures") or ()
-        if names and not str(names[0]).endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
-            return f"a {names[0]} predicts no token at each place"
-        return OWN_CHECKPOINTS if config.get("gradient_checkpointing") else ""
+        from weft.families._sequences import no_shared_sequence  # a rank of another model loads none of it
+
+        return no_shared_sequence(config, has_windows=self.has_windows(config))
 
     def prepare(self, config: Any) -> None:
         """Change the library's configuration before the model is constructed from it."""
@@ -70,13 +64,3 @@ class Family:
     def exported(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Return weights under the names and shapes that `transformers` loads."""
         return dict(weights)
-
-
-def _rescaled_rotation(config: Config) -> str:
-    """The kind of rotary embedding whose frequencies are computed from the positions at hand; empty: they are fixed."""
-    for name in ("rope_parameters", "rope_scaling"):
-        table = config.get(name)
-        kind = (table.get("rope_type") or table.get("type")) if isinstance(table, Mapping) else None
-        if kind in ("dynamic", "longrope", "su"):
-            return str(kind)
-    return ""

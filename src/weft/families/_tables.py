@@ -136,7 +136,7 @@ def found_split_note(rules: Iterable[SplitRule]) -> str:
 
 NO_SEQUENCE = "its blocks were found by looking at its forward, and nothing says what stands between them"
 """Why tensor ranks do not share the sequence of a model with a `FoundCut`."""
-UNKNOWN_ATTENTION = "nothing says how its tokens see one another (`Blueprint.attention` and `Blueprint.position_input`)"
+UNKNOWN_ATTENTION = "nothing says how its tokens see one another (`Blueprint.attention`)"
 """Why ranks do not share a sequence of a model that is neither Weft's own nor of a family with a file."""
 OWN_CHECKPOINTS = "its layers run their own forward again (`gradient_checkpointing`), outside of a microbatch"
 """Why ranks do not share a sequence of a model that recomputes by itself."""

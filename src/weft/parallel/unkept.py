@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -10,7 +10,7 @@ _is_unkept: ContextVar[bool] = ContextVar("weft_unkept", default=False)
 
 
 @contextmanager
-def unkept() -> Iterator[None]:
+def unkept() -> Generator[None]:
     """Let nothing be kept of what runs inside, in the forward and when it is run again."""
     token = _is_unkept.set(True)
     try:

@@ -8,7 +8,7 @@ from weft.cluster import Cluster
 from weft.plan import AXES, EXPERT_LENDERS, chunk_limits
 from weft.price._layout import Layout
 from weft.profile import Profile
-from weft.techniques.context.contract import heads_problem, length_problem
+from weft.techniques.context.limits import heads_problem, length_problem
 from weft.techniques.data.contract import whole_batch_problem
 from weft.techniques.registry import problems as technique_problems
 from weft.techniques.tensor.cost import tesseract

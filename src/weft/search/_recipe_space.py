@@ -10,7 +10,7 @@ from weft.profile import Profile
 from weft.recipe import Recipe
 from weft.search._pins import pinned
 from weft.search._space import Space, space_of
-from weft.techniques.context.contract import recipe_problem
+from weft.techniques.context.limits import recipe_problem
 
 
 def recipe_space(

@@ -1,0 +1,44 @@
+"""What stands against ranks that share a sequence: one sentence for contract, price and search.  No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.techniques.context.shares import copies_of
+
+if TYPE_CHECKING:
+    from weft.recipe import Recipe
+
+TOKEN_LOSS = "tokens"
+"""Built-in loss that is a sum over tokens."""
+
+
+def heads_problem(heads: int, kv_heads: int, *, tensor: int, ranks: int) -> str:
+    """Return why `ranks` cannot exchange heads for tokens, each having as many; empty: they can."""
+    own, keys = heads // tensor, max(1, kv_heads // tensor)
+    if own % ranks == 0 and copies_of(keys, ranks):
+        return ""
+    return f"gives no equal shares of {own} heads and {keys} heads of keys to {ranks} ranks under ulysses."
+
+
+def length_problem(length: int, *, ranks: int, tensor: int, sequence: bool) -> str:
+    """Return why `ranks` cannot share out `length` tokens, each two runs of them, and under sequence parallelism every
+    tensor rank its part; empty: they can."""
+    least = 2 * ranks * (tensor if sequence else 1)
+    if length >= least:
+        return ""
+    parts = f" and {tensor} tensor ranks under sequence parallelism" if sequence and tensor > 1 else ""
+    return f"needs samples of {least} tokens or more, two runs for each of {ranks} ranks{parts}: they have {length}."
+
+
+def recipe_problem(recipe: Recipe) -> str:
+    """Return what a recipe asks for that ranks which share a sequence have not got: the beginning of a sentence; empty:
+    nothing."""
+    if recipe.model.adapter is not None:
+        return "cannot be had with model.adapter: the two have not been put together"
+    if recipe.model.loss not in (None, TOKEN_LOSS):
+        return (
+            f'cannot be had with model.loss = "{recipe.model.loss}": a rank that has some of the tokens gets its sum'
+            f' only of a loss that is a sum over tokens, as "{TOKEN_LOSS}" is'
+        )
+    return ""

@@ -96,7 +96,7 @@ def test_a_loss_of_ones_own_shares_no_sequence() -> None:
         check_plan(plan_of(context=2), own, facts_of(own))
     check_plan(plan_of(context=2), decoder(), facts_of(decoder()))
     blueprint = build_model(decoder())
-    assert blueprint.per_token_loss
+    assert blueprint.no_context == ""
     assert "its loss is a sum over tokens" in replace(blueprint, loss=mean_of_samples).no_context
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from weft.families._family import Config
 from weft.families._tables import OWN_CHECKPOINTS
 
 
-def no_shared_sequence(config: Config, *, has_windows: bool) -> str:
+def no_shared_sequence(config: Mapping[str, Any], *, has_windows: bool) -> str:
     """See `Family.no_shared_sequence`."""
     if has_windows:
         return "its attention sees a window of tokens in some layers"
@@ -20,7 +20,7 @@ def no_shared_sequence(config: Config, *, has_windows: bool) -> str:
     return OWN_CHECKPOINTS if config.get("gradient_checkpointing") else ""
 
 
-def _rescaled_rotation(config: Config) -> str:
+def _rescaled_rotation(config: Mapping[str, Any]) -> str:
     """The kind of rotary embedding whose frequencies are computed from the positions at hand; empty: they are fixed."""
     for name in ("rope_parameters", "rope_scaling"):
         table = config.get(name)

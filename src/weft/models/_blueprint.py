@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.families import NO_SEQUENCE, OWN_CHECKPOINTS, UNKNOWN_ATTENTION, FoundCut, SampleField, Tables
+from weft.families import UNKNOWN_ATTENTION, SampleField, Tables
 
 if TYPE_CHECKING:
     from weft.description import Description
@@ -93,11 +93,6 @@ class Blueprint(Tables):
         return getattr(self.loss, "per_sample", True)
 
     @property
-    def per_token_loss(self) -> bool:
-        """Whether the loss is known to be a sum over tokens, each by itself."""
-        return self.per_sample_loss and getattr(self.loss, "per_token", False)
-
-    @property
     def no_context(self) -> str:
         """Why ranks cannot share a sequence, as far as tables say: a sentence without its end; empty: they can."""
         if self.sequence_length is None:
@@ -106,15 +101,9 @@ class Blueprint(Tables):
             return self.no_shared_sequence
         if self.position_input is None or self.attention is None:
             return UNKNOWN_ATTENTION
-        if not self.per_token_loss:
-            return "nothing says that its loss is a sum over tokens (an attribute `per_token` of the loss)"
-        if getattr(self.loss, "auxiliary", None):
-            return "its loss has auxiliary terms over the batch"
-        if isinstance(self.cut, FoundCut):
-            return NO_SEQUENCE
-        if any(getattr(module, "gradient_checkpointing", False) for module in self.module.modules()):
-            return OWN_CHECKPOINTS
-        return ""
+        from weft.models.shared_sequence import find_problem  # loaded for models of which this much is known
+
+        return find_problem(self)
 
     @property
     def no_gathering(self) -> str:

@@ -255,7 +255,7 @@ PLANS = {
         '[compute]\ndevice = "tpu"',
         r'device = "tpu" is not one of "auto", "cpu", "cuda". Did you mean',
     ),
-    "technique of tomorrow": ("[microbatch]\nsize = 8\n[mesh]\nexpert = 3", "engine has not got expert parallelism|expert"),
+    "technique of tomorrow": ("[microbatch]\nsize = 8\n[mesh]\nexpert = 3", "has not got expert parallelism|expert"),
     "pair that cannot compose": (
         '[mesh]\npipeline = 3\n[pipeline_parallel]\nschedule = "zbv"\nchunks_per_rank = 2\n[compute]\ncompile = true',
         r'compile = true cannot join schedule = "zbv".*\nUse false, or schedule = "1f1b"|makes 6 stages of 4 blocks',

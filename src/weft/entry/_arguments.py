@@ -168,10 +168,13 @@ def check_inputs(inputs: object, model: nn.Module, fields: Iterable[str]) -> Non
                 raise RecipeError(
                     f'inputs takes {field!r} for {name}. Write the field as a text: {{"{name}": "{field}"}}.'
                 )
-            raise RecipeError(
-                f"inputs takes {field!r} for {name}, and the batch has no such field: it has {', '.join(known)}."
-                f"{did_you_mean(str(field), known) or ' Give one of these.'}"
-            )
+            # Another field than the loader's may be of a batch that the loop makes itself (a critic's).
+            meant = did_you_mean(str(field), [each for each in known if each not in inputs.values()])
+            if meant or not isinstance(field, str) or field.isdecimal():
+                raise RecipeError(
+                    f"inputs takes {field!r} for {name}, and the loader's batch has no such field: it has"
+                    f" {', '.join(known)}.{meant or ' Give one of these.'}"
+                )
 
 
 def whole_or_none(what: str, value: object) -> int | None:

@@ -19,6 +19,8 @@ class LoaderPasses:
         self.number = self.taken = 0
         self._last = ""
         """Digest of the last batch that was handed out: the stream may have looked at one more."""
+        self._expected = ""
+        """The same of the save that the run goes on from, until it has gone on."""
 
     def batches(self, steps: int | None) -> Iterator[UserBatch]:
         """Yield the coming batches whole: `steps` of them, or all to the end of the pass."""
@@ -26,11 +28,11 @@ class LoaderPasses:
         for number, batch in enumerate(self._stream.iterate()):
             if number < skipped:
                 if number + 1 == skipped:
-                    self._seen.check_skipped(self._stream.digest, self._last, number)
+                    self._seen.check_skipped(self._stream.digest, self._expected, number)
                 continue
             if steps is not None and number >= skipped + steps:
                 return
-            self.taken, self._last = number + 1, self._stream.digest
+            self.taken, self._last, self._expected = number + 1, self._stream.digest, ""
             yield batch
         self._seen.check_reached(number + 1, skipped)
         self.taken = 0
@@ -45,4 +47,4 @@ class LoaderPasses:
         taken, number = state.get("in_pass"), state.get("passes")
         self.taken = taken if isinstance(taken, int) else 0
         self.number = number if isinstance(number, int) else 0
-        self._last = str(state.get("last_batch") or "")
+        self._last = self._expected = str(state.get("last_batch") or "")

@@ -52,7 +52,7 @@ def test_equals_one_process_in_fp32(parity: Matrix, cell: Cell):
 def test_the_matrix_is_large_enough():
     assert len(FULL) >= 110
     assert len({str(cell) for cell in FULL}) == len(FULL)
-    assert {cell.world for cell in FULL} == {1, 2, 3, 4, 8}
+    assert {cell.world for cell in FULL} == {1, 2, 3, 4, 5, 8}
     assert {cell.model for cell in FULL} >= set(matrix.ALL_MODELS)
 
 

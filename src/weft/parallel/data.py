@@ -334,7 +334,7 @@ class BucketStore:
 
     def _forget(self, live: LiveBucket) -> None:
         """Drop the storage of all gradients of a bucket."""
-        live.gradients = None
+        live.gradients, live.lasting = None, ()
         live.adopted.clear()
         for member in live.bucket.members:
             member.parameter.grad = None

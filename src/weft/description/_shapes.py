@@ -25,6 +25,7 @@ def profile_of_shape(shape: ReferenceShape) -> Profile:
 
 
 def _decoder(shape: DecoderShape) -> ModelSizes:
+    width = shape.expert_ffn_size or default_ffn_size(shape)
     return ModelSizes(
         name="decoder",
         num_layers=shape.num_layers,
@@ -38,6 +39,11 @@ def _decoder(shape: DecoderShape) -> ModelSizes:
         tied=shape.tie_embeddings,
         rotary_base=shape.rope_theta,
         norm_epsilon=shape.norm_epsilon,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k if shape.num_experts else 1,
+        expert_ffn_size=width if shape.num_experts else 0,
+        shared_ffn_size=shape.shared_experts * width,
+        leading_dense_layers=shape.first_dense_layers,
     )
 
 

@@ -10,7 +10,7 @@ from weft.description._shapes import sizes_of_shape
 from weft.families import family_of
 from weft.plan import default_ffn_size
 from weft.profile import ModelSizes
-from weft.recipe import HF_KEYS, ConvNetShape, MlpShape, ReferenceShape, hf_size
+from weft.recipe import HF_KEYS, ConvNetShape, DecoderShape, MlpShape, ReferenceShape, hf_size
 
 SMALL_SEQUENCE_LENGTH = 11
 """Odd on purpose: no axis divides it."""
@@ -62,7 +62,22 @@ def shrink_shape(
     }
     if getattr(shape, "num_kv_heads", None) is None:
         del sizes["num_kv_heads"]
+    if isinstance(shape, DecoderShape) and shape.num_experts:
+        sizes |= _small_mixture(shape, num_blocks, small.hidden_size, folded_tensor)
     return replace(shape, **sizes)
+
+
+def _small_mixture(shape: DecoderShape, num_blocks: int, hidden: int, folded_tensor: int) -> dict[str, int]:
+    """Few experts, of which a token still leaves some out, and a block with a mixture behind dense ones."""
+    width = shape.expert_ffn_size or default_ffn_size(shape)
+    num_experts = min(shape.num_experts, _MOST["num_experts"])
+    return {
+        "num_experts": num_experts,
+        "top_k": min(shape.top_k, max(1, num_experts // 2)) if shape.top_k < shape.num_experts else num_experts,
+        "expert_ffn_size": _odd_share(hidden * width / shape.hidden_size, folded_tensor),
+        "shared_experts": min(shape.shared_experts, 1),
+        "first_dense_layers": min(shape.first_dense_layers, 1, num_blocks - 1),
+    }
 
 
 def shrink_config(config: Mapping[str, Any], num_blocks: int | None, tensor: int, folded_tensor: int) -> dict[str, Any]:

@@ -41,6 +41,8 @@ def recipe_refusals(recipe: Recipe) -> Iterator[str]:
             f'model.reference = "{model.reference}": only decoders are written out. Use reference = "decoder", or '
             f"model.factory with a language model of your own."
         )
+    if isinstance(model.shape, DecoderShape) and model.shape.num_experts:
+        yield f"model.num_experts = {model.shape.num_experts}: the script has dense feed-forward layers only. Use 0."
     if model.loss not in (None, "tokens"):
         yield f'model.loss = "{model.loss}": the script knows the loss over tokens only. Leave it out.'
     if recipe.data.documents == "isolated":

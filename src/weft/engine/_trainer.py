@@ -21,7 +21,6 @@ from weft.engine._signals import StopRequest
 from weft.errors import CheckpointError, RecipeError, WeftError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, MessageEvent, Run, StepEvent
 from weft.models import Batch, count_labels
-from weft.parallel.sparse import SparseStore
 from weft.recipe import Recipe, learning_rate
 from weft.record import Recorder, StepTraffic
 from weft.techniques.buckets.advice import advise_bucket
@@ -216,7 +215,10 @@ class Trainer:
     def _note_traffic(self, step: int, result: StepEvent, microbatches: Sequence[Batch]) -> None:
         """Keep what a step launched, where groups are watched."""
         launched = self._recorder.collectives.take_launched()
-        tables = [store for store in self._training.model.stores.stores if isinstance(store, SparseStore)]
+        # Those of tables with sparse gradients know how many rows travelled.
+        travelled: list[Mapping[tuple[str, int], int]] = [
+            getattr(store, "most_rows", {}) for store in self._training.model.stores.stores
+        ]
         if launched and len(self._traffic) < _TRAFFIC_STEPS:
             self._traffic.append(
                 StepTraffic(
@@ -224,7 +226,7 @@ class Trainer:
                     is_first=step == self._first_step,
                     some_unused=result.some_unused,
                     labels=tuple(count_labels(self._training.model.held_fields(batch)) for batch in microbatches),
-                    rows=tuple((*key, most) for store in tables for key, most in store.most_rows.items()),
+                    rows=tuple((*key, most) for most_rows in travelled for key, most in most_rows.items()),
                     sent=tuple((*kind, count) for kind, count in launched.items()),
                 )
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.recipe import SplitKind
 
-INHERITED = ("sequence", "replicate", "heads", "features")
+INHERITED = ("sequence", "replicate", "heads", "features", "expert")
 """Kinds that also hold for what lies inside the matching module."""
 OF_PARAMETERS = ("part", "heads")
 """Kinds that a single parameter may have."""
@@ -29,6 +29,8 @@ class SplitRule:
     `gather` marks modules that need all of a last dim which is split (norms over all heads): it is gathered before
     them, and each rank goes on with its part of their result.
     `part` names a parameter of which each rank has a part along `dim`, because it meets activations that are split.
+    `expert` marks mixtures of experts: each rank computes all choices of its router, and with its `part` of every
+    expert a part of each token's sum.
     """
 
     match: str

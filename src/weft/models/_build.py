@@ -51,6 +51,10 @@ def build_reference(shape: ReferenceShape, *, isolated_documents: bool = False) 
         RecipeError: documents are to be isolated in a model that is no decoder.
     """
     # Each kind is loaded when it is built: a rank needs one of them.
+    if isinstance(shape, DecoderShape) and shape.num_experts:
+        from weft.models.mixture_decoder import build_mixture_decoder
+
+        return build_mixture_decoder(shape, isolated_documents=isolated_documents)
     if isinstance(shape, DecoderShape):
         from weft.models.decoder import build_decoder
 
@@ -101,9 +105,14 @@ def _apply_loss(blueprint: Blueprint, recipe: Recipe) -> None:
     """A loss other than `tokens` reads logits as they are, so the head gathers them and is not fused."""
     if recipe.model.loss is None:
         return
-    blueprint.loss = loss_by_name(recipe.model.loss)
+    chosen, terms = loss_by_name(recipe.model.loss), getattr(blueprint.loss, "auxiliary", None)
+    blueprint.loss = chosen
+    if terms:
+        from weft.models.auxiliary import LossWithTerms  # loaded where a model has such terms
+
+        blueprint.loss = LossWithTerms(chosen, terms)
     head = blueprint.vocabulary_head
-    if blueprint.loss is token_loss or head is None:
+    if chosen is token_loss or head is None:
         return
     blueprint.vocabulary_head = None
     blueprint.split = [replace(rule, gather_output=True) if rule.match == head else rule for rule in blueprint.split]

@@ -11,13 +11,22 @@ from torch import Tensor
 Runs = list[int] | Tensor
 """Lengths of the runs, or their ends as the kernel takes them: int32, on the device."""
 
+_ALIGNED = 8
+"""Elements of bf16 that the kernel wants in a row, and in multiples of them."""
 
-def runs_of(rows: Tensor, counts: Tensor) -> Runs:
-    """Return what `grouped_product` takes for runs of `counts` rows; the same for all products of those rows.
 
-    The kernel is torch's, of accelerators and bf16: it reads the ends on the device, so that nobody waits.
+def runs_of(rows: Tensor, counts: Tensor, *matrices: Tensor) -> Runs:
+    """Return what `grouped_product` takes for runs of `counts` rows, for products with all these stacks of matrices.
+
+    The kernel is torch's, of accelerators, bf16 and widths of 16 bytes: it reads the ends on the device, so that nobody
+    waits.
+    A description on the meta device sees it, too.  Rows without numbers (of a rehearsal) are shared out evenly.
     """
-    if rows.device.type not in ("cpu", "meta") and rows.dtype is torch.bfloat16:
+    if counts.is_meta or type(counts) is not Tensor:
+        each, more = divmod(rows.shape[0], counts.shape[0])
+        return [each + (index < more) for index in range(counts.shape[0])]
+    fits = all(width % _ALIGNED == 0 for matrix in matrices for width in matrix.shape[1:])
+    if rows.is_meta or (rows.device.type != "cpu" and rows.dtype is torch.bfloat16 and fits):
         return counts.cumsum(0, dtype=torch.int32)
     return counts.tolist()
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.models._blueprint import Initialiser
 
-_NORMAL_STD = 0.02
+NORMAL_STD = 0.02
 
 
 def normal_initialiser(*, residual_outputs: Sequence[str], num_layers: int) -> Initialiser:
@@ -21,13 +21,13 @@ def normal_initialiser(*, residual_outputs: Sequence[str], num_layers: int) -> I
     that the stream's variance does not grow with depth.
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
     """
-    narrow = _NORMAL_STD / math.sqrt(2 * num_layers)
+    narrow = NORMAL_STD / math.sqrt(2 * num_layers)
 
     @torch.no_grad()
     def initialise(name: str, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             is_output = any(fnmatchcase(name, pattern) for pattern in residual_outputs)
-            module.weight.normal_(0.0, narrow if is_output else _NORMAL_STD)
+            module.weight.normal_(0.0, narrow if is_output else NORMAL_STD)
             bias = getattr(module, "bias", None)
             if bias is not None:
                 bias.zero_()

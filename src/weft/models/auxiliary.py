@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.errors import RecipeError
-from weft.models._blueprint import Batch
+from weft.models._blueprint import Batch, Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,19 @@ def auxiliary_of(loss: object) -> Mapping[str, AuxiliaryLoss]:
             ' loss.auxiliary = {"name": AuxiliaryLoss(sums=…, value=…, weight=…)}.'
         )
     return terms
+
+
+class LossWithTerms:
+    """A loss, and the auxiliary terms of a model beside its own."""
+
+    def __init__(self, loss: Loss, terms: Mapping[str, AuxiliaryLoss]) -> None:
+        self._loss = loss
+        self.per_sample: bool = getattr(loss, "per_sample", True)
+        self.per_token: bool = getattr(loss, "per_token", False)
+        self.auxiliary: Mapping[str, AuxiliaryLoss] = {**terms, **auxiliary_of(loss)}
+
+    def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self._loss(outputs, batch)
 
 
 def why_no_stages(terms: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -83,32 +83,41 @@ class SwiGLU(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    def __init__(self, shape: DecoderShape) -> None:
+    """Attention, and a feed-forward layer `ffn` or a `mixture` of them."""
+
+    def __init__(self, shape: DecoderShape, mixture: nn.Module | None = None) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_epsilon)
         self.attention = Attention(shape)
         self.attention_dropout = nn.Dropout(shape.dropout)
         self.ffn_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_epsilon)
-        self.ffn = SwiGLU(shape.hidden_size, default_ffn_size(shape))
+        if mixture is None:
+            self.ffn = SwiGLU(shape.hidden_size, default_ffn_size(shape))
+        else:
+            self.mixture = mixture
         self.ffn_dropout = nn.Dropout(shape.dropout)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         attended = self.attention(self.attention_norm(hidden), cos, sin, mask)
         hidden = hidden + self.attention_dropout(attended)
-        return hidden + self.ffn_dropout(self.ffn(self.ffn_norm(hidden)))
+        feed = self.ffn if hasattr(self, "ffn") else self.mixture
+        return hidden + self.ffn_dropout(feed(self.ffn_norm(hidden)))
 
 
 class Decoder(nn.Module):
     """Tokens (batch, length) → logits (batch, length, vocabulary); position t predicts what follows token t."""
 
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, shape: DecoderShape, mixture_of: Callable[[DecoderShape], nn.Module] | None = None) -> None:
         super().__init__()
         self.head_size = shape.hidden_size // shape.num_heads
         self.rope_theta = shape.rope_theta
         self.sequence_length = shape.sequence_length
         self.embedding = nn.Embedding(shape.vocabulary_size, shape.hidden_size)
         self.embedding_dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(
+            DecoderBlock(shape, mixture_of(shape) if mixture_of is not None and shape.is_mixture(layer) else None)
+            for layer in range(shape.num_layers)
+        )
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_epsilon)
         self.head = nn.Linear(shape.hidden_size, shape.vocabulary_size, bias=False)
         if shape.tie_embeddings:
@@ -126,13 +135,16 @@ class Decoder(nn.Module):
         return self.head(self.norm(hidden))
 
 
-def build_decoder(shape: DecoderShape, *, isolated_documents: bool = False) -> Blueprint:
+def build_decoder(
+    shape: DecoderShape, *, isolated_documents: bool = False, construct: Callable[[DecoderShape], Decoder] = Decoder
+) -> Blueprint:
     """Return the decoder on the meta device with its tables.
 
     `isolated_documents` says that batches carry `positions` and `document_ids`, which attention then obeys.
+    `construct` makes another kind of it (`weft.models.mixture_decoder`).
     """
     with torch.device("meta"):
-        module = Decoder(shape)
+        module = construct(shape)
     inputs = {"tokens": "tokens"}
     if isolated_documents:
         inputs |= {"positions": "positions", "document_ids": "document_ids"}
@@ -143,7 +155,8 @@ def build_decoder(shape: DecoderShape, *, isolated_documents: bool = False) -> B
         attention="causal",
         loss=token_loss,
         initialise=normal_initialiser(
-            residual_outputs=("blocks.*.attention.output", "blocks.*.ffn.down"), num_layers=shape.num_layers
+            residual_outputs=("blocks.*.attention.output", "blocks.*.ffn.down", "blocks.*.shared.down"),
+            num_layers=shape.num_layers,
         ),
         split=_SPLIT,
         cut=CutTable(
@@ -176,7 +189,7 @@ _SPLIT = (
 )
 
 
-_EXPORTED = {
+EXPORTED = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
@@ -201,9 +214,9 @@ def _export(shape: DecoderShape):
                 continue  # loaded from the embedding
             if owner.startswith("blocks."):
                 _, index, inner = owner.split(".", 2)
-                exported[f"model.layers.{index}.{_EXPORTED[inner]}.{leaf}"] = tensor
+                exported[f"model.layers.{index}.{EXPORTED[inner]}.{leaf}"] = tensor
             else:
-                exported[f"{_EXPORTED[owner]}.{leaf}"] = tensor
+                exported[f"{EXPORTED[owner]}.{leaf}"] = tensor
         return exported
 
     return export

@@ -27,7 +27,7 @@ class Routing(NamedTuple):
     logits: Tensor
     """(n, experts), in fp32 or wider."""
     weights: Tensor
-    """(n, top_k): what each choice counts; differentiable."""
+    """(n, top_k): what each choice counts, in the dtype of the tokens; differentiable."""
     chosen: Tensor
     """(n, top_k), int64: experts by falling score."""
 
@@ -79,7 +79,7 @@ class Router(nn.Module):
         weights = scores.gather(-1, chosen)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-        return Routing(logits, weights, chosen)
+        return Routing(logits, weights.to(tokens.dtype), chosen)
 
 
 class Experts(nn.Module):
@@ -111,7 +111,7 @@ class Experts(nn.Module):
             rows: (n, hidden), those of expert 0 first, then those of 1, and so on.
             counts: (experts,), integers: rows of each; their sum is n.  An expert without any gets zeros as gradients.
         """
-        runs = runs_of(rows, counts)
+        runs = runs_of(rows, counts, self.gate_up, self.down)
         gate, up = grouped_product(rows, self.gate_up, runs).chunk(2, -1)
         return grouped_product(F.silu(gate) * up, self.down, runs)
 
@@ -135,7 +135,7 @@ class Mixture(nn.Module):
         order, places, counts = arrange(routing.chosen, self.router.num_experts)
         rows: Any = _Spread.apply(tokens, order, places)
         results, shared = self.dispatch(rows, counts, lambda: None if self.shared is None else self.shared(tokens))
-        mixed: Any = _Combine.apply(results, routing.weights.to(results.dtype), order, places)
+        mixed: Any = _Combine.apply(results, routing.weights, order, places)
         return (mixed if shared is None else mixed + shared).view(hidden.shape)
 
     def dispatch(

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 Shape = tuple[int, ...]
 CallKind = Literal[
     "column", "row", "vocab", "whole", "replicate", "gather", "batch_norm", "enter", "sum", "norms", "attention",
+    "expert",
 ]  # fmt: skip
 """How ranks share a module's work; `batch_norm`: data ranks share its statistics.  Four are no calls but what a module
 does inside of its forward: `enter` copies an activation, `sum` sums its parts, `norms` those of norms of weights, and

@@ -31,6 +31,7 @@ from weft.parallel._shard import exchange_masters as exchange_masters
 from weft.parallel._shard import first_element as first_element
 from weft.parallel._shard import present as present
 from weft.parallel._shard import shard_pieces as shard_pieces
+from weft.parallel._sparse_tables import sparse_tables as sparse_tables
 from weft.parallel._store import StoreSet as StoreSet
 from weft.parallel.build import ParallelModel as ParallelModel
 from weft.parallel.build import parallelize as parallelize
@@ -38,5 +39,4 @@ from weft.parallel.draws import keyed_alone as keyed_alone
 from weft.parallel.materialise import materialise as materialise
 from weft.parallel.randomness import KeyedDropout as KeyedDropout
 from weft.parallel.randomness import apply_keyed_dropout as apply_keyed_dropout
-from weft.parallel.sparse import sparse_tables as sparse_tables
 from weft.parallel.technique import TechniqueRuntime as TechniqueRuntime

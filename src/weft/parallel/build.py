@@ -23,13 +23,13 @@ from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart, fill_layout, first_names, whole_part
 from weft.parallel._precision import Dtypes
 from weft.parallel._runner import Runner, SequentialRunner
+from weft.parallel._sparse_tables import sparse_tables
 from weft.parallel._store import GradientStore, StoreSet
 from weft.parallel.buckets import BucketMember
 from weft.parallel.data import BucketStore
 from weft.parallel.draws import apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.parallel.materialise import materialise
 from weft.parallel.randomness import apply_keyed_dropout
-from weft.parallel.sparse import SparseStore, sparse_tables
 from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
 from weft.plan import BATCH_AXES, Plan, reduction_rounds
 
@@ -267,6 +267,8 @@ def _create_stores(
         )
         members = {key: member for key, member in members.items() if key in kept_out}
     if tables:
+        from weft.parallel.sparse import SparseStore  # loaded where there are such tables
+
         stores.append(SparseStore(list(tables.values()), compute_dtype=dtypes.compute, gradient_dtype=dtypes.gradient))
     if members or not stores:
         stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression))

@@ -12,45 +12,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.comm import GroupView, all_gather
 from weft.errors import RecipeError
 from weft.parallel._rows import SparseRows
 from weft.parallel._shard import Piece, Segment, Shard
 from weft.parallel.buckets import BucketMember
-
-
-def sparse_tables(module: nn.Module) -> dict[str, torch.Size]:
-    """Return the trained tables with sparse gradients in a whole model: name → shape.
-
-    Raises:
-        RecipeError: such a table is also the weight of something else, whose gradient is dense.
-    """
-    owners: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = {}
-    for module_name, inner in module.named_modules():
-        for leaf, parameter in inner.named_parameters(recurse=False):
-            name = f"{module_name}.{leaf}" if module_name else leaf
-            owners.setdefault(id(parameter), []).append((name, inner, parameter))
-    tables: dict[str, torch.Size] = {}
-    for uses in owners.values():
-        name, _, parameter = uses[0]
-        sparse = [_is_sparse(inner) for _, inner, _ in uses]
-        if not parameter.requires_grad or not any(sparse):
-            continue
-        if len(uses) > 1:
-            others = ", ".join(other for other, _, _ in uses[1:])
-            raise RecipeError(
-                f"{name} belongs to an embedding with sparse=True and is tied to {others}. The gradient of a"
-                " tied weight is a sum in which all rows take part. Build the embedding with sparse=False, or"
-                " leave the weights untied."
-            )
-        tables[name] = parameter.shape
-    return tables
-
-
-def _is_sparse(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
 
 
 @dataclass(slots=True)

@@ -27,7 +27,8 @@ def _check_heads(shape: DecoderShape | EncoderShape) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """A Llama-style decoder: RoPE, grouped-query attention, RMSNorm, SwiGLU."""
+    """A Llama-style decoder: RoPE, grouped-query attention, RMSNorm, SwiGLU; with `num_experts`, mixtures of experts in
+    place of feed-forward layers.  No expert has a capacity: every token gets the experts that it chose."""
 
     num_layers: int
     """Blocks."""
@@ -49,6 +50,28 @@ class DecoderShape:
     """Probability to drop an activation in training."""
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-5
+    num_experts: int = 0
+    """Experts of a mixture, beside shared ones; 0: all feed-forward layers are dense."""
+    top_k: int = 2
+    """Experts that a token goes through."""
+    expert_ffn_size: int | None = None
+    """Inner width of one expert; None: as `ffn_size`."""
+    shared_experts: int = 0
+    """Experts that every token goes through, as one layer of their widths together."""
+    first_dense_layers: int = 0
+    """Blocks at the beginning whose feed-forward layer is dense."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How scores are made of a router's products: as shares of one, or each by itself."""
+    normalise: bool = True
+    """Whether the scores of the experts that a token chose are divided by their sum."""
+    balance_loss_weight: float = 0.0
+    """Weight of the load-balance loss: experts × Σ share of the choices × mean score, summed over mixtures, by the
+    whole batch of a step.  1 for each mixture where the load is balanced."""
+    z_loss_weight: float = 0.0
+    """Weight of the mean square of log Σ exp of a router's products, summed over mixtures, by the whole batch."""
+    balance_rate: float = 0.0
+    """Balancing without a loss: after each step a bias, by which experts are chosen and nothing else, rises by so much
+    where an expert had fewer than its share of the choices of the whole batch, and falls where it had more."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
@@ -67,6 +90,13 @@ class DecoderShape:
             width = self.hidden_size // self.num_heads
             reason = f"makes heads of {width} features, and rotary positions turn pairs of them."
             raise _RULES.refuse(self, "num_heads", f"{reason} {use}")
+        from weft.recipe._mixture import check_mixture
+
+        check_mixture(self)
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether block `layer`, from 0, has a mixture of experts."""
+        return self.num_experts > 0 and layer >= self.first_dense_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ _SAMPLES = 2
 """Samples of the forward: a batch norm in training wants more than one."""
 _OF_A_SHAPE = ("new_", "empty_like", "zeros_like", "ones_like")
 """Operators that read the shape of a tensor and no value: what begins so, as a mask of dropout, depends on nothing."""
-_NOTED = ("column", "row", "vocab", "whole", "replicate", "gather")
+_NOTED = ("column", "row", "vocab", "whole", "replicate", "gather", "expert")
 
 
 def outline_of(blueprint: Blueprint) -> Outline:
@@ -250,6 +250,8 @@ class _Notes:
                 continue
             if kind == "whole" and self._is_in_region(name):
                 wholes.append(name + ".")
+            if kind == "expert":
+                self._note_weights(name, module)
             if kind is not None:
                 done.add(id(module))
                 self._note(name, module, kind, is_inside_whole=kind == "column" and name.startswith(tuple(wholes)))
@@ -262,7 +264,7 @@ class _Notes:
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             return "batch_norm"
         kind = self.blueprint.kind_of(name)
-        if kind == "replicate" and self.blueprint.kind_of(name.rpartition(".")[0]) == "replicate":
+        if kind in ("replicate", "expert") and self.blueprint.kind_of(name.rpartition(".")[0]) == kind:
             return None
         return kind if kind in _NOTED else None  # pyright: ignore[reportReturnType]
 
@@ -298,6 +300,26 @@ class _Notes:
             if is_column
             else row_magnitudes(module, noted["norms"], noted["sum"])
         )
+
+    def _note_weights(self, name: str, module: nn.Module) -> None:
+        """Note the weights of a mixture's choices, of whose gradients each rank has a part."""
+
+        def leave(router: nn.Module, args: Any, routing: Any) -> None:
+            weights: Tensor = routing.weights
+            call = ModuleCall(
+                module=f"{name}.router",
+                kind="enter",
+                block=self._block_of(name),
+                source=self._number(weights),
+                shape=tuple(weights.shape),
+                output=tuple(weights.shape),
+                needs_gradient=weights.requires_grad,
+                gives_gradient=weights.requires_grad,
+            )
+            self._in_block.append((len(self.calls), self._num_kept, self._num_kept))
+            self.calls.append(call)
+
+        module.get_submodule("router").register_forward_hook(leave)
 
     def _note_attention(self, query: Tensor, key: Tensor, value: Tensor, made: Tensor) -> None:
         block = self._block

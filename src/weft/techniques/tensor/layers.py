@@ -170,6 +170,13 @@ class _Splitter:
                         mark_partial(self.layout, f"{name}.{leaf}")
                 case "gather":
                     self._gather(name, module)
+                case "expert" if rule.match == name or fnmatchcase(name, rule.match):
+                    from weft.techniques.tensor.mixtures import share_mixture  # loaded where there are mixtures
+
+                    enter = self._gathered if inside else self._copied
+                    leave = partial(reduce_scatter_sequence if inside else reduce_from_group, view=self.view)
+                    share_mixture(name, module, self.view, enter, leave)
+                    self.shared.clear()
                 case _:
                     pass
         for name, _ in self.part.named_parameters(remove_duplicate=False):

@@ -38,6 +38,10 @@ class _Around:
                     yield from self._column(call, inside)
                 case "row":
                     yield from self._row(call, inside)
+                case "expert":
+                    self._gathered = None
+                    yield from self._reads(call, inside)
+                    yield from self._row(call, inside)
                 case "vocab":
                     yield self._send("all_reduce", self._bytes(call.output), call, "sum of embeddings")
                 case "whole" if inside:

@@ -1,0 +1,79 @@
+"""Mixtures of experts over the tensor group: a part of every expert on each rank, and the whole router on all.
+
+What enters is whole on every rank, and what leaves are parts of a sum, so a mixture costs what a feed-forward layer
+does, and one small sum more in its backward: that of the gradients of the weights by which choices count, of which each
+rank has a part.  With it the router's gradients are whole everywhere; those of its input, which are summed over the
+ranks with the experts', are divided before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import GroupView
+from weft.errors import PlanError
+from weft.models.mixture import Mixture, Routing
+from weft.parallel.autograd import copy_to_group
+
+
+class _Divide(torch.autograd.Function):
+    """Its input; grad: divided by `ranks`, which all compute the same of it and whose gradients are summed later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return torch.ops.aten._unsafe_view(x, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.ranks, None
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+def share_mixture(name: str, module: nn.Module, view: GroupView, enter: Change, leave: Change) -> None:
+    """Let `module` compute with this rank's part of its experts.
+
+    `enter` makes of what each rank has what the experts see, whole; its gradient is summed.  `leave` sums parts.
+
+    Raises:
+        PlanError: it is no `Mixture`.
+    """
+    if not isinstance(module, Mixture):
+        raise PlanError(
+            f'model.split: the kind "expert" also matches {name}, a {type(module).__name__}, but only a'
+            " weft.models.mixture.Mixture splits so. Narrow the pattern."
+        )
+    module.register_forward_pre_hook(partial(_enter, enter))
+    module.register_forward_hook(partial(_leave, leave))
+    module.router.register_forward_pre_hook(partial(_divide, view.size))
+    module.router.register_forward_hook(partial(_sum_weights, view))
+
+
+def _enter(enter: Change, module: nn.Module, args: Any) -> Any:
+    return (enter(args[0]),)
+
+
+def _leave(leave: Change, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return leave(output)
+
+
+def _divide(ranks: int, module: nn.Module, args: Any) -> Any:
+    (tokens,) = args
+    return (_Divide.apply(tokens, ranks) if _wants_gradient(tokens) else tokens,)
+
+
+def _sum_weights(view: GroupView, module: nn.Module, args: Any, routing: Routing) -> Routing:
+    if not _wants_gradient(routing.weights):
+        return routing
+    return routing._replace(weights=copy_to_group(routing.weights, view))
+
+
+def _wants_gradient(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad

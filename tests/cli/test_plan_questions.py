@@ -63,8 +63,8 @@ def test_what_search_does_not_choose_stands_in_the_plan_and_that_is_said(
 def test_a_plan_that_cannot_be_run_yet_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("plan", RECIPE, "--plan", str(DEMO / "plan.toml"))
     assert "refuses" not in said(capsys, *given)
-    text = said(capsys, *given, "--set", "plan.memory.offload=activations")
-    refusal = 'plan.memory.offload = "activations" can be predicted but not run yet'
+    text = said(capsys, *given, "--set", "plan.memory.offload=activations", "--set", "plan.compute.compile=true")
+    refusal = 'plan.memory.offload = "activations" cannot join compute.compile'
     assert f"note      weft train refuses it: {refusal}" in text
 
 

@@ -226,7 +226,7 @@ def test_settings_without_effect_are_refused() -> None:
         MemoryPlan(offload="optimizer", offload_folder="/x")
     with pytest.raises(PlanError, match='offload = "optimizer" needs an optimizer of Weft\'s own'):
         check_no_loop(on_disk(plan_of()))
-    assert any("keeps everything on the device" in line for line in unwritten(on_disk(plan_of())))
+    assert any("offloads nothing" in line for line in unwritten(on_disk(plan_of())))
 
 
 def test_a_disk_is_priced_and_named() -> None:

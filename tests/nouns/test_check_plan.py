@@ -420,6 +420,7 @@ def test_plans_that_are_only_predictable_say_so() -> None:
         {"context": 2, "expert": 2},
         tensor_parallel=TensorParallelPlan(scheme="2.5d"),
         memory=MemoryPlan(offload="activations"),
+        compute=ComputePlan(compile=True),
         data_parallel=DataParallelPlan(compression="fp8", algorithm="tree:0-32K;direct:32K-8M;ring:8M-max"),
     )
     assert len(runnability(plan)) == 5  # a list of algorithms cannot be joined with compression either

@@ -24,6 +24,7 @@ from weft.techniques.context import attention, partial
 from weft.techniques.context import runtime as context
 from weft.techniques.context.exchange import RingExchange
 from weft.techniques.context.partial import Partial
+from weft.techniques.offload import depot
 from weft.techniques.pipeline import runtime as pipeline
 from weft.techniques.pipeline.weight_pass import WeightPass, deferring
 
@@ -161,6 +162,16 @@ def _seen_by_share() -> list[Patch]:
     return [(attention.Visibility, "pair", pair_of)]
 
 
+def _one_place_for_all() -> list[Patch]:
+    """What is offloaded lies on top of one another."""
+    take = depot.Runs.take
+
+    def first(self: depot.Runs, num_bytes: int) -> depot.Extent:
+        return depot.Extent(self, 0, take(self, num_bytes).size)
+
+    return [(depot.Runs, "take", first)]
+
+
 def _mean_of_means(blueprint: Blueprint) -> Blueprint:
     """Each microbatch is divided by its own count of tokens, and then the means are averaged."""
     loss = blueprint.loss
@@ -194,6 +205,7 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "no sum over context": _no_sum_over_context,
     "keys without gradients from others": _keys_without_gradients_from_others,
     "seen by share": _seen_by_share,
+    "one place for all": _one_place_for_all,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
     "mean of means": _mean_of_means,

@@ -212,6 +212,8 @@ def name_of(plan: Plan) -> str:
     parts.append(f"m{plan.microbatch.size}x{shares if isinstance(shares, int) else '_'.join(map(str, shares))}")
     if plan.memory.recompute != "none":
         parts.append(plan.memory.recompute if isinstance(plan.memory.recompute, str) else "recompute_mixed")
+    if plan.memory.offloads:
+        parts.append(f"{plan.memory.offload}_away")
     if not plan.memory.fused_loss:
         parts.append("plain_loss")
     if plan.compute.compile:

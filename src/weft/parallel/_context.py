@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from weft.parallel.elsewhere import Elsewhere
     from weft.parallel.local_tokens import LocalTokens, TokenSharing
 
 
@@ -49,6 +50,8 @@ class StepContext:
     """Why no trace shows all that the model draws; empty: it does."""
     sharing: TokenSharing | None = None
     """How ranks share out the tokens of a batch; None: each has whole samples."""
+    elsewhere: Elsewhere | None = None
+    """Where what blocks keep for backward waits; None: it stays on the device."""
 
     @contextmanager
     def entered(self, state: MicrobatchState | None) -> Generator[None]:

@@ -19,6 +19,7 @@ from weft.price._rank_memory import RankMemory, RankShare
 from weft.price._stack import WEFT, Stack
 from weft.profile import Profile
 from weft.techniques.fused_loss.cost import loss_bytes
+from weft.techniques.offload.cost import BLOCKS_HERE
 from weft.techniques.pipeline.cost import FOLDED, in_flight
 
 
@@ -28,6 +29,10 @@ class StageSizes(NamedTuple):
     dense: float
     experts: float
     kept: float
+    of_ends: float
+    """What of it stem and tail keep."""
+    of_block: float
+    """What the block that keeps most does."""
     live: float
     widest: float
     """Elements of the largest block's weights, experts included."""
@@ -122,11 +127,12 @@ class Memories:
 
     def _waiting(self, layout: Layout, rank: int, held: Sequence[StageSizes]) -> float:
         """Activations between their forward and their backward."""
-        if layout.offloads_activations:
-            # One microbatch's chunk is being written or read while another computes.
-            return 2 * max(stage.kept for stage in held)
         counts = in_flight(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches, rank)
-        return sum(count * stage.kept for count, stage in zip(counts, held, strict=True))
+        waiting = sum(count * stage.kept for count, stage in zip(counts, held, strict=True))
+        if not layout.offloads_activations:
+            return waiting
+        ends = sum(count * stage.of_ends for count, stage in zip(counts, held, strict=True))
+        return min(waiting, ends + BLOCKS_HERE * max(stage.of_block for stage in held))
 
     def logits(self, layout: Layout) -> float:
         """Bytes around the loss."""
@@ -162,10 +168,13 @@ class _Tables:
 
     def _stage(self, start: int, end: int) -> StageSizes:
         inside = [kind for kind, before in self._before if before[end] > before[start]]
+        first, last = max(start, 1), min(end, self._length - 1)
         return StageSizes(
             dense=self._dense[end] - self._dense[start],
             experts=self._experts[end] - self._experts[start],
             kept=self._kept[end] - self._kept[start],
+            of_ends=self._kept[end] - self._kept[last] + self._kept[first] - self._kept[start],
+            of_block=max((kind.kept_bytes for kind in inside), default=0.0),
             live=max((kind.live_bytes for kind in inside), default=0.0),
             widest=max((kind.dense_parameters + kind.expert_parameters for kind in inside), default=0.0),
         )

@@ -206,7 +206,7 @@ class Pricer:
         if layout.offloads_activations:
             sizes = stages.kept_bytes
             out, back = (
-                [unloading(size, beside, self.calibration) for size, beside in zip(sizes, passes, strict=True)]
+                [unloading(layout, size, beside, self.calibration) for size, beside in zip(sizes, passes, strict=True)]
                 for passes in (forward, inputs)
             )
             forward = [one + more for one, more in zip(forward, out, strict=True)]

@@ -22,6 +22,7 @@ class Stages(NamedTuple):
     dense_parameters: list[float]
     expert_parameters: list[float]
     kept_bytes: list[float]
+    """Kept by blocks, not by stem and tail."""
 
 
 class Whole:
@@ -44,7 +45,7 @@ class Whole:
             _before((cost.weight.seconds if weights else 0.0) for cost in costs),
             _before(cost.dense_parameters for cost in costs),
             _before(cost.expert_parameters for cost in costs),
-            _before(cost.kept_bytes for cost in costs),
+            _before([0.0, *(cost.kept_bytes for cost in costs[1:-1]), 0.0]),
         )
         forward, inputs, weight = self._tables[:3]
         ends = [sum(values) for values in zip(forward, inputs, weight, strict=True)]

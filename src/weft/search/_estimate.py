@@ -30,7 +30,8 @@ from weft.search._splits import Ints
 from weft.search._variants import has_even_islands
 from weft.techniques.buckets.cost import beside
 from weft.techniques.buckets.sizes import LARGEST_BUCKET, SMALLEST_BUCKET
-from weft.techniques.offload.cost import unloading
+from weft.techniques.offload.contract import offloads_activations
+from weft.techniques.offload.cost import BLOCKS_HERE, unloading
 from weft.techniques.pipeline.cost import flights
 from weft.techniques.zero.contract import stage_of
 from weft.techniques.zero.cost import Waits, gathers_of, gathers_weights, reduces_once, waits_of
@@ -213,9 +214,9 @@ class Estimates:
         """
         none, shards_weights = np.zeros(len(self._options)), self._layout.shards_weights
         ahead, back, once = self._gathering(passes) if shards_weights else (none, none, none)
-        if offloads == ("activations",):
+        if all(map(offloads_activations, offloads)):
             ahead, back = self._unloading(passes, ahead, back)
-        if pipeline is None or shards_weights or offloads == ("activations",):
+        if pipeline is None or shards_weights or all(map(offloads_activations, offloads)):
             args = (self._space.schedules, len(self._pricer.profile.blocks), self._costs.hop, self._options, passes)
             pipeline = pipeline_seconds(*args, ahead + back, self._stages(passes))
         optimizer = np.minimum.reduce([self._optimizer(offload) for offload in offloads])
@@ -236,7 +237,8 @@ class Estimates:
         """The same waits with activations on their way to host memory and back."""
         p, calibration = self._options.splits.pipeline, self._pricer.calibration
         moved, forward, inputs = self._costs.moved / p, passes.forward / p + ahead, passes.input / p + back
-        return ahead + unloading(moved, forward, calibration), back + unloading(moved, inputs, calibration)
+        args = self._layout, moved
+        return ahead + unloading(*args, forward, calibration), back + unloading(*args, inputs, calibration)
 
     def _reductions(self, passes: Passes, ahead: Floats, back: Floats) -> Floats:
         """Exposed seconds of reducing gradients, and of gathering renewed weights; they also hide beside what a forward
@@ -294,39 +296,36 @@ class Estimates:
             np.where(joined, 0.0, weights.tail), np.where(joined, 0.0, held.tail), np.where(joined, 0.0, logits)
         )
         memory = self._memory(offload)
-        whole = memory.device_bytes(self._share(mean, one, one, one, first, held.live, offload))
-        waiting, stage = self._first_waiting(stages)
-        of_first = self._share(least, stages.first_rank, waiting, stage, first, held.live, offload)
+        whole = memory.device_bytes(self._share(mean, one, one, first, held.live, offload))
+        of_first = self._share(least, stages.first_rank, self._first_waiting(stages), first, held.live, offload)
         flight, least_flight = self._flights(p - 1)
         waiting = np.where(joined, (flight + least_flight) * stages.first, least_flight * stages.last_rank)
-        stage = np.where(joined, stages.first, np.minimum(stages.first, stages.last))
-        of_last = self._share(least, stages.last_rank, waiting, stage, last, held.live, offload)
+        of_last = self._share(least, stages.last_rank, waiting, last, held.live, offload)
         between = self._between(stages, mean, passes, held.live, offload)
         fullest = np.maximum(np.maximum(memory.device_bytes(of_first), memory.device_bytes(of_last)), between)
         return np.where(alone, whole, fullest)
 
-    def _first_waiting(self, stages: StageBlocks) -> tuple[Floats, Floats]:
-        """Blocks of the first rank times the microbatches whose activations they keep; and blocks of one stage."""
+    def _first_waiting(self, stages: StageBlocks) -> Floats:
+        """Blocks of the first rank times the microbatches whose activations they keep."""
         options = self._options
         flight, least = self._flights(np.zeros_like(options.chunks))
         folded = flight * stages.first + least * stages.last
         evenly = options.chunks * stages.first
-        waiting = np.where(options.joined_ends, folded, flight * evenly + least * (stages.first_rank - evenly))
-        return waiting, stages.first
+        return np.where(options.joined_ends, folded, flight * evenly + least * (stages.first_rank - evenly))
 
     def _between(self, stages: StageBlocks, block: _Block, passes: Passes, live: Floats, offload: Offload) -> Floats:
         """Bytes of the fullest of the ranks between; where blocks differ, of ranks in the mean."""
         options, p, v = self._options, self._options.splits.pipeline, self._options.chunks
         each = len(self._pricer.profile.blocks) / p
         fewest = np.where(options.joined_ends, options.flight, options.last_flight)
-        mean = self._share(block, each, each * fewest, each / v, _NO_ENDS, live, offload)
+        mean = self._share(block, each, each * fewest, _NO_ENDS, live, offload)
         folds = options.joined_ends
         flight, least = self._flights(np.minimum(stages.full_rank, p - 1))
         evenly = np.where(folds, 2, v) * stages.first
         both = stages.more > 1  # folded: one more on either stage
         folded = flight * (stages.first + both) + least * (stages.first + (stages.more > 0))
         waiting = np.where(folds, folded, flight * evenly + least * stages.more)
-        fullest = self._share(block, evenly + stages.more, waiting, stages.first, _NO_ENDS, live, offload)
+        fullest = self._share(block, evenly + stages.more, waiting, _NO_ENDS, live, offload)
         memory = self._memory(offload)
         return np.where(passes.alike, memory.device_bytes(fullest), memory.device_bytes(mean))
 
@@ -347,11 +346,11 @@ class Estimates:
         return found[0], found[1]
 
     def _share(
-        self, block: _Block, count: Floats, waiting: Floats, stage: Floats, ends: _Ends, live: Floats, offload: Offload
+        self, block: _Block, count: Floats, waiting: Floats, ends: _Ends, live: Floats, offload: Offload
     ) -> RankShare:
-        """What a rank has of `count` blocks, of which `waiting` wait for their backward (offloaded, those of two
-        microbatches of a `stage` of so many blocks), and of the ends."""
-        waiting = np.minimum(waiting, 2.0 * stage) if offload == "activations" else waiting
+        """What a rank has of `count` blocks, of which `waiting` wait for their backward (`BLOCKS_HERE`, where they wait
+        elsewhere), and of the ends."""
+        waiting = np.minimum(waiting, BLOCKS_HERE) if offloads_activations(offload) else waiting
         return RankShare(
             dense=block.dense * count + ends.dense,
             experts=block.experts * count,

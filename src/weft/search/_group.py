@@ -99,7 +99,7 @@ class GroupCosts(Table):
     logits: Floats
     """Bytes around the loss."""
     moved: Floats
-    """Bytes of one microbatch that offloading activations moves, of all blocks, stem and tail."""
+    """Bytes of one microbatch that offloading activations moves, of all blocks."""
 
 
 Counted = Sequence[tuple[Block, int]]
@@ -115,7 +115,7 @@ def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[
     for base in bases:
         costs = [(pricer.block_cost(block, base), count) for block, count in counted]
         ends = [pricer.block_cost(end, base) for end in (profile.stem, profile.tail)]
-        moved.append(sum(each.kept_bytes * count for each, count in costs) + sum(end.kept_bytes for end in ends))
+        moved.append(sum(each.kept_bytes * count for each, count in costs))
         for word in space.recomputes:
             passes[word].append(_passes(costs, ends, word))
             held[word].append(_held(pricer, base, counted, word))

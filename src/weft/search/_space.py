@@ -22,6 +22,10 @@ from weft.techniques.zero.contract import Stage
 _SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
+_OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "activations")
+"""What a search looks at by itself; what waits together with something else is asked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """Values that search chooses among; it takes every combination that is valid.
@@ -62,7 +66,7 @@ class Space:
     recomputes: tuple[Recompute, ...] = get_args(Recompute)
     """A choice that does not fit is also tried with some blocks of each stage computed again, as many as needed."""
     per_block_recompute: bool = True
-    offloads: tuple[Offload, ...] = get_args(Offload)
+    offloads: tuple[Offload, ...] = _OFFLOADS
     sequence_parallels: tuple[bool, ...] = (False, True)
     fused_losses: tuple[bool, ...] = (True,)
     precisions: tuple[PricedPrecision, ...] = ("bf16",)
@@ -122,7 +126,7 @@ def space_of(
         sequence_parallels=(False, True)
         if length > 1 and profile.can_be_cut and profile.can_share_sequence
         else (False,),
-        offloads=get_args(Offload) if cluster.has_accelerators else ("none",),
+        offloads=_OFFLOADS if cluster.has_accelerators else ("none",),
         fused_losses=(True, False) if profile.vocabulary_size else (True,),
         algorithms=_algorithms(cluster),
     )

@@ -1,7 +1,6 @@
 """Offloading: masters and optimizer states wait elsewhere between two steps.
 
-Source: Ren et al., "ZeRO-Offload: democratizing billion-scale model training" (arXiv 2101.06840); to disks
-Rajbhandari et al., "ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep learning" (arXiv 2104.07857).
+Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840); to disks Rajbhandari et al., "ZeRO-Infinity" (arXiv 2104.07857).
 """
 
 from __future__ import annotations
@@ -12,19 +11,17 @@ from typing import TYPE_CHECKING, Literal, Self, final
 
 from weft.document import Rules
 from weft.errors import PlanError
-from weft.techniques.contract import Removal, Technique
+from weft.techniques.contract import Case, Removal, Technique
 from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
     from weft.plan import Plan
 
-Offload = Literal["none", "optimizer", "activations"]
+Offload = Literal["none", "optimizer", "activations", "optimizer+activations"]
 OffloadTo = Literal["host", "disk"]
 _RULES = Rules(PlanError)
-_KEY = "plan.memory.offload"
-_DISK_BYTES_PER_SECOND = 1.5e9
-"""Bandwidth of reads and writes together, unmeasured: a rank's share of one NVMe drive, rather low than high.
-`benchmarks/offload.py` measures one."""
+DISK_BYTES_PER_SECOND = 1.5e9
+"""Reads and writes together, of a rank's share of an NVMe drive: rather low than high (`benchmarks/offload.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +30,17 @@ class OffloadSettings:
 
     offload: Offload = setting("none", space="offloads", asked=("offload",), explained=True)
     """What waits elsewhere until it is needed.  `optimizer`: masters, where they are not the weights themselves, and
-    optimizer states."""
+    optimizer states.  `activations`: what the backward of the model's blocks needs of their forward."""
     offload_to: OffloadTo = setting("host", follows="memory.offload")
-    """Where it waits: in the memory of the host, for devices that have their own, or on a disk (`optimizer` only)."""
+    """Where it waits: in the memory of the host, for devices that have their own, or on a disk."""
     offload_folder: str = ""
     """Folder on the disk of `offload_to = "disk"`, existing or new; empty: the run's folder.  Its files have no
     name and end with their rank: checkpoints hold what they hold."""
 
     def check_settings(self) -> None:
-        if self.offload_to != "host" and self.offload != "optimizer":
-            problem = f'has no effect with offload = "{self.offload}": optimizer states alone go to a disk.'
-            raise _RULES.refuse(self, "offload_to", f'{problem} Remove it, or use offload = "optimizer".')
+        if self.offload_to != "host" and not self.offloads:
+            problem = 'has no effect with offload = "none". Remove it, or use offload = "optimizer".'
+            raise _RULES.refuse(self, "offload_to", problem)
         if self.offload_folder and self.offload_to != "disk":
             problem = f'has no effect with offload_to = "{self.offload_to}". Remove it, or use "disk".'
             raise _RULES.refuse(self, "offload_folder", problem)
@@ -70,17 +67,22 @@ class OffloadSettings:
     @property
     def offloads_optimizer(self) -> bool:
         """Whether masters and optimizer states live elsewhere."""
-        return self.offload == "optimizer"
+        return "optimizer" in self.offload
 
     @property
     def steps_on_host(self) -> bool:
         """Whether prices take it that the cores of the host step what lives in its memory, as ZeRO-Offload does."""
-        return self.offloads_optimizer and not self.offloads_to_disk
+        return self.offloads_to_host and self.offloads_optimizer
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether what backward needs waits in host memory."""
-        return self.offload == "activations"
+        """Whether what the backward of blocks needs waits elsewhere."""
+        return offloads_activations(self.offload)
+
+
+def offloads_activations(offload: Offload) -> bool:
+    """Whether a value of `memory.offload` lets what backward needs wait elsewhere."""
+    return offload.endswith("activations")
 
 
 def _without(plan: Plan) -> Plan:
@@ -96,38 +98,34 @@ class Offloading(Technique):
     removals = (Removal("offloading", _without),)
 
     def runs(self, plan: Plan) -> bool:
-        return plan.memory.offloads_optimizer
+        return plan.memory.offloads
 
     def unrunnable(self, plan: Plan) -> Iterator[str]:
-        if plan.memory.offloads_activations:
-            yield (
-                f'{_KEY} = "activations" can be predicted but not run yet: the engine offloads optimizer states only.'
-                ' Use "optimizer" or "none".'
-            )
-        elif plan.memory.offloads_to_host and plan.compute.device == "cpu":
-            yield (
-                f'{_KEY}_to = "host" moves what a device holds to the memory of its host, and with compute.device ='
-                ' "cpu" ranks compute on the host\'s cores: nothing would get smaller. Use offload_to = "disk", or'
-                ' offload = "none".'
-            )
+        if plan.memory.offloads:
+            from weft.techniques.offload.limits import conflicts  # where something waits elsewhere
+
+            yield from conflicts(plan)
+
+    def check_model(self, case: Case) -> None:
+        if case.plan.memory.offloads_activations and case.facts.no_stages:
+            raise case.refuse(("memory", "offload"), f'works block by block: {case.facts.no_stages}.\nUse "none".')
 
     def problems(self, settings: OffloadSettings, *, on_cores: bool) -> Iterator[str]:
         if settings.offloads_to_host and on_cores:
-            yield (
-                f'offload = "{settings.offload}" moves what a device holds to the memory of its host, and here the'
-                ' devices are the host\'s cores: nothing would get smaller. Use offload = "none".'
-            )
+            from weft.techniques.offload.limits import nowhere_to_go
+
+            yield nowhere_to_go(settings)
 
     def update_seconds(self, settings: OffloadSettings, state_bytes: float) -> float:
         """Everything is read and written once, and the update itself hides behind that."""
         if not (settings.offloads_optimizer and settings.offloads_to_disk):
             return 0.0
-        return 2.0 * state_bytes / _DISK_BYTES_PER_SECOND
+        return 2.0 * state_bytes / DISK_BYTES_PER_SECOND
 
     def elsewhere(self, settings: OffloadSettings) -> Iterator[str]:
         if settings.offloads_activations:
             yield "offloaded activations"
-        if settings.offloads_to_disk:
+        elif settings.offloads_to_disk:
             yield "optimizer states on a disk"
 
     def lighter(self, settings: OffloadSettings) -> Iterator[str]:
@@ -140,11 +138,10 @@ class Offloading(Technique):
 
     def unwritten(self, plan: Plan) -> Iterator[str]:
         if plan.memory.offloads:
-            yield f'{_KEY} = "{plan.memory.offload}": the script keeps everything on the device. Use "none".'
+            yield f'plan.memory.offload = "{plan.memory.offload}": the script offloads nothing. Use "none".'
 
     def needs_loop(self, plan: Plan) -> Iterator[str]:
-        if plan.memory.offloads_optimizer:
-            yield (
-                f'{_KEY} = "optimizer" needs an optimizer of Weft\'s own: states of yours are made by your optimizer,'
-                ' where it steps. Use "none", or train from a recipe with weft train.'
-            )
+        if plan.memory.offloads:
+            from weft.techniques.offload.limits import no_loop  # as above
+
+            yield no_loop(plan)

@@ -1,4 +1,4 @@
-"""What host memory costs: what a pass waits for on its way there and back, and the optimizer on the host's cores.
+"""What a slower memory costs: what a pass waits for on its way there and back, and the optimizer on the host's cores.
 
 Source: Ren et al., "ZeRO-Offload: democratizing billion-scale model training" (arXiv 2101.06840).
 """
@@ -8,15 +8,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.columns import Column, larger
+from weft.techniques.offload.contract import DISK_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
     from weft.price import Calibration, Layout
 
 
-def unloading(size_bytes: Column, beside: Column, calibration: Calibration) -> Column:
+BLOCKS_HERE = 2
+"""Blocks of a rank whose activations are on the device where all wait elsewhere: one computes, and another's are
+written, or read."""
+
+
+def unloading(layout: Layout, size_bytes: Column, beside: Column, calibration: Calibration) -> Column:
     """Return the seconds by which one way of a stage's activations takes longer than what hides it: the link to the
-    host is free while the stage computes, and while it waits for weights (`beside` seconds together)."""
-    return larger(0.0, size_bytes / calibration.host_link_bytes_per_second - beside)
+    host, or the disk, is free while the stage computes, and while it waits for weights (`beside` seconds together)."""
+    host = calibration.host_link_bytes_per_second
+    return larger(0.0, size_bytes / (DISK_BYTES_PER_SECOND if layout.offloads_to_disk else host) - beside)
 
 
 class HostStep(NamedTuple):

@@ -1,21 +1,17 @@
-"""Offloading on a rank: masters and optimizer states wait on the disk, or in the memory of the host."""
+"""Offloading on a rank: what waits on the disk, or in the memory of the host."""
 
 from __future__ import annotations
 
-import logging
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, final
 
 from weft.errors import PlanError
 from weft.figures import spell_bytes
-from weft.parallel import Shard
+from weft.parallel import ModelPart, Shard
 from weft.parallel.technique import Build, TechniqueRuntime
 from weft.techniques.offload.keeper import StateKeeper
-from weft.techniques.offload.storage import FileStorage, HostStorage, Storage
-
-logger = logging.getLogger(__name__)
+from weft.techniques.offload.place import new_file, where
+from weft.techniques.offload.storage import HostStorage, Storage
 
 
 @final
@@ -46,31 +42,16 @@ class OffloadedStates(TechniqueRuntime):
     def _storage(self, num_bytes: int) -> Storage:
         if not self._build.plan.memory.offloads_to_disk:
             return HostStorage(num_bytes, self._build.mesh.device)
-        storage = FileStorage(num_bytes, self._folder(), self._build.mesh.device)
-        if not storage.is_direct and self._build.mesh.rank == 0:
-            logger.warning(
-                'plan.memory.offload_to = "disk": files in %s cannot be read past the page cache, where the states take'
-                " memory that other files may need, and on a file system in memory nothing is saved at all. Name a"
-                " folder on a disk by memory.offload_folder.",
-                self._folder(),
-            )
-        return storage
-
-    def _folder(self) -> Path:
-        """Where the plan says; else with the run's files, or where the system keeps passing ones."""
-        named = self._build.plan.memory.offload_folder
-        if named:
-            return Path(named).expanduser()
-        return Path(tempfile.gettempdir()) if self._build.folder is None else self._build.folder
+        return new_file(self._build, num_bytes)
 
     def state_bytes(self) -> int:
         return self._keeper.buffer_bytes()
 
     def notes(self) -> list[str]:
-        where = "on the disk" if self._build.plan.memory.offloads_to_disk else "in the memory of the host"
+        kept, buffers = spell_bytes(self._kept_bytes), spell_bytes(self._keeper.buffer_bytes())
         return [
-            f"{spell_bytes(self._kept_bytes)} of masters and optimizer states are {where}, and pass through"
-            f" {spell_bytes(self._keeper.buffer_bytes())} of buffers in every step"
+            f"{kept} of masters and optimizer states are {where(self._build)}, and pass through {buffers} of buffers in"
+            " every step"
         ]
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -80,15 +61,55 @@ class OffloadedStates(TechniqueRuntime):
         self._keeper.close()
 
 
+@final
+class _Several(TechniqueRuntime):
+    """Several of them, as one."""
+
+    def __init__(self, each: Sequence[TechniqueRuntime]) -> None:
+        self._each = each
+
+    def wrap(self, part: ModelPart) -> None:
+        for one in self._each:
+            one.wrap(part)
+
+    def take(self, shards: Sequence[Shard]) -> None:
+        for one in self._each:
+            one.take(shards)
+
+    def begin(self, shards: Sequence[Shard]) -> None:
+        for one in self._each:
+            one.begin(shards)
+
+    def state_bytes(self) -> int:
+        return sum(one.state_bytes() for one in self._each)
+
+    def notes(self) -> list[str]:
+        return [note for one in self._each for note in one.notes()]
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for one in self._each:
+            one.load_state(state)
+
+    def close(self) -> None:
+        for one in self._each:
+            one.close()
+
+
 def create(build: Build) -> TechniqueRuntime:
     """See `weft.parallel.technique`.
 
     Raises:
-        PlanError: states would go to the memory of the host from cores, whose memory that is.
+        PlanError: something would go to the memory of the host from cores, whose memory that is.
     """
-    if build.mesh.device.type == "cpu" and not build.plan.memory.offloads_to_disk:
+    memory = build.plan.memory
+    if build.mesh.device.type == "cpu" and not memory.offloads_to_disk:
         raise PlanError(
             'plan.memory.offload_to = "host" moves what a device holds to the memory of its host, and this rank'
             ' computes on the host\'s cores: nothing would get smaller. Use offload_to = "disk", or offload = "none".'
         )
-    return OffloadedStates(build)
+    each: list[TechniqueRuntime] = [OffloadedStates(build)] if memory.offloads_optimizer else []
+    if memory.offloads_activations:
+        from weft.techniques.offload.blocks import OffloadedActivations  # loaded where they are offloaded
+
+        each.append(OffloadedActivations(build))
+    return each[0] if len(each) == 1 else _Several(each)

@@ -87,7 +87,6 @@ class FileStorage:
 
     def __init__(self, num_bytes: int, folder: Path, device: torch.device) -> None:
         self._staging = None if device.type == "cpu" else new_buffer(0, torch.device("cpu"))
-        self._num_bytes = num_bytes
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file, name = tempfile.mkstemp(prefix="offloaded-", dir=folder)
@@ -96,17 +95,28 @@ class FileStorage:
                 f'plan.memory.offload_to = "disk" cannot write to {folder}: {error.strerror}. Name a folder that this'
                 ' process may write to by memory.offload_folder, or use offload = "none".'
             ) from error
+        self._folder, self._num_bytes = folder, 0
         try:
-            os.posix_fallocate(self._file, 0, num_bytes)
+            self.grow(num_bytes)
             self._direct = _open_directly(name)
-        except OSError as error:
+        except BaseException:
             os.close(self._file)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            raise PlanError(_no_room(num_bytes, folder)) from error
+            raise
         finally:
             os.unlink(name)
         self._map: mmap.mmap | None = None
+
+    def grow(self, num_bytes: int) -> None:
+        """Take the place of so many bytes in all; what is there stays.  Raises `PlanError`: there is no room."""
+        if num_bytes <= self._num_bytes:
+            return
+        try:
+            os.posix_fallocate(self._file, self._num_bytes, num_bytes - self._num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise PlanError(_no_room(num_bytes, num_bytes - self._num_bytes, self._folder)) from error
+        self._num_bytes = num_bytes
 
     @property
     def is_direct(self) -> bool:
@@ -162,10 +172,12 @@ def _open_directly(name: str) -> int | None:
         return None
 
 
-def _no_room(num_bytes: int, folder: Path) -> str:
-    free = os.statvfs(folder)
+def _no_room(num_bytes: int, more_bytes: int, folder: Path) -> str:
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    lacking = f", {spell_bytes(more_bytes - free)} too few" if more_bytes > free else ""
     return (
         f'plan.memory.offload_to = "disk" needs {spell_bytes(num_bytes)} in {folder} for this rank alone, and'
-        f" {spell_bytes(free.f_bavail * free.f_frsize)} are free. Name another place by memory.offload_folder, or use"
+        f" {spell_bytes(free)} are free{lacking}. Name another place by memory.offload_folder, or use"
         ' offload = "none".'
     )

@@ -73,7 +73,8 @@ def apply_recompute(part: nn.Module, blueprint: Blueprint, plan: Plan, context: 
     for name, word in zip(blocks, each, strict=True):
         if word != "none" and is_own(part, blueprint, name):
             block = part.get_submodule(name)
-            contexts = None if word == "full" else _compiled_contexts if plan.compute.compile else _contexts
+            kept = _compiled_contexts if plan.compute.compile else partial(_contexts, context)
+            contexts = None if word == "full" else kept
             block.forward = partial(_recomputed, block, block.forward, context, contexts)
 
 
@@ -103,8 +104,8 @@ def _within(
         return forward(*args, **kwargs)
 
 
-def _contexts() -> Any:
-    return selective_contexts(_keeps)
+def _contexts(context: StepContext | None = None) -> Any:
+    return selective_contexts(_keeps, None if context is None else context.elsewhere)
 
 
 def _keeps(operation: Any) -> bool:

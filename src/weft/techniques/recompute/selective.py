@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from weft.parallel.elsewhere import Elsewhere
 
 
 @dataclass(slots=True)
@@ -22,21 +25,27 @@ class _Result:
 
     operation: Any
     value: Any
-    """Detached; None once it was written to or taken."""
+    """Detached, or what stands for what waits elsewhere; None once it was written to or taken."""
     watched: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])
     """Tensors of its memory with their versions: a write to any of them changes the value."""
 
     def take(self) -> Any:
         """The value as it was returned; None where it is gone or was written to since."""
         value, watched = self.value, self.watched
-        self.value, self.watched = None, []
+        self.drop()
         return None if any(tensor._version != version for tensor, version in watched) else value
+
+    def drop(self) -> None:
+        """Let go of the value."""
+        self.value, self.watched = None, []
 
 
 class _Results:
-    """The kept results of one block's forward, in order, and where they lie."""
+    """The kept results of one block's forward, in order, and where they lie.  They wait `elsewhere`, where it takes
+    them."""
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Elsewhere | None) -> None:
+        self.elsewhere = elsewhere
         self.in_order: list[_Result] = []
         self._by_storage: dict[int, list[_Result]] = {}
 
@@ -47,18 +56,31 @@ class _Results:
             if isinstance(leaf, Tensor):
                 self._by_storage.setdefault(_storage(leaf), []).append(result)
                 result.watched.append((leaf, leaf._version))
+        if self.elsewhere is not None:
+            self._send(result, self.elsewhere)
+
+    def _send(self, result: _Result, elsewhere: Elsewhere) -> None:
+        """Let a result leave, as far as it can; what counts its versions stays, without memory."""
+
+        def send(leaf: Any) -> Any:
+            waiting = elsewhere.pack(leaf) if isinstance(leaf, Tensor) else None
+            return leaf if waiting is None else waiting
+
+        result.value = tree_map(send, result.value)
+        result.watched = [(elsewhere.watch(tensor), version) for tensor, version in result.watched]
 
     def watch(self, value: Any) -> None:
         """Watch tensors that lie in kept memory but count their own versions, as those of `_unsafe_view`."""
         for leaf in tree_leaves(value):
             for result in self._by_storage.get(_storage(leaf), ()) if isinstance(leaf, Tensor) else ():
                 if result.value is not None:
-                    result.watched.append((_detached(leaf), leaf._version))
+                    watch = _detached if self.elsewhere is None else self.elsewhere.watch
+                    result.watched.append((watch(leaf), leaf._version))
 
     def forget(self, written: Tensor) -> None:
         """Give up what lies where an operator is about to write."""
         for result in self._by_storage.pop(_storage(written), ()):
-            result.take()
+            result.drop()
 
 
 class _Keeping(TorchDispatchMode):
@@ -103,12 +125,18 @@ class _Taking(TorchDispatchMode):
                 " changes between forward and backward. Use plan.memory.recompute = 'none' for this block."
             )
         value = kept[number].take()
-        return func(*args, **(kwargs or {})) if value is None else value
+        if value is None:
+            return func(*args, **(kwargs or {}))
+        elsewhere = self._results.elsewhere
+        return value if elsewhere is None else tree_map(elsewhere.fetch, value)
 
 
-def selective_contexts(keeps: Callable[[Any], bool]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the modes for a block's forward and its recomputation; `keeps` says which operators are not run again."""
-    results = _Results()
+def selective_contexts(
+    keeps: Callable[[Any], bool], elsewhere: Elsewhere | None = None
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the modes for a block's forward and its recomputation; `keeps` says which operators are not run again,
+    and `elsewhere` where their results wait, if not where they are."""
+    results = _Results(elsewhere)
     return _Keeping(results, keeps), _Taking(results, keeps)
 
 

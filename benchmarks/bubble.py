@@ -25,8 +25,9 @@ from benchmarks._statistics import summary
 from weft.comm import Mesh
 from weft.models import Batch, Blueprint, CutTable, token_loss
 from weft.parallel import StepContext
-from weft.plan import Action, MeshPlan, PipelineParallelPlan, Plan, Schedule, schedule_orders, simulate
+from weft.plan import MeshPlan, PipelineParallelPlan, Plan, Schedule
 from weft.techniques.pipeline.cost import bubble_seconds
+from weft.techniques.pipeline.orders import Action, schedule_orders, simulate
 from weft.techniques.pipeline.parts import cut_parts
 from weft.techniques.pipeline.runner import PipelineRunner
 

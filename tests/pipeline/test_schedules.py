@@ -9,17 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.plan import (
-    Action,
-    Schedule,
-    check_schedule,
-    forward_orders,
-    peak_activations,
-    schedule_orders,
-    simulate,
-    stage_ranks,
-)
+from weft.plan import Schedule, check_schedule, stage_ranks
 from weft.techniques.pipeline.cost import bubble_seconds
+from weft.techniques.pipeline.orders import Action, forward_orders, peak_activations, schedule_orders, simulate
 from weft.techniques.pipeline.routes import StageMessage, plan_routes, sent_by, wanted_by
 
 CHUNKS: dict[Schedule, tuple[int, ...]] = {

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import memory_of
 
-from weft.plan import PricedSchedule, peak_activations, schedule_orders
+from weft.plan import PricedSchedule
 from weft.price import WEFT, Layout, Memories, StageMemory
 from weft.profile import ModelSizes, Profile, profile_of_sizes
 from weft.profile.known import KNOWN_MODELS, known_model
 from weft.techniques.pipeline.cost import in_flight
+from weft.techniques.pipeline.orders import peak_activations, schedule_orders
 
 GIBI = 2**30
 SMALL = profile_of_sizes(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from weft.plan import Action, Orders
+from weft.techniques.pipeline.orders import Action, Orders
 
 HEADER_WORDS = 10
 """int64 words of the header before the first activation of a kind: dtype, number of dims, up to eight sizes."""

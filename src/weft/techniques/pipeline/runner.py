@@ -21,7 +21,8 @@ from weft.parallel import (
     evaluating,
     take_microbatch,
 )
-from weft.plan import Action, Plan, forward_orders, schedule_orders, stage_ranks
+from weft.plan import Plan, stage_ranks
+from weft.techniques.pipeline.orders import Action, forward_orders, schedule_orders
 from weft.techniques.pipeline.routes import Routes, StageMessage, plan_routes, sent_by, wanted_by
 from weft.techniques.pipeline.stage import Stage
 from weft.techniques.pipeline.stages import choose_cuts

@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from weft.techniques.pipeline.cost import LONG, PipelineTimes, StageTimes, alone, busiest
-from weft.techniques.pipeline.schedules import Action, PricedSchedule, schedule_streams, stage_ranks
+from weft.techniques.pipeline.orders import Action, schedule_streams
+from weft.techniques.pipeline.schedules import PricedSchedule, stage_ranks
 
 
 class _Program(NamedTuple):

@@ -44,6 +44,7 @@ PLANS: Mapping[str, Plan] = {
     "tensor 2": Plan(mesh=MeshPlan(tensor=2), microbatch=MicrobatchPlan(size=4, per_step=2)),
     "pipeline 2": Plan(mesh=MeshPlan(pipeline=2), microbatch=MicrobatchPlan(size=2, per_step=4)),
     PROPOSED: Plan(mesh=MeshPlan(tensor=2), microbatch=MicrobatchPlan(size=4, per_step=2)),
+    "context 2": Plan(mesh=MeshPlan(context=2), microbatch=MicrobatchPlan(size=4, per_step=2)),
     "data 2 × tensor 2": Plan(mesh=MeshPlan(replicate=2, tensor=2), microbatch=MicrobatchPlan(size=2, per_step=2)),
     "pipeline 2 × tensor 2": Plan(mesh=MeshPlan(pipeline=2, tensor=2), microbatch=MicrobatchPlan(size=2, per_step=4)),
 }

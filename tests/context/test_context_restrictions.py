@@ -16,7 +16,7 @@ from weft.cluster import parse_cluster_spec
 from weft.describe import describe
 from weft.description import facts_of, profile_of
 from weft.errors import PlanError
-from weft.families import NO_SEQUENCE, OWN_CHECKPOINTS, UNKNOWN_ATTENTION
+from weft.families import OWN_CHECKPOINTS, UNKNOWN_ATTENTION
 from weft.models import Batch, Blueprint, FoundCut, build_model, token_loss
 from weft.numerics import shrink_case
 from weft.parallel import MicrobatchState, StepContext
@@ -48,7 +48,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "windows": (LLAMA | {"model_type": "mistral", "sliding_window": 8}, "a window of tokens"),
     "bert": (BERT | {"attention_probs_dropout_prob": 0.0}, ""),
     "dropped": (BERT, "its attention drops probabilities"),
-    "opt": ({"model_type": "opt", "vocab_size": 64}, UNKNOWN_ATTENTION),
 }
 
 
@@ -149,17 +148,26 @@ def test_a_model_is_as_causal_as_it_says(held: int) -> None:
 def test_a_blueprint_must_say_how_its_tokens_see_one_another() -> None:
     recipe, blueprint = decoder(), build_model(decoder())
     assert blueprint.no_context == ""
-    cut = FoundCut(stem=(), blocks=("blocks.0",), between={}, tail=(), crossings=())
-    for silent, why in (
-        (replace(blueprint, attention=None), UNKNOWN_ATTENTION),
-        (replace(blueprint, position_input=None), UNKNOWN_ATTENTION),
-        (replace(blueprint, cut=cut), NO_SEQUENCE),
-    ):
-        assert describe(silent).no_context == why
+    for silent in (replace(blueprint, attention=None), replace(blueprint, position_input=None)):
+        assert describe(silent).no_context == UNKNOWN_ATTENTION
         facts = facts_of_blueprint(silent, recipe)
-        assert facts.no_context == why
+        assert facts.no_context == UNKNOWN_ATTENTION
         with pytest.raises(PlanError, match="cannot be had for this model"):
             check_plan(plan_of(context=2), recipe, facts)
+
+
+def test_no_stage_of_a_cut_that_was_found_shares_a_sequence() -> None:
+    recipe = decoder()
+    cut = FoundCut(stem=(), blocks=("blocks.0", "blocks.1"), between={}, tail=(), crossings=())
+    blueprint = replace(build_model(recipe), cut=cut)
+    facts, profile = facts_of_blueprint(blueprint, recipe), describe(blueprint)
+    check_plan(plan_of(context=2), recipe, facts)
+    with pytest.raises(PlanError, match="cannot join mesh.pipeline > 1 for this model"):
+        check_plan(plan_of(context=2, pipeline=2), recipe, facts)
+    space = recipe_space(recipe, profile, facts, parse_cluster_spec("8xcpu"), Plan(), runnable_only=True)
+    assert max(space.contexts) > 1
+    assert max(space.pipelines) > 1
+    assert not space.shares_within_stages
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -181,8 +189,7 @@ def agree(recipe: Recipe, blueprint: Blueprint, why: str) -> None:
     assert planned.attention_heads == built.attention_heads
     assert bool(planned.no_context) == bool(built.no_context) == bool(why)
     assert why in planned.no_context
-    if why != UNKNOWN_ATTENTION:
-        assert (listed(recipe) == (1,)) is bool(why)
+    assert (listed(recipe) == (1,)) is bool(why)
     if planned.attention_heads is not None and not why:
         with pytest.raises(PlanError, match="no equal shares of"):
             check_plan(plan_of("ulysses", context=5), recipe, built)

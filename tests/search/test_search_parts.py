@@ -90,6 +90,16 @@ def test_splits_of_a_part_of_the_space_are_in_the_whole(
     assert rows(part, gcd(context, size)) <= rows(whole, 1)
 
 
+def test_stages_that_cannot_share_a_sequence_do_not() -> None:
+    space = replace(space_of(tiny(), cluster_of("16xh100"), global_batch_size=8), shares_within_stages=False)
+    splits, _ = enumerate_splits(space, devices=16, global_batch_size=8)
+    assert {(bool(c > 1), bool(p > 1)) for c, p in zip(splits.context, splits.pipeline, strict=True)} == {
+        (False, False),
+        (True, False),
+        (False, True),
+    }
+
+
 def test_every_order_is_priced_like_a_distinct_one() -> None:
     pricer = Pricer(tiny(), cluster_of("4x4xh100"))
     layout = Layout(

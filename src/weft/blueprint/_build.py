@@ -24,6 +24,10 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
     bare = recipe if adapter is None else replace(recipe, model=replace(recipe.model, adapter=None))
     blueprint = build_model(bare)
     look_for_blocks(blueprint, plan)
+    if plan is None or plan.mesh.context > 1:
+        from weft.describe import look_at_tokens  # as below
+
+        look_at_tokens(blueprint)
     divides = plan is None or plan.mesh.tensor > 1
     if adapter is not None and not adapter.divides:
         _adapt_and_look(blueprint, recipe, divides=divides)

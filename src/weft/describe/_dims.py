@@ -52,10 +52,11 @@ class DimsWalker:
 
     def _dim(self, group: Sequence[Factor]) -> Dim:
         """Factors that nobody follows become atoms of their own where they share a dim with others."""
-        if all(atom is None for _, atom in group):
+        wide = [(size, atom) for size, atom in group if size > 1]
+        if all(atom is None for _, atom in wide):
             return ()
         dim: list[int] = []
-        for size, atom in group:
+        for size, atom in wide:
             if atom is None:
                 atom = self.atoms.new(size)
                 self.atoms.keep_whole((atom,), "every rank has it whole")

@@ -69,8 +69,8 @@ class Trace:
     storage_dtypes: Mapping[int, torch.dtype]
     parameters: Mapping[int, tuple[str, ...]]
     """Storage → all names of the parameter in it, the first one first."""
-    buffers: frozenset[int]
-    """Storages of buffers."""
+    buffers: Mapping[int, str]
+    """Storage → name of the buffer in it."""
     per_sample: frozenset[int]
     """Storages of what is computed from the batch: the others are as large whatever the batch."""
     entries: Mapping[str, tuple[int, Value]]
@@ -84,6 +84,8 @@ class Trace:
     touched: Mapping[int, frozenset[str]]
     """Storage → modules in which a function was called with it, even one that did nothing (`x.float()`), or a property
     was asked for."""
+    inputs: Mapping[str, Value]
+    """Fields of the batch."""
     outputs: tuple[Value, ...]
     """What the model returns."""
     loss_event: int

@@ -75,6 +75,7 @@ def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | 
         return None  # without heads: torch computes it step by step
     _check_shapes(query, key, mask, grouped=bool(given.get("enable_gqa")))
     settings = {"causal": bool(given.get("is_causal")), "dropout": float(given.get("dropout_p") or 0.0)}
+    settings["scale"] = float(given.get("scale") or query.shape[-1] ** -0.5)
     operands = (query, key, value) if mask is None else (query, key, value, mask)
 
     def run() -> Any:

@@ -50,6 +50,10 @@ def trace(
     return recorder.run(loss)
 
 
+_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+"""Calls that make a tensor's values numbers of Python."""
+
+
 class Unfinished(RecipeError):
     """A forward that raised, and what it had done until then."""
 
@@ -89,14 +93,15 @@ class _Recorder(TorchDispatchMode):
         self._call = 0
         self._paused = False
         self._inner: dict[int, Value] = {}
+        self._fields: dict[str, Value] = {}
         self._tensors = _stand_in_tensors(blueprint, dtype, parameters)
         self._parameters, self._buffers = self._name_storages(parameters)
 
     def run(self, loss: bool) -> Trace:
         module = self._blueprint.module
         fields = _fields(self._blueprint, self._dtype)
-        for tensor in fields.values():
-            self._per_sample.add(self.value(tensor).storage)
+        self._fields = {name: self.value(tensor) for name, tensor in fields.items()}
+        self._per_sample.update(value.storage for value in self._fields.values())
         inputs = {keyword: fields[name] for keyword, name in self._blueprint.inputs.items() if name in fields}
         with ExitStack() as stack:
             stack.enter_context(self._hooked(module))
@@ -144,6 +149,7 @@ class _Recorder(TorchDispatchMode):
             results=self._results,
             num_runs=self._num_runs,
             touched={storage: frozenset(modules) for storage, modules in self._touched.items()},
+            inputs=self._fields,
             outputs=outputs,
             loss_event=loss_event,
             notes=tuple(self._stand_ins.notes),
@@ -174,6 +180,8 @@ class _Recorder(TorchDispatchMode):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one call of the model or the loss, in one kernel where devices have one."""
         self._call += 1
+        if func in _READS:  # what they read is seen by no operator
+            self._note(func.__name__, args[:1], {}, None)
         fused = FUSED.get(func)
         if fused is None:
             return func(*args, **kwargs)
@@ -277,10 +285,10 @@ class _Recorder(TorchDispatchMode):
         owners = {name for name, _ in self._blueprint.module.named_modules()}
         return {name: tensor for name, tensor in self._tensors.items() if name.rpartition(".")[0] in owners}
 
-    def _name_storages(self, given: Mapping[str, Tensor]) -> tuple[dict[int, tuple[str, ...]], frozenset[int]]:
+    def _name_storages(self, given: Mapping[str, Tensor]) -> tuple[dict[int, tuple[str, ...]], dict[int, str]]:
         """Storages of the stand-ins and of the real tensors, for modules that hold on to those."""
         parameters: dict[int, tuple[str, ...]] = {}
-        buffers: set[int] = set()
+        buffers: dict[int, str] = {}
         module = self._blueprint.module
         owners = dict(module.named_parameters(remove_duplicate=False))
         for name, tensor in self._tensors.items():
@@ -290,8 +298,8 @@ class _Recorder(TorchDispatchMode):
                 for key in keys:
                     parameters[key] = (*parameters.get(key, ()), name)
             else:
-                buffers.update(keys)
-        return parameters, frozenset(buffers)
+                buffers |= dict.fromkeys(keys, name)
+        return parameters, buffers
 
 
 class _Functions(TorchFunctionMode):

@@ -47,12 +47,15 @@ class Blueprint(Tables):
     """Keyword of the model's forward → field of the batch."""
     position_input: str | None = None
     """Keyword of the forward that takes each token's place in its sample, int64 (samples, tokens), in place of 0, 1, …
-    None: it has none, and ranks cannot share a sequence."""
+    Empty: it needs none, for nothing in it depends on places.  None: it has none, and ranks cannot share a sequence."""
     attention: Literal["causal", "full"] | None = None
     """How tokens see one another, where all of it is `scaled_dot_product_attention` of the tokens of a sample: those
     before and itself, or all; of their document alone, where the batch has documents.  Nothing else in the forward may
     mix tokens (no windows, biases, convolutions, sums or shifts along the sequence), or run again by itself
-    (`torch.utils.checkpoint`).  None: that is not known, and ranks cannot share a sequence."""
+    (`torch.utils.checkpoint`).  None: the forward of a model of tokens alone is looked at (`weft.describe`), and of any
+    other ranks cannot share a sequence."""
+    attending: tuple[str, ...] = ()
+    """Modules that call it of the tokens, where looking has shown them."""
     loss: Loss
     initialise: Initialiser | None
     task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"

@@ -51,6 +51,8 @@ class Space:
     microbatch_sizes: tuple[int, ...]
     gathers_samples: bool = False
     """Whether data ranks must gather their samples for the loss, which a pipeline's do not."""
+    shares_within_stages: bool = True
+    """Whether the stages of a pipeline can share a sequence over context ranks."""
     single_microbatch: bool = False
     """Whether the data ranks must have one microbatch each: statistics of the whole batch (BatchNorm)."""
     schedules: tuple[Schedule, ...] = tuple(sorted(_SCHEDULES, key=lambda name: name != "1f1b"))
@@ -120,6 +122,7 @@ def space_of(
         microbatch_sizes=(global_batch_size,) if stays_whole else divisors(global_batch_size),
         single_microbatch=profile.has_batch_norm or whole_batch,
         gathers_samples=whole_batch,
+        shares_within_stages=profile.can_share_sequence,
         precisions=_precisions(cluster, permit),
         recomputes=get_args(Recompute) if can_recompute else ("none",),
         per_block_recompute=can_recompute,

@@ -89,6 +89,8 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
         kept &= data == total[row]
     if space.gathers_samples:
         kept &= (data == 1) | (pipeline[row] == 1)
+    if not space.shares_within_stages:
+        kept &= (context[row] == 1) | (pipeline[row] == 1)
     kept &= _is_permitted(space, total[row], data, data * (tensor * context * pipeline)[row])
     row, data = row[kept], data[kept]
     splits = Splits(

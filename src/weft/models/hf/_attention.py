@@ -157,3 +157,15 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
         return scores.softmax(-1, dtype=wide)
     beside = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.cat([scores, beside], -1).softmax(-1, dtype=wide)[..., :-1]
+
+
+def drop_masks(model: nn.Module) -> None:
+    """Let a model of transformers whose attention needs no masks make none, whatever positions it is given.
+
+    Only where a forward has shown that its attention gets none.  From positions that do not follow one another
+    transformers would take it that a sample has several documents.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == MASKED_IMPLEMENTATION:
+            config._attn_implementation = IMPLEMENTATION

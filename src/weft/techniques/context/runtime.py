@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, final
@@ -19,7 +19,6 @@ from weft.plan import Plan
 from weft.techniques.context.attention import Attend, VisitedAttention, sharing
 from weft.techniques.context.exchange import GatherExchange, RingExchange
 from weft.techniques.context.shares import runs_of
-from weft.techniques.context.trace import attending_modules
 from weft.techniques.context.ulysses import HeadExchange
 
 _OF_DOCUMENTS = frozenset({"positions", "document_ids"})
@@ -71,7 +70,8 @@ class ContextRanks(TechniqueRuntime):
         assert keyword is not None, "the model was checked"
         assert kind is not None, "the model was checked"
         attend = _attention_of(self._build.plan, view)
-        part.module.register_forward_pre_hook(partial(_give_positions, keyword, context), with_kwargs=True)
+        if keyword:
+            part.module.register_forward_pre_hook(partial(_give_positions, keyword, context), with_kwargs=True)
         for name in attending:
             try:
                 module = part.module.get_submodule(name)
@@ -80,7 +80,11 @@ class ContextRanks(TechniqueRuntime):
             module.forward = sharing(module.forward, name, attend, context, is_causal=kind == "causal")
 
     @cached_property
-    def _attending(self) -> list[str]:
+    def _attending(self) -> Sequence[str]:
+        if found := self._build.blueprint.attending:
+            return found
+        from weft.techniques.context.trace import attending_modules  # for models that say it themselves
+
         return attending_modules(self._build.blueprint)
 
 

@@ -30,7 +30,8 @@ def unlike_predicted(
             phases: tuple[Phase, ...] = ("gradients",) if is_first else ("gradients", "agreement", "update")
             unused = not is_first and trial.unused[step]
             occasions = occasions_of(recipe, plan, step, is_first=is_first, some_unused=unused)
-            predicted = program.traffic(*occasions, phases=phases)
+            rows = {(what, exchange): many for what, exchange, many in trial.rows[number]}
+            predicted = program.traffic(*occasions, phases=phases, rows=rows)
             where = "the first gradients" if is_first else f"step {step}"
             found += [f"rank {rank}, {where}: {line}" for line in differences(predicted, seen)]
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial as partial_of
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from weft.techniques.context import attention, partial
 from weft.techniques.context import runtime as context
 from weft.techniques.context.exchange import RingExchange
 from weft.techniques.context.partial import Partial
+from weft.techniques.expert import exchange
+from weft.techniques.expert import runtime as expert
 from weft.techniques.offload import depot
 from weft.techniques.pipeline import runtime as pipeline
 from weft.techniques.pipeline.weight_pass import WeightPass, deferring
@@ -172,6 +175,51 @@ def _one_place_for_all() -> list[Patch]:
     return [(depot.Runs, "take", first)]
 
 
+def _another_ranks_experts() -> list[Patch]:
+    """A rank keeps the experts of the rank behind it, and gets the tokens of its own."""
+
+    def shifted(**of: Any) -> Any:
+        return _layout.Split(**(of | {"index": (of["index"] + 1) % of["parts"]}))
+
+    return [(expert, "Split", shifted)]
+
+
+def _experts_summed_over(data_ranks: bool) -> list[Patch]:
+    """Gradients of experts are summed with those of other experts, or not with those of the same ones elsewhere."""
+    reducing = _layout.ParameterLayout.reducing
+
+    def wrong(layout: Any, mesh: Any) -> Any:
+        if "expert" not in layout.split_axes:
+            return reducing(layout, mesh)
+        return mesh["data"] if data_ranks else mesh.create_group([[rank] for rank in range(mesh.plan.world_size)], "")
+
+    return [(_layout.ParameterLayout, "reducing", wrong)]
+
+
+def _rows_as_they_came() -> list[Patch]:
+    """Rows are taken to be sorted by expert, and are by the rank that sent them."""
+    route_of = exchange.find_route
+
+    def unsorted(*of: Any) -> Any:
+        route = route_of(*of)
+        as_they_came = torch.arange(route.num_taken)
+        return replace(route, by_expert=as_they_came, by_rank=as_they_came)
+
+    return [(expert, "find_route", unsorted)]
+
+
+def _gradients_of_rows_stay() -> list[Patch]:
+    """What experts elsewhere say of a rank's rows is lost: the counts are right, the numbers zero."""
+
+    def nothing(ctx: Any, *grads: Tensor) -> Any:
+        said = ctx.journey.end()
+        if ctx.journey.is_outward:
+            return torch.zeros_like(said), None
+        return said.index_select(0, ctx.journey.route.by_expert), None
+
+    return [(exchange._Leave, "backward", staticmethod(nothing))]
+
+
 def _mean_of_means(blueprint: Blueprint) -> Blueprint:
     """Each microbatch is divided by its own count of tokens, and then the means are averaged."""
     loss = blueprint.loss
@@ -206,6 +254,11 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "keys without gradients from others": _keys_without_gradients_from_others,
     "seen by share": _seen_by_share,
     "one place for all": _one_place_for_all,
+    "another rank's experts": _another_ranks_experts,
+    "experts summed over nobody": partial_of(_experts_summed_over, False),
+    "experts summed over all data ranks": partial_of(_experts_summed_over, True),
+    "rows as they came": _rows_as_they_came,
+    "gradients of rows stay": _gradients_of_rows_stay,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
     "mean of means": _mean_of_means,

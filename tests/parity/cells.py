@@ -153,6 +153,7 @@ def plan(
     context: int = 1,
     scheme: str = "ring",
     pipeline: int = 1,
+    expert: int = 1,
     schedule: str = "1f1b",
     chunks: int = 1,
     cuts: tuple[int, ...] | None = None,
@@ -171,7 +172,9 @@ def plan(
     per_step: Any = shares if shares is not None else BATCH // micro // data
     assert micro * (sum(shares) if shares is not None else per_step * data) == BATCH, "the plan loses samples"
     return Plan(
-        mesh=MeshPlan(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline),
+        mesh=MeshPlan(
+            replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline, expert=expert
+        ),
         data_parallel=DataParallelPlan(
             zero=zero,  # type: ignore[arg-type]
             algorithm=algorithm,
@@ -194,6 +197,8 @@ def name_of(plan: Plan) -> str:
     for axis in ("replicate", "shard", "context", "tensor", "pipeline"):
         if getattr(mesh, axis) > 1:
             parts.append(f"{axis[0] if axis != 'shard' else 'h'}{getattr(mesh, axis)}")
+    if mesh.expert > 1:
+        parts.append(f"e{mesh.expert}")
     if mesh.context > 1:
         parts.append(plan.context_parallel.scheme)
     if mesh.pipeline > 1:

@@ -7,7 +7,6 @@ tensor needs follows from its placements (`weft.parallel.ParameterLayout`); only
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm._device import forget_meshes
 from weft.comm.watch import TraceCallback, Watch
 from weft.comm.watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
-from weft.errors import CollectiveError, PlanError
+from weft.errors import CollectiveError
 from weft.plan import (
     AXES,
     BATCH_AXES,
@@ -29,6 +28,7 @@ from weft.plan import (
     Axis,
     MeshPlan,
     axis_coordinates,
+    groups_over,
 )
 
 GroupName = Literal[
@@ -287,15 +287,7 @@ class Mesh:
 
     def _create(self, name: str, over: _Over) -> GroupView:
         """Make the groups of a kind, on all ranks, and return this rank's."""
-        fixed = [
-            (size, stride)
-            for owners, size, stride in _digits(self.plan)
-            if owners.isdisjoint(over.axes) or not owners.isdisjoint(over.holding)
-        ]
-        parts: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.plan.world_size):
-            parts.setdefault(tuple(rank // stride % size for size, stride in fixed), []).append(rank)
-        partition = tuple(tuple(ranks) for ranks in parts.values())
+        partition = groups_over(self.plan, over.axes, over.holding)
         if name in _OWN:
             return self.create_group(partition, name)
         if partition not in self._made:
@@ -306,32 +298,3 @@ class Mesh:
                 else self.create_group(partition, name)
             )
         return self._made[partition]
-
-
-def _digits(plan: MeshPlan) -> list[tuple[frozenset[Axis], int, int]]:
-    """A rank's number as digits, fastest first: (axes that a digit belongs to, its size, ranks from one to the next).
-
-    Every axis is one digit, but a lender of experts may be two, of which the faster is shared with `expert`: it borrows
-    of the lender just outside of it in the mesh's order first.
-    """
-    place = plan.order.index("expert")
-    lenders: list[Axis] = [a for a in (*plan.order[:place][::-1], *plan.order[place + 1 :]) if a in EXPERT_LENDERS]
-    lent: dict[Axis, int] = {}
-    wanted = plan.expert
-    for axis in lenders:
-        lent[axis] = math.gcd(int(getattr(plan, axis)), wanted)
-        wanted //= lent[axis]
-    if wanted > 1:
-        raise PlanError(
-            f"plan.mesh.expert = {plan.expert} does not divide {' × '.join(EXPERT_LENDERS)} = {plan.expert_room}, from"
-            " which experts borrow their ranks. Use a divisor of it."
-        )
-    digits: list[tuple[frozenset[Axis], int, int]] = []
-    stride = 1
-    for axis in reversed(plan.order):
-        if axis != "expert":
-            size, part = int(getattr(plan, axis)), lent.get(axis, 1)
-            digits.append((frozenset((axis, "expert")), part, stride))
-            digits.append((frozenset((axis,)), size // part, stride * part))
-            stride *= size
-    return digits

@@ -25,6 +25,8 @@ class Description:
     """None: it reads no tokens."""
     sizes: ModelSizes | None = None
     """The numbers that make up the profile, of a transformer that is described by numbers."""
+    num_experts: int = 0
+    """Experts of every mixture that ranks can share out; 0: there are none."""
     notes: tuple[str, ...] = ()
     """What was assumed, or could not be found out: whole sentences without their end."""
 
@@ -39,6 +41,7 @@ class Description:
             no_sequence="" if profile.can_share_sequence else NO_SEQUENCE,
             no_context="" if self.sequence_length is None else profile.no_context,
             no_tensor=tables.no_tensor,
+            num_experts=self.num_experts,
             attention_heads=profile.attention_heads,
             divisible=dict(profile.divisible) or (None if tables.splits else {}),
             num_parameters=profile.num_parameters,

@@ -35,7 +35,8 @@ def description_of(recipe: Recipe) -> Description | None:
 
 def description_of_shape(shape: ReferenceShape) -> Description:
     """Return the description of a reference model; its tables stand beside its modules (`weft.models`)."""
-    return _described(profile_of_shape(shape), sizes_of_shape(shape))
+    profile = profile_of_shape(shape)
+    return replace(_described(profile, sizes_of_shape(shape)), num_experts=profile.num_experts)
 
 
 def _described(profile: Profile, sizes: ModelSizes | None, tables: Tables | None = None) -> Description:

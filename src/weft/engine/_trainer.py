@@ -201,6 +201,7 @@ class Trainer:
         with self._recorder.span("data_wait"):
             microbatches = self._data.microbatches(step)
         self._recorder.collectives.take_launched()  # what was sent until now is no step's
+        self._training.model.take_rows()
         result = self._training.stepper(
             microbatches,
             step=step,
@@ -215,10 +216,7 @@ class Trainer:
     def _note_traffic(self, step: int, result: StepEvent, microbatches: Sequence[Batch]) -> None:
         """Keep what a step launched, where groups are watched."""
         launched = self._recorder.collectives.take_launched()
-        # Those of tables with sparse gradients know how many rows travelled.
-        travelled: list[Mapping[tuple[str, int], int]] = [
-            getattr(store, "most_rows", {}) for store in self._training.model.stores.stores
-        ]
+        rows = self._training.model.take_rows()
         if launched and len(self._traffic) < _TRAFFIC_STEPS:
             self._traffic.append(
                 StepTraffic(
@@ -226,7 +224,7 @@ class Trainer:
                     is_first=step == self._first_step,
                     some_unused=result.some_unused,
                     labels=tuple(count_labels(self._training.model.held_fields(batch)) for batch in microbatches),
-                    rows=tuple((*key, most) for most_rows in travelled for key, most in most_rows.items()),
+                    rows=rows,
                     sent=tuple((*kind, count) for kind, count in launched.items()),
                 )
             )

@@ -83,6 +83,7 @@ def _described(blueprint: Blueprint, recipe: Recipe) -> Description:
         tables=replace(Tables(**blueprint.of_tables), no_stages=facts.no_stages, no_tensor=facts.no_tensor),
         sequence_length=blueprint.sequence_length,
         vocabulary_size=blueprint.vocabulary_size,
+        num_experts=facts.num_experts or 0,
         notes=notes,
     )
 

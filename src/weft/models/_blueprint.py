@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -13,6 +14,7 @@ from weft.families import UNKNOWN_ATTENTION, SampleField, Tables
 
 if TYPE_CHECKING:
     from weft.description import Description
+    from weft.models.mixture import Mixture
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Batch = Mapping[str, Tensor]
@@ -89,6 +91,13 @@ class Blueprint(Tables):
     @property
     def has_batch_norm(self) -> bool:
         return any(isinstance(module, _BATCH_NORMS) for module in self.module.modules())
+
+    @property
+    def mixtures(self) -> Mapping[str, Mixture]:
+        """Mixtures of experts by name, which ranks can share out."""
+        loaded: Any = sys.modules.get("weft.models.mixture")  # whoever made one has loaded it
+        named = self.module.named_modules() if loaded is not None else ()
+        return {name: module for name, module in named if isinstance(module, loaded.Mixture)}
 
     @property
     def per_sample_loss(self) -> bool:

@@ -40,6 +40,8 @@ class Trial:
     """Masters, frozen parameters and buffers after the last step."""
     launched: list[Counter[tuple[str, str, int]]]
     """How often each (axis, operation, bytes) was launched: for the gradients of the first step, then by each step."""
+    rows: list[tuple[tuple[str, int, int], ...]]
+    """What of that only data decided (`ParallelModel.take_rows`)."""
     unused: list[bool]
     """Whether some parameter took no part on some rank, by step."""
     narrowed: Mapping[str, Precision]
@@ -97,10 +99,12 @@ def run_trial(
     with kept if plan.compute.precision == "fp64" and not plan.compute.compile else nullcontext():
         gradients = _first_gradients(training, recipe, batches[0])
         launched = [recorder.collectives.take_launched()]
+        rows = [training.model.take_rows()]
         for step in range(steps):
             rate = learning_rate(recipe, step)
             results.append(training.stepper(batches[step], step=step, learning_rate=rate))
             launched.append(recorder.collectives.take_launched())
+            rows.append(training.model.take_rows())
         totals = training.model.runner.evaluate(batches[0], step=0, seed=recipe.run.seed)
     state = _model_state(training)
     training.close()
@@ -112,6 +116,7 @@ def run_trial(
         validation=float(totals.sum),
         state=state,
         launched=launched,
+        rows=rows,
         unused=[result.some_unused for result in results],
         narrowed=kept.narrowed,
     )

@@ -13,11 +13,12 @@ from typing import Literal, NamedTuple
 Shape = tuple[int, ...]
 CallKind = Literal[
     "column", "row", "vocab", "whole", "replicate", "gather", "batch_norm", "enter", "sum", "norms", "attention",
-    "expert",
+    "expert", "experts",
 ]  # fmt: skip
-"""How ranks share a module's work; `batch_norm`: data ranks share its statistics.  Four are no calls but what a module
-does inside of its forward: `enter` copies an activation, `sum` sums its parts, `norms` those of norms of weights, and
-`attention` lets tokens see one another: it reads keys, and its output has the shape of the values."""
+"""How ranks share a module's work; `batch_norm`: data ranks share its statistics; `expert`: a mixture; `experts`: what
+reads its rows, sorted by expert, which may be those of other ranks.  Four are no calls but what a module does inside of its forward: `enter`
+copies an activation, `sum` sums its parts, `norms` those of norms of weights, and `attention` lets tokens see one
+another: it reads keys, and its output has the shape of the values."""
 
 
 class TensorCut(NamedTuple):
@@ -40,6 +41,8 @@ class Parameter:
     split: TensorCut | None = None
     partial: Literal["never", "sequence", "always"] = "never"
     """Whether each tensor rank computes a part of its gradient: always, or under sequence parallelism."""
+    is_expert: bool = False
+    """Whether dimension 0 counts the experts of a mixture, which ranks of the expert axis share out."""
     is_sparse: bool = False
     """Whether its gradient comes as rows, which travel by themselves."""
 
@@ -64,6 +67,8 @@ class ModuleCall:
     output: Shape
     heads: int = 0
     """Heads of queries, of attention."""
+    experts: int = 0
+    """Experts of all ranks together, of such a call."""
     needs_gradient: bool
     """Whether a gradient flows back into what it reads."""
     gives_gradient: bool

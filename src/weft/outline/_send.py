@@ -31,5 +31,8 @@ class RankSend:
     reason: str
     """What it is for, as a line of a report says it."""
     rows_of: tuple[str, int] | None = None
-    """Table of which it sends rows, and the number of the exchange: `size_bytes` is then that of one row, and as many
-    are sent as the rank with the most brings, which its samples decide."""
+    """What it sends rows of, and the number of the exchange: `size_bytes` is then that of one row, and only data decide
+    how many there are: of a table as many as the rank with the most brings, of a mixture those that come to this
+    rank's experts."""
+    assumed_rows: int | None = None
+    """How many rows of a mixture there are where nobody says: experts get equally many.  None: nothing is sent then."""

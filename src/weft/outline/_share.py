@@ -9,7 +9,7 @@ from functools import cached_property
 
 from weft.outline._outline import ModuleCall, Outline, Parameter, Shape
 from weft.outline._send import Operation
-from weft.plan import BATCH_AXES, Axis, Plan, axis_coordinates, stage_ranks
+from weft.plan import BATCH_AXES, Axis, Plan, axis_coordinates, groups_over, stage_ranks
 from weft.recipe import Recipe, group_parameters
 from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
 
@@ -48,6 +48,8 @@ class HeldParameter:
     """Axis over which they sum it; empty: no other rank holds it."""
     counts: bool
     """Whether norms and checkpoints count this rank's copy."""
+    is_expert: bool = False
+    """Whether this rank has some of its experts only, whose gradients fewer ranks sum."""
 
     @property
     def name(self) -> str:
@@ -106,6 +108,21 @@ class ModelShare:
         if self.sums_apart:
             return "shard", self.shards, self.shard_index
         return "data", mesh.data * mesh.context, self._place_among(*BATCH_AXES)
+
+    def summing_of(self, *, is_expert: bool) -> tuple[str, int, int]:
+        """Return axis, ranks and this rank's index of those that sum the gradients of a parameter."""
+        if not is_expert:
+            return self.summing
+        ranks = self._group(BATCH_AXES, ("expert",))
+        return "expert_data", len(ranks), ranks.index(self.rank)
+
+    @cached_property
+    def expert_ranks(self) -> tuple[int, ...]:
+        """Ranks that share out experts with this one, in the order of their experts."""
+        return self._group(("expert",))
+
+    def _group(self, axes: Sequence[Axis], holding: Sequence[Axis] = ()) -> tuple[int, ...]:
+        return next(ranks for ranks in groups_over(self.plan.mesh, axes, holding) if self.rank in ranks)
 
     @property
     def shards(self) -> int:
@@ -251,14 +268,17 @@ class ModelShare:
             is_tied=tie is not None,
             tie="" if tie is None else self._tie_axis(tie),
             counts=is_owner and (is_split or self.coordinates["tensor"] == 0),
+            is_expert=parameter.is_expert and self.plan.mesh.expert > 1,
         )
 
     def local_shape(self, parameter: Parameter) -> Shape:
         """Return a parameter's shape on this rank."""
-        if parameter.split is None or self.plan.mesh.tensor == 1:
-            return parameter.shape
-        dim = parameter.split.dim
-        return (*parameter.shape[:dim], parameter.shape[dim] // self.plan.mesh.tensor, *parameter.shape[dim + 1 :])
+        sizes = list(parameter.shape)
+        if parameter.split is not None:
+            sizes[parameter.split.dim] //= self.plan.mesh.tensor
+        if parameter.is_expert:
+            sizes[0] //= self.plan.mesh.expert
+        return tuple(sizes)
 
     @cached_property
     def tie_axes(self) -> Mapping[str, str]:

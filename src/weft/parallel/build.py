@@ -63,6 +63,14 @@ class ParallelModel:
         sharing = self.parts[0].context.sharing
         return batch if sharing is None else sharing.take(batch)[0]
 
+    def take_rows(self) -> tuple[tuple[str, int, int], ...]:
+        """Return what of the sends since this was asked last only data decided: a sparse table or a mixture, number of
+        the exchange, rows."""
+        # Those of tables with sparse gradients know how many rows travelled.
+        tables: list[Mapping[tuple[str, int], int]] = [getattr(store, "most_rows", {}) for store in self.stores.stores]
+        brought = ((*key, most) for most_rows in tables for key, most in most_rows.items())
+        return (*brought, *(row for technique in self.techniques for row in technique.take_rows()))
+
     @property
     def module(self) -> nn.Module:
         """The user's model; only without a pipeline is it the whole of it."""

@@ -117,6 +117,11 @@ class TechniqueRuntime:
         """
         return False
 
+    def take_rows(self) -> list[tuple[str, int, int]]:
+        """Return how many rows this rank sent where only data decide that (`RankSend.rows_of`): of what, number of the
+        exchange, rows; of all since this was asked last."""
+        return []
+
     @property
     def is_open(self) -> bool:
         """Whether steps were taken that `end_step` has not brought to their end, the same on all ranks."""

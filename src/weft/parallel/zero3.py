@@ -98,7 +98,10 @@ def fill_shards(part: ModelPart, blueprint: Blueprint, mesh: Mesh, seed: int) ->
     def stored(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=mesh.device) if tensor.is_meta else tensor
 
-    part.module._apply(stored)  # pyright: ignore[reportPrivateUsage]
+    # Module by module: parameters that have storage are left alone.  Units come last, which look at all of theirs then.
+    for module in sorted(part.module.modules(), key=lambda module: isinstance(module, FSDPModule)):
+        if isinstance(module, FSDPModule) or any(own.is_meta for own in module.parameters(recurse=False)):
+            module._apply(stored, recurse=False)  # pyright: ignore[reportPrivateUsage]
     rows: dict[str, _Rows] = {}
     for name, parameter in part.module.named_parameters():
         if name not in waiting:

@@ -24,6 +24,9 @@ class ModelFacts:
     """Why tensor ranks cannot share the sequence although it may be cut; empty: they can, or only building it tells."""
     no_context: str = ""
     """Why ranks cannot share a sequence; empty: they can, or only building it tells."""
+    num_experts: int | None = None
+    """Experts of every mixture that ranks can share out, or what all their numbers have as divisor; 0: there are none;
+    None: only building it would tell."""
     attention_heads: tuple[int, int] | None = None
     """Heads of queries and of keys in every attention; None: they differ, or only building it tells."""
     divisible: Mapping[str, int] | None = field(default=None, hash=False)

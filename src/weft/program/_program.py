@@ -36,15 +36,15 @@ class RankProgram:
         """Return how often each operation goes over each axis with how many bytes in a step of these `occasions`
         (`always` is one of every step).
 
-        `rows` are how many the rank with the most brings to each exchange, by table and number of the exchange; where
-        it does not say so, no rows are sent but their number.
+        `rows` are how many there are, by table or mixture and number of the exchange (`RankSend.rows_of`); where it
+        does not say so, no rows of a table are sent but their number, and to each expert equally many.
         """
         found: Traffic = Counter()
         for send in self.sends:
             if send.phase not in phases or (send.when != "always" and send.when not in occasions):
                 continue
-            times = 1 if send.rows_of is None else (rows or {}).get(send.rows_of, 0)
-            if times:
+            times = 1 if send.rows_of is None else (rows or {}).get(send.rows_of, send.assumed_rows)
+            if times or (times is not None and send.assumed_rows is not None):  # an exchange without rows is one
                 found[send.axis, send.operation, times * send.size_bytes] += send.count
         return found
 
@@ -101,6 +101,10 @@ def _sends(share: ModelShare, is_fingerprinted: bool) -> Iterator[RankSend]:
         from weft.techniques.context import program as context  # as few ranks as that have it load it
 
         yield from context.sends(share)
+    if share.plan.mesh.expert > 1:
+        from weft.techniques.expert import program as expert  # as few ranks as that have it load it
+
+        yield from expert.sends(share)
     yield from data.statistics(share)
     yield from data.samples(share)
     yield from fused_loss.sends(share)
@@ -130,8 +134,8 @@ def _update(
     masters += [(held.name, held.num_elements) for held in tables]
     here: list[tuple[HeldParameter, Shape]] = [(held, shape) for held, shape in rows if shape[0]]
     axes = {"shard": share.shards} if cut else {}
-    axis, ranks, index = share.summing
     for bucket in buckets.buckets_of(share, members):
+        axis, ranks, index = share.summing_of(is_expert=bucket.key.is_expert)
         start, stop = bucket.regions[index if len(bucket.regions) > 1 else 0]
         held = [members[place] for place in bucket.places]
         masters.append((held[0].name, stop - start))

@@ -48,7 +48,8 @@ class StepTraffic:
     labels: Sequence[int]
     """Labels that count, by microbatch."""
     rows: Sequence[tuple[str, int, int]]
-    """Sparse table, number of the exchange, rows of the rank that brought most."""
+    """Sparse table, number of the exchange, rows of the rank that brought most; mixture, number of the microbatch, rows
+    that came to this rank's experts."""
     sent: Sequence[tuple[str, str, int, int]]
     """Axis, operation, bytes, count."""
 

@@ -98,7 +98,7 @@ def _gathers(blueprint: Blueprint) -> tuple[SampleGather, ...]:
 def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator[Parameter]:
     module = blueprint.module
     splits = split_parameters(blueprint, GroupView((0,), 0, None)) if blueprint.splits else {}
-    names, sparse = first_names(module), sparse_tables(module)
+    names, sparse, experts = first_names(module), sparse_tables(module), {f"{n}.experts" for n in blueprint.mixtures}
     for name, tensor in module.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         split = splits.get(name)
@@ -109,6 +109,7 @@ def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator
             is_trained=tensor.requires_grad,
             split=None if split is None else TensorCut(split.dim, split.blocks),
             partial=_partial(_kind_for(blueprint, name, owner), leaf, region is not None and region.contains(owner)),
+            is_expert=owner in experts,
             is_sparse=names[name] in sparse,
         )
 
@@ -207,6 +208,8 @@ class _Notes:
     entries: dict[str, BlockEntry] = field(default_factory=dict[str, BlockEntry])
     joined: tuple[int, ...] | None = None
     region: SequenceRegion | None = field(init=False)
+    _experts: dict[str, int] = field(init=False)
+    """Module of stacked experts → how many they are."""
     _flow: _Flow = field(default_factory=_Flow)
     _num_kept: int = 0
     _block: int | None = None
@@ -221,6 +224,8 @@ class _Notes:
     """Index, tensors kept at the entry and at the exit of each call that stands in the open block."""
 
     def __post_init__(self) -> None:
+        mixtures = self.blueprint.mixtures
+        self._experts = {f"{name}.experts": mixture.experts.num_experts for name, mixture in mixtures.items()}
         self.region = sequence_region(self.blueprint) if isinstance(self.blueprint.cut, CutTable) else None
 
     def run(self, inputs: Mapping[str, Tensor]) -> None:
@@ -263,6 +268,8 @@ class _Notes:
     def _kind(self, name: str, module: nn.Module) -> CallKind | None:
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             return "batch_norm"
+        if name in self._experts:
+            return "experts"
         kind = self.blueprint.kind_of(name)
         if kind in ("replicate", "expert") and self.blueprint.kind_of(name.rpartition(".")[0]) == kind:
             return None
@@ -350,6 +357,7 @@ class _Notes:
                 in_region=self._is_in_region(name),
                 is_inside_whole=is_inside_whole,
                 gathers_output=rule is not None and rule.gather_output,
+                experts=self._experts.get(name, 0),
                 source=self._number(read),
                 shape=tuple(read.shape),
                 output=(),

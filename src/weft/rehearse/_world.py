@@ -50,11 +50,12 @@ def rehearse_world(
     known: dict[int, RankReport] = {}
 
     def activation_of(rank: int) -> ActivationShape | None:
-        """What the first stage sends: tensor ranks may send shards of different lengths."""
+        """What the first stage sends: tensor and context ranks may send shards of different lengths."""
         place = axis_coordinates(plan.mesh, rank)
         if plan.mesh.pipeline == 1 or place["pipeline"] == 0:
             return None
-        like: dict[Axis, int] = {**axis_coordinates(plan.mesh, asked[0]), "tensor": place["tensor"], "pipeline": 0}
+        own: dict[Axis, int] = {"tensor": place["tensor"], "context": place["context"]}
+        like: dict[Axis, int] = {**axis_coordinates(plan.mesh, asked[0]), **own, "pipeline": 0}
         return of(rank_at(plan.mesh, like)).activation
 
     def of(rank: int) -> RankReport:

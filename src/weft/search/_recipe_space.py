@@ -11,6 +11,8 @@ from weft.recipe import Recipe
 from weft.search._pins import pinned
 from weft.search._space import Space, space_of
 from weft.techniques.context.limits import recipe_problem
+from weft.techniques.contract import Case
+from weft.techniques.expert.limits import model_problem, plan_problem
 
 
 def recipe_space(
@@ -33,4 +35,13 @@ def recipe_space(
         space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
     if runnable_only and (recipe_problem(recipe) or facts.no_context or given.compute.compile):
         space = replace(space, contexts=(1,))
+    if runnable_only:
+        experts = [n for n in space.experts if n == 1 or _shares_experts(n, Case(given, recipe, facts, None))]
+        space = replace(space, experts=tuple(experts))
     return pinned(space, given)
+
+
+def _shares_experts(ranks: int, case: Case) -> bool:
+    """Whether so many ranks may share out the experts of the model, beside what the user has fixed."""
+    case = replace(case, plan=replace(case.plan, mesh=replace(case.plan.mesh, expert=ranks)))
+    return case.facts.num_experts is not None and not model_problem(case) and not plan_problem(case)

@@ -70,7 +70,7 @@ class Dropped:
     batch: int = 0
     """More data ranks or larger microbatches than the batch has samples for."""
     experts: int = 0
-    """The expert axis does not divide the ranks that it borrows."""
+    """The expert axis does not divide the ranks that it borrows, or these take unequal shares."""
 
 
 def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> tuple[Splits, Dropped]:
@@ -192,6 +192,6 @@ def _with_experts(space: Space, splits: Splits) -> tuple[Splits, int]:
     experts = np.array(space.experts, dtype=np.int64)
     row, expert = (column.ravel() for column in np.meshgrid(np.arange(len(splits)), experts, indexing="ij"))
     found = replace(splits.take(row), expert=expert)
-    fits = found.data * found.context % expert == 0
+    fits = (found.data * found.context % expert == 0) & ~(found.uneven & (expert > 1))
     kept = fits & (~dominated[row] | _borrows_more(space, found, expert))
     return found.take(kept), int((~fits).sum())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from weft.families import NO_SEQUENCE
 from weft.models import Blueprint, FoundCut
 from weft.plan import ModelFacts
@@ -22,6 +24,7 @@ def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
         no_stages="" if cut is not None else uncut or f"nothing says where the blocks of {model} are",
         no_sequence=NO_SEQUENCE if isinstance(cut, FoundCut) else "",
         no_context=blueprint.no_context,
+        num_experts=math.gcd(*(mixture.experts.num_experts for mixture in blueprint.mixtures.values())),
         attention_heads=blueprint.attention_heads,
         no_tensor="" if blueprint.splits else blueprint.no_tensor or f"nothing says how the layers of {model} split",
         divisible=(dict(blueprint.divisible) or None) if blueprint.splits else {},

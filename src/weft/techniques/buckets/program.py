@@ -24,6 +24,7 @@ class Key(NamedTuple):
     group: int
     counts: bool
     is_partial: bool
+    is_expert: bool
     tie: str
     is_compressed: bool
 
@@ -31,16 +32,20 @@ class Key(NamedTuple):
 def buckets_of(share: ModelShare, members: Sequence[HeldParameter]) -> list[Formed[Key]]:
     """Return the buckets of the parameters that lie in such, exactly as the engine forms them."""
     data = share.plan.data_parallel
-    ranks = share.summing[1] if data.bucket_stage > 0 else 1
     entries = [
         BucketEntry(_key(share, held), held.num_elements, held.num_elements * share.master_bytes) for held in members
     ]
-    return form_buckets(entries, ranks=lambda _: ranks, cuts=share.recipe.optimizer.cuts, limits=data.bucket_limits)
+
+    def ranks(key: Key) -> int:
+        return share.summing_of(is_expert=key.is_expert)[1] if data.bucket_stage > 0 else 1
+
+    return form_buckets(entries, ranks=ranks, cuts=share.recipe.optimizer.cuts, limits=data.bucket_limits)
 
 
 def _key(share: ModelShare, held: HeldParameter) -> Key:
     is_compressed = share.summing[1] > 1 and is_taken(share, held, held.shape)
-    return Key(held.part, held.group, held.counts, held.is_partial, held.name if held.tie else "", is_compressed)
+    tie = held.name if held.tie else ""
+    return Key(held.part, held.group, held.counts, held.is_partial, held.is_expert, tie, is_compressed)
 
 
 def sends(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
@@ -65,7 +70,7 @@ def sends(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankS
 
 def _over_data(share: ModelShare, bucket: Formed[Key], held: Sequence[HeldParameter], name: str) -> Iterator[RankSend]:
     """The sum of a bucket's gradients; where ranks share it out, its halves: before and after the optimizer."""
-    axis, ranks, _ = share.summing
+    axis, ranks, _ = share.summing_of(is_expert=bucket.key.is_expert)
     data = share.plan.data_parallel
     if ranks == 1:
         return
@@ -99,7 +104,7 @@ def _weights(share: ModelShare, bucket: Formed[Key], name: str) -> Iterator[Rank
         for size_bytes in sizes:
             yield RankSend(
                 operation=operation,
-                axis=share.summing[0],
+                axis=share.summing_of(is_expert=bucket.key.is_expert)[0],
                 size_bytes=size_bytes,
                 when=when,
                 phase="update",
@@ -110,7 +115,7 @@ def _weights(share: ModelShare, bucket: Formed[Key], name: str) -> Iterator[Rank
 
 def _over_model(share: ModelShare, bucket: Formed[Key], names: Sequence[str]) -> Iterator[RankSend]:
     """Sums of what other axes hold of the same parameters: parts of gradients, and copies of tied weights."""
-    _, _, index = share.summing
+    _, _, index = share.summing_of(is_expert=bucket.key.is_expert)
     start, stop = bucket.regions[index if len(bucket.regions) > 1 else 0]
     mine = (stop - start) * share.gradient_bytes
     if bucket.key.is_partial:

@@ -1,11 +1,15 @@
-"""Expert parallelism: from whom experts borrow their ranks; predicted, not run yet."""
+"""Expert parallelism: from whom experts borrow their ranks, and which models and plans it fits.
+
+Source: Lepikhin et al. 2020 (GShard, https://arxiv.org/abs/2006.16668).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, final
 
-from weft.techniques.contract import Case, Technique, list_choices
+from weft.techniques.contract import Case, Removal, Technique, list_choices
 
 if TYPE_CHECKING:
     from weft.plan import Plan
@@ -14,25 +18,53 @@ EXPERT_LENDERS: tuple[Literal["shard", "context"], ...] = ("shard", "context")
 """Axes whose ranks share out experts: the one place that says so."""
 
 
+def _without(plan: Plan) -> Plan:
+    return plan if plan.mesh.expert == 1 else replace(plan, mesh=replace(plan.mesh, expert=1))
+
+
 @final
 class Expert(Technique):
     """Experts on different ranks, to which tokens travel."""
 
     name = "expert parallelism"
     part = type(None)
+    removals = (Removal("expert ranks", _without),)
+    judged_alone = ("mesh.expert",)
 
-    def unrunnable(self, plan: Plan) -> Iterator[str]:
+    def runs(self, plan: Plan) -> bool:
+        return plan.mesh.expert > 1
+
+    def needs_loop(self, plan: Plan) -> Iterator[str]:
         if plan.mesh.expert > 1:
             yield (
-                f"plan.mesh.expert = {plan.mesh.expert} can be predicted but not run yet: the engine has not got expert"
-                " parallelism. Use 1."
+                f"plan.mesh.expert = {plan.mesh.expert} cannot be had in a loop of one's own, whose forwards nobody"
+                " keeps in step over the ranks that share experts out. Use 1, or `weft train`."
+            )
+
+    def unwritten(self, plan: Plan) -> Iterator[str]:
+        if plan.mesh.expert > 1:
+            yield (
+                f"plan.mesh.expert = {plan.mesh.expert}: the script has no exchange of tokens between ranks that share"
+                " experts out. Use 1."
             )
 
     def check_model(self, case: Case) -> None:
-        mesh = case.plan.mesh
+        if case.plan.mesh.expert > 1:
+            from weft.techniques.expert.limits import model_problem  # where ranks share experts out
+
+            if problem := model_problem(case):
+                raise case.refuse(("mesh", "expert"), problem)
+
+    def check(self, case: Case) -> None:
+        mesh, path = case.plan.mesh, ("mesh", "expert")
         room = mesh.expert_room
         if room % mesh.expert:
             choices = list_choices(n for n in range(1, room + 1) if room % n == 0)
             lenders = " × ".join(EXPERT_LENDERS)
             problem = f"does not divide {lenders} = {room}, from which experts borrow their ranks.\nUse {choices}."
-            raise case.refuse(("mesh", "expert"), problem)
+            raise case.refuse(path, problem)
+        if mesh.expert > 1:
+            from weft.techniques.expert.limits import plan_problem  # as above
+
+            if problem := plan_problem(case):
+                raise case.refuse(path, problem)

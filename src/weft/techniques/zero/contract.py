@@ -134,7 +134,7 @@ class Zero(Technique):
 
     def check(self, case: Case) -> None:
         mesh, data = case.plan.mesh, case.plan.data_parallel
-        if not data.shards_states and mesh.shard > 1:
+        if not data.shards_states and mesh.shard > 1 and mesh.expert == 1:  # else experts are shared out
             problem = f"has nothing to shard with data_parallel.zero = 0.\nUse replicate = {mesh.data} and shard = 1,"
             raise case.refuse(("mesh", "shard"), f"{problem} or zero = 1, 2 or 3.")
         if data.shards_weights and mesh.shard == 1 and mesh.replicate > 1:

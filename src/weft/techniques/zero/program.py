@@ -27,9 +27,13 @@ def shards_weights(share: ModelShare) -> bool:
 
 
 def kept_out(share: ModelShare) -> set[str]:
-    """Names of trained parameters that stay whole under ZeRO-3: tied ones, tables with sparse gradients, and those
-    without rows."""
-    return {held.name for held in share.held if held.is_tied or held.parameter.is_sparse or not held.shape}
+    """Names of trained parameters that stay whole under ZeRO-3: tied ones, tables with sparse gradients, those without
+    rows, and experts that ranks share out."""
+    return {
+        held.name
+        for held in share.held
+        if held.is_tied or held.parameter.is_sparse or not held.shape or held.is_expert
+    }
 
 
 def holds_weights(share: ModelShare) -> bool:
@@ -43,7 +47,8 @@ def units_of(share: ModelShare, part: Part, left_out: set[str]) -> list[Unit]:
     of_blocks: dict[str, list[Parameter]] = {}
     outside: list[Parameter] = []
     for parameter in part.parameters:
-        if (parameter.first in left_out and parameter.is_trained) or not parameter.shape:
+        is_away = parameter.is_expert and share.plan.mesh.expert > 1
+        if (parameter.first in left_out and parameter.is_trained) or not parameter.shape or is_away:
             continue
         block = next((name for name in share.outline.blocks if parameter.name.startswith(f"{name}.")), None)
         (outside if block is None else of_blocks.setdefault(block, [])).append(parameter)

@@ -1,0 +1,104 @@
+"""Expert parallelism on a rank: it keeps some experts of every mixture, to which the tokens of all ranks travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import final
+
+from torch import Tensor
+
+from weft.comm import GroupView
+from weft.errors import PlanError
+from weft.models.mixture import Experts, Mixture
+from weft.parallel import MicrobatchState, ModelPart, Split, StepContext
+from weft.parallel.technique import Build, TechniqueRuntime
+from weft.techniques.expert.exchange import Journey, arrive, find_route, leave
+from weft.techniques.tensor.cuts import cut_parameters
+
+
+@final
+class ExpertRanks(TechniqueRuntime):
+    """This rank's experts: those of rank r of e are the r-th of e equal runs."""
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        self._arrivals = _Arrivals(build.context)
+        if not build.blueprint.mixtures:
+            raise PlanError(
+                f"plan.mesh.expert = {build.plan.mesh.expert} shares out experts, but this model has no mixture of"
+                " experts (weft.models.mixture.Mixture). Use plan.mesh.expert = 1."
+            )
+
+    def split(self, part: ModelPart) -> None:
+        view = self._build.mesh["expert"]
+        for name, mixture in part.module.named_modules():
+            if isinstance(mixture, Mixture):
+                self._share_out(part, f"{name}.experts" if name else "experts", mixture.experts, view)
+                dispatch = _Dispatch(f"{name}.experts", mixture.experts, view, self._arrivals)
+                mixture.dispatch = dispatch  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _share_out(self, part: ModelPart, name: str, experts: Experts, view: GroupView) -> None:
+        if experts.num_experts % view.size:
+            raise PlanError(
+                f"plan.mesh.expert = {view.size} does not divide the {experts.num_experts} experts of {name}."
+                " Use a divisor of them."
+            )
+        cut = Split(dim=0, parts=view.size, index=view.index)
+        names = [f"{name}.{leaf}" for leaf, _ in experts.named_parameters()]
+        for one in names:
+            entry = part.layout[one]
+            part.layout.entries[one] = replace(entry, placements={**entry.placements, "expert": cut})
+        cut_parameters(part.module, dict.fromkeys(names, cut))
+
+    def take_rows(self) -> list[tuple[str, int, int]]:
+        return self._arrivals.take()
+
+
+class _Arrivals:
+    """How many rows came to each mixture's experts in training: what only data decide."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        self._seen: dict[str, dict[int, tuple[MicrobatchState, int]]] = {}
+
+    def note(self, name: str, rows: int) -> None:
+        """Note a forward of the microbatch in hand, once however often it runs."""
+        state = self._context.current
+        if state is not None:
+            self._seen.setdefault(name, {})[id(state)] = (state, rows)
+
+    def take(self) -> list[tuple[str, int, int]]:
+        """Return (name, number of the microbatch, rows) since this was asked last."""
+        seen, self._seen = self._seen, {}
+        return [
+            (name, number, rows)
+            for name, by_state in seen.items()
+            for number, (_, rows) in enumerate(by_state.values())
+        ]
+
+
+@final
+class _Dispatch:
+    """Stands for `Mixture.dispatch`."""
+
+    def __init__(self, name: str, experts: Experts, view: GroupView, arrivals: _Arrivals) -> None:
+        self._name, self._experts, self._view, self._arrivals = name, experts, view, arrivals
+
+    def __call__(
+        self, rows: Tensor, counts: Tensor, meanwhile: Callable[[], Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Mixture.dispatch`.  Call on every rank that shares the experts out, forward and backward."""
+        route = find_route(counts, rows.shape[0], self._view)
+        if self._experts.training:
+            self._arrivals.note(self._name, route.num_taken)
+        outward, back = Journey(route, is_outward=True), Journey(route, is_outward=False)
+        leaving = leave(rows, outward)
+        beside = meanwhile()
+        made = self._experts(arrive(leaving, outward), route.counts)
+        return arrive(leave(made, back), back), beside
+
+
+def create(build: Build) -> TechniqueRuntime:
+    """See `weft.parallel.technique`."""
+    return ExpertRanks(build)

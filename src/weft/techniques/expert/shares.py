@@ -1,0 +1,16 @@
+"""How experts and rows are shared out, where nobody has counted them.  No torch."""
+
+from __future__ import annotations
+
+
+def rows_of_expert(rows: int, experts: int, expert: int) -> int:
+    """Return how many of `rows` an expert gets where all get equally many, the first ones one more."""
+    share, longer = divmod(rows, experts)
+    return share + (expert < longer)
+
+
+def rows_of_rank(rows: int, experts: int, ranks: int, index: int) -> int:
+    """Return how many rows come to rank `index` where each of `ranks` ranks sends `rows`, equally many to each
+    expert."""
+    own = experts // ranks
+    return ranks * sum(rows_of_expert(rows, experts, index * own + local) for local in range(own))

@@ -215,7 +215,7 @@ BAD: list[tuple[Plan, int | None, str]] = [
     (
         plan_of({"expert": 3, "shard": 2}, size=32),
         2,
-        "plan.mesh.expert = 3 does not divide shard × context = 2, from which experts borrow their ranks.\nUse 1 or 2.",
+        "plan.mesh.expert = 3 has nothing to share out: a decoder has no mixtures that ranks can take apart.\nUse 1.",
     ),
 ]
 
@@ -423,10 +423,10 @@ def test_plans_that_are_only_predictable_say_so() -> None:
         compute=ComputePlan(compile=True),
         data_parallel=DataParallelPlan(compression="fp8", algorithm="tree:0-32K;direct:32K-8M;ring:8M-max"),
     )
-    assert len(runnability(plan)) == 5  # a list of algorithms cannot be joined with compression either
+    assert len(runnability(plan)) == 4  # a list of algorithms cannot be joined with compression either
     assert plan.is_predictable
     assert not plan.is_runnable
-    message = "plan.mesh.expert = 2 can be predicted but not run yet: the engine has not got expert"
+    message = 'plan.tensor_parallel.scheme = "2.5d" can be predicted but not run yet'
     with pytest.raises(PlanError, match=re.escape(message)):
         check_runnable(plan)
 

@@ -95,9 +95,11 @@ class Blueprint(Tables):
     @property
     def mixtures(self) -> Mapping[str, Mixture]:
         """Mixtures of experts by name, which ranks can share out."""
-        loaded: Any = sys.modules.get("weft.models.mixture")  # whoever made one has loaded it
-        named = self.module.named_modules() if loaded is not None else ()
-        return {name: module for name, module in named if isinstance(module, loaded.Mixture)}
+        if "weft.models.mixture" not in sys.modules:  # whoever made one has loaded it
+            return {}
+        from weft.models.mixture import Mixture
+
+        return {name: module for name, module in self.module.named_modules() if isinstance(module, Mixture)}
 
     @property
     def per_sample_loss(self) -> bool:

@@ -27,6 +27,7 @@ def write_trial(path: Path, trial: Trial) -> None:
         "gradient_norms": trial.gradient_norms,
         "validation": trial.validation,
         "launched": [[[*kind, count] for kind, count in counts.items()] for counts in trial.launched],
+        "rows": trial.rows,
         "unused": trial.unused,
         "narrowed": dict(trial.narrowed),
     }
@@ -57,6 +58,7 @@ def read_trial(path: Path) -> Trial:
         gradient_norms=header["gradient_norms"],
         validation=header["validation"],
         launched=[Counter({(a, o, size): count for a, o, size, count in counts}) for counts in header["launched"]],
+        rows=[tuple((what, number, rows) for what, number, rows in step) for step in header["rows"]],
         unused=header["unused"],
         narrowed=header["narrowed"],
     )

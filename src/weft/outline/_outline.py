@@ -16,9 +16,9 @@ CallKind = Literal[
     "expert", "experts",
 ]  # fmt: skip
 """How ranks share a module's work; `batch_norm`: data ranks share its statistics; `expert`: a mixture; `experts`: what
-reads its rows, sorted by expert, which may be those of other ranks.  Four are no calls but what a module does inside of its forward: `enter`
-copies an activation, `sum` sums its parts, `norms` those of norms of weights, and `attention` lets tokens see one
-another: it reads keys, and its output has the shape of the values."""
+reads its rows, sorted by expert, which may be those of other ranks.  Four are no calls but what a module does inside of
+its forward: `enter` copies an activation, `sum` sums its parts, `norms` those of norms of weights, and `attention` lets
+tokens see one another: it reads keys, and its output has the shape of the values."""
 
 
 class TensorCut(NamedTuple):

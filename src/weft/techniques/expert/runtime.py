@@ -24,13 +24,13 @@ class ExpertRanks(TechniqueRuntime):
     def __init__(self, build: Build) -> None:
         self._build = build
         self._arrivals = _Arrivals(build.context)
-        if not build.blueprint.mixtures:
-            raise PlanError(
-                f"plan.mesh.expert = {build.plan.mesh.expert} shares out experts, but this model has no mixture of"
-                " experts (weft.models.mixture.Mixture). Use plan.mesh.expert = 1."
-            )
 
     def split(self, part: ModelPart) -> None:
+        if not self._build.blueprint.mixtures:
+            raise PlanError(
+                f"plan.mesh.expert = {self._build.plan.mesh.expert} shares out experts, but this model has no mixture"
+                " of experts (weft.models.mixture.Mixture). Use plan.mesh.expert = 1."
+            )
         view = self._build.mesh["expert"]
         for name, mixture in part.module.named_modules():
             if isinstance(mixture, Mixture):

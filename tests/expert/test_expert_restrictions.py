@@ -42,11 +42,9 @@ def recipe_of(model: ModelRecipe | None = None, **optimizer: Any) -> Recipe:
 
 
 def plan_of(expert: int = 2, *, shard: int = 2, per_step: int | tuple[int, ...] = 3, **parts: Any) -> Plan:
-    return Plan(
-        mesh=MeshPlan(shard=shard, expert=expert),
-        microbatch=MicrobatchPlan(size=2, per_step=per_step),
-        **({"data_parallel": DataParallelPlan(zero=1)} | parts),
-    )
+    given: dict[str, Any] = {"data_parallel": DataParallelPlan(zero=1)} | parts
+    mesh, microbatch = MeshPlan(shard=shard, expert=expert), MicrobatchPlan(size=2, per_step=per_step)
+    return Plan(mesh=mesh, microbatch=microbatch, **given)
 
 
 PLAIN = ModelRecipe(reference="decoder", shape=replace(SHAPE, num_experts=0))

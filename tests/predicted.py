@@ -14,6 +14,7 @@ from weft.plan import Plan, axis_coordinates
 from weft.program import differences, occasions_of, program_of
 from weft.recipe import Recipe
 from weft.techniques.context.shares import runs_of
+from weft.techniques.tensor.grid_shape import grid_of_plan
 
 
 def unlike_predicted(
@@ -42,10 +43,12 @@ def _labels(recipe: Recipe, plan: Plan, blueprint: Blueprint, rank: int, steps: 
     place = axis_coordinates(plan.mesh, rank)
     index = place["replicate"] * plan.mesh.shard + place["shard"]
     data = TrialData(blueprint, plan, data_index=index, seed=recipe.run.seed)
-    ranks = plan.mesh.context
+    ranks, shape = plan.mesh.context, grid_of_plan(plan)
 
     def held(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Labels of the rank's own tokens."""
+        if shape is not None:
+            return {"labels": batch["labels"].tensor_split(shape.sample_parts)[shape.loss_part(place["tensor"])]}
         if ranks == 1:
             return dict(batch)
         runs = runs_of(batch["labels"].shape[1], ranks, place["context"])

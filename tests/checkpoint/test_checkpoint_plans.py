@@ -15,7 +15,7 @@ from weft.checkpoint.export import read_tensors
 from weft.comm import Mesh
 from weft.engine import create_training
 from weft.models import build_model
-from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
+from weft.plan import DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -26,6 +26,7 @@ from weft.recipe import (
     RunRecipe,
 )
 from weft.record import Recorder
+from weft.techniques.tensor.contract import TensorScheme
 
 PREFIXES = ("model/", "buffer/", "optimizer/", "average/")
 
@@ -57,12 +58,14 @@ def convnet() -> Recipe:
     return recipe_of(ModelRecipe(reference="convnet", shape=shape))
 
 
-def plan_of(zero: int = 0, samples: int = 8, **mesh: int) -> Plan:
+def plan_of(zero: int = 0, samples: int = 8, scheme: TensorScheme = "1d", **mesh: int) -> Plan:
     made = MeshPlan(**mesh)  # type: ignore[arg-type]
     return Plan(
         mesh=made,
         data_parallel=DataParallelPlan(zero=zero, bucket_bytes=2000, first_bucket_bytes=500),  # type: ignore[arg-type]
+        tensor_parallel=TensorParallelPlan(scheme=scheme),
         microbatch=MicrobatchPlan(size=samples // made.data // 2, per_step=2),
+        memory=MemoryPlan(fused_loss=scheme != "3d"),
     )
 
 
@@ -99,6 +102,15 @@ CHAINS = {
     "decoder untied": (
         decoder(tied=False),
         [plan_of(3, shard=2, tensor=2), plan_of(2, replicate=2, pipeline=2), plan_of(3, replicate=2, shard=2)],
+    ),
+    "decoder on grids": (
+        decoder(),
+        [
+            plan_of(3, shard=2, tensor=4, scheme="2d"),
+            plan_of(0, tensor=8, scheme="2.5d"),
+            plan_of(0, tensor=2),
+            plan_of(0, tensor=8, scheme="3d"),
+        ],
     ),
     "decoder adafactor": (
         decoder("adafactor"),

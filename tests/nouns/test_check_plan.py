@@ -418,7 +418,6 @@ def test_how_often_a_step_reduces() -> None:
 def test_plans_that_are_only_predictable_say_so() -> None:
     plan = plan_of(
         {"context": 2, "expert": 2},
-        tensor_parallel=TensorParallelPlan(scheme="2.5d"),
         memory=MemoryPlan(offload="activations"),
         compute=ComputePlan(compile=True),
         data_parallel=DataParallelPlan(compression="fp8", algorithm="tree:0-32K;direct:32K-8M;ring:8M-max"),

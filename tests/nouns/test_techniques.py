@@ -95,7 +95,11 @@ def test_refusals_name_a_setting_and_a_change(seed: int) -> None:
     for reason in (*runnability(plan), *unwritten(plan)):
         assert any(f"plan.{key}" in reason for key in keys), reason
         assert "Use " in reason or "Leave " in reason, reason
-    elsewhere = {"memory.offload": plan.memory.offloads, "mesh.context": plan.mesh.context > 1}
+    elsewhere = {
+        "memory.offload": plan.memory.offloads,
+        "mesh.context": plan.mesh.context > 1,
+        "tensor_parallel.scheme": plan.tensor_parallel.scheme != "1d",
+    }
     if any(elsewhere.values()):
         with pytest.raises(PlanError) as refusal:
             check_no_loop(plan)

@@ -30,6 +30,11 @@ from weft.techniques.expert import runtime as expert
 from weft.techniques.offload import depot
 from weft.techniques.pipeline import runtime as pipeline
 from weft.techniques.pipeline.weight_pass import WeightPass, deferring
+from weft.techniques.tensor import grid_norms, square, summa
+from weft.techniques.tensor.cube import CubeGrid
+from weft.techniques.tensor.grid_shape import GridCut
+from weft.techniques.tensor.square import SquareGrid
+from weft.techniques.tensor.summa import Gathered
 
 Build = Callable[[Recipe], Blueprint]
 Patch = tuple[Any, str, Any]
@@ -220,6 +225,56 @@ def _gradients_of_rows_stay() -> list[Patch]:
     return [(exchange._Leave, "backward", staticmethod(nothing))]
 
 
+def _no_sum_over_depth() -> list[Patch]:
+    """As in the one public implementation of 2.5 dimensions: layers of a grid keep the gradients of their samples."""
+    split_of = SquareGrid.split_of
+
+    def unsummed(self: SquareGrid, cut: GridCut) -> Any:
+        split = split_of(self, cut)
+        return replace(split, is_partial=False) if cut.is_matrix else split
+
+    return [(SquareGrid, "split_of", unsummed)]
+
+
+def _weights_from_the_row() -> list[Patch]:
+    """Blocks of a weight are gathered along the row of the grid, as those of activations are."""
+    product = summa.product
+
+    def along_row(whole: Tensor, x: Tensor, weight: Tensor, bias: Any, gathered: Gathered, *of: Any) -> Tensor:
+        return product(whole, x, weight, bias, gathered, gathered.view, of[1])
+
+    return [(square, "product", along_row)]
+
+
+def _layouts_that_stay() -> list[Patch]:
+    """Both products of a layer of a cube gather and sum along the same lines."""
+    enter, multiply = CubeGrid.enter, CubeGrid.multiply
+
+    def entered(self: CubeGrid, x: Tensor, *, is_inside: bool) -> Any:
+        return enter(self, x, is_inside=False)
+
+    def multiplied(self: CubeGrid, *given: Any) -> Tensor:
+        return multiply(self, *given[:-1], "column")
+
+    return [(CubeGrid, "enter", entered), (CubeGrid, "multiply", multiplied)]
+
+
+def _norms_by_part() -> list[Patch]:
+    """A norm takes its statistics from the features of its rank."""
+    return [(grid_norms, "all_reduce", lambda tensor, view: tensor.mul_(view.size))]
+
+
+def _copies_not_summed() -> list[Patch]:
+    """Gradients of norms and biases are those of a rank's own samples."""
+    split_of = SquareGrid.split_of
+
+    def unsummed(self: SquareGrid, cut: GridCut) -> Any:
+        split = split_of(self, cut)
+        return split if cut.is_matrix else replace(split, is_partial=False)
+
+    return [(SquareGrid, "split_of", unsummed)]
+
+
 def _mean_of_means(blueprint: Blueprint) -> Blueprint:
     """Each microbatch is divided by its own count of tokens, and then the means are averaged."""
     loss = blueprint.loss
@@ -259,6 +314,11 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "experts summed over all data ranks": partial_of(_experts_summed_over, True),
     "rows as they came": _rows_as_they_came,
     "gradients of rows stay": _gradients_of_rows_stay,
+    "no sum over depth": _no_sum_over_depth,
+    "weights from the row": _weights_from_the_row,
+    "norms by part": _norms_by_part,
+    "layouts that do not change places": _layouts_that_stay,
+    "copies of norms not summed": _copies_not_summed,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
     "mean of means": _mean_of_means,

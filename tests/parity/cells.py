@@ -149,6 +149,7 @@ def plan(
     replicate: int = 1,
     shard: int = 1,
     tensor: int = 1,
+    grid: str = "1d",
     sequence: bool = False,
     context: int = 1,
     scheme: str = "ring",
@@ -182,7 +183,7 @@ def plan(
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=1024,
         ),
-        tensor_parallel=TensorParallelPlan(sequence=sequence),
+        tensor_parallel=TensorParallelPlan(scheme=grid, sequence=sequence),
         context_parallel=ContextParallelPlan(scheme=scheme),  # type: ignore[arg-type]
         pipeline_parallel=PipelineParallelPlan(schedule=schedule, chunks_per_rank=chunks, cuts=cuts),  # type: ignore[arg-type]
         microbatch=MicrobatchPlan(size=micro, per_step=per_step),
@@ -199,6 +200,8 @@ def name_of(plan: Plan) -> str:
             parts.append(f"{axis[0] if axis != 'shard' else 'h'}{getattr(mesh, axis)}")
     if mesh.expert > 1:
         parts.append(f"e{mesh.expert}")
+    if plan.tensor_parallel.scheme != "1d":
+        parts.append(plan.tensor_parallel.scheme.replace(".", "_"))
     if mesh.context > 1:
         parts.append(plan.context_parallel.scheme)
     if mesh.pipeline > 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from cells import Cell, plan
 
@@ -224,6 +225,30 @@ def context() -> Iterator[Cell]:
     yield from _cells("decoder_dropout", _data(1, context=2, tensor=2, micro=3), plan(context=2, tensor=2, pipeline=2))
 
 
+def grids() -> Iterator[Cell]:
+    """Tensor ranks that form a square, or several layers of one."""
+    square: Any = {"tensor": 4, "grid": "2d"}
+    models = ("decoder", "decoder_dropout", "decoder_untied", "decoder_grouped", "encoder", "isolated")
+    yield from _cells((*models, "hf_llama", "hf_qwen", "hf_gpt2", "hf_bert"), plan(**square))
+    yield from _cells(("decoder_untied", "encoder", "hf_bert"), plan(**square, fused=False))
+    yield from _cells(("decoder_dropout", "encoder", "hf_gpt2"), plan(**square, recompute="full"))
+    yield from _cells(("decoder_dropout", "hf_llama"), plan(**square, recompute="selective"))
+    for zero in (0, 1, 2, 3):
+        yield from _cells("decoder_dropout", _data(zero, **square))
+    yield from _cells(("encoder", "hf_gpt2"), _data(1, **square), _data(3, **square))
+    yield from _cells("decoder_dropout", _data(3, **square, recompute="full"), _data(1, **square, shares=(4, 2)))
+    yield from _cells(("decoder_dropout", "encoder", "hf_bert"), plan(**square, pipeline=2))
+    yield from _cells("decoder_dropout", plan(**square, pipeline=2, schedule="interleaved_1f1b", chunks=2))
+    layers: Any = {"tensor": 8, "grid": "2.5d", "micro": 4}
+    yield from _cells(("decoder_dropout", "encoder", "hf_llama", "hf_gpt2"), plan(**layers))
+    yield from _cells("decoder_untied", plan(**layers, fused=False), plan(**layers, recompute="full"))
+    cube: Any = {"tensor": 8, "grid": "3d", "micro": 4, "fused": False}
+    models = ("decoder", "decoder_dropout", "decoder_untied", "encoder_plain", "hf_llama", "hf_gpt2_plain")
+    yield from _cells((*models, "hf_bert_plain"), plan(**cube))
+    yield from _cells(("decoder_dropout", "encoder_plain"), plan(**cube, recompute="full"))
+    yield from _cells("hf_qwen", plan(**cube, recompute="selective"))
+
+
 def compiled() -> Iterator[Cell]:
     """Compiled blocks, which take a minute each."""
     yield from _cells("decoder_dropout", _data(1, compiled=True), plan(tensor=2, compiled=True))
@@ -249,6 +274,7 @@ def _full() -> tuple[Cell, ...]:
         algorithms(),
         reductions(),
         context(),
+        grids(),
         compiled(),
     )
     return tuple(dict.fromkeys(itertools.chain(*groups)))  # once each, in order
@@ -267,6 +293,7 @@ def techniques(cell: Cell) -> frozenset[str]:
         zero: bool(zero),
         "hybrid": mesh.replicate > 1 and mesh.shard > 1,
         "tensor": mesh.tensor > 1,
+        "grid": chosen.tensor_parallel.scheme != "1d",
         "context": mesh.context > 1,
         "sequence": chosen.tensor_parallel.sequence,
         "pipeline": mesh.pipeline > 1,
@@ -312,5 +339,6 @@ def covering(cells: Sequence[Cell], shown: Callable[[Cell], frozenset[str]] = fe
     return tuple(chosen)
 
 
-COVERING = covering([cell for cell in FULL if not cell.plan.compute.compile and cell.plan.mesh.context == 1])
-"""Of ranks that share a sequence `test_context.py` has some."""
+_APART = frozenset(("compile", "context", "grid"))
+COVERING = covering([cell for cell in FULL if _APART.isdisjoint(techniques(cell))])
+"""Of ranks that share a sequence `test_context.py` has some, of those that form a grid `test_tensor_nd.py`."""

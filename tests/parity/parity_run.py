@@ -28,6 +28,7 @@ from weft.parallel.data import BucketStore
 from weft.plan import Plan, check_plan, check_runnable
 from weft.recipe import ModelRecipe, Recipe
 from weft.rehearse import outline_of
+from weft.techniques.tensor.grid_shape import ranks_alike
 
 _ROUNDING = 2.0**-24
 ZERO_GRADIENTS: Mapping[str, str] = {
@@ -137,7 +138,7 @@ def joined(trials: list[Trial], plan: Plan) -> Result:
         state=assemble([trial.state for trial in trials]),
         losses=agreed([trial.losses for trial in trials]),
         norms=agreed([trial.gradient_norms for trial in trials]),
-        validation=sum(trial.validation for trial in trials) / plan.mesh.tensor,
+        validation=sum(trial.validation for trial in trials) / ranks_alike(plan),
     )
 
 

@@ -49,7 +49,9 @@ def buckets(zero: int, **others: Any) -> DataParallelPlan:
 
 
 def plan_of(mesh: MeshPlan, data: DataParallelPlan, micro: Any = 2, **others: Any) -> Plan:
-    return Plan(mesh=mesh, data_parallel=data, microbatch=MicrobatchPlan(size=1, per_step=micro), **others)
+    scheme = others["tensor_parallel"].scheme if "tensor_parallel" in others else "1d"
+    size = {"2d": 2, "2.5d": 4, "3d": 4}.get(scheme, 1)  # as many samples as a grid cuts them into
+    return Plan(mesh=mesh, data_parallel=data, microbatch=MicrobatchPlan(size=size, per_step=micro), **others)
 
 
 PLANS = {
@@ -74,6 +76,15 @@ PLANS = {
         pipeline_parallel=PipelineParallelPlan(schedule="zbv", chunks_per_rank=2),
     ),
     "tied_over_some": plan_of(MeshPlan(pipeline=3), buckets(0), 3),
+    "square": plan_of(
+        MeshPlan(tensor=4, pipeline=2), buckets(0), 4, tensor_parallel=TensorParallelPlan(scheme="2d"),
+        memory=MemoryPlan(recompute=("full", "none", "selective", "full")),
+    ),
+    "layers": plan_of(MeshPlan(tensor=8, shard=2), buckets(3), tensor_parallel=TensorParallelPlan(scheme="2.5d")),
+    "cube": plan_of(
+        MeshPlan(tensor=8), buckets(0), tensor_parallel=TensorParallelPlan(scheme="3d"),
+        memory=MemoryPlan(fused_loss=False, recompute="full"),
+    ),
     "zero3_pipeline": plan_of(MeshPlan(pipeline=2, shard=2), buckets(3, reduce_every="microbatch"), 4),
 }  # fmt: skip
 

@@ -112,9 +112,9 @@ def test_runnable_plans_pass_every_check_of_their_recipe() -> None:
 
 
 def test_what_cannot_run_yet_says_so() -> None:
-    space = replace(small_space("8xh100", 8), tensors=(4,), tensor_schemes=("2d",))
+    space = replace(small_space("8xh100", 8), datas=(2, 4, 8), compressions=("fp8",))
     result = search(tiny(), cluster_of("8xh100"), global_batch_size=8, space=space)
-    assert any('"2d"' in reason for reason in result.best[0].not_runnable)
+    assert any('"fp8"' in reason for reason in result.best[0].not_runnable)
 
 
 def test_7_billion_parameters_train_on_8_devices_of_40_gb() -> None:

@@ -118,6 +118,9 @@ class Mesh:
         """Groups that were made for this mesh."""
         self._watched: dict[WatchedGroup, str] = {}
         self._callback: TraceCallback | None = None
+        self.lines: dict[str, GroupView] = {}
+        """Groups inside the tensor axis by name, where its ranks form a grid."""
+        self._alike: GroupView | None = None
         self._views: dict[_Over, GroupView] = {}
         for name, over in _NAMED.items():
             same = self._views.get(self._reduced(over)) if over.holding else None
@@ -155,6 +158,15 @@ class Mesh:
     def within_stage(self) -> tuple[GroupView, ...]:
         """Groups over which, one after another, a sum takes in every rank of this rank's pipeline stage."""
         return tuple(view for view in (self["data"], self["tensor"]) if view.group is not None)
+
+    @property
+    def alike(self) -> GroupView:
+        """Tensor ranks that see the same tokens, and so compute the same loss: all, unless they form a grid."""
+        return self._alike or self["tensor"]
+
+    def see_alike(self, view: GroupView | None) -> None:
+        """Say which tensor ranks see the same tokens; None: all.  Not collective."""
+        self._alike = view
 
     @property
     def data_index(self) -> int:
@@ -216,6 +228,8 @@ class Mesh:
         self.watch(None)
         self._watched.clear()
         self._made.clear()
+        self.lines.clear()
+        self._alike = None
         self._device_meshes.clear()
         self._views.clear()
         while self._own:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.families import NO_SEQUENCE, Tables
+from weft.families import NO_SEQUENCE, UNKNOWN_FEATURES, Tables
 from weft.plan import ModelFacts
 from weft.profile import ModelSizes, Profile
 
@@ -40,6 +40,7 @@ class Description:
             no_stages=tables.no_stages,
             no_sequence="" if profile.can_share_sequence else NO_SEQUENCE,
             no_context="" if self.sequence_length is None else profile.no_context,
+            no_grid=self._no_grid,
             no_tensor=tables.no_tensor,
             num_experts=self.num_experts,
             attention_heads=profile.attention_heads,
@@ -53,6 +54,15 @@ class Description:
             per_sample_loss=profile.per_sample_loss,
             no_gathering=profile.no_gathering,
         )
+
+    @property
+    def _no_grid(self) -> str:
+        """Why tensor ranks form no grid; see `ModelFacts.no_grid`."""
+        if self.sizes is None or self.profile.num_experts:
+            return UNKNOWN_FEATURES
+        if not self.profile.can_share_sequence:
+            return NO_SEQUENCE
+        return self.profile.no_shared_sequence
 
     @property
     def flops_per_sample(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from weft.description._description import Description
 from weft.description._shapes import profile_of_shape, sizes_of_shape
 from weft.errors import RecipeError
-from weft.families import Config, Family, Tables, family_of
+from weft.families import UNKNOWN_FEATURES, Config, Family, Tables, family_of
 from weft.plan import ModelFacts
 from weft.profile import ModelSizes, Profile, profile_of_sizes
 from weft.recipe import Recipe, ReferenceShape, read_hf_config
@@ -111,4 +111,5 @@ def facts_of(recipe: Recipe) -> ModelFacts:
         name=kind,
         sequence_length=model.sequence_length,
         vocabulary_size=config.get("vocab_size"),
+        no_grid=UNKNOWN_FEATURES,
     )

@@ -7,9 +7,11 @@ from weft.families._find import family_of as family_of
 from weft.families._samples import SampleField as SampleField
 from weft.families._tables import INHERITED as INHERITED
 from weft.families._tables import NO_SEQUENCE as NO_SEQUENCE
+from weft.families._tables import NO_VOCABULARY as NO_VOCABULARY
 from weft.families._tables import OF_PARAMETERS as OF_PARAMETERS
 from weft.families._tables import OWN_CHECKPOINTS as OWN_CHECKPOINTS
 from weft.families._tables import UNKNOWN_ATTENTION as UNKNOWN_ATTENTION
+from weft.families._tables import UNKNOWN_FEATURES as UNKNOWN_FEATURES
 from weft.families._tables import Crossing as Crossing
 from weft.families._tables import Cut as Cut
 from weft.families._tables import CutTable as CutTable

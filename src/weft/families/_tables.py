@@ -140,6 +140,10 @@ NO_SEQUENCE = "its blocks were found by looking at its forward, and nothing says
 """Why tensor ranks do not share the sequence of a model with a `FoundCut`."""
 UNKNOWN_ATTENTION = "nothing says how its tokens see one another (`Blueprint.attention`)"
 """Why ranks do not share a sequence of a model that is neither Weft's own nor of a family with a file."""
+UNKNOWN_FEATURES = "nothing says that its forward works feature by feature (`Blueprint.attention`)"
+"""Why tensor ranks form no grid for a model that is neither Weft's own nor of a family with a file."""
+NO_VOCABULARY = "it has no head over a vocabulary"
+"""Why tensor ranks form no grid for a model that predicts no token."""
 OWN_CHECKPOINTS = "its layers run their own forward again (`gradient_checkpointing`), outside of a microbatch"
 """Why ranks do not share a sequence of a model that recomputes by itself."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.families import UNKNOWN_ATTENTION, SampleField, Tables
+from weft.families import NO_VOCABULARY, UNKNOWN_ATTENTION, UNKNOWN_FEATURES, SampleField, Tables
 
 if TYPE_CHECKING:
     from weft.description import Description
@@ -55,7 +55,7 @@ class Blueprint(Tables):
     before and itself, or all; of their document alone, where the batch has documents.  Nothing else in the forward may
     mix tokens (no windows, biases, convolutions, sums or shifts along the sequence), or run again by itself
     (`torch.utils.checkpoint`).  None: the forward of a model of tokens alone is looked at (`weft.describe`), and of any
-    other ranks cannot share a sequence."""
+    other ranks cannot share a sequence; where it is given, the forward works feature by feature between its layers."""
     attending: tuple[str, ...] = ()
     """Modules that call it of the tokens, where looking has shown them."""
     loss: Loss
@@ -115,6 +115,20 @@ class Blueprint(Tables):
             return self.no_shared_sequence
         if self.position_input is None or self.attention is None:
             return UNKNOWN_ATTENTION
+        from weft.models.shared_sequence import find_problem  # loaded for models of which this much is known
+
+        return find_problem(self)
+
+    @property
+    def no_grid(self) -> str:
+        """Why tensor ranks cannot form a grid, as far as tables say: a sentence without its end; empty: they can."""
+        was_looked_at = bool(self.attending) or self.position_input == ""
+        if self.attention is None or was_looked_at:  # looking shows how tokens meet, and not how features do
+            return UNKNOWN_FEATURES
+        if any(rule.kind == "expert" for rule in self.split):
+            return "its router sees all features of a token"
+        if self.vocabulary_head is None:
+            return NO_VOCABULARY
         from weft.models.shared_sequence import find_problem  # loaded for models of which this much is known
 
         return find_problem(self)

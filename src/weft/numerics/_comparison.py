@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.numerics._differences import TOLERANCES, assemble, compare
 from weft.numerics._trial import Trial
 from weft.plan import Plan
+from weft.techniques.tensor.grid_shape import ranks_alike
 
 Quantity = Literal["initial weight", "loss", "gradient", "gradient norm", "weight", "buffer", "validation loss"]
 """What can differ, in the order in which a step makes it."""
@@ -86,7 +87,7 @@ def join_trials(trials: Sequence[Trial], plan: Plan) -> TrialResult:
         state=assemble([trial.state for trial in trials]),
         losses=agreed([trial.losses for trial in trials]),
         norms=agreed([trial.gradient_norms for trial in trials]),
-        validation=sum(trial.validation for trial in trials) / plan.mesh.tensor,
+        validation=sum(trial.validation for trial in trials) / ranks_alike(plan),
     )
 
 

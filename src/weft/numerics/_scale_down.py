@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
 from weft.plan import Axis, MeshPlan, MicrobatchPlan, Plan, Recompute
+from weft.techniques.tensor.contract import TensorScheme
+from weft.techniques.tensor.grid_shape import grid_of_plan, grid_shape, least_ranks
 
 DEFAULT_PROCESSES = 8
 """Enough for data 2 × tensor 2 × pipeline 2."""
@@ -31,9 +33,9 @@ class ScaledDown:
     """Blocks that the model must have; None: it has none, or nobody knows."""
 
 
-def min_processes(mesh: MeshPlan) -> int:
-    """Return how many processes show every axis of the mesh."""
-    return math.prod(_least(axis, int(getattr(mesh, axis))) for axis in _GROWING)
+def min_processes(mesh: MeshPlan, scheme: TensorScheme = "1d") -> int:
+    """Return how many processes show every axis of the mesh, and its tensor ranks as the grid that `scheme` makes."""
+    return math.prod(_least(axis, int(getattr(mesh, axis)), scheme) for axis in _GROWING)
 
 
 def scale_down_plan(plan: Plan, *, processes: int | None, num_blocks: int | None, may_shrink: bool) -> ScaledDown:
@@ -44,7 +46,7 @@ def scale_down_plan(plan: Plan, *, processes: int | None, num_blocks: int | None
     Raises:
         PlanError: so few processes cannot show every axis.
     """
-    mesh = _scale_mesh(plan.mesh, processes)
+    mesh = _scale_mesh(plan, processes)
     pipeline = plan.pipeline_parallel
     if 1 < mesh.pipeline < plan.mesh.pipeline:
         pipeline = pipeline.with_few_chunks()
@@ -66,15 +68,19 @@ def scale_down_plan(plan: Plan, *, processes: int | None, num_blocks: int | None
 # ── axes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _least(axis: Axis, size: int) -> int:
-    """Ranks that an axis is scaled down to: two, or as many as keep what the tensor axis divides divisible."""
+def _least(axis: Axis, size: int, scheme: TensorScheme) -> int:
+    """Ranks that an axis is scaled down to: two, or as many as keep what the tensor axis divides divisible, or as many
+    as make a grid of the same kind."""
+    if axis == "tensor" and (shape := grid_shape(scheme, size)) is not None:
+        return least_ranks(scheme) if shape.side % 2 == 0 else size
     if axis != "tensor":
         return min(size, 2)
     return next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size)
 
 
-def _scale_mesh(mesh: MeshPlan, processes: int | None) -> MeshPlan:
-    least = min_processes(mesh)
+def _scale_mesh(plan: Plan, processes: int | None) -> MeshPlan:
+    mesh, scheme = plan.mesh, plan.tensor_parallel.scheme
+    least = min_processes(mesh, scheme)
     limit = max(DEFAULT_PROCESSES, least) if processes is None else processes
     if limit >= mesh.world_size:
         return mesh
@@ -83,11 +89,12 @@ def _scale_mesh(mesh: MeshPlan, processes: int | None) -> MeshPlan:
         raise PlanError(
             f"processes = {limit} is too few to show {axes}, each with 2 ranks at least. Use {least} or more."
         )
-    sizes = {axis: _least(axis, int(getattr(mesh, axis))) for axis in _GROWING}
+    sizes = {axis: _least(axis, int(getattr(mesh, axis)), scheme) for axis in _GROWING}
     # Every axis begins at its least size.  What is left of the limit goes to one axis after another, as far as each of
     # them can take it, because more ranks of one axis show more than a few more of each.
     for axis in _GROWING:
-        while (grown := _next_size(axis, sizes[axis], int(getattr(mesh, axis)))) is not None:
+        whole = sizes[axis] if axis == "tensor" and scheme != "1d" else int(getattr(mesh, axis))  # grids do not grow
+        while (grown := _next_size(axis, sizes[axis], whole)) is not None:
             if math.prod(sizes.values()) // sizes[axis] * grown > limit:
                 break
             sizes[axis] = grown
@@ -122,6 +129,8 @@ def _scale_microbatches(plan: Plan, mesh: MeshPlan) -> MicrobatchPlan:
     lowest = min(chosen)
     scaled = tuple(base + min(share - lowest, 2) for share in chosen)
     size = min(plan.microbatch.size, 5 if max(scaled) == 1 else 3)
+    if (shape := grid_of_plan(replace(plan, mesh=mesh))) is not None:
+        size = shape.sample_parts
     return MicrobatchPlan.of(size, scaled)
 
 

@@ -25,6 +25,7 @@ from weft.recipe import (
     Recipe,
     read_hf_config,
 )
+from weft.techniques.tensor.grid_shape import ranks_alike
 
 STEPS = 3
 """Optimizer steps of a check: after the third, a wrong divisor or clip norm is in losses and weights."""
@@ -93,7 +94,7 @@ class _Parts:
 
     @staticmethod
     def of(plan: Plan, scaled: Plan, facts: ModelFacts) -> _Parts:
-        whole, small = ((one.mesh.tensor, one.mesh.context) for one in (plan, scaled))
+        whole, small = ((ranks_alike(one), one.mesh.context) for one in (plan, scaled))
         swaps = plan.context_parallel.scheme == "ulysses"  # tensor ranks have heads, of which context ranks have some
         runs = 2 * small[1] * (small[0] if scaled.tensor_parallel.sequence else 1) if small[1] > 1 else 0
         length = max(SMALL_SEQUENCE_LENGTH, runs + 1)

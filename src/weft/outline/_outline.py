@@ -10,15 +10,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from weft.techniques.tensor.grid_shape import GridCut
+
 Shape = tuple[int, ...]
 CallKind = Literal[
     "column", "row", "vocab", "whole", "replicate", "gather", "batch_norm", "enter", "sum", "norms", "attention",
-    "expert", "experts",
+    "expert", "experts", "product", "rms_norm", "layer_norm",
 ]  # fmt: skip
 """How ranks share a module's work; `batch_norm`: data ranks share its statistics; `expert`: a mixture; `experts`: what
-reads its rows, sorted by expert, which may be those of other ranks.  Four are no calls but what a module does inside of
-its forward: `enter` copies an activation, `sum` sums its parts, `norms` those of norms of weights, and `attention` lets
-tokens see one another: it reads keys, and its output has the shape of the values."""
+reads its rows, sorted by expert, which may be those of other ranks.  `product` and the two norms are layers that only a
+grid of tensor ranks shares.  Four are no calls but what a module does inside of its forward: `enter` copies an
+activation, `sum` sums its parts, `norms` those of norms of weights, and `attention` lets tokens see one another: it
+reads keys, and its output has the shape of the values."""
 
 
 class TensorCut(NamedTuple):
@@ -39,6 +42,8 @@ class Parameter:
     """Whole."""
     is_trained: bool
     split: TensorCut | None = None
+    grid: GridCut | None = None
+    """How a grid of tensor ranks cuts it; None: it is whole there, with parts of its gradient."""
     partial: Literal["never", "sequence", "always"] = "never"
     """Whether each tensor rank computes a part of its gradient: always, or under sequence parallelism."""
     is_expert: bool = False

@@ -12,6 +12,7 @@ from weft.outline._send import Operation
 from weft.plan import BATCH_AXES, Axis, Plan, axis_coordinates, groups_over, stage_ranks
 from weft.recipe import Recipe, group_parameters
 from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
+from weft.techniques.tensor.grid_shape import GridShape, grid_of_plan
 
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -40,8 +41,8 @@ class HeldParameter:
     group: int
     """Index of the optimizer's parameter group."""
     is_split: bool
-    is_partial: bool
-    """Whether its gradient is one part of a sum over the tensor axis."""
+    partial_over: str
+    """Line of the tensor axis over which its gradient is one part of a sum; empty: it is the sum."""
     is_tied: bool
     """Whether other stages hold it, too."""
     tie: str
@@ -145,6 +146,11 @@ class ModelShare:
         """Microbatches in a step of this rank."""
         return self.plan.microbatch.shares(self.plan.mesh.data)[self.data_index]
 
+    @cached_property
+    def grid(self) -> GridShape | None:
+        """The grid of the tensor ranks; None: they form none."""
+        return grid_of_plan(self.plan)
+
     # ── sizes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -171,8 +177,9 @@ class ModelShare:
         return (shape[0], tokens_of(tokens, ranks, self.coordinates["context"]), *shape[2:])
 
     def of_microbatch(self, shape: Shape) -> Shape:
-        """Return an activation's shape for the plan's microbatch."""
-        return (shape[0] * self.plan.microbatch.size // self.outline.samples, *shape[1:])
+        """Return an activation's shape for what this rank has of the samples of the plan's microbatch."""
+        parts = 1 if self.grid is None else self.grid.sample_parts
+        return (shape[0] * self.plan.microbatch.size // (self.outline.samples * parts), *shape[1:])
 
     def activation_bytes(self, shape: Shape) -> int:
         """Bytes of an activation of this rank's tokens, of one microbatch; `shape` is that of the whole."""
@@ -253,26 +260,33 @@ class ModelShare:
 
     def _hold(self, part: int, parameter: Parameter, group: int) -> HeldParameter:
         tensor, tie = self.plan.mesh.tensor, self.ties.get(parameter.first)
-        is_split = tensor > 1 and parameter.split is not None
+        is_split = tensor > 1 and (parameter.split if self.grid is None else parameter.grid) is not None
         is_owner = tie is None or self.stage_ranks[tie.owner] == self.coordinates["pipeline"]
         partial = parameter.partial == "always" or (
             parameter.partial == "sequence" and self.plan.tensor_parallel.sequence
         )
+        over = "tensor" if tensor > 1 and not is_split and partial else ""
+        is_first = is_split or self.coordinates["tensor"] == 0
+        if self.grid is not None:
+            over = self.grid.partial_over(parameter.grid)
+            is_first = self.grid.is_first_copy(parameter.grid, self.coordinates["tensor"])
         return HeldParameter(
             parameter=parameter,
             part=part,
             shape=self.local_shape(parameter),
             group=group,
             is_split=is_split,
-            is_partial=tensor > 1 and not is_split and partial,
+            partial_over=over,
             is_tied=tie is not None,
             tie="" if tie is None else self._tie_axis(tie),
-            counts=is_owner and (is_split or self.coordinates["tensor"] == 0),
+            counts=is_owner and is_first,
             is_expert=parameter.is_expert and self.plan.mesh.expert > 1,
         )
 
     def local_shape(self, parameter: Parameter) -> Shape:
         """Return a parameter's shape on this rank."""
+        if self.grid is not None:
+            return parameter.shape if parameter.grid is None else self.grid.local_shape(parameter.shape, parameter.grid)
         sizes = list(parameter.shape)
         if parameter.split is not None:
             sizes[parameter.split.dim] //= self.plan.mesh.tensor

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView, Mesh
+from weft.parallel.grid import GridSplit
 from weft.plan import AXES, BATCH_AXES, EXPERT_LENDERS, Axis
 
 
@@ -44,10 +45,10 @@ class Split:
         return torch.cat([piece[block] for block in range(self.blocks) for piece in per_rank], self.dim).contiguous()
 
 
-Placement = Split | Literal["partial", "whole"]
-"""What a gradient is on an axis when backward has made it.  Split: each rank has its part of it, as of the weights.
-`partial`: ranks hold the same weights, and the gradient is the sum of what they have.  `whole`: they hold the same of
-both."""
+Placement = Split | GridSplit | Literal["partial", "whole"]
+"""What a gradient is on an axis when backward has made it.  Split: each rank has its part of it, as of the weights;
+over a grid some ranks may have the same one.  `partial`: ranks hold the same weights, and the gradient is the sum of
+what they have.  `whole`: they hold the same of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +157,16 @@ class ParameterLayout:
     @property
     def split_axes(self) -> tuple[Axis, ...]:
         """Axes that cut it, in their order."""
-        return tuple(axis for axis, placement in self.placements.items() if isinstance(placement, Split))
+        return tuple(axis for axis, placement in self.placements.items() if not isinstance(placement, str))
 
     @property
     def split(self) -> NestedSplit:
         """How this rank's part is cut out of the whole tensor."""
-        return NestedSplit(tuple(cut for cut in self.placements.values() if isinstance(cut, Split)))
+        return NestedSplit(tuple(cut for placement in self.placements.values() for cut in _cuts(placement)))
 
     def axes_along(self, dim: int) -> frozenset[Axis]:
         """Axes that cut dimension `dim` (from 0)."""
-        return frozenset(a for a, cut in self.placements.items() if isinstance(cut, Split) and cut.dim == dim)
+        return frozenset(a for a, each in self.placements.items() if any(cut.dim == dim for cut in _cuts(each)))
 
     def reducing(self, mesh: Mesh) -> GroupView:
         """The ranks that hold the same part and see other samples or tokens: its gradient is summed over them, and
@@ -185,26 +186,39 @@ class ParameterLayout:
         """Groups over which the reduced gradient is still only a part of the sum: their ranks see the same samples and
         tokens, and each computes with some of them."""
         others: list[Axis] = [a for a in AXES if a not in BATCH_AXES and self.placement(a) == "partial"]
-        views = (mesh.group_over((axis,)) for axis in others)
+        views = [mesh.group_over((axis,)) for axis in others]
+        views += [grid.copies for grid in self._grids if grid.is_partial]
         return tuple(view for view in views if view.group is not None)
 
     def is_copied(self, mesh: Mesh) -> bool:
         """Whether ranks outside of `reducing` hold the same part: other stages, or ranks of an axis that neither cuts
         it nor sees other tokens."""
-        return self.tied or any(mesh.group_over((axis,)).size > 1 for axis in self._copying())
+        return self.tied or any(view.size > 1 for view in self._copying(mesh))
 
     def is_first_copy(self, mesh: Mesh) -> bool:
         """Whether norms and checkpoints count this rank's part among its copies outside of `reducing`."""
-        return self.counts and all(mesh.group_over((axis,)).index == 0 for axis in self._copying())
+        return self.counts and all(view.index == 0 for view in self._copying(mesh))
 
     def _partial_of(self, axes: Sequence[Axis]) -> list[Axis]:
         # What an axis cuts is held, but its ranks are asked for: of those that `expert` borrows, some hold the same.
         return [axis for axis in axes if self.placement(axis) != "whole"]
 
-    def _copying(self) -> list[Axis]:
-        """Axes whose ranks hold the same part, and do not reduce it with one another."""
-        beside: list[Axis] = [axis for axis in BATCH_AXES if self.placement(axis) == "whole"]
-        return beside if "tensor" in self.split_axes else [*beside, "tensor"]
+    @property
+    def _grids(self) -> list[GridSplit]:
+        return [placement for placement in self.placements.values() if isinstance(placement, GridSplit)]
+
+    def _copying(self, mesh: Mesh) -> list[GroupView]:
+        """Groups whose ranks hold the same part, and do not reduce it with one another."""
+        axes: list[Axis] = [axis for axis in BATCH_AXES if self.placement(axis) == "whole"]
+        if "tensor" not in self.split_axes:
+            axes.append("tensor")
+        return [*(mesh.group_over((axis,)) for axis in axes), *(grid.copies for grid in self._grids)]
+
+
+def _cuts(placement: Placement) -> tuple[Split, ...]:
+    if isinstance(placement, GridSplit):
+        return placement.cuts
+    return (placement,) if isinstance(placement, Split) else ()
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from weft.comm import GroupView
 from weft.models import Blueprint
 from weft.parallel._context import StepContext
 from weft.parallel._layout import ModelLayout, ParameterLayout, Split
+from weft.parallel.grid import GridSplit, PartGrid
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class ModelPart:
     None, and the parts of this rank share one Parameter).  Their gradients are sums over these ranks."""
     shares_sequence: bool = False
     """Whether the tensor ranks share the sequence between the blocks' matrices, each with its own positions."""
+    grid: PartGrid | None = None
+    """What tensor ranks that form a grid do at the part's head; None: they form none."""
 
 
 def whole_part(blueprint: Blueprint, context: StepContext) -> ModelPart:
@@ -56,7 +59,9 @@ def first_names(module: nn.Module) -> dict[str, str]:
     return names
 
 
-def fill_layout(layout: ModelLayout, part: nn.Module, names: Mapping[str, str], splits: Mapping[str, Split]) -> None:
+def fill_layout(
+    layout: ModelLayout, part: nn.Module, names: Mapping[str, str], splits: Mapping[str, Split | GridSplit]
+) -> None:
     """Enter every parameter and floating buffer of the part, before it is cut; keep what others said of ties."""
     for name, parameter in part.named_parameters(remove_duplicate=False):
         layout.entries[name] = _entry(layout, name, names, parameter.shape, splits.get(name), is_buffer=False)
@@ -70,7 +75,7 @@ def _entry(
     name: str,
     names: Mapping[str, str],
     shape: torch.Size,
-    split: Split | None,
+    split: Split | GridSplit | None,
     *,
     is_buffer: bool,
 ) -> ParameterLayout:

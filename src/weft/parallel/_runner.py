@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class LossTotals:
     """Loss sum and count over this data rank's microbatches: 0-d float64 tensors on the device.
 
-    Only ranks of the last stage know them; on the others both are zero.  Tensor ranks know the same ones, context ranks
-    each those of its part of the sequence.
+    Only ranks of the last stage know them; on the others both are zero.  Tensor ranks know the same ones (of a grid,
+    those that have the same samples), context ranks each those of its part of the sequence.
     """
 
     sum: Tensor
@@ -42,7 +42,7 @@ class LossTotals:
         """Return sum and count, (2,), as this rank adds them to a sum over the world: nothing where another rank brings
         the same."""
         both = torch.stack([self.sum, self.count])
-        return both if mesh.index("tensor") == 0 else torch.zeros_like(both)
+        return both if mesh.alike.index == 0 else torch.zeros_like(both)
 
     def add(self, loss_sum: Tensor, count: Tensor) -> None:
         self.sum += loss_sum.detach()

@@ -126,8 +126,7 @@ def parallelize(
         for technique in techniques:
             technique.split(part)
         _share_statistics(part, blueprint, summing, dtypes)
-        apply_keyed_dropout(part.module, blueprint, mesh, context, sequence=part.shares_sequence, keyed=draws.modules)
-        apply_keyed_draws(part.module, draws, mesh, context)
+        _key_draws(part, build)
         materialise(
             part.module,
             blueprint,
@@ -159,6 +158,20 @@ def parallelize(
         summing=summing,
         techniques=techniques,
     )
+
+
+def _key_draws(part: ModelPart, build: Build) -> None:
+    """Let everything that a part draws depend on samples and layers alone."""
+    apply_keyed_dropout(
+        part.module,
+        build.blueprint,
+        build.mesh,
+        build.context,
+        sequence=part.shares_sequence,
+        keyed=build.draws.modules,
+        grid=part.grid,
+    )
+    apply_keyed_draws(part.module, build.draws, build.mesh, build.context)
 
 
 def _share_statistics(part: ModelPart, blueprint: Blueprint, summing: Mesh, dtypes: Dtypes) -> None:

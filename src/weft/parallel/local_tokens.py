@@ -61,6 +61,6 @@ class LocalTokens:
 class TokenSharing(Protocol):
     """How ranks share out the tokens of a batch."""
 
-    def take(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens]:
-        """Return the fields of this rank's tokens, and which they are."""
+    def take(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens | None]:
+        """Return the fields of this rank's tokens, and which they are; None: whole samples, of which it has some."""
         ...

@@ -24,6 +24,7 @@ from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
 from weft.models import Blueprint
 from weft.parallel._context import MicrobatchState, StepContext
+from weft.parallel.grid import PartGrid
 from weft.parallel.region import sequence_region
 
 RESOLUTION = 1 << 16
@@ -240,11 +241,13 @@ def apply_keyed_dropout(
     *,
     sequence: bool,
     keyed: Collection[str] = (),
+    grid: PartGrid | None = None,
 ) -> None:
     """Replace every `nn.Dropout`, `Dropout1d`, `Dropout2d` and `Dropout3d` of `part` in place; names stay.
 
     `sequence` is the plan's `tensor_parallel.sequence`: dropouts among the blocks then work on shards along dim 1,
-    except those marked `heads` (input split along dim 1) or `features` (last dim).  What a model draws by functions
+    except those marked `heads` (input split along dim 1) or `features` (last dim).  Over a `grid` of tensor ranks all
+    but `heads` work on parts of the features.  What a model draws by functions
     (`F.dropout`, `torch.rand`) is seen to by `draws.py`, for the modules named `keyed`.
 
     Raises:
@@ -267,7 +270,9 @@ def apply_keyed_dropout(
         own = KeyedDropout(module.p, name, context, whole_features=not isinstance(module, nn.Dropout))
         own.train(module.training)
         kind = blueprint.kind_of(name)
-        if view.group is not None and kind in ("heads", "features"):
+        if grid is not None:
+            own.view, own.cut_dim = (grid.heads, 1) if kind == "heads" else (grid.features, -1)
+        elif view.group is not None and kind in ("heads", "features"):
             own.view, own.cut_dim = view, 1 if kind == "heads" else -1
         elif region is not None and region.contains(name) and kind != "replicate":
             own.view, own.cut_dim, own.sequence_sharded = view, 1, True

@@ -27,6 +27,8 @@ class ModelFacts:
     num_experts: int | None = None
     """Experts of every mixture that ranks can share out, or what all their numbers have as divisor; 0: there are none;
     None: only building it would tell."""
+    no_grid: str = ""
+    """Why tensor ranks cannot form a grid; empty: they can, or only building it tells."""
     attention_heads: tuple[int, int] | None = None
     """Heads of queries and of keys in every attention; None: they differ, or only building it tells."""
     divisible: Mapping[str, int] | None = field(default=None, hash=False)

@@ -10,7 +10,7 @@ from weft.price._layout import ELEMENT_BYTES, Layout, PricedPrecision
 from weft.price._stack import Stack
 from weft.profile import Block, Operator, Profile
 from weft.techniques.recompute.cost import waiting_bytes
-from weft.techniques.tensor.cost import tesseract
+from weft.techniques.tensor.grid_shape import tesseract
 
 _EIGHT_BITS = ("fp8", "mxfp8")
 

@@ -11,7 +11,7 @@ from weft.profile import Profile
 from weft.techniques.context.limits import heads_problem, length_problem
 from weft.techniques.data.contract import whole_batch_problem
 from weft.techniques.registry import problems as technique_problems
-from weft.techniques.tensor.cost import tesseract
+from weft.techniques.tensor.cost import layout_problems
 
 _PADDED = ("vocabulary_size",)
 """Sizes that need not divide: vocabularies are padded, and pricing the padding would change less than a thousandth."""
@@ -52,6 +52,9 @@ def _check_tensor(profile: Profile, layout: Layout) -> Iterator[str]:
     tensor = layout.tensor
     if tensor > 1 and not profile.divisible:
         yield f"tensor = {tensor}: nothing is known of how to split a {profile.name}. Use tensor = 1."
+    if layout.tensor_scheme != "1d" and tensor > 1:
+        yield from layout_problems(profile, layout)
+        return
     wrong = {
         name: size
         for name, size in profile.divisible
@@ -62,15 +65,6 @@ def _check_tensor(profile: Profile, layout: Layout) -> Iterator[str]:
         fits = [ranks for ranks in range(1, tensor + 1) if not any(size % ranks for size in sizes)]
         listed = ", ".join(f"{name} = {size}" for name, size in wrong.items())
         yield f"tensor = {tensor} does not divide {listed}. Use {fits[-1]}."
-    side = round(tensor ** (1 / 3)) if layout.tensor_scheme == "3d" else round(tensor**0.5)
-    power = {"2d": 2, "3d": 3}.get(layout.tensor_scheme)
-    if power is not None and side**power != tensor:
-        yield f'tensor = {tensor} makes no {layout.tensor_scheme} grid. Use {max(side, 1) ** power}, or scheme "1d".'
-    if layout.tensor_scheme == "2.5d" and tensor > 1 and tesseract(tensor)[1] < 2:
-        yield (
-            f"tensor = {tensor} makes no 2.5d grid: of depth · side² ranks the side must be 2 or more. Use "
-            f'{max(4, tensor // 4 * 4)}, or scheme "1d".'
-        )
 
 
 def _check_pipeline(profile: Profile, layout: Layout) -> Iterator[str]:

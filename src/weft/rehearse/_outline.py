@@ -24,6 +24,8 @@ from weft.parallel.region import SequenceRegion, sequence_region
 from weft.rehearse._witness import ANSWERS
 from weft.stand_ins import copy_on_meta
 from weft.techniques.tensor.cuts import is_magnitude, split_parameters
+from weft.techniques.tensor.grid import cut_of, grid_kind, role_of
+from weft.techniques.tensor.grid_shape import GridCut
 from weft.techniques.tensor.magnitudes import column_magnitudes, row_magnitudes
 
 _SAMPLES = 2
@@ -108,10 +110,20 @@ def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator
             shape=tuple(tensor.shape),
             is_trained=tensor.requires_grad,
             split=None if split is None else TensorCut(split.dim, split.blocks),
+            grid=_grid_cut(blueprint, name),
             partial=_partial(_kind_for(blueprint, name, owner), leaf, region is not None and region.contains(owner)),
             is_expert=owner in experts,
             is_sparse=names[name] in sparse,
         )
+
+
+def _grid_cut(blueprint: Blueprint, name: str) -> GridCut | None:
+    owner, _, leaf = name.rpartition(".")
+    module = blueprint.module.get_submodule(owner)
+    try:
+        return cut_of(role_of(blueprint, owner, module), module, leaf, blueprint.rule_of(owner))
+    except PlanError:
+        return None  # ranks of such a model form no grid
 
 
 def _kind_for(blueprint: Blueprint, name: str, owner: str) -> str | None:
@@ -273,7 +285,9 @@ class _Notes:
         kind = self.blueprint.kind_of(name)
         if kind in ("replicate", "expert") and self.blueprint.kind_of(name.rpartition(".")[0]) == kind:
             return None
-        return kind if kind in _NOTED else None  # pyright: ignore[reportReturnType]
+        if kind in _NOTED:
+            return kind  # pyright: ignore[reportReturnType]
+        return grid_kind(self.blueprint, name, module) if self.blueprint.attention is not None else None
 
     def _is_in_region(self, name: str) -> bool:
         return self.region is not None and self.region.contains(name)

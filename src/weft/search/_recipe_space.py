@@ -13,6 +13,7 @@ from weft.search._space import Space, space_of
 from weft.techniques.context.limits import recipe_problem
 from weft.techniques.contract import Case
 from weft.techniques.expert.limits import model_problem, plan_problem
+from weft.techniques.tensor.grid_limits import recipe_problem as grid_problem
 
 
 def recipe_space(
@@ -35,10 +36,15 @@ def recipe_space(
         space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
     if runnable_only and (recipe_problem(recipe) or facts.no_context or given.compute.compile):
         space = replace(space, contexts=(1,))
+    if runnable_only and (grid_problem(recipe) or facts.no_grid or given.compute.compile):
+        space = replace(space, tensor_schemes=("1d",))
     if runnable_only:
         experts = [n for n in space.experts if n == 1 or _shares_experts(n, Case(given, recipe, facts, None))]
         space = replace(space, experts=tuple(experts))
-    return pinned(space, given)
+    space = pinned(space, given)
+    if "1d" not in space.tensor_schemes:  # one tensor rank forms no grid
+        space = replace(space, tensors=tuple(ranks for ranks in space.tensors if ranks > 1) or space.tensors)
+    return space
 
 
 def _shares_experts(ranks: int, case: Case) -> bool:

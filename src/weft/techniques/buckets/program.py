@@ -23,7 +23,7 @@ class Key(NamedTuple):
     part: int
     group: int
     counts: bool
-    is_partial: bool
+    partial_over: str
     is_expert: bool
     tie: str
     is_compressed: bool
@@ -45,7 +45,7 @@ def buckets_of(share: ModelShare, members: Sequence[HeldParameter]) -> list[Form
 def _key(share: ModelShare, held: HeldParameter) -> Key:
     is_compressed = share.summing[1] > 1 and is_taken(share, held, held.shape)
     tie = held.name if held.tie else ""
-    return Key(held.part, held.group, held.counts, held.is_partial, held.is_expert, tie, is_compressed)
+    return Key(held.part, held.group, held.counts, held.partial_over, held.is_expert, tie, is_compressed)
 
 
 def sends(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
@@ -118,10 +118,10 @@ def _over_model(share: ModelShare, bucket: Formed[Key], names: Sequence[str]) ->
     _, _, index = share.summing_of(is_expert=bucket.key.is_expert)
     start, stop = bucket.regions[index if len(bucket.regions) > 1 else 0]
     mine = (stop - start) * share.gradient_bytes
-    if bucket.key.is_partial:
+    if bucket.key.partial_over:
         yield RankSend(
             operation="all_reduce",
-            axis="tensor",
+            axis=bucket.key.partial_over,
             size_bytes=mine,
             technique="tensor parallelism",
             reason=f"parts of gradients, {_names(names)}",

@@ -63,7 +63,7 @@ def rows(share: ModelShare, tables: Sequence[HeldParameter]) -> Iterator[RankSen
     axis, ranks, _ = share.summing
     for held in tables:
         row = math.prod(held.shape[1:]) * share.gradient_bytes
-        groups = ((axis, ranks), ("tensor", share.plan.mesh.tensor if held.is_partial else 1))
+        groups = ((axis, ranks), ("tensor", share.plan.mesh.tensor if held.partial_over else 1))
         for number, (over, size) in enumerate(group for group in groups if group[1] > 1):
             key = (held.name, number)
             for element, rows_of in ((_INDEX, None), (_INDEX, key), (row, key)):

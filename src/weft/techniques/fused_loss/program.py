@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from weft.outline import ModelShare, RankSend
 from weft.techniques.fused_loss.chunks import chunks_of
 from weft.techniques.fused_loss.contract import FusedLoss
+from weft.techniques.tensor.grid_shape import ranks_alike
 
 
 def sends(share: ModelShare) -> Iterator[RankSend]:
@@ -16,7 +17,7 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
 
     Fused with the head, tokens without a label are left out, and the others come in chunks.
     """
-    head, ranks = share.outline.vocabulary_head, share.plan.mesh.tensor
+    head, ranks = share.outline.vocabulary_head, ranks_alike(share.plan)
     if head is None or ranks == 1 or not share.parts[-1].is_last:
         return
     weight = share.outline.by_name[f"{head}.weight"]
@@ -34,7 +35,7 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
     for size_bytes, count in sizes.items():
         yield RankSend(
             operation="all_gather",
-            axis="tensor",
+            axis="tensor" if share.grid is None else share.grid.heads,
             size_bytes=size_bytes,
             count=count,
             technique=FusedLoss.name,
@@ -48,7 +49,7 @@ def _tokens(share: ModelShare) -> list[int]:
     labels = outline.labels
     if outline.tokens and labels % outline.tokens == 0:  # a label for every token
         labels = math.prod(share.of_tokens((labels // outline.tokens, outline.tokens)))
-    every = labels * share.plan.microbatch.size // share.outline.samples
+    every = share.of_microbatch((labels,))[0]
     counting = share.labels
     if counting is None or not share.plan.memory.fuses_loss:
         return [every] * share.microbatches

@@ -21,7 +21,7 @@ class FusedHead(TechniqueRuntime):
             return
         from weft.techniques.fused_loss.vocabulary import apply_fused_loss  # models without a head do without
 
-        apply_fused_loss(part.module, build.blueprint, build.plan, build.mesh, part.layout, build.context)
+        apply_fused_loss(part.module, build.blueprint, build.plan, build.mesh, part.layout, build.context, part.grid)
 
 
 def create(build: Build) -> TechniqueRuntime:

@@ -26,6 +26,7 @@ from weft.errors import PlanError
 from weft.models import IGNORED, Blueprint
 from weft.parallel import ModelLayout, StepContext, is_own
 from weft.parallel.autograd import gather_features, no_view
+from weft.parallel.grid import PartGrid
 from weft.plan import Plan
 from weft.techniques.fused_loss.chunks import chunks_of
 
@@ -226,12 +227,14 @@ def apply_fused_loss(
     mesh: Mesh,
     layout: ModelLayout,
     context: StepContext | None = None,
+    grid: PartGrid | None = None,
 ) -> None:
     """Let the head of `part` return `VocabularyLogits` inside a step, after `apply_tensor`.  Names and weights stay.
 
     With `plan.memory.fused_loss` head and loss are computed together; without it, and the head split, the loss is taken
     on local logits.  Outside a step (generation, a user's own call) the head returns whole logits.  A step is where
-    `context` says so, or training mode when no context is given.  A part without the head is left alone.
+    `context` says so, or training mode when no context is given.  A part without the head is left alone.  `grid` is
+    what its tensor ranks form, if they form one.
 
     Raises:
         PlanError: the head is no linear layer, or split otherwise than along its outputs.
@@ -239,14 +242,14 @@ def apply_fused_loss(
     name = blueprint.vocabulary_head
     if name is None or not _has_head(part, blueprint, name):
         return
-    head, view = part.get_submodule(name), mesh["tensor"]
+    head, view = part.get_submodule(name), mesh["tensor"] if grid is None else grid.heads
     if not isinstance(head, nn.Linear):
         raise PlanError(
             f"The vocabulary head {name} is a {type(head).__name__}; only an nn.Linear can be fused with the loss."
             " Use plan.memory.fused_loss = false and no split for it."
         )
     split = layout[f"{name}.weight"].split
-    if any(cut.dim != 0 or cut.blocks != 1 for cut in split.cuts):
+    if grid is None and any(cut.dim != 0 or cut.blocks != 1 for cut in split.cuts):
         raise PlanError(
             f"The vocabulary head {name} is split along its inputs, but the loss needs it split by vocabulary."
             f' Give "{name}" the kind "column" in [model.split].'
@@ -254,7 +257,7 @@ def apply_fused_loss(
     own = view if split else GroupView((mesh.rank,), 0, None)
     if not plan.memory.fuses_loss and own.group is None:
         return
-    forward = partial(_head_forward, head, head.forward, own, plan.memory.fuses_loss, context)
+    forward = partial(_head_forward, head, head.forward, own, plan.memory.fuses_loss, context, grid)
     object.__setattr__(head, "forward", forward)
 
 
@@ -266,14 +269,23 @@ def _has_head(part: nn.Module, blueprint: Blueprint, name: str) -> bool:
 
 
 def _head_forward(
-    head: nn.Linear, forward: Any, view: GroupView, fused: bool, context: StepContext | None, input: Tensor
+    head: nn.Linear,
+    forward: Any,
+    view: GroupView,
+    fused: bool,
+    context: StepContext | None,
+    grid: PartGrid | None,
+    input: Tensor,
 ) -> Tensor | VocabularyLogits:
     inside = head.training if context is None else context.current is not None
     if fused and inside:
         # Not the parameter itself: `fully_shard` hooks what a module returns, and where another stage of this rank
         # holds the same weight, each of its backwards would gather and reduce this stage's weights again.
         weight = torch.ops.aten._unsafe_view(head.weight, head.weight.shape)
-        return VocabularyLogits(view=view, hidden=no_view(input), weight=weight, bias=head.bias)
+        hidden = no_view(input)
+        if grid is not None:
+            hidden, weight = grid.head_operands(hidden, weight)
+        return VocabularyLogits(view=view, hidden=hidden, weight=weight, bias=head.bias)
     local = forward(input)
     logits = VocabularyLogits(view=view, local=local)
     return logits if inside else logits.materialise()

@@ -43,8 +43,10 @@ def _bytes(share: ModelShare, boundary: int) -> int:
     entry = share.outline.entries[share.cuts[boundary - 1]]
     if entry.crossing is not None:
         grows, stays = entry.crossing
-        return (grows * share.plan.microbatch.size // share.outline.samples + stays) * share.compute_bytes
+        return (share.of_microbatch((grows,))[0] + stays) * share.compute_bytes
     samples, *rest = share.of_tokens(entry.shape)
+    if share.grid is not None:
+        rest[-1] //= share.grid.side
     if share.plan.tensor_parallel.sequence:
         length, ranks = rest[0], share.plan.mesh.tensor
         rest[0] = length // ranks + (share.coordinates["tensor"] < length % ranks)  # the longer shards come first

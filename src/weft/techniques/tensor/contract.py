@@ -21,7 +21,8 @@ class TensorSettings:
     """The section `tensor_parallel`."""
 
     scheme: TensorScheme = setting("1d", layout="tensor_scheme", space="tensor_schemes", asked=("scheme",))
-    """How many dimensions a matrix is cut in."""
+    """How many dimensions a matrix is cut in over the tensor ranks: `2d` needs a square of them, `2.5d` several layers
+    of one (8: 2 layers of 2 × 2), `3d` a cube."""
     sequence: bool = setting(
         False, layout="sequence_parallel", space="sequence_parallels", asked=("sequence", "sequence_parallel")
     )
@@ -33,7 +34,11 @@ def _without_sequence(plan: Plan) -> Plan:
 
 
 def _without(plan: Plan) -> Plan:
-    return _without_sequence(replace(plan, mesh=replace(plan.mesh, tensor=1)))
+    return _without_sequence(_without_grid(replace(plan, mesh=replace(plan.mesh, tensor=1))))
+
+
+def _without_grid(plan: Plan) -> Plan:
+    return replace(plan, tensor_parallel=replace(plan.tensor_parallel, scheme="1d"))
 
 
 @final
@@ -45,21 +50,34 @@ class Tensor(Technique):
     removals = (
         Removal("tensor ranks", _without, frees_ranks=True),
         Removal("sequence parallelism", _without_sequence),
+        Removal("the grid of tensor ranks", _without_grid),
     )
-    judged_alone = ("mesh.tensor", "tensor_parallel.sequence")
+    judged_alone = ("mesh.tensor", "tensor_parallel.sequence", "tensor_parallel.scheme")
 
     def runs(self, plan: Plan) -> bool:
         return plan.mesh.tensor > 1
 
-    def unrunnable(self, plan: Plan) -> Iterator[str]:
+    def needs_loop(self, plan: Plan) -> Iterator[str]:
         scheme = plan.tensor_parallel.scheme
         if scheme != "1d":
             yield (
-                f'plan.tensor_parallel.scheme = "{scheme}" can be predicted but not run yet: the engine has not got'
-                ' it. Use "1d".'
+                f'plan.tensor_parallel.scheme = "{scheme}" cannot be had in a loop of one\'s own, whose loss would need'
+                ' the samples that a rank has. Use "1d", or `weft train`.'
+            )
+
+    def unwritten(self, plan: Plan) -> Iterator[str]:
+        scheme = plan.tensor_parallel.scheme
+        if scheme != "1d":
+            yield (
+                f'plan.tensor_parallel.scheme = "{scheme}": torch\'s own tensor parallelism cuts a weight in one'
+                ' dimension. Use "1d".'
             )
 
     def check(self, case: Case) -> None:
+        if case.plan.tensor_parallel.scheme != "1d":
+            from weft.techniques.tensor.grid_limits import check_grid  # loaded where a plan asks for a grid
+
+            check_grid(case)
         if case.plan.tensor_parallel.sequence and case.plan.mesh.tensor == 1:
             problem = "has no effect with mesh.tensor = 1: the tensor ranks share the sequence.\nUse false."
             raise case.refuse(("tensor_parallel", "sequence"), problem)
@@ -68,6 +86,11 @@ class Tensor(Technique):
         self._check_sequence(case)
         self._check_adapter(case)
         sizes, tensor = case.facts.divisible, case.plan.mesh.tensor
+        if tensor > 1 and case.plan.tensor_parallel.scheme != "1d":
+            from weft.techniques.tensor.grid_limits import check_grid_model  # as above
+
+            check_grid_model(case)
+            return
         if tensor == 1 or sizes is None or case.recipe.model.split:
             return  # A split table of one's own says itself what must divide; it is looked at when the model is built.
         if not sizes:

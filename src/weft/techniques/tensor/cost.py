@@ -7,12 +7,16 @@ Sources: Megatron-LM, Shoeybi et al. 2019 (arXiv 1909.08053), with sequence para
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from weft.techniques.tensor.grid_limits import samples_problem, shape_problem, sizes_problem
+from weft.techniques.tensor.grid_shape import grid_shape
 
 if TYPE_CHECKING:
     from weft.cluster import Collective
-    from weft.price import Sender
+    from weft.price import Layout, Sender
+    from weft.profile import Profile
 
 
 def tensor_traffic(sender: Sender) -> tuple[float, float]:
@@ -66,41 +70,83 @@ def _exposed(sender: Sender, forward: float, backward: float) -> tuple[float, fl
 def _grid_traffic(sender: Sender, grid: tuple[int, int, int]) -> tuple[float, float]:
     """Gathered rows, columns and inner parts of every product, over lines of the grid."""
     share, group = sender.share, sender.key.tensor
-    rows, columns, inner = grid
     # A line of the grid is `columns` of the ranks; its gather over all of them costs (side−1)/side of (n−1)/n.
-    line = (1 - 1 / columns) / (1 - 1 / share.tensor)
+    line = (1 - 1 / grid[1]) / (1 - 1 / share.tensor)
+
+    def seconds(elements: float) -> float:
+        return sender.seconds("all_gather", elements * share.element_bytes, group) * line if elements else 0.0
+
     forward = backward = 0.0
     for operator, _ in sender.works:
-        if operator.kind not in ("matmul", "convolution") or operator.split in ("replicate", "expert", "sequence"):
-            continue
         m, n, k = share.tokens * operator.rows_per_token, operator.n, operator.k
-        if inner > 1:
-            pieces = (m * k / (rows * inner), k * n / (columns * inner), m * n / (rows * columns))
-        else:
-            pieces = (m * k / rows, k * n / columns, 0.0)
-        once = sum(sender.seconds("all_gather", piece * share.element_bytes, group) for piece in pieces) * line
-        forward += once
-        backward += 2.0 * once
+        if operator.kind == "matmul" and operator.split not in ("replicate", "expert", "sequence"):
+            x, weight, y = (seconds(elements) for elements in grid_pieces(grid, m, n, k))
+            forward += x + weight + y
+            backward += 2.0 * (x + weight) + y  # what was gathered is gathered once more, and gradients are summed
+        elif operator.kind == "gather" and operator.split == "vocab":
+            # Rows of the table, of which a rank has a part of the features; then the sum over parts of the table.
+            width = n or operator.elements_moved_per_token / 2
+            once = seconds(operator.parameters / (grid[1] * grid[2])) + seconds(m * width / (grid[0] * grid[2]))
+            forward, backward = forward + once, backward + once
     return forward, backward
+
+
+def grid_pieces(grid: tuple[int, int, int], m: float, n: float, k: float) -> tuple[float, float, float]:
+    """Return the elements of X, W and Y that a rank has after a gather along a line of the grid, of which it receives
+    (side − 1)/side; Y is summed over ranks in a cube alone."""
+    rows, columns, inner = grid
+    return m * k / (rows * inner), k * n / (columns * inner), m * n / (rows * columns) if inner > 1 else 0.0
+
+
+def received_elements(scheme: str, ranks: int, m: float, n: float, k: float) -> float:
+    """Return the elements that each rank of a grid receives in forward and backward of a product of M×K by K×N, with
+    the sum of gradients over layers of the grid."""
+    grid = grid_of(scheme, ranks)
+    assert grid is not None, f"{ranks} ranks form no {scheme} grid"
+    side, depth = grid[1], grid[0] // grid[1] if grid[2] == 1 else 1
+    x, weight, y = grid_pieces(grid, m, n, k)
+    return (side - 1) / side * (3.0 * (x + weight) + 2.0 * y) + 2.0 * (depth - 1) / depth * k * n / side**2
 
 
 def grid_of(scheme: str, ranks: int) -> tuple[int, int, int] | None:
     """Return how often M, N and K of a product are cut under a multi-dimensional split; None: one dimension."""
-    if scheme == "1d" or ranks == 1:
+    shape = grid_shape(scheme, ranks)
+    if shape is None:
         return None
-    if scheme == "2d":
-        side = math.isqrt(ranks)
-        return side, side, 1
-    if scheme == "2.5d":
-        depth, side = tesseract(ranks)
-        return depth * side, side, 1
-    side = round(ranks ** (1 / 3))
-    return side, side, side
+    return (shape.side, shape.side, shape.side) if shape.is_cube else (shape.sample_parts, shape.side, 1)
 
 
-def tesseract(ranks: int) -> tuple[int, int]:
-    """Return depth and side of ranks = depth · side²: the largest side that is at least the depth."""
-    for side in range(math.isqrt(ranks), 0, -1):
-        if ranks % (side * side) == 0:
-            return ranks // (side * side), side
-    return ranks, 1
+def layout_problems(profile: Profile, layout: Layout) -> Iterator[str]:
+    """Yield what stands against a layout's grid: the same as against a plan's, as far as a layout says it."""
+    scheme = layout.tensor_scheme
+    named, untried = f'scheme = "{scheme}"', f'does not join scheme = "{scheme}". Use'
+    if problem := shape_problem(scheme, layout.tensor):
+        yield f"{named} {_in_one_line(problem)}"
+        return
+    shape = grid_shape(scheme, layout.tensor)
+    assert shape is not None, "it has no problem"
+    if profile.num_experts:
+        yield f'{named} cannot be had for a mixture of experts. Use "1d".'
+    if problem := sizes_problem(shape, dict(profile.divisible), profile.hidden_size):
+        yield f"{named} {_in_one_line(problem)}"
+    if problem := samples_problem(shape, layout.microbatch_size):
+        yield f"microbatch_size = {layout.microbatch_size} {_in_one_line(problem)}"
+    if layout.sequence_parallel:
+        yield f"sequence_parallel = true {untried} false."
+    for axis in ("context", "expert"):
+        if getattr(layout, axis) > 1:
+            yield f"{axis} = {getattr(layout, axis)} {untried} 1."
+    if layout.splits_backward:
+        yield f"a backward in two passes {untried} a schedule with one."
+    if layout.compresses:
+        yield f"{layout.compression_setting} {untried} none."
+    if layout.replicas_step_alone:
+        yield f"what steps by itself {untried} none of it."
+    if layout.offloads:
+        yield f"what waits outside of the device {untried} nothing of it."
+    if shape.is_cube and layout.fuses_loss:
+        yield f"a fused loss {untried} none."
+
+
+def _in_one_line(problem: str) -> str:
+    return problem.replace("\n", " ")

@@ -66,19 +66,16 @@ def apply_tensor(
     if view.group is None:
         fill_layout(layout, part, names, {})
         return
-    _check_table(blueprint, plan, view)
+    _check_table(blueprint, view)
     splits = split_parameters(blueprint, view)
     check_ties(names, splits, blueprint)
     fill_layout(layout, part, names, splits)
     _Splitter(part, blueprint, plan, view, context, layout).install(splits)
     cut_parameters(part, splits)
-    _localise(part, blueprint, view)
+    localise(part, blueprint, view.size)
 
 
-def _check_table(blueprint: Blueprint, plan: Plan, view: GroupView) -> None:
-    scheme = plan.tensor_parallel.scheme
-    if scheme != "1d":
-        raise PlanError(f'plan.tensor_parallel.scheme = "{scheme}" is not runnable: only "1d" is. Use scheme = "1d".')
+def _check_table(blueprint: Blueprint, view: GroupView) -> None:
     if not blueprint.splits:
         raise PlanError(
             f"plan.mesh.tensor = {view.size}, but nothing says how {type(blueprint.module).__name__} splits: it"
@@ -303,7 +300,12 @@ def _reduce_output(
     return reduce(output)
 
 
-def _vocabulary_embedding(name: str, module: nn.Module, view: GroupView) -> None:
+def check_embedding(name: str, module: nn.Module) -> nn.Embedding:
+    """Return an embedding that may be cut by its rows.
+
+    Raises:
+        PlanError: it works on all rows at once.
+    """
     assert isinstance(module, nn.Embedding)
     for option, value in (("max_norm", module.max_norm), ("scale_grad_by_freq", module.scale_grad_by_freq or None)):
         if value is not None:
@@ -311,6 +313,11 @@ def _vocabulary_embedding(name: str, module: nn.Module, view: GroupView) -> None
                 f"{name} is an nn.Embedding with {option} = {value}, which needs all its rows on one rank."
                 f' Give it the kind "replicate" in [model.split], or build it without {option}.'
             )
+    return module
+
+
+def _vocabulary_embedding(name: str, module: nn.Module, view: GroupView) -> None:
+    module = check_embedding(name, module)
     module.forward = partial(_vocabulary_forward, module, module.forward, view, module.num_embeddings // view.size)
 
 
@@ -333,8 +340,12 @@ def _vocabulary_forward(module: nn.Embedding, forward: Forward, view: GroupView,
     return reduce_from_group(found.masked_fill(elsewhere[..., None], 0), view)
 
 
-def _localise(part: nn.Module, blueprint: Blueprint, view: GroupView) -> None:
-    """Divide the attributes that count something split over the group; a shared module once."""
+def localise(part: nn.Module, blueprint: Blueprint, parts: int) -> None:
+    """Divide the attributes that count something split over tensor ranks into so many parts; a shared module once.
+
+    Raises:
+        PlanError: a number that cannot be divided.
+    """
     done: set[tuple[int, str]] = set()
     for name, module in part.named_modules():
         for entry in blueprint.localise:
@@ -343,10 +354,10 @@ def _localise(part: nn.Module, blueprint: Blueprint, view: GroupView) -> None:
             value = number_of(module, entry.attribute)
             if value is None:
                 continue
-            if not isinstance(value, int) or value % view.size:
+            if not isinstance(value, int) or value % parts:
                 raise PlanError(
-                    f"plan.mesh.tensor = {view.size} does not divide {name}.{entry.attribute} = {value}."
-                    " Use a size that does, or tensor = 1."
+                    f"{name}.{entry.attribute} = {value} cannot be divided into {parts} parts, as plan.mesh.tensor"
+                    " asks. Use a size that can, or tensor = 1."
                 )
-            set_number(module, entry.attribute, value // view.size)
+            set_number(module, entry.attribute, value // parts)
             done.add((id(module), entry.attribute))

@@ -16,6 +16,11 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
     """Yield what a rank sends over the tensor axis around its modules, in all microbatches of a step."""
     if share.plan.mesh.tensor == 1:
         return
+    if share.grid is not None:
+        from weft.techniques.tensor import grid_program  # loaded where ranks form a grid
+
+        yield from grid_program.sends(share, share.grid)
+        return
     for part in share.parts:
         yield from _Around(share, part).sends()
 

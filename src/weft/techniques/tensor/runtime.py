@@ -6,6 +6,7 @@ from typing import final
 
 from weft.parallel import ModelPart
 from weft.parallel.technique import Build, TechniqueRuntime
+from weft.techniques.tensor.grid_shape import grid_of_plan
 from weft.techniques.tensor.layers import apply_tensor
 from weft.techniques.tensor.sequence import apply_sequence
 
@@ -19,6 +20,13 @@ class TensorRanks(TechniqueRuntime):
 
     def split(self, part: ModelPart) -> None:
         build = self._build
+        shape = grid_of_plan(build.plan)
+        if shape is not None:
+            from weft.techniques.tensor.grid_layers import apply_grid  # loaded where ranks form a grid
+
+            apply_grid(part, build, shape)
+            return
+        build.mesh.see_alike(None)
         apply_tensor(part.module, build.blueprint, build.plan, build.mesh, build.context, part.layout)
         if build.plan.tensor_parallel.sequence:
             apply_sequence(part.module, build.blueprint, build.plan, build.mesh, build.context, part.layout)

@@ -30,9 +30,7 @@ def kept_out(share: ModelShare) -> set[str]:
     """Names of trained parameters that stay whole under ZeRO-3: tied ones, tables with sparse gradients, those without
     rows, and experts that ranks share out."""
     return {
-        held.name
-        for held in share.held
-        if held.is_tied or held.parameter.is_sparse or not held.shape or held.is_expert
+        held.name for held in share.held if held.is_tied or held.parameter.is_sparse or not held.shape or held.is_expert
     }
 
 
@@ -97,10 +95,10 @@ def _padded(share: ModelShare, parameter: Parameter) -> int:
 def _partial(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
     """Parts of gradients that tensor ranks have of parameters which they all hold, one by one."""
     for held in members:
-        if held.is_partial:
+        if held.partial_over:
             yield RankSend(
                 operation="all_reduce",
-                axis="tensor",
+                axis=held.partial_over,
                 size_bytes=math.prod(share.rows_of_shard(held.shape)) * share.master_bytes,
                 technique="tensor parallelism",
                 reason=f"parts of gradients, {held.name}",

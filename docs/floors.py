@@ -93,7 +93,7 @@ def room_of(module: str, loads_torch: frozenset[str], needs_plan: frozenset[str]
     if module not in loads_torch:
         if module not in needs_plan:
             return "techniques"
-        return PROGRAMS if parts[-1] == "program" else "/".join(parts[1:])
+        return PROGRAMS if parts[-1].endswith("program") else "/".join(parts[1:])
     folder = SOURCE.joinpath(*parts)  # a package's own door, or the file beside which it stands
     return "/".join((parts if folder.is_dir() else parts[:-1])[1:])
 

@@ -19,7 +19,7 @@ from weft.techniques.tensor.cost import received_elements  # noqa: E402
 FOLDER = Path(__file__).parent
 PANELS = {4: ("2d",), 8: ("2.5d", "3d"), 16: ("2d",), 64: ("2d", "3d")}
 LAYER = ((3.0, 1.0), (1.0, 1.0), (4.0, 1.0), (1.0, 4.0))
-"""(N, K) of a layer's products in units of H: query-key-value, attention's output, and a feed-forward four times as wide."""
+"""(N, K) of products in units of H: query-key-value, attention's output, a feed-forward of four times the width."""
 STYLES = {"1d": "k", "2d": "#2980b9", "2.5d": "#27ae60", "3d": "#c0392b"}
 
 RATIOS = [2.0 ** (step / 16) for step in range(-32, 129)]

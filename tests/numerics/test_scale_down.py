@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from weft.errors import PlanError
 from weft.numerics import min_processes, scale_down_plan
 from weft.plan import MemoryPlan, MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan, TensorParallelPlan
+from weft.techniques.tensor.contract import TensorScheme
 
 
 def plan(mesh: MeshPlan, *, size: int = 1, per_step: Any = 16, **sections: Any) -> Plan:
@@ -55,6 +56,19 @@ def test_what_fits_is_not_folded():
 def test_axes(mesh: MeshPlan, processes: int | None, wanted: dict[str, int]):
     scaled = scale_down_plan(plan(mesh), processes=processes, num_blocks=64, may_shrink=True).plan.mesh
     assert {axis: getattr(scaled, axis) for axis in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tensor", "size", "ranks", "samples"),
+    [("2d", 16, 8, 4, 2), ("2d", 9, 3, 9, 3), ("2.5d", 32, 64, 8, 4), ("3d", 64, 16, 8, 4)],
+)
+def test_a_grid_stays_one_of_its_kind(scheme: TensorScheme, tensor: int, size: int, ranks: int, samples: int):
+    large = replace(
+        plan(MeshPlan(tensor=tensor, shard=4), tensor_parallel=TensorParallelPlan(scheme=scheme)),
+        microbatch=MicrobatchPlan(size=size, per_step=2),
+    )
+    small = scale_down_plan(large, processes=None, num_blocks=8, may_shrink=True).plan
+    assert (small.mesh.tensor, small.microbatch.size, small.mesh.shard > 1) == (ranks, samples, True)
 
 
 def test_too_few_processes_are_refused_with_the_number_to_use():

@@ -422,7 +422,7 @@ def test_plans_that_are_only_predictable_say_so() -> None:
         compute=ComputePlan(compile=True),
         data_parallel=DataParallelPlan(compression="fp8", algorithm="tree:0-32K;direct:32K-8M;ring:8M-max"),
     )
-    assert len(runnability(plan)) == 4  # a list of algorithms cannot be joined with compression either
+    assert len(runnability(plan)) == 3  # a list of algorithms cannot be joined with compression either
     assert plan.is_predictable
     assert not plan.is_runnable
     message = 'plan.tensor_parallel.scheme = "2.5d" can be predicted but not run yet'

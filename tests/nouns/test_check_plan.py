@@ -425,7 +425,7 @@ def test_plans_that_are_only_predictable_say_so() -> None:
     assert len(runnability(plan)) == 3  # a list of algorithms cannot be joined with compression either
     assert plan.is_predictable
     assert not plan.is_runnable
-    message = 'plan.tensor_parallel.scheme = "2.5d" can be predicted but not run yet'
+    message = 'plan.data_parallel.compression = "fp8" can be predicted but not run yet'
     with pytest.raises(PlanError, match=re.escape(message)):
         check_runnable(plan)
 

@@ -22,7 +22,13 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-_WHERE_THERE: dict[str, Any] = {"num_key_value_heads": (2, 4), "head_dim": (8,), "sliding_window": (None,)}
+_WHERE_THERE: dict[str, Any] = {
+    "num_key_value_heads": (2, 4), "head_dim": (8,), "sliding_window": (None,), "num_local_experts": (4, 6),
+    "n_routed_experts": (4,), "num_experts_per_tok": (2,), "moe_intermediate_size": (20,),
+    "first_k_dense_replace": (1,), "n_group": (2,), "topk_group": (1,), "q_lora_rank": (16, None),
+    "kv_lora_rank": (12,), "qk_rope_head_dim": (4,), "qk_nope_head_dim": (8,), "v_head_dim": (8,),
+    "qk_head_dim": (12,),
+}  # fmt: skip
 """Sizes of some types only, with what is drawn for them."""
 
 
@@ -44,6 +50,8 @@ def small_config(model_type: str, seed: int) -> dict[str, Any]:
             changes[name] = (draw.random() < 0.5) == (seed % 2 == 0)
         elif isinstance(value, int | float) and ("drop" in name or "_pdrop" in name) and "classifier" not in name:
             changes[name] = 0.1
+    if "qk_rope_head_dim" in changes:  # what latent attention calls the width of a head
+        changes |= {"head_dim": changes["qk_rope_head_dim"], "num_key_value_heads": changes["num_attention_heads"]}
     return AutoConfig.for_model(model_type, **changes).to_dict()
 
 

@@ -181,9 +181,9 @@ def one_plain_step(plan: Plan) -> dict[str, Any]:
 def test_a_pipeline_is_refused_with_its_reason() -> None:
     cut = CutTable(entry="stem", blocks=("dropout",), tail=("router",))
     facts = facts_of_blueprint(blueprint(cut=cut), recipe_of())
-    assert facts.num_blocks is None
-    assert "its loss has auxiliary terms (balance, entropy), which need the forwards of all" in facts.no_stages
-    assert facts_of_blueprint(blueprint(squares, cut), recipe_of()).num_blocks == 1
+    assert facts.num_blocks == 1
+    assert "its loss has auxiliary terms (balance, entropy), which need the forwards of all" in facts.no_pipeline
+    assert facts_of_blueprint(blueprint(squares, cut), recipe_of()).no_pipeline == ""
 
 
 def test_a_runner_of_a_technique_is_refused() -> None:

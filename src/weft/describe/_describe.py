@@ -190,6 +190,7 @@ class _Builder:
             tied=self._is_tied(),
             divisible=tuple(blueprint.divisible.items()) if blueprint.splits else (),
             can_be_cut=blueprint.cut is not None,
+            no_pipeline=blueprint.no_pipeline,
             no_shared_sequence=blueprint.no_context,
             can_share_sequence=not isinstance(blueprint.cut, FoundCut),
             num_experts=_num_experts(parts),

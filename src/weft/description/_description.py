@@ -38,6 +38,7 @@ class Description:
             name=profile.name,
             num_blocks=len(profile.blocks) if profile.can_be_cut or self.sizes is not None else None,
             no_stages=tables.no_stages,
+            no_pipeline=profile.no_pipeline,
             no_sequence="" if profile.can_share_sequence else NO_SEQUENCE,
             no_context="" if self.sequence_length is None else profile.no_context,
             no_grid=self._no_grid,

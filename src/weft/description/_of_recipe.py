@@ -9,8 +9,8 @@ from weft.description._shapes import profile_of_shape, sizes_of_shape
 from weft.errors import RecipeError
 from weft.families import UNKNOWN_FEATURES, Config, Family, Tables, family_of
 from weft.plan import ModelFacts
-from weft.profile import ModelSizes, Profile, profile_of_sizes
-from weft.recipe import Recipe, ReferenceShape, read_hf_config
+from weft.profile import ModelSizes, Profile, profile_of_sizes, why_no_pipeline
+from weft.recipe import ROUTER_LOSS, Recipe, ReferenceShape, read_hf_config
 
 
 def description_of(recipe: Recipe) -> Description | None:
@@ -74,7 +74,7 @@ def describe_family(
             f" ({type(problem).__name__}: {problem}). Use the config.json that the model came with."
         ) from problem
     profile = profile_of_sizes(sizes)
-    divisible = {family.named(name): size for name, size in profile.divisible}
+    divisible = {family.named(name): size for name, size in profile.divisible if tables.splits}
     tables = replace(tables, divisible=divisible)
     if windows:  # their masks are made outside of the blocks: where it may be cut is seen when it is built
         tables = replace(tables, cut=None)
@@ -83,6 +83,7 @@ def describe_family(
         divisible=tuple(divisible.items()),
         can_share_sequence=not windows,
         no_shared_sequence=family.no_shared_sequence(config),
+        no_pipeline=why_no_pipeline([ROUTER_LOSS]) if family.router and config.get("output_router_logits") else "",
     )
     return _described(profile, sizes, tables)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.description._plain import profile_of_convnet, profile_of_mlp
 from weft.plan import default_ffn_size
-from weft.profile import ModelSizes, Profile, profile_of_sizes
+from weft.profile import ModelSizes, Profile, profile_of_sizes, why_no_pipeline
 from weft.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ReferenceShape
 
 
@@ -21,7 +23,10 @@ def profile_of_shape(shape: ReferenceShape) -> Profile:
         return profile_of_mlp(shape)
     if isinstance(shape, ConvNetShape):
         return profile_of_convnet(shape)
-    return profile_of_sizes(_decoder(shape) if isinstance(shape, DecoderShape) else _encoder(shape))
+    if isinstance(shape, EncoderShape):
+        return profile_of_sizes(_encoder(shape))
+    terms = shape.auxiliary_losses
+    return replace(profile_of_sizes(_decoder(shape)), no_pipeline=why_no_pipeline(terms) if terms else "")
 
 
 def _decoder(shape: DecoderShape) -> ModelSizes:

@@ -151,6 +151,7 @@ def begin_training(
         techniques=model.techniques,
         recorder=recorder,
         buffers=changing_buffers(model),
+        routing=model.routing,
     )
     return TrainingState(model=model, optimizer=optimizer, average=average, loss_scale=loss_scale, stepper=stepper)
 

@@ -27,6 +27,7 @@ from weft.record import Recorder
 
 if TYPE_CHECKING:
     from weft.engine._average import WeightAverage
+    from weft.parallel.routing import RouterWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Stepper:
         techniques: Sequence[TechniqueRuntime] = (),
         recorder: Recorder,
         buffers: Sequence[Tensor] = (),
+        routing: RouterWatch | None = None,
     ) -> None:
         """Join the parts.  `summing` is the mesh over whose data ranks gradients are summed: the whole, or as one of
         several replicas sees it.  `buffers` are those that a forward changes (running statistics): a step that is
@@ -85,6 +87,7 @@ class Stepper:
         self._recorder = recorder
         self._buffers = tuple(buffers)
         self._before: list[Tensor] = []
+        self._routing = routing
         self.num_skipped = 0
         """Steps whose update was left out, since the start of the run."""
 
@@ -97,13 +100,15 @@ class Stepper:
         stop_requested: Callable[[], float] = lambda: 0.0,
         fingerprint: float | None = None,
         on_difference: Callable[[], None] = lambda: None,
+        asks_routing: bool = False,
     ) -> StepEvent:
         """Train on this data rank's microbatches of `step`.  Call on every rank.
 
         `fingerprint`, a whole number below 2**53, must be equal on all ranks; else `on_difference` is called on all of
-        them, before anything is updated.
+        them, before anything is updated.  `asks_routing`: the result tells of the routers of mixtures; equal on all
+        ranks.
         """
-        scale = self.begin(step)
+        scale = self.begin(step, asks_routing=asks_routing)
         with self._recorder.span("forward_backward"):
             totals = self._runner.forward_backward(
                 microbatches, step=step, seed=self._seed, scale=scale, observer=self._stores
@@ -117,12 +122,14 @@ class Stepper:
             on_difference=on_difference,
         )
 
-    def begin(self, step: int) -> float:
+    def begin(self, step: int, *, asks_routing: bool = False) -> float:
         """Begin a step whose gradients the caller makes: of (sum of losses × what this returns), added to the
         parameters.  Then call `end`, or `abandon`.  Call on every rank."""
         seed_step(self._seed, step, self._mesh.index("data"))
         self._before = [buffer.clone() for buffer in self._buffers]
         self._stores.begin_step()
+        if self._routing is not None:
+            self._routing.begin_step(asked=asks_routing)
         return self._scale / self._nominal_count
 
     def abandon(self) -> None:
@@ -174,6 +181,7 @@ class Stepper:
                 if technique.end_step(step, agreed.counts if finite else None):
                     self._stores.publish()
         skipped = not finite or count == 0
+        routing = {} if self._routing is None else self._routing.end_step(applied=not skipped)
         self.num_skipped += skipped
         return StepEvent(
             step=step + 1,
@@ -188,6 +196,8 @@ class Stepper:
             memory_bytes=agreed.memory_bytes,
             some_unused=agreed.unused > 0,
             auxiliary=totals.auxiliary,
+            load={name: report.load for name, report in routing.items()},
+            router_entropy={name: report.entropy for name, report in routing.items()},
         )
 
     def _clip(self, norm: float) -> float:

@@ -207,6 +207,7 @@ class Trainer:
             step=step,
             learning_rate=learning_rate(self._recipe, step),
             stop_requested=lambda: stop.flag,
+            asks_routing=self._reports(step + 1),
         )
         if self._mesh.rank == 0 and self._reports(step + 1) and not result.skipped:
             self._note_traffic(step, result, microbatches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -56,6 +56,10 @@ class StepEvent:
     """Peak of the rank that holds most."""
     auxiliary: Mapping[str, float] = field(default_factory=dict[str, float])
     """Values of the loss's auxiliary terms, unweighted and not in `loss`; of this rank's replica."""
+    load: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+    """Share of the choices of the batch that each expert had, by router of a mixture; none where it was not asked."""
+    router_entropy: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Mean over tokens of the entropy of a router's scores, in nats: at most log(experts)."""
     some_unused: bool = False
     """Whether some parameter took no part on some rank, so that ranks asked one another which."""
     stop: bool = False

@@ -101,7 +101,8 @@ class MetricsSink:
         match emitted.event:
             case StepEvent() as event:
                 self._step = {**fields_of_event(event), "kind": event.kind}
-                for name in ("num_skipped", "some_unused", "stop", *(() if event.auxiliary else ("auxiliary",))):
+                empty = (name for name in ("auxiliary", "load", "router_entropy") if not getattr(event, name))
+                for name in ("num_skipped", "some_unused", "stop", *empty):
                     del self._step[name]
             case PhaseEvent() as event:
                 self._seconds = dict(event.seconds)

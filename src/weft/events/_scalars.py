@@ -41,6 +41,8 @@ def _scalars(event: Event) -> Iterator[tuple[str, float | None]]:
         case StepEvent():
             yield from ((f"train/{name}", getattr(event, name)) for name in _OF_STEPS)
             yield from _below("train", event.auxiliary)
+            yield from ((f"train/largest_load/{name}", max(load)) for name, load in event.load.items())
+            yield from _below("train/router_entropy", event.router_entropy)
         case EvaluationEvent():
             yield "evaluation/loss", event.validation_loss
             yield from _below("evaluation", event.metrics)

@@ -28,6 +28,11 @@ class Family:
     task: ClassVar[Literal["causal_lm", "masked_lm"]] = "causal_lm"
     """What its models learn where the configuration names no architecture."""
 
+    router: ClassVar[str] = ""
+    """Glob over the routers of its mixtures, which return logits, weights and choices; empty: it has none."""
+    scoring: ClassVar[Literal["softmax", "sigmoid"]] = "softmax"
+    """How its routers make scores of logits."""
+
     def sizes(self, config: Config) -> ModelSizes:
         """Return the numbers of the transformer; `sequence_length` is the longest that it can take.
 

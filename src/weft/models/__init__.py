@@ -14,6 +14,7 @@ from weft.models._blueprint import Batch as Batch
 from weft.models._blueprint import Blueprint as Blueprint
 from weft.models._blueprint import Initialiser as Initialiser
 from weft.models._blueprint import Loss as Loss
+from weft.models._blueprint import Routers as Routers
 from weft.models._blueprint import logits_of as logits_of
 from weft.models._build import build_model as build_model
 from weft.models._build import build_reference as build_reference

@@ -38,6 +38,21 @@ Initialiser = Callable[[str, nn.Module], None]
 from the default generator, which the caller has seeded for this name."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routers:
+    """The routers of a model's mixtures: modules that return (logits, weights of the choices, chosen experts, …)."""
+
+    names: tuple[str, ...]
+    """Modules, in forward order."""
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    balance_rate: float = 0.0
+    """What `bias` changes by after each step, towards an even load."""
+    bias: str = "bias"
+    """Buffer of a router by which experts are chosen."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Blueprint(Tables):
     """A model and its tables.  `module` is on the meta device when `initialise` is given, else really constructed."""
@@ -85,6 +100,8 @@ class Blueprint(Tables):
     """Heads of queries and of keys in every attention; None: they differ, or nothing says."""
     no_shared_sequence: str = ""
     """Why ranks cannot share a sequence, as its description says: a sentence without its end; empty: it does not."""
+    routers: Routers | None = None
+    """Modules whose load and entropy a report of a step has; None: none."""
     keep_dtype: Sequence[str] = ()
     """Globs over buffers that keep their dtype in bf16 and fp16 (tables that lose their meaning when rounded)."""
 
@@ -105,6 +122,16 @@ class Blueprint(Tables):
     def per_sample_loss(self) -> bool:
         """Whether the loss is a sum over samples."""
         return getattr(self.loss, "per_sample", True)
+
+    @property
+    def no_pipeline(self) -> str:
+        """Why it gets no pipeline stages although it may be cut: a sentence without its end; empty: it does."""
+        terms = getattr(self.loss, "auxiliary", None)
+        if not terms:
+            return ""
+        from weft.profile import why_no_pipeline  # loaded where a loss has such terms
+
+        return why_no_pipeline(terms)
 
     @property
     def no_context(self) -> str:

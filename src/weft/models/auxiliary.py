@@ -17,7 +17,7 @@ Source of the example: Fedus et al., "Switch transformers", 2021 (arXiv 2101.039
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +72,3 @@ class LossWithTerms:
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         return self._loss(outputs, batch)
-
-
-def why_no_stages(terms: Iterable[str]) -> str:
-    """Why a model whose loss has these terms is not cut: a sentence without its end."""
-    return (
-        f"its loss has auxiliary terms ({', '.join(terms)}), which need the forwards of all microbatches before the"
-        " first backward, and a pipeline interleaves them"
-    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.families import SplitRule
-from weft.models._blueprint import Blueprint
+from weft.models._blueprint import Batch, Blueprint, Routers
 from weft.models._initialise import NORMAL_STD
 from weft.models.auxiliary import AuxiliaryLoss, LossWithTerms
 from weft.models.decoder import Decoder, SwiGLU, build_decoder
@@ -39,6 +39,13 @@ def build_mixture_decoder(shape: DecoderShape, *, isolated_documents: bool = Fal
     )
     blueprint.split = (*_SPLIT, *blueprint.split)
     blueprint.keep_dtype = ("*.router.bias",)
+    blueprint.routers = Routers(
+        names=tuple(f"blocks.{at}.mixture.router" for at in range(shape.num_layers) if shape.is_mixture(at)),
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        scoring=shape.router,
+        balance_rate=shape.balance_rate,
+    )
     if terms:
         blueprint.loss = LossWithTerms(blueprint.loss, terms)
     dense, config = blueprint.export, blueprint.export_config
@@ -102,18 +109,21 @@ def losses_of(shape: DecoderShape) -> dict[str, AuxiliaryLoss]:
     with sigmoid scores DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, eq. 17 to 20, over the batch in place of a
     sequence; z-loss, Zoph et al. 2022, https://arxiv.org/abs/2202.08906, eq. 5.
     """
-    found: dict[str, AuxiliaryLoss] = {}
-    if shape.balance_loss_weight:
-        found["load_balance"] = AuxiliaryLoss(
-            sums=lambda outputs, batch: _loads(outputs.routings, shape.router == "softmax"),
-            value=lambda means: shape.num_experts / shape.top_k * means.prod(0).sum(),
-            weight=shape.balance_loss_weight,
-        )
-    if shape.z_loss_weight:
-        found["router_z"] = AuxiliaryLoss(
-            sums=lambda outputs, batch: _squares(outputs.routings), value=torch.sum, weight=shape.z_loss_weight
-        )
-    return found
+
+    def loads(outputs: RoutedLogits, batch: Batch) -> tuple[Tensor, Tensor]:
+        return _loads(outputs.routings, shape.router == "softmax")
+
+    def balance(means: Tensor) -> Tensor:
+        return shape.num_experts / shape.top_k * means.prod(0).sum()
+
+    def squares(outputs: RoutedLogits, batch: Batch) -> tuple[Tensor, Tensor]:
+        return _squares(outputs.routings)
+
+    terms = {"load_balance": (loads, balance), "router_z": (squares, torch.sum)}
+    return {
+        name: AuxiliaryLoss(sums=terms[name][0], value=terms[name][1], weight=weight)
+        for name, weight in shape.auxiliary_losses.items()
+    }
 
 
 def _loads(routings: tuple[Routing, ...], shares: bool) -> tuple[Tensor, Tensor]:

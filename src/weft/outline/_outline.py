@@ -139,6 +139,13 @@ class Outline:
     gathers: tuple[SampleGather, ...] = ()
     """Tensors that a loss which is no sum over samples needs of all data ranks, in the order of a step."""
 
+    routers: tuple[int, int] | None = None
+    """Routers of mixtures, and the experts of each; None: there are none."""
+    is_balanced: bool = False
+    """Whether their load is balanced by biases, after each step."""
+    auxiliary: tuple[int, ...] = ()
+    """Elements of the sums of each auxiliary term of the loss."""
+
     @property
     def blocks(self) -> tuple[str, ...]:
         """Names of the blocks."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "receive"]
-When = Literal["always", "first", "unused", "round", "warm_up", "after_warm_up"]
+When = Literal["always", "first", "unused", "round", "warm_up", "after_warm_up", "reported"]
 """Steps in which it is sent: all; the first; those in which some parameter took no part; the ends of rounds of local
-steps; those in which 1-bit Adam sends gradients exactly, and the later ones."""
+steps; those in which 1-bit Adam sends gradients exactly, and the later ones; those of which a training reports."""
 Phase = Literal["gradients", "agreement", "update"]
 """Where in a step: until gradients are summed; when ranks agree on the step; after that."""
 

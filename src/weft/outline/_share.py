@@ -151,6 +151,11 @@ class ModelShare:
         """The grid of the tensor ranks; None: they form none."""
         return grid_of_plan(self.plan)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step first runs all forwards once more, for what auxiliary losses say of the whole batch."""
+        return bool(self.outline.auxiliary) and self.microbatches > 1
+
     # ── sizes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.comm import Mesh, all_reduce
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint
-from weft.models.auxiliary import AuxiliaryLoss, auxiliary_of, why_no_stages
+from weft.models.auxiliary import AuxiliaryLoss, auxiliary_of
 from weft.parallel._context import MicrobatchState
 from weft.parallel._part import ModelPart
 from weft.parallel._runner import LossTotals, Runner, SequentialRunner, StepObserver, microbatch_state, move_batch
@@ -130,5 +130,7 @@ def auxiliary_runner(build: Build, parts: Sequence[ModelPart], mesh: Mesh, runne
     """
     terms = auxiliary_of(build.blueprint.loss)
     if runner is not None:
-        raise PlanError(f"The model cannot be cut into stages: {why_no_stages(terms)}. Use plan.mesh.pipeline = 1.")
+        raise PlanError(
+            f"The model cannot be cut into stages: {build.blueprint.no_pipeline}. Use plan.mesh.pipeline = 1."
+        )
     return AuxiliaryRunner(parts[0], build.blueprint, mesh, terms, dtype=build.dtypes.compute)

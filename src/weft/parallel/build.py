@@ -35,6 +35,7 @@ from weft.plan import BATCH_AXES, Plan, reduction_rounds
 
 if TYPE_CHECKING:
     from weft.models.whole_batch import WholeBatch
+    from weft.parallel.routing import RouterWatch
     from weft.techniques.compression.codecs import CodecSpec
 
 GroupParameters = Callable[[Mapping[str, torch.Size]], Mapping[str, int]]
@@ -57,6 +58,8 @@ class ParallelModel:
     """The mesh over whose data ranks the gradients of a step are summed."""
     techniques: Sequence[TechniqueRuntime]
     """What the plan's techniques do on this rank."""
+    routing: RouterWatch | None = None
+    """What tells of the routers of mixtures."""
 
     def held_fields(self, batch: Batch) -> Batch:
         """Return the fields of a batch for the tokens that this rank has, where ranks share a sequence."""
@@ -157,6 +160,7 @@ def parallelize(
         stores=stores,
         summing=summing,
         techniques=techniques,
+        routing=_watch_routers(parts, blueprint, mesh),
     )
 
 
@@ -172,6 +176,14 @@ def _key_draws(part: ModelPart, build: Build) -> None:
         grid=part.grid,
     )
     apply_keyed_draws(part.module, build.draws, build.mesh, build.context)
+
+
+def _watch_routers(parts: Sequence[ModelPart], blueprint: Blueprint, mesh: Mesh) -> RouterWatch | None:
+    if blueprint.routers is None:
+        return None
+    from weft.parallel.routing import RouterWatch  # loaded where there are mixtures
+
+    return RouterWatch(parts, blueprint, mesh)
 
 
 def _share_statistics(part: ModelPart, blueprint: Blueprint, summing: Mesh, dtypes: Dtypes) -> None:

@@ -20,6 +20,8 @@ class ModelFacts:
     """Why nothing says where one block ends and the next begins: the model then gets no pipeline stages, no
     recomputation and no shared sequence, which all need that.  Empty: it may be cut between any two blocks, or only
     building it would tell."""
+    no_pipeline: str = ""
+    """Why it gets no pipeline stages although it may be cut; empty: it does, or only building it tells."""
     no_sequence: str = ""
     """Why tensor ranks cannot share the sequence although it may be cut; empty: they can, or only building it tells."""
     no_context: str = ""

@@ -36,11 +36,12 @@ def _latent(sizes: ModelSizes) -> Iterator[Operator]:
     hidden, heads = sizes.hidden_size, sizes.num_heads
     entering = hidden
     if sizes.query_rank:
-        yield linear("attention.query_down", sizes.query_rank, hidden, "replicate")
+        yield linear("attention.query_down", sizes.query_rank, hidden, "replicate", bias=sizes.qkv_bias)
         yield norm("attention.query_norm", sizes, width=sizes.query_rank)
         entering = sizes.query_rank
-    yield linear("attention.query_up", heads * sizes.query_size, entering, "column", bias=sizes.qkv_bias)
-    yield linear("attention.key_value_down", sizes.kv_rank + sizes.rope_head_size, hidden, "replicate")
+    yield linear("attention.query_up", heads * sizes.query_size, entering, "column")
+    narrow = sizes.kv_rank + sizes.rope_head_size
+    yield linear("attention.key_value_down", narrow, hidden, "replicate", bias=sizes.qkv_bias)
     yield norm("attention.key_value_norm", sizes, width=sizes.kv_rank)
     expanded = heads * (sizes.query_size - sizes.rope_head_size + sizes.value_size)
     yield linear("attention.key_value_up", expanded, sizes.kv_rank, "column")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,6 +121,8 @@ class Profile:
     can_be_cut: bool = True
     """Whether Weft knows where one block ends and the next begins; pipeline stages, recomputation and a shared sequence
     need that.  True for models that other systems train."""
+    no_pipeline: str = ""
+    """Why it gets no stages although it can be cut: a sentence without its end; empty: it does."""
     can_share_sequence: bool = True
     """Whether tensor ranks can share the sequence of a model that can be cut."""
     no_shared_sequence: str = ""
@@ -193,3 +196,11 @@ class Profile:
     def num_parameters(self) -> int:
         """Tied ones once."""
         return sum(part.parameters for part in self.parts)
+
+
+def why_no_pipeline(terms: Iterable[str]) -> str:
+    """Why a model whose loss has these auxiliary terms gets no stages: a sentence without its end."""
+    return (
+        f"its loss has auxiliary terms ({', '.join(terms)}), which need the forwards of all microbatches before the"
+        " first backward, and a pipeline interleaves them"
+    )

@@ -107,6 +107,7 @@ def _sends(share: ModelShare, is_fingerprinted: bool) -> Iterator[RankSend]:
         yield from expert.sends(share)
     yield from data.statistics(share)
     yield from data.samples(share)
+    yield from data.auxiliary(share)
     yield from fused_loss.sends(share)
     yield from pipeline.sends(share)
     tables = [held for held in share.held if held.parameter.is_sparse]
@@ -122,6 +123,7 @@ def _sends(share: ModelShare, is_fingerprinted: bool) -> Iterator[RankSend]:
     yield from buckets.sends(share, members)
     yield from data.agreement(share, is_fingerprinted=is_fingerprinted)
     yield from data.flags(share)
+    yield from data.routing(share)
     yield from _update(share, cut, members, tables)
 
 

@@ -3,6 +3,7 @@
 from weft.recipe._adapter import AdapterRecipe as AdapterRecipe
 from weft.recipe._adapter import BaseKind as BaseKind
 from weft.recipe._hf_config import HF_KEYS as HF_KEYS
+from weft.recipe._hf_config import ROUTER_LOSS as ROUTER_LOSS
 from weft.recipe._hf_config import hf_config_file as hf_config_file
 from weft.recipe._hf_config import hf_size as hf_size
 from weft.recipe._hf_config import read_hf_config as read_hf_config

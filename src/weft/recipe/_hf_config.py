@@ -31,6 +31,8 @@ _LARGEST: Mapping[str, int] = {
     "sequence_length": 1 << 32,
 }
 """More than any model has of what decides how much is built."""
+ROUTER_LOSS = "router_balance"
+"""Auxiliary loss of a model whose configuration says `output_router_logits`."""
 _MAY_BE_ZERO = ("num_experts", "token_types")
 
 

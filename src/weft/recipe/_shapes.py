@@ -94,6 +94,12 @@ class DecoderShape:
 
         check_mixture(self)
 
+    @property
+    def auxiliary_losses(self) -> dict[str, float]:
+        """Weights of the losses of its mixtures, by name; statistics over the whole batch of a step."""
+        weights = {"load_balance": self.balance_loss_weight, "router_z": self.z_loss_weight}
+        return {name: weight for name, weight in weights.items() if weight}
+
     def is_mixture(self, layer: int) -> bool:
         """Whether block `layer`, from 0, has a mixture of experts."""
         return self.num_experts > 0 and layer >= self.first_dense_layers

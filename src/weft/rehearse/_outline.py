@@ -48,8 +48,8 @@ def outline_of(blueprint: Blueprint) -> Outline:
         )
     notes = _Notes(blueprint, copy_on_meta(blueprint.module).to("meta").train())
     batch = blueprint.example(_SAMPLES)
-    notes.run({keyword: batch[name].to("meta") for keyword, name in blueprint.inputs.items() if name in batch})
-    cut, region = blueprint.cut, notes.region
+    auxiliary = notes.run({name: field.to("meta") for name, field in batch.items()})
+    cut, region, routers = blueprint.cut, notes.region, blueprint.routers
     labels = batch.get("labels")
     return Outline(
         samples=_SAMPLES,
@@ -66,6 +66,9 @@ def outline_of(blueprint: Blueprint) -> Outline:
         tokens=batch["tokens"].shape[1] if "tokens" in batch and batch["tokens"].dim() > 1 else 0,
         labels=0 if labels is None else labels.numel(),
         gathers=_gathers(blueprint),
+        auxiliary=auxiliary,
+        routers=None if routers is None else (len(routers.names), routers.num_experts),
+        is_balanced=routers is not None and routers.balance_rate > 0,
     )
 
 
@@ -170,7 +173,10 @@ class _Flow(TorchDispatchMode):
     ) -> Any:
         if args and isinstance(args[0], Tensor) and args[0].is_meta and func in ANSWERS:
             return ANSWERS[func](args[0])
-        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta and args[1].dim() == 3:
+            made = args[0].new_empty(args[0].shape[0], args[1].shape[2])  # the kernel would ask for bf16
+        else:
+            made = func(*args, **(kwargs or {}))
         if self._places and not func.overloadpacket.__name__.startswith(_OF_A_SHAPE):
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             places = frozenset().union(*(self.places(tensor) for tensor in read))
@@ -240,15 +246,18 @@ class _Notes:
         self._experts = {f"{name}.experts": mixture.experts.num_experts for name, mixture in mixtures.items()}
         self.region = sequence_region(self.blueprint) if isinstance(self.blueprint.cut, CutTable) else None
 
-    def run(self, inputs: Mapping[str, Tensor]) -> None:
-        """Run the forward once."""
+    def run(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """Run the forward once.  Returns elements of the sums of the loss's auxiliary terms."""
         self._install()
+        inputs = {keyword: batch[name] for keyword, name in self.blueprint.inputs.items() if name in batch}
+        terms: Mapping[str, Any] = getattr(self.blueprint.loss, "auxiliary", {})
         with (
             _Attention(self._note_attention),
             self._flow,
             torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor),
         ):
-            self.module(**inputs)
+            outputs = self.module(**inputs)
+            return tuple(term.sums(outputs, batch)[0].numel() for term in terms.values())
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._num_kept += 1
@@ -271,7 +280,9 @@ class _Notes:
                 self._note_weights(name, module)
             if kind is not None:
                 done.add(id(module))
-                self._note(name, module, kind, is_inside_whole=kind == "column" and name.startswith(tuple(wholes)))
+                whole = kind == "column" and name.startswith(tuple(wholes))
+                whole |= kind == "expert" and self.blueprint.kind_of(name.rpartition(".")[0]) == "replicate"
+                self._note(name, module, kind, is_inside_whole=whole)
         for index, name in enumerate(self._blocks):
             self._note_block(index, name)
         if self.region is not None:
@@ -324,11 +335,18 @@ class _Notes:
 
     def _note_weights(self, name: str, module: nn.Module) -> None:
         """Note the weights of a mixture's choices, of whose gradients each rank has a part."""
+        router = next((child for leaf, child in module.named_children() if leaf == "router"), None)
 
         def leave(router: nn.Module, args: Any, routing: Any) -> None:
-            weights: Tensor = routing.weights
+            note(routing.weights)
+
+        def enter(experts: nn.Module, args: Any, kwargs: Any) -> None:
+            _, weights = (value for value in (*args, *kwargs.values()) if value.is_floating_point())
+            note(weights)
+
+        def note(weights: Tensor) -> None:
             call = ModuleCall(
-                module=f"{name}.router",
+                module=f"{name}.weights",
                 kind="enter",
                 block=self._block_of(name),
                 source=self._number(weights),
@@ -340,7 +358,10 @@ class _Notes:
             self._in_block.append((len(self.calls), self._num_kept, self._num_kept))
             self.calls.append(call)
 
-        module.get_submodule("router").register_forward_hook(leave)
+        if router is not None:
+            router.register_forward_hook(leave)
+        else:  # stacked experts of transformers, which are given them
+            module.register_forward_pre_hook(enter, with_kwargs=True)
 
     def _note_attention(self, query: Tensor, key: Tensor, value: Tensor, made: Tensor) -> None:
         block = self._block

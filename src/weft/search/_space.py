@@ -114,7 +114,7 @@ def space_of(
     stays_whole = whole_batch and bool(profile.no_gathering)
     can_recompute = profile.can_be_cut and not profile.has_batch_norm
     space = Space(
-        pipelines=tuple(range(1, min(blocks, devices) + 1)) if profile.can_be_cut else (1,),
+        pipelines=tuple(range(1, min(blocks, devices) + 1)) if profile.can_be_cut and not profile.no_pipeline else (1,),
         tensors=_tensors(profile, devices),
         contexts=tuple(c for c in divisors(length) if c <= devices and (c == 1 or length % (2 * c) == 0)),
         experts=tuple(e for e in divisors(profile.num_experts) if e <= devices) if profile.num_experts else (1,),

@@ -13,15 +13,12 @@ from weft.recipe import Recipe
 def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
     """Return the facts that a model and its tables show."""
     cut, uncut = blueprint.cut, blueprint.no_stages
-    if terms := getattr(blueprint.loss, "auxiliary", None):
-        from weft.models.auxiliary import why_no_stages  # loaded where a loss has such terms
-
-        cut, uncut = None, why_no_stages(terms)
     model = type(blueprint.module).__name__
     return ModelFacts(
         name=blueprint.name or recipe.model.factory or model,
         num_blocks=None if cut is None else len(cut.blocks),
         no_stages="" if cut is not None else uncut or f"nothing says where the blocks of {model} are",
+        no_pipeline=blueprint.no_pipeline,
         no_sequence=NO_SEQUENCE if isinstance(cut, FoundCut) else "",
         no_context=blueprint.no_context,
         num_experts=math.gcd(*(mixture.experts.num_experts for mixture in blueprint.mixtures.values())),

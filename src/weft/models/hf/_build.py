@@ -67,8 +67,16 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
         flops_per_sample=6.0 * sum(parameter.numel() for parameter in model.parameters()) * (length or 1),
         export=None if family is None else family.exported,
         export_config=exported_config | {"architectures": [type(model).__name__]},
-        keep_dtype=("*inv_freq",),
+        keep_dtype=("*inv_freq", "*e_score_correction_bias"),
     )
+    if family is not None and family.router:
+        from weft.models.hf._routers import routers_of  # loaded where there are mixtures
+
+        blueprint.routers = routers_of(model, family)
+    if getattr(model.config, "output_router_logits", False):
+        from weft.models.hf._routers import with_router_loss
+
+        blueprint.loss = with_router_loss(blueprint.loss, model, recipe.hf)
     return blueprint if description is None else blueprint.described_by(description)
 
 

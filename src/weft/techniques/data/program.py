@@ -21,7 +21,7 @@ def statistics(share: ModelShare) -> Iterator[RankSend]:
     for part in share.parts:
         for call in part.calls:
             if call.kind == "batch_norm":
-                channels, again = call.shape[1], 2 if share.recomputes(call.block) else 1
+                channels, again = call.shape[1], (2 if share.recomputes(call.block) else 1) + share.runs_ahead
                 forward = ranks * (2 * channels + 1) * share.master_bytes
                 yield _statistic("all_gather", axis, forward, again * share.microbatches, call.module)
                 if call.needs_gradient:
@@ -55,6 +55,35 @@ def samples(share: ModelShare) -> Iterator[RankSend]:
                 technique=Data.name,
                 reason=f"samples of all ranks, {gather.what}",
             )
+
+
+def auxiliary(share: ModelShare) -> Iterator[RankSend]:
+    """Yield the one sum of what auxiliary losses say of the batch, with the count of the loss."""
+    axis, ranks, _ = share.summing
+    if share.outline.auxiliary and ranks > 1:
+        yield RankSend(
+            operation="all_reduce",
+            axis=axis,
+            size_bytes=_DOUBLE * (1 + sum(elements + 1 for elements in share.outline.auxiliary)),
+            technique=Data.name,
+            reason="statistics of auxiliary losses",
+        )
+
+
+def routing(share: ModelShare) -> Iterator[RankSend]:
+    """Yield the sum over all ranks of what routers chose: where a bias balances it in every step, else for reports."""
+    if share.outline.routers is None or share.plan.mesh.world_size == 1:
+        return
+    routers, experts = share.outline.routers
+    yield RankSend(
+        operation="all_reduce",
+        axis=share.world_axis,
+        size_bytes=_DOUBLE * routers * (experts + 1),
+        when="always" if share.outline.is_balanced else "reported",
+        phase="update",
+        technique=Data.name,
+        reason="choices of routers",
+    )
 
 
 def rows(share: ModelShare, tables: Sequence[HeldParameter]) -> Iterator[RankSend]:

@@ -37,7 +37,7 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
             operation="all_gather",
             axis="tensor" if share.grid is None else share.grid.heads,
             size_bytes=size_bytes,
-            count=count,
+            count=count * (2 if share.runs_ahead else 1),
             technique=FusedLoss.name,
             reason=f"softmax over the vocabulary, {head}",
         )

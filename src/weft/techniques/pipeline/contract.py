@@ -126,8 +126,8 @@ class Pipeline(Technique):
         if plan.mesh.pipeline == 1:
             return
         self._check_schedule(case)
-        if case.facts.no_stages:
-            problem = f"cannot cut this model into stages: {case.facts.no_stages}.\nUse 1, and data ranks."
+        if reason := case.facts.no_stages or case.facts.no_pipeline:
+            problem = f"cannot cut this model into stages: {reason}.\nUse 1, and data ranks."
             raise case.refuse(("mesh", "pipeline"), problem)
         if blocks is not None and stages > blocks:
             most = blocks // chunks

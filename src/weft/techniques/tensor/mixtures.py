@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models.mixture import Mixture, Routing
-from weft.parallel.autograd import copy_to_group
+from weft.parallel.autograd import copy_to_group, reduce_from_group
 
 
 class _Divide(torch.autograd.Function):
@@ -38,22 +38,42 @@ Change = Callable[[Tensor], Tensor]
 
 
 def share_mixture(name: str, module: nn.Module, view: GroupView, enter: Change, leave: Change) -> None:
-    """Let `module` compute with this rank's part of its experts.
+    """Let `module`, a `Mixture`, compute with this rank's part of its experts.
 
     `enter` makes of what each rank has what the experts see, whole; its gradient is summed.  `leave` sums parts.
 
     Raises:
-        PlanError: it is no `Mixture`.
+        PlanError: it is neither that nor stacked experts of `transformers`.
     """
+    if {"gate_up_proj", "down_proj"} <= {leaf for leaf, _ in module.named_parameters(recurse=False)}:
+        _share_experts(module, view)
+        return
     if not isinstance(module, Mixture):
         raise PlanError(
             f'model.split: the kind "expert" also matches {name}, a {type(module).__name__}, but only a'
-            " weft.models.mixture.Mixture splits so. Narrow the pattern."
+            " weft.models.mixture.Mixture or stacked experts of transformers split so. Narrow the pattern."
         )
     module.register_forward_pre_hook(partial(_enter, enter))
     module.register_forward_hook(partial(_leave, leave))
     module.router.register_forward_pre_hook(partial(_divide, view.size))
     module.router.register_forward_hook(partial(_sum_weights, view))
+
+
+def _share_experts(module: nn.Module, view: GroupView) -> None:
+    """Stacked experts of `transformers`, which are called with tokens, choices and their weights, and sum them up."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def copied(value: Any) -> Any:
+            is_meant = isinstance(value, Tensor) and value.is_floating_point() and _wants_gradient(value)
+            return copy_to_group(value, view) if is_meant else value
+
+        return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return reduce_from_group(output, view)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
 
 
 def _enter(enter: Change, module: nn.Module, args: Any) -> Any:

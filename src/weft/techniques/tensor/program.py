@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from weft.outline import ModelShare, ModuleCall, Part, RankSend
 from weft.techniques.tensor.contract import Tensor
@@ -23,13 +24,21 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
         return
     for part in share.parts:
         yield from _Around(share, part).sends()
+        if share.runs_ahead:
+            ahead = (replace(call, **_WITHOUT_BACKWARD) for call in part.calls)
+            yield from _Around(share, replace(part, calls=tuple(ahead)), is_ahead=True).sends()
+
+
+_WITHOUT_BACKWARD = dict.fromkeys(
+    ("needs_gradient", "gives_gradient", "is_entry_repeated", "is_exit_repeated", "is_exit_needed"), False
+)
 
 
 class _Around:
     """The modules of one part."""
 
-    def __init__(self, share: ModelShare, part: Part) -> None:
-        self._share, self._part = share, part
+    def __init__(self, share: ModelShare, part: Part, *, is_ahead: bool = False) -> None:
+        self._share, self._part, self._is_ahead = share, part, is_ahead
         self._ranks = share.plan.mesh.tensor
         self._sequence = share.plan.tensor_parallel.sequence
         self._gathered: int | None = None
@@ -45,8 +54,8 @@ class _Around:
                     yield from self._row(call, inside)
                 case "expert":
                     self._gathered = None
-                    yield from self._reads(call, inside)
-                    yield from self._row(call, inside)
+                    yield from self._reads(call, inside and not call.is_inside_whole)
+                    yield from self._row(call, inside and not call.is_inside_whole)
                 case "vocab":
                     yield self._send("all_reduce", self._bytes(call.output), call, "sum of embeddings")
                 case "whole" if inside:
@@ -117,7 +126,7 @@ class _Around:
         """Where the sequence is cut before the blocks, and whole again behind them."""
         outline = self._share.outline
         first = outline.entries[0]
-        if self._part.is_first and first.needs_gradient:
+        if self._part.is_first and first.needs_gradient and not self._is_ahead:
             yield self._border(first.shape, f"gradient of what enters {first.name}")
         if self._part.is_last:
             assert outline.joined is not None, "an outline with blocks knows where they end"

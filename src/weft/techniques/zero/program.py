@@ -73,7 +73,8 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
 def _of_unit(share: ModelShare, unit: Unit) -> Iterator[RankSend]:
     shards, replicas = share.shards, share.plan.mesh.replicate
     gathered = sum(_padded(share, parameter) for parameter in unit.weights) * share.compute_bytes
-    passes = 2 if unit.is_block else 1  # outside of blocks weights stay from the forward to the backward
+    # Outside of blocks weights stay from the forward to the backward, also from one that runs ahead.
+    passes = (3 if share.runs_ahead else 2) if unit.is_block else 1
     gathers = 1 if holds_weights(share) else passes * share.microbatches
     yield _send("all_gather", "shard", gathered, gathers, f"weights, {unit.name}")
     yield _send("all_gather", "shard", gathered, 1, f"weights to be watched, {unit.name}", is_first=True)

@@ -275,6 +275,46 @@ def _copies_not_summed() -> list[Patch]:
     return [(SquareGrid, "split_of", unsummed)]
 
 
+def _auxiliary_by_rank() -> list[Patch]:
+    """The load of experts is that of a rank's own tokens."""
+    from weft.parallel import auxiliary
+
+    return [(auxiliary, "all_reduce", lambda mine, view: mine)]
+
+
+def _choices_by_rank() -> list[Patch]:
+    """Biases follow what a rank's own tokens chose."""
+    from weft.parallel import routing
+
+    return [(routing.dist, "all_reduce", lambda *of, **more: None)]
+
+
+def _part_of_the_choices_weights() -> list[Patch]:
+    """A router hears only of this rank's part of its experts what its choices are worth."""
+    from weft.techniques.tensor import mixtures
+
+    return [(mixtures, "_sum_weights", lambda view, module, args, routing: routing)]
+
+
+def _router_counted_by_ranks() -> list[Patch]:
+    """What all ranks compute alike of a router's input is summed as if each had a part."""
+    from weft.techniques.tensor import mixtures
+
+    return [(mixtures, "_divide", lambda ranks, module, args: args)]
+
+
+def _swapped_experts() -> list[Patch]:
+    """Every expert is handed the rows of its neighbour."""
+    from weft.models import mixture
+
+    arrange = mixture.arrange
+
+    def swapped(chosen: Tensor, num_experts: int) -> Any:
+        return arrange((chosen + 1) % num_experts, num_experts)
+
+    return [(mixture, "arrange", swapped)]
+
+
 def _mean_of_means(blueprint: Blueprint) -> Blueprint:
     """Each microbatch is divided by its own count of tokens, and then the means are averaged."""
     loss = blueprint.loss
@@ -308,6 +348,11 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "no sum over context": _no_sum_over_context,
     "keys without gradients from others": _keys_without_gradients_from_others,
     "seen by share": _seen_by_share,
+    "auxiliary loss by rank": _auxiliary_by_rank,
+    "choices by rank": _choices_by_rank,
+    "part of the choices' weights": _part_of_the_choices_weights,
+    "router counted by ranks": _router_counted_by_ranks,
+    "swapped experts": _swapped_experts,
     "one place for all": _one_place_for_all,
     "another rank's experts": _another_ranks_experts,
     "experts summed over nobody": partial_of(_experts_summed_over, False),

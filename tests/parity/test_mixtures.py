@@ -54,6 +54,14 @@ BIASED = (
 )
 
 
+BREAKAGES = (
+    ("auxiliary loss by rank", Cell("mixture_balanced", plan(replicate=2, micro=6)), "gradient"),
+    ("choices by rank", Cell("mixture_biased", plan(replicate=2, micro=6)), "final"),
+    ("part of the choices' weights", Cell("mixture", plan(tensor=2, micro=12)), "router.weight"),
+    ("router counted by ranks", Cell("mixture", plan(tensor=2, sequence=True, micro=12)), "gradient"),
+    ("swapped experts", Cell("mixture", plan(shard=2, zero=1, micro=6)), "gradient"),
+)
+"""Piece of Weft that is broken, the cell that shows it, and where."""
 OF_TRANSFORMERS = (
     Cell("mixtral_balanced", plan(shard=2, zero=1, micro=3)),
     Cell("mixtral_balanced", plan(tensor=2, sequence=True, micro=4, recompute="full")),
@@ -82,6 +90,37 @@ def test_equals_one_process(parity: Matrix, cell: Cell):
     assert parity.verdict(cell).failures("fp64") == []
 
 
+ZEROS = [plan(shard=2, zero=zero, micro=micro) for zero, micro in ((0, 2), (1, 6), (2, 1), (3, 3))]
+EVERY = (
+    *ZEROS,
+    plan(micro=1),
+    plan(tensor=2, micro=6),
+    plan(tensor=2, sequence=True, micro=4),
+    plan(shard=2, tensor=2, zero=3, micro=3),
+    plan(shard=2, shares=(4, 2), zero=2),
+    plan(recompute="full", micro=4),
+    plan(recompute="selective", micro=4),
+)
+STAGED = (
+    plan(pipeline=2, micro=4),
+    plan(pipeline=2, schedule="interleaved_zero_bubble", chunks=2, recompute="selective"),
+    plan(pipeline=2, schedule="zbv", chunks=2),
+    plan(shard=2, pipeline=2, zero=3, micro=2),
+    plan(tensor=2, sequence=True, pipeline=2, micro=4),
+    plan(replicate=2, tensor=2, pipeline=2, micro=3),
+)
+FULL = (
+    *(Cell(model, chosen) for model in MODELS for chosen in EVERY),
+    *(Cell(model, chosen) for model in MODELS if "balanced" not in model for chosen in STAGED),
+)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("cell", FULL, ids=str)
+def test_every_cell_equals_one_process(parity: Matrix, cell: Cell):
+    assert parity.verdict(cell).failures("fp64") == []
+
+
 def test_a_pipeline_is_refused_where_a_loss_sees_the_batch(parity: Matrix):
     for model in ("mixture_balanced", "mixtral_balanced"):
         with pytest.raises(PlanError, match="cannot cut this model into stages: its loss has auxiliary terms"):
@@ -90,3 +129,9 @@ def test_a_pipeline_is_refused_where_a_loss_sees_the_batch(parity: Matrix):
 
 def test_equals_one_process_in_fp32(parity: Matrix):
     assert parity.verdict(Cell("mixture_dropout", plan(shard=2, zero=2)), "fp32").failures("fp32") == []
+
+
+@pytest.mark.parametrize(("breakage", "cell", "seen_in"), BREAKAGES, ids=[name for name, _, _ in BREAKAGES])
+def test_a_broken_piece_is_seen(parity: Matrix, breakage: str, cell: Cell, seen_in: str):
+    failures = parity.verdict(cell, breakage=breakage).failures("fp64")
+    assert any(seen_in in failure for failure in failures), failures

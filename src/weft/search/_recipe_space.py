@@ -13,6 +13,7 @@ from weft.search._space import Space, space_of
 from weft.techniques.context.limits import recipe_problem
 from weft.techniques.contract import Case
 from weft.techniques.expert.limits import model_problem, plan_problem
+from weft.techniques.tensor.grid_limits import forms_grid
 from weft.techniques.tensor.grid_limits import recipe_problem as grid_problem
 
 
@@ -42,8 +43,11 @@ def recipe_space(
         experts = [n for n in space.experts if n == 1 or _shares_experts(n, Case(given, recipe, facts, None))]
         space = replace(space, experts=tuple(experts))
     space = pinned(space, given)
-    if "1d" not in space.tensor_schemes:  # one tensor rank forms no grid
-        space = replace(space, tensors=tuple(ranks for ranks in space.tensors if ranks > 1) or space.tensors)
+    if "1d" not in space.tensor_schemes:  # then heads and features are cut by the side of a grid alone
+        numbers = space.tensors if "mesh.tensor" in given.origins else range(2, cluster.num_devices + 1)
+        sizes, schemes = facts.divisible or {}, space.tensor_schemes
+        grids = tuple(n for n in numbers if any(forms_grid(each, n, sizes, facts.hidden_size) for each in schemes))
+        space = replace(space, tensors=grids or space.tensors)
     return space
 
 

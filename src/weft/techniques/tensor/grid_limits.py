@@ -108,6 +108,12 @@ def sizes_problem(shape: GridShape, sizes: Mapping[str, int], hidden_size: int |
     return f'makes a grid of side {shape.side}, which cannot cut {listed} parts.\n{fix}; or use scheme = "1d".'
 
 
+def forms_grid(scheme: str, ranks: int, sizes: Mapping[str, int], hidden_size: int | None) -> bool:
+    """Return whether so many ranks form a grid whose side divides the sizes of a model."""
+    shape = None if shape_problem(scheme, ranks) else grid_shape(scheme, ranks)
+    return shape is not None and not sizes_problem(shape, sizes, hidden_size)
+
+
 _MOST_SIDE = 33
 """Larger grids are not named as a change to make."""
 _INPUTS = ("hidden_size", "ffn_size", "intermediate_size", "n_inner")

@@ -222,6 +222,12 @@ def context() -> Iterator[Cell]:
     for schedule in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"):
         yield from _cells("decoder_dropout", plan(context=2, pipeline=2, schedule=schedule, chunks=2, recompute="full"))
     yield from _cells("decoder_dropout", _data(1, context=2, pipeline=2, micro=1), _data(3, context=2, pipeline=2))
+    dropping = ("encoder", "hf_gpt2", "hf_bert")
+    for scheme in ("ring", "all_gather", "ulysses"):
+        yield from _cells(dropping, plan(context=2, scheme=scheme))
+        yield from _cells("encoder", _data(3, context=2, scheme=scheme, recompute="full"))
+    yield from _cells(dropping, plan(context=2, tensor=2), plan(context=2, tensor=2, scheme="ulysses"))
+    yield from _cells("hf_gpt2", plan(context=3), plan(context=2, pipeline=2), plan(context=2, recompute="selective"))
     yield from _cells("decoder_dropout", _data(1, context=2, tensor=2, micro=3), plan(context=2, tensor=2, pipeline=2))
 
 

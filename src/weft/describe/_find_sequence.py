@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.describe._events import Event, Trace
+from weft.describe._fused import WHOLE_ATTENTION
 from weft.describe._pointwise import LAYOUT
 from weft.describe._token_flow import AttentionKind, Meeting, TokenFlow, attention_calls, follow_tokens
 from weft.describe._trace import trace
@@ -31,7 +32,7 @@ class SharedSequence:
     """Keyword that takes their places; empty: it needs none."""
     attention: AttentionKind
     attending: tuple[str, ...]
-    """Modules that call `scaled_dot_product_attention` of the tokens."""
+    """Modules that call attention of the tokens."""
 
 
 class _NoSequenceError(Exception):
@@ -108,7 +109,7 @@ def _trace(blueprint: Blueprint, length: int, *, without_masks: bool = False) ->
     module = copy_on_meta(blueprint.module)
     if without_masks:
         _drop_masks(module)
-    return trace(replace(blueprint, module=module), torch.float32, loss=False)
+    return trace(replace(blueprint, module=module), torch.float32, loss=False, fused=WHOLE_ATTENTION)
 
 
 def _checked(flow: TokenFlow) -> tuple[Meeting, ...]:
@@ -129,7 +130,7 @@ def _without_masks(meetings: tuple[Meeting, ...]) -> tuple[Meeting, ...]:
 def _kind(meetings: tuple[Meeting, ...]) -> AttentionKind:
     kinds = {meeting.causal for meeting in meetings}
     if not kinds:
-        raise _NoSequenceError("it never calls scaled_dot_product_attention of its tokens")
+        raise _NoSequenceError("none of its attention of its tokens is a call of scaled_dot_product_attention")
     if len(kinds) > 1:
         raise _NoSequenceError("some of its attention is causal, and some sees every token")
     return "causal" if kinds.pop() else "full"

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.models.dropping import attend_dropping
+
 
 class FusedAttention(torch.autograd.Function):
     """(batch, heads, queries, size), keys and values alike → (batch, heads, queries, value size)."""
@@ -156,7 +158,21 @@ def _multi_head_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> F
     return FusedCall(run=run, name=None, composed=True, settings={})
 
 
-FUSED: Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], FusedCall | None]] = {
+def _in_parts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
+    """Attention that drops: no kernel does that, so it is what it is made of."""
+    return FusedCall(run=lambda: attend_dropping(*args, **kwargs), name=None, composed=True, settings={})
+
+
+def _in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
+    """The same as one call, where it matters who sees whom."""
+    query, key, value, mask, _ = args
+    settings = {"is_causal": bool(kwargs["causal"]) and mask is None, "scale": kwargs.get("scale")}
+    return _attention((query, key, value, mask), {**settings, "enable_gqa": query.shape[1] != key.shape[1]})
+
+
+Fused = Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], FusedCall | None]]
+"""Function → how it runs; None: in parts."""
+FUSED: Fused = {
     F.scaled_dot_product_attention: _attention,
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
@@ -166,7 +182,9 @@ FUSED: Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], FusedCall | N
     F.dropout3d: _dropout,
     torch.dropout: _dropout,
     F.multi_head_attention_forward: _multi_head_attention,
+    attend_dropping: _in_parts,
 }
-"""Function → how it runs."""
+WHOLE_ATTENTION: Fused = {**FUSED, attend_dropping: _in_one}
+"""The same, with every attention as one call."""
 FUSED_NAMES = ("attention", "rms_norm", "dropout")
 """Names of their events, whose first output is the result; the others are what the kernel keeps."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.describe._events import Event, Save, Trace, Value
-from weft.describe._fused import FUSED, FusedCall
+from weft.describe._fused import FUSED, Fused, FusedCall
 from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
 from weft.models.samples import draw_integers
@@ -37,16 +37,17 @@ def trace(
     *,
     loss: bool = True,
     watch: Callable[[Event], None] | None = None,
+    fused: Fused = FUSED,
 ) -> Trace:
     """Run the model in `dtype` as it is (training or evaluation mode), and its loss if wanted; nothing is computed.
 
     The model's own tensors are not touched: meta tensors of their shapes, or the given `parameters`, stand in for the
-    run.  `watch` sees every event as it happens; what it raises ends the run.
+    run.  `watch` sees every event as it happens; what it raises ends the run.  `fused`: calls that run in one kernel.
 
     Raises:
         RecipeError: the model has no example batch, its forward raises, or asks what only a real run can answer.
     """
-    recorder = _Recorder(blueprint, dtype, parameters or {}, watch)
+    recorder = _Recorder(blueprint, dtype, parameters or {}, watch, fused)
     return recorder.run(loss)
 
 
@@ -75,9 +76,10 @@ class _Recorder(TorchDispatchMode):
         dtype: torch.dtype,
         parameters: Mapping[str, Tensor],
         watch: Callable[[Event], None] | None,
+        fused: Fused,
     ) -> None:
         super().__init__()
-        self._blueprint, self._dtype, self._watch = blueprint, dtype, watch
+        self._blueprint, self._dtype, self._watch, self._fused = blueprint, dtype, watch, fused
         self._stand_ins = StandIns()
         self._events: list[Event] = []
         self._saves: list[tuple[Save, weakref.ref[_Held]]] = []
@@ -182,7 +184,7 @@ class _Recorder(TorchDispatchMode):
         self._call += 1
         if func in _READS:  # what they read is seen by no operator
             self._note(func.__name__, args[:1], {}, None)
-        fused = FUSED.get(func)
+        fused = self._fused.get(func)
         if fused is None:
             return func(*args, **kwargs)
         planned: FusedCall | None = fused(args, kwargs)

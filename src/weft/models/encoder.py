@@ -15,6 +15,7 @@ from weft.models._blueprint import Blueprint
 from weft.models._examples import token_example
 from weft.models._initialise import normal_initialiser
 from weft.models._losses import token_loss
+from weft.models.dropping import attend_dropping
 from weft.plan import default_ffn_size
 from weft.recipe import EncoderShape
 
@@ -35,12 +36,7 @@ class EncoderAttention(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         query, key, value = (self._heads(linear(hidden)) for linear in (self.query, self.key, self.value))
         if self.training and self.dropout_probability > 0:
-            scores = query @ key.transpose(-1, -2) * self.head_size**-0.5
-            if mask is not None:
-                scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-            # Softmax in fp32 under bf16 and fp16, as the fused kernel does.
-            wide = torch.promote_types(scores.dtype, torch.float32)
-            mixed = self.dropout(scores.softmax(-1, dtype=wide).to(scores.dtype)) @ value
+            mixed = attend_dropping(query, key, value, mask, self.dropout, causal=False)
         else:
             mixed = F.scaled_dot_product_attention(query, key, value, mask)
         return self.output(mixed.transpose(1, 2).flatten(2))

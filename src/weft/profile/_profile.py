@@ -181,8 +181,6 @@ class Profile:
             return "nothing in its blocks is known to let tokens see one another"
         if any(operator.window is not None for operator in attention):
             return "its attention sees a window of tokens"
-        if any(operator.dropout for operator in attention):
-            return "its attention drops probabilities, by a mask over all tokens"
         return ""
 
     def count_blocks(self) -> list[tuple[Block, int]]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import Blueprint, Cut, CutTable, FoundCut
+from weft.models.dropping import attend_dropping
 from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, SampleGather, TensorCut
 from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
@@ -192,7 +193,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _Attention(TorchFunctionMode):
-    """Tells of every call of the attention function: queries, keys, values and what it returned."""
+    """Tells of every call of an attention function: queries, keys, values and what it returned."""
 
     def __init__(self, note: Callable[[Tensor, Tensor, Tensor, Tensor], None]) -> None:
         super().__init__()
@@ -200,7 +201,7 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func is F.scaled_dot_product_attention:
+        if func in (F.scaled_dot_product_attention, attend_dropping):
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             self._tell(given["query"], given["key"], given["value"], made)
         return made

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.models.dropping import attend_dropping
+
 IMPLEMENTATION = "weft"
 """`config._attn_implementation` of the families that Weft knows; `add_masks` builds their masks."""
 
@@ -128,6 +130,11 @@ def weft_attention(
             module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
         )
         return mixed, None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if softcap is None and sinks is None and kwargs.get("position_bias") is None:
+        dropping = getattr(module, getattr(module, _NAME))
+        mixed = attend_dropping(query, key, value, attention_mask, dropping, causal=causal, scale=scaling)
+        return mixed.transpose(1, 2).contiguous(), None
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -135,7 +142,6 @@ def weft_attention(
         scores = torch.tanh(scores / softcap) * softcap
     if kwargs.get("position_bias") is not None:
         scores = scores + kwargs["position_bias"]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     probabilities = _softmax(_masked(scores, attention_mask, causal=causal), sinks).to(query.dtype)
     if dropout > 0.0:
         probabilities = getattr(module, getattr(module, _NAME))(probabilities)

@@ -14,16 +14,19 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.comm import GroupView
 from weft.errors import PlanError
+from weft.models.dropping import attend_dropping
 from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens
+from weft.parallel.randomness import KeyedDropout
 from weft.parallel.unkept import unkept
+from weft.techniques.context.dropped import Dropped
 from weft.techniques.context.exchange import KeyExchange
-from weft.techniques.context.partial import Partial, attend, attend_backward, merge, nothing_seen
+from weft.techniques.context.partial import Kept, Partial, attend, attend_backward, merge, nothing_seen
 from weft.techniques.context.shares import runs_of
 
 
@@ -43,6 +46,8 @@ class Visibility:
     tokens: LocalTokens
     view: GroupView
     causal: bool
+    dropped: Dropped | None = None
+    """What is dropped of their attention; None: nothing."""
 
     def pair(self, source: int) -> _Pair | None:
         """Return what is computed where the keys of rank `source` are there; None: nothing."""
@@ -66,6 +71,21 @@ class Visibility:
         mine, theirs = (self._positions(index, documents.device) for index in (self.view.index, source))
         mask = documents[:, mine, None] == documents[:, None, theirs]
         return (mask & (mine[:, None] >= theirs) if self.causal else mask)[:, None]
+
+    def kept(self, source: int, pair: _Pair, query: Tensor) -> Kept | None:
+        """Factors of the probabilities of a pair, whose queries are some of `query`."""
+        if (dropped := self.dropped) is None:
+            return None
+        heads, wide = query.shape[1], torch.promote_types(query.dtype, torch.float32)
+        rows = self._positions(self.view.index, query.device)[pair.queries]
+        theirs = LocalTokens(length=self.tokens.length, runs=runs_of(self.tokens.length, self.view.size, source))
+        start, stop, _ = pair.keys.indices(theirs.held)
+        keys = theirs.within(start, stop)
+
+        def factors(chunk: slice) -> Tensor:
+            return dropped.kept((0, heads), rows[chunk], keys).to(wide).mul_(dropped.scale)
+
+        return factors
 
     def _positions(self, index: int, device: torch.device) -> Tensor:
         runs = runs_of(self.tokens.length, self.view.size, index)
@@ -105,6 +125,7 @@ class _SharedAttention(torch.autograd.Function):
                     scale=ctx.scale,
                     causal=pair.causal,
                     mask=pair.mask,
+                    kept=ctx.who.kept(source, pair, query),
                 )
                 by_query[rows] += mine
             return by_key, by_value
@@ -128,6 +149,7 @@ def _attend_to_all(
             scale=scale,
             causal=pair.causal,
             mask=pair.mask,
+            kept=who.kept(source, pair, query),
         )
         seen = merge(seen, _placed(part, query, value, pair.queries))
     return seen if seen is not None else nothing_seen(query, value)
@@ -147,12 +169,21 @@ class Attend(Protocol):
     """How the attention of a scheme is called."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, *, causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tokens: LocalTokens,
+        *,
+        causal: bool,
+        scale: float | None,
+        dropped: Dropped | None = None,
     ) -> Tensor:
         """Return attention, (samples, heads, own tokens, value size), of this rank's queries to the keys of all ranks.
 
         Query is (samples, heads, own tokens, size), key and value (samples, kv heads, own tokens, size), kv heads
-        dividing heads.  Call on every rank of the group; its backward calls all of them again.
+        dividing heads.  `dropped`: what is dropped of its probabilities, of whole samples.  Call on every rank of the
+        group; its backward calls all of them again.
         """
         ...
 
@@ -165,14 +196,23 @@ class VisitedAttention:
         self._view, self._exchange = view, exchange
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, *, causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tokens: LocalTokens,
+        *,
+        causal: bool,
+        scale: float | None,
+        dropped: Dropped | None = None,
     ) -> Tensor:
         """See `Attend`."""
-        who = Visibility(tokens, self._view, causal=causal)
-        return _shared(query, key, value, self._exchange, who, query.shape[-1] ** -0.5 if scale is None else scale)
+        who = Visibility(tokens, self._view, causal=causal, dropped=dropped)
+        return shared(query, key, value, self._exchange, who, query.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def _shared(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility, scale: float) -> Tensor:
+def shared(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility, scale: float) -> Tensor:
+    """Return attention of this rank's queries to the keys that an exchange shows."""
     return _SharedAttention.apply(query, key, value, exchange, who, scale)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
 
@@ -187,6 +227,8 @@ class _Sharing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
+        if func is attend_dropping:
+            return self._attend_dropping(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _attend(
@@ -202,18 +244,37 @@ class _Sharing(TorchFunctionMode):
     ) -> Tensor:
         if dropout_p > 0.0:
             raise self._refused(f"drops attention with dropout_p = {dropout_p}, by a mask over all tokens")
+        self._check(query, key, attn_mask, is_causal=is_causal)
+        return self._shared(query, key, value, self._tokens, causal=self._is_causal, scale=scale)
+
+    def _attend_dropping(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: nn.Module,
+        *,
+        causal: bool,
+        scale: float | None = None,
+    ) -> Tensor:
+        self._check(query, key, mask, is_causal=causal)
+        if not isinstance(dropout, KeyedDropout):
+            raise self._refused(f"drops attention by a {type(dropout).__name__}, whose draws have no key")
+        dropped = Dropped.of(dropout, query.shape[1], self._tokens.length)
+        return self._shared(query, key, value, self._tokens, causal=self._is_causal, scale=scale, dropped=dropped)
+
+    def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool) -> None:
         # Documents are those of the whole batch, so a mask that the model made of its own tokens says nothing more.
-        has_documents = self._tokens.documents is not None
-        if attn_mask is not None and not has_documents:
+        if mask is not None and self._tokens.documents is None:
             raise self._refused("gives attention a mask, which it made of the tokens of one rank")
         local = self._tokens.held
         if query.shape[2] != local or key.shape[2] != local:
             raise self._refused(f"attends from {query.shape[2]} to {key.shape[2]} tokens where this rank has {local}")
         # A call about one token may leave out that it is causal, so the model's own kind counts.
-        if attn_mask is None and is_causal != self._is_causal and local > 1:
+        if mask is None and is_causal != self._is_causal and local > 1:
             what = ("sees every token", "sees no later token")
             raise self._refused(f"{what[is_causal]}, where attention of this model {what[self._is_causal]}")
-        return self._shared(query, key, value, self._tokens, causal=self._is_causal, scale=scale)
 
     def _refused(self, what: str) -> PlanError:
         return PlanError(

@@ -9,11 +9,15 @@ share of the gradients (Dao 2023, https://arxiv.org/abs/2307.08691).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+Kept = Callable[[slice], Tensor]
+"""Rows of queries → which of their probabilities are kept, times what they are scaled by:
+(samples, heads, queries, keys)."""
 _CHUNK_SCORES = 1 << 24
 """Scores that exist at once where no kernel returns L: 64 MiB in fp32."""
 
@@ -29,13 +33,21 @@ class Partial:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> Partial:
     """Attend from (samples, heads, queries, size) to (samples, kv heads, keys, size), kv heads dividing heads.
 
     `causal`: query i sees keys 0 to i.  `mask` is of bool, (samples or 1, 1, queries, keys); then nothing is `causal`.
+    `kept`: probabilities are dropped after the softmax, so L is what it would be without, and results merge as ever.
     """
-    if mask is None and _has_kernel(query, value):
+    if mask is None and kept is None and _has_kernel(query, value):
         output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, scale=scale
         )
@@ -44,7 +56,10 @@ def attend(
         mask = _causal_mask(query, key)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    parts = [_attend_plainly(query[:, :, rows], key, value, scale, _rows(mask, rows)) for rows in _chunks(query, key)]
+    parts = [
+        _attend_plainly(query[:, :, rows], key, value, scale, _rows(mask, rows), None if kept is None else kept(rows))
+        for rows in _chunks(query, key)
+    ]
     return Partial(torch.cat([part.output for part in parts], 2), torch.cat([part.log_sum for part in parts], 2))
 
 
@@ -58,18 +73,19 @@ def attend_backward(
     scale: float,
     causal: bool = False,
     mask: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the shares of the gradients of query, key and value that these keys give.
 
     `gradient` and `whole` are those of the queries over all keys, `whole.output` in the dtype of `query`.
     """
-    if mask is None and _has_kernel(query, value):
+    if mask is None and kept is None and _has_kernel(query, value):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, whole.output, whole.log_sum, 0.0, causal, scale=scale
         )
     if causal:
         mask = _causal_mask(query, key)
-    return _backward_plainly(gradient, query, key, value, whole, scale, mask)
+    return _backward_plainly(gradient, query, key, value, whole, scale, mask, kept)
 
 
 def merge(one: Partial | None, other: Partial) -> Partial:
@@ -123,10 +139,13 @@ def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> Te
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 
-def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Partial:
+def _attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, kept: Tensor | None
+) -> Partial:
     scores = _scores(query, key, scale, mask)
     log_sum = scores.logsumexp(-1)
-    return Partial(_probabilities(scores, log_sum).to(value.dtype) @ value, log_sum)
+    probabilities = _probabilities(scores, log_sum)
+    return Partial((probabilities if kept is None else probabilities * kept).to(value.dtype) @ value, log_sum)
 
 
 def _probabilities(scores: Tensor, log_sum: Tensor) -> Tensor:
@@ -135,7 +154,14 @@ def _probabilities(scores: Tensor, log_sum: Tensor) -> Tensor:
 
 
 def _backward_plainly(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Partial, scale: float, mask: Tensor | None
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    whole: Partial,
+    scale: float,
+    mask: Tensor | None,
+    kept: Kept | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -147,8 +173,11 @@ def _backward_plainly(
         scores = _scores(query[:, :, rows], keys, scale, _rows(mask, rows))
         probabilities = _probabilities(scores, whole.log_sum[:, :, rows])
         given = gradient[:, :, rows]
-        by_value += (probabilities.to(given.dtype).transpose(-1, -2) @ given).to(wide)
-        by_probability = _widened(given) @ _widened(values).transpose(-1, -2)
+        weights, by_probability = probabilities, _widened(given) @ _widened(values).transpose(-1, -2)
+        if kept is not None:  # Σ P·D·(dO·V) over the keys is dO·O, as without: the row sums stay what they are
+            drop = kept(rows)
+            weights, by_probability = probabilities * drop, by_probability * drop
+        by_value += (weights.to(given.dtype).transpose(-1, -2) @ given).to(wide)
         by_score = (probabilities * (by_probability - row_sums[:, :, rows, None]) * scale).to(query.dtype)
         by_query[:, :, rows] = by_score @ keys
         by_key += (by_score.transpose(-1, -2) @ query[:, :, rows]).to(wide)

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
 from weft.models import Blueprint
+from weft.models.dropping import attend_dropping
 from weft.stand_ins import copy_on_meta
 
 _MIXING = (
@@ -111,7 +112,7 @@ class _Calls(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
+        if func not in (F.scaled_dot_product_attention, attend_dropping):
             return func(*args, **(kwargs or {}))
         self._watch.attending.append(self._watch.inside[-1])
         self._watch.is_within = True

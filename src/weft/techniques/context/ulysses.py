@@ -7,6 +7,7 @@ https://arxiv.org/abs/2309.14509.  Ranks that outnumber the heads of keys get co
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 from weft.comm import GroupView, runs_on_gloo
 from weft.errors import PlanError
 from weft.parallel.local_tokens import LocalTokens
+from weft.techniques.context.attention import Visibility, shared
+from weft.techniques.context.dropped import Dropped
+from weft.techniques.context.exchange import GatherExchange
 from weft.techniques.context.shares import copies_of, runs_of, tokens_of
 
 
@@ -53,7 +57,15 @@ class HeadExchange:
         self._view = view
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, *, causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tokens: LocalTokens,
+        *,
+        causal: bool,
+        scale: float | None,
+        dropped: Dropped | None = None,
     ) -> Tensor:
         """See `Attend`.
 
@@ -70,11 +82,31 @@ class HeadExchange:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         whole = _Whole(tokens, self._view)
         query, key, value = whole.of_tokens(query, key, value)
+        if dropped is not None:  # no kernel drops by keys
+            mine = replace(dropped, first_head=dropped.first_head + self._view.index * query.shape[1])
+            return whole.of_heads(_attend_alone(query, key, value, tokens, mine, causal=causal, scale=scale))
         mask, groups = _mask(tokens, causal), query.shape[1] != key.shape[1]
         mixed = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=groups
         )
         return whole.of_heads(mixed)
+
+
+def _attend_alone(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tokens: LocalTokens,
+    dropped: Dropped,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention of some heads over all tokens, as a sequence that is shared with nobody."""
+    alone = GroupView((0,), 0, None)
+    every = LocalTokens(length=tokens.length, runs=runs_of(tokens.length, 1, 0), documents=tokens.documents)
+    who = Visibility(every, alone, causal=causal, dropped=dropped)
+    return shared(query, key, value, GatherExchange(alone), who, query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _mask(tokens: LocalTokens, causal: bool) -> Tensor | None:

@@ -1,0 +1,41 @@
+"""Attention that drops some of its probabilities, as one call: what shares, follows or prices attention sees it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+
+def attend_dropping(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: nn.Module,
+    *,
+    causal: bool,
+    scale: float | None = None,
+) -> Tensor:
+    """Return attention (samples, heads, queries, value size) whose probabilities go through `dropout`.
+
+    Query is (samples, heads, queries, size), key and value (samples, kv heads, keys, size), kv heads dividing heads.
+    `mask`: of bool, what is seen, or of floats, what is added to the scores; without one attention is `causal` or sees
+    every key.  `dropout` is a module, so that a plan can key its draws by sample and layer.
+    """
+    given = (query, key, value)
+    if has_torch_function(given):
+        return handle_torch_function(
+            attend_dropping, given, query, key, value, mask, dropout, causal=causal, scale=scale
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None and causal and scores.shape[-2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        least = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
+    # Softmax in fp32 under bf16 and fp16, as the fused kernel does.
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return dropout(scores.softmax(-1, dtype=wide).to(scores.dtype)) @ value

@@ -174,7 +174,7 @@ class Training:
 
 def snapshot(state: TrainingState) -> list[Piece]:
     """Copies of all pieces: masters, buffers, optimizer state, averages."""
-    return [replace(piece, tensor=piece.tensor.detach().clone()) for piece in state.pieces()]
+    return [replace(piece, tensor=piece.tensor.detach().clone(), let_go=None) for piece in state.pieces()]
 
 
 def train(

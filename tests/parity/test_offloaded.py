@@ -1,5 +1,4 @@
-"""Plans whose states or activations wait on a disk, against one process that keeps everything: gradients, losses,
-states."""
+"""Plans whose weights, states or activations wait on a disk, against one process that keeps everything."""
 
 from __future__ import annotations
 
@@ -38,6 +37,13 @@ CELLS = [
     offloaded("lora", "activations", replicate=2, zero=1),
     offloaded("encoder", "optimizer+activations", tensor=2, replicate=2, zero=1, micro=3),
     offloaded("decoder", "optimizer+activations", pipeline=2, shard=2, zero=3, micro=2),
+    offloaded("decoder_dropout", "parameters", shard=2, zero=3, micro=3),
+    offloaded("decoder_untied", "parameters", shard=2, tensor=2, zero=3, sequence=True),
+    offloaded("hf_llama", "parameters+activations", shard=2, zero=3, micro=3, recompute="selective"),
+    offloaded("decoder", "parameters+activations", shard=2, replicate=2, zero=3, micro=3),
+    offloaded("decoder_dropout", "parameters", context=2, shard=2, zero=3, micro=3),
+    offloaded("lora", "parameters", shard=2, zero=3, micro=3),
+    offloaded("mlp", "parameters", shard=2, zero=3),
 ]
 
 

@@ -34,6 +34,8 @@ class Entry:
     """Shape it is stored with; the tensor itself may be flat."""
     dtype: torch.dtype
     fetch: Callable[[], Tensor]
+    written: Callable[[], None] | None = None
+    """Called once it is written."""
 
     @property
     def size_bytes(self) -> int:
@@ -79,6 +81,8 @@ def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, s
         for entry in entries:
             for chunk in _byte_chunks(entry.fetch()):
                 _write_all(file.fileno(), chunk, digest)
+            if entry.written is not None:
+                entry.written()
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
     return StoredFile(name=path.name, size_bytes=size, digest=digest.hexdigest())

@@ -31,7 +31,7 @@ def write_rank(folder: Path, rank: int, pieces: Sequence[Piece], file_bytes: int
         for piece in group:
             run = _run_of(piece, name, {entry.key for entry in entries})
             shape = run.local_shape if run.length == run.local_shape.numel() else (run.length,)
-            entries.append(Entry(run.key, shape, run.dtype, partial(_tensor_of, piece)))
+            entries.append(Entry(run.key, shape, run.dtype, partial(_tensor_of, piece), piece.let_go))
             runs.append(run)
         files.append(write_tensors(folder / name, entries, {"format": "pt", "written_by": "weft"}))
     write_text(folder / index_name(rank), RankIndex(files=tuple(files), runs=tuple(runs)).to_text())

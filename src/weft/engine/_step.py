@@ -256,11 +256,12 @@ def _largest(norms: Sequence[float]) -> float:
 
 def squared_norm(shards: Sequence[Shard]) -> Tensor:
     """Sum of squares of the gradient elements that count on this rank, as a 0-d float64 tensor."""
-    squares = [
-        squared_sum(values)
-        for shard in shards
-        if shard.counts and (values := shard.gradient_values()) is not None and values.numel()
-    ]
+    squares: list[Tensor] = []
+    for shard in shards:
+        if shard.counts and (values := shard.gradient_values()) is not None and values.numel():
+            squares.append(squared_sum(values))
+        if shard.rest is not None:
+            shard.rest()
     return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
 

@@ -150,4 +150,4 @@ def first_gradients(
 
 
 def _copy(piece: Piece) -> Piece:
-    return replace(piece, tensor=piece.tensor.detach().clone())
+    return replace(piece, tensor=piece.tensor.detach().clone(), let_go=None)

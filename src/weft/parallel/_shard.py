@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,6 +56,10 @@ class Keeper(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Let memory go that `at_rest` has taken."""
+        ...
+
 
 @dataclass(slots=True, kw_only=True)
 class Shard:
@@ -88,6 +92,8 @@ class Shard:
     """Whether this is one whole table whose gradient comes as `rows`, and `gradient` stays None."""
     rows: SparseRows | None = None
     """Rows of a sparse shard: what the step's rows sum to, set by the gradient store."""
+    rest: Callable[[], None] | None = None
+    """Lets memory go that master and gradient can be read into again; None: they have it for good."""
     size: int = field(init=False)
     """Elements of the master, also while it is away."""
 
@@ -101,6 +107,13 @@ class Shard:
     def at_rest(self, tensor: Tensor) -> Tensor:
         """Return where the master or a state lies between two steps, for saving and loading."""
         return tensor if self.keeper is None else self.keeper.at_rest(tensor)
+
+    def let_go(self) -> None:
+        """Let memory go in which `at_rest` has read what lies elsewhere."""
+        if self.rest is not None:
+            self.rest()
+        if self.keeper is not None:
+            self.keeper.rest()
 
     def publish(self) -> None:
         """Cast the master to the weights.  One that is away has done so when it left."""
@@ -146,6 +159,8 @@ class Piece:
     """First element in the flattened local tensor (after `split`)."""
     counts: bool = True
     """Whether this rank writes it (every element of a tensor is written once)."""
+    let_go: Callable[[], None] | None = None
+    """Called by a reader who has read it: what lies elsewhere needs no memory then."""
     addend: tuple[int, int] | None = None
     """(index, number): one of `number` tensors of this name, on as many ranks, of which only the sum says something
     about the training.  Each is stored by itself; where another number of them is loaded, each gets an equal part of
@@ -169,6 +184,7 @@ def shard_pieces(prefix: str, shards: Sequence[Shard], states: Sequence[Tensor])
                 split=segment.layout.split,
                 start=segment.start,
                 counts=shard.counts,
+                let_go=None if shard.keeper is None else shard.let_go,
             )
 
 

@@ -145,7 +145,7 @@ def parallelize(
         for part in parts:
             technique.wrap(part)
     codec = next((codec for each in techniques if (codec := each.codec()) is not None), None)
-    stores = _create_stores(build, summing, parts, group_parameters, cuts, codec)
+    stores = _create_stores(build, techniques, summing, parts, group_parameters, cuts, codec)
     if gathers_ahead:
         _gather_ahead(stores, blueprint, parts)
     for technique in techniques:
@@ -252,6 +252,7 @@ def _filled_in_shards(part: ModelPart, blueprint: Blueprint, plan: Plan, mesh: M
 
 def _create_stores(
     build: Build,
+    techniques: Sequence[TechniqueRuntime],
     mesh: Mesh,
     parts: Sequence[ModelPart],
     group_parameters: GroupParameters,
@@ -285,7 +286,7 @@ def _create_stores(
                 hold=_holds_weights(plan),
                 sum_replicas=compression is None,
             )
-            fill_shards(part, blueprint, mesh, build.seed)
+            fill_shards(part, blueprint, mesh, build.seed, [technique.cut for technique in techniques])
         stores.append(
             FullyShardedStore(
                 parts,

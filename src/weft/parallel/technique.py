@@ -8,7 +8,7 @@ registry, and know no technique by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -86,6 +86,11 @@ class TechniqueRuntime:
     def wrap(self, part: ModelPart) -> None:
         """Put something around or in place of forwards of a part's modules."""
 
+    def cut(self, part: ModelPart) -> Callable[[], None] | None:
+        """ZeRO-3 has cut a part's weights over ranks; those that are drawn in shards have no storage yet.  Return what
+        to call after each of them is filled."""
+        return None
+
     def codec(self) -> CodecSpec | None:
         """Return what gradients are compressed by on their way; None: they travel as they are."""
         return None
@@ -142,6 +147,10 @@ class TechniqueRuntime:
         """Return the bytes that it keeps on the device between steps, beside parameters, gradients, masters and
         optimizer states."""
         return 0
+
+    def away(self) -> Collection[int]:
+        """Return the identities of the storages that are not on the device, in a dry run."""
+        return ()
 
     def notes(self) -> list[str]:
         """Return what a dry run should say of it, beside bytes and the collectives of one step."""

@@ -21,7 +21,7 @@ Native traps closed here (torch 2.11–2.13):
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,9 +88,15 @@ def apply_zero3(
             share_buffers(module, mesh["shard"])
 
 
-def fill_shards(part: ModelPart, blueprint: Blueprint, mesh: Mesh, seed: int) -> None:
-    """Give the shards of parameters that were cut without storage (`materialise`, `later`) their initial values."""
+def fill_shards(
+    part: ModelPart, blueprint: Blueprint, mesh: Mesh, seed: int, cut: Sequence[Callable[[ModelPart], Any]] = ()
+) -> None:
+    """Give the shards of parameters that were cut without storage (`materialise`, `later`) their initial values.
+
+    `cut` may give storage to shards before, or other storage, and return what is called after each that was filled.
+    """
     waiting = {name for name, parameter in part.module.named_parameters() if parameter.is_meta}
+    filled = [called for place in cut if (called := place(part)) is not None]
     if not waiting:
         return
 
@@ -110,10 +116,12 @@ def fill_shards(part: ModelPart, blueprint: Blueprint, mesh: Mesh, seed: int) ->
         layout, local = part.layout[name], parameter.to_local().detach()
         first = first_element(parameter.shape, layout.sharding(mesh)) // max(parameter.shape[1:].numel(), 1)
         rows[layout.name] = _Rows(local, layout.split, first)
-    _fill_rows(rows, blueprint, seed)
+    _fill_rows(rows, blueprint, seed, filled)
 
 
-def _fill_rows(rows: Mapping[str, _Rows], blueprint: Blueprint, seed: int) -> None:
+def _fill_rows(
+    rows: Mapping[str, _Rows], blueprint: Blueprint, seed: int, filled: Sequence[Callable[[], None]]
+) -> None:
     """Fill runs of rows of parameters by their name in the whole model, with what `materialise` would have put there.
 
     As there, at most one module's own tensors are whole at a time.
@@ -125,6 +133,8 @@ def _fill_rows(rows: Mapping[str, _Rows], blueprint: Blueprint, seed: int) -> No
         drawn = draw(blueprint, owner, seed)
         for name, leaf in names:
             rows[name].fill(InMemory(drawn[leaf]))
+        for called in filled:
+            called()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +239,9 @@ class FullyShardedStore:
                         parameter.register_post_accumulate_grad_hook(_Used(weakref.ref(self), name))
                         parameter.requires_grad_(wanted)
                 unit.reshard()
+                for shard in self.shards:
+                    if shard.rest is not None:
+                        shard.rest()
         self._watching = True
 
     def _create_shard(self, parameter: DTensor, member: BucketMember) -> Shard:

@@ -11,7 +11,7 @@ from weft.price._layout import Layout
 from weft.price._placement import Groups
 from weft.price._stages import Seconds
 from weft.techniques.buckets.cost import Reductions
-from weft.techniques.offload.cost import host_step
+from weft.techniques.offload.cost import host_step, reading
 from weft.techniques.pipeline.cost import PipelineTimes
 from weft.techniques.registry import update_seconds
 from weft.techniques.zero.cost import holds_whole_gradients, sharing_ranks
@@ -76,7 +76,7 @@ def optimizer_seconds(layout: Layout, dense: Column, experts: Column, device: De
         return host_step(layout, mine, device.calibration)
     whole = holds_whole_gradients(layout, device.stack) | (not layout.shards_gradients)
     held = chosen(whole, dense + experts, mine)
-    waits = update_seconds(layout, mine * layout.master_bytes)
+    waits = update_seconds(layout, mine * layout.master_bytes) + reading(layout, mine)
     known = device.speeds.update_seconds(mine) if device.speeds else None
     if known is not None:
         return known + device.moved((mine + held) * layout.gradient_bytes).seconds, waits

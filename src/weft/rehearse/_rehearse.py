@@ -238,8 +238,9 @@ def _totals(issued: Iterable[Issued]) -> dict[tuple[str, str], tuple[float, floa
 
 
 def _state_bytes(training: TrainingState) -> StateBytes:
-    """Bytes of the storages behind each kind of state, each storage once, in the order weights, masters, …"""
-    seen: set[int] = set()
+    """Bytes of the storages behind each kind of state, each storage once, in the order weights, masters, …; not of
+    those that are elsewhere."""
+    seen = {identity for technique in training.model.techniques for identity in technique.away()}
     parts = training.model.parts
     shards = training.model.stores.shards
     parameters = [parameter for part in parts for parameter in part.module.parameters()]

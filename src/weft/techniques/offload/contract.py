@@ -17,7 +17,7 @@ from weft.techniques.settings import setting
 if TYPE_CHECKING:
     from weft.plan import Plan
 
-Offload = Literal["none", "optimizer", "activations", "optimizer+activations"]
+Offload = Literal["none", "optimizer", "activations", "parameters", "optimizer+activations", "parameters+activations"]
 OffloadTo = Literal["host", "disk"]
 _RULES = Rules(PlanError)
 DISK_BYTES_PER_SECOND = 1.5e9
@@ -30,7 +30,8 @@ class OffloadSettings:
 
     offload: Offload = setting("none", space="offloads", asked=("offload",), explained=True)
     """What waits elsewhere until it is needed.  `optimizer`: masters, where they are not the weights themselves, and
-    optimizer states.  `activations`: what the backward of the model's blocks needs of their forward."""
+    optimizer states.  `activations`: what the backward of the model's blocks needs of their forward.  `parameters`:
+    ZeRO-3's shards of weights and gradients, and what `optimizer` says."""
     offload_to: OffloadTo = setting("host", follows="memory.offload")
     """Where it waits: in the memory of the host, for devices that have their own, or on a disk."""
     offload_folder: str = ""
@@ -67,7 +68,12 @@ class OffloadSettings:
     @property
     def offloads_optimizer(self) -> bool:
         """Whether masters and optimizer states live elsewhere."""
-        return "optimizer" in self.offload
+        return self.offloads_parameters or "optimizer" in self.offload
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether shards of weights and their gradients live elsewhere."""
+        return "parameters" in self.offload
 
     @property
     def steps_on_host(self) -> bool:

@@ -26,6 +26,16 @@ def unloading(layout: Layout, size_bytes: Column, beside: Column, calibration: C
     return larger(0.0, size_bytes / (DISK_BYTES_PER_SECOND if layout.offloads_to_disk else host) - beside)
 
 
+def reading(layout: Layout, elements: Column) -> Column:
+    """Return the seconds of a step in which a rank reads and writes its shards of weights and gradients, none hidden:
+    weights for both passes of each microbatch, gradients after it, both for the update."""
+    if not layout.offloads_parameters:
+        return 0.0
+    weights = (2.0 * layout.microbatches + 2.0) * layout.wide_bytes
+    gradients = 2.0 * layout.microbatches * layout.gradient_bytes
+    return elements * (weights + gradients) / DISK_BYTES_PER_SECOND
+
+
 class HostStep(NamedTuple):
     """Seconds of an optimizer's step on the host."""
 

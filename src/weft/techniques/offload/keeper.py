@@ -183,9 +183,11 @@ class StateKeeper:
     def visit(self, shards: Sequence[Shard], *, states: bool, writes: bool) -> Iterator[Sequence[Shard]]:
         """See `Keeper`."""
         self.settle()
+        self.rest()
         held = {id(shard) for group in self._groups for shard in group.shards}
         if resident := [shard for shard in shards if id(shard) not in held]:
             yield resident
+            _rest(resident)
         wanted = {id(shard) for shard in shards}
         groups = [group for group in self._groups if any(id(shard) in wanted for shard in group.shards)]
         arrivals = [self._fetch(group, number, states) for number, group in enumerate(groups[:1])]
@@ -213,6 +215,7 @@ class StateKeeper:
         for region in regions:
             for item in region.items:
                 item.detach()
+        _rest(group.shards)
         if writes:
             self._writes.append(self._moved(self._write, regions[0].start, buffer[: _size(regions)]))
 
@@ -247,6 +250,11 @@ class StateKeeper:
         start, item = place
         return self._storage.view(start + item.offset, item.size).view(item.dtype)
 
+    def rest(self) -> None:
+        """See `Keeper`."""
+        if self._storage is not None:
+            self._storage.let_go()
+
     def refresh(self, shards: Sequence[Shard]) -> None:
         """Publish masters that were changed where they lie."""
         for _ in self.visit(shards, states=False, writes=True):
@@ -265,6 +273,12 @@ class StateKeeper:
         if self._storage is not None:
             self._storage.close()
             self._storage = None
+
+
+def _rest(shards: Sequence[Shard]) -> None:
+    for shard in shards:
+        if shard.rest is not None:
+            shard.rest()
 
 
 def _regions(group: _Group, states: bool) -> list[_Region]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, final
 
 from weft.errors import PlanError
 from weft.figures import spell_bytes
@@ -32,7 +32,8 @@ class OffloadedStates(TechniqueRuntime):
 
     def begin(self, shards: Sequence[Shard]) -> None:
         self._kept_bytes = self._keeper.begin(self._shards, self._storage)
-        if self._kept_bytes == 0 and any(shard.size for shard in self._shards):
+        goes_alone = not self._build.plan.memory.offloads_parameters
+        if goes_alone and self._kept_bytes == 0 and any(shard.size for shard in self._shards):
             raise PlanError(
                 'plan.memory.offload = "optimizer" would move nothing: this optimizer keeps no state as long as its'
                 f' weights, and with precision = "{self._build.plan.compute.precision}" weights are their own masters.'
@@ -65,12 +66,18 @@ class OffloadedStates(TechniqueRuntime):
 class _Several(TechniqueRuntime):
     """Several of them, as one."""
 
+    span: ClassVar[str] = "offload"
+
     def __init__(self, each: Sequence[TechniqueRuntime]) -> None:
         self._each = each
 
     def wrap(self, part: ModelPart) -> None:
         for one in self._each:
             one.wrap(part)
+
+    def cut(self, part: ModelPart) -> Callable[[], None] | None:
+        called = [rest for one in self._each if (rest := one.cut(part)) is not None]
+        return called[0] if called else None
 
     def take(self, shards: Sequence[Shard]) -> None:
         for one in self._each:
@@ -79,6 +86,13 @@ class _Several(TechniqueRuntime):
     def begin(self, shards: Sequence[Shard]) -> None:
         for one in self._each:
             one.begin(shards)
+
+    def end_step(self, step: int, counts: Sequence[float] | None) -> bool:
+        changed = [one.end_step(step, counts) for one in self._each]
+        return any(changed)
+
+    def away(self) -> Collection[int]:
+        return {identity for one in self._each for identity in one.away()}
 
     def state_bytes(self) -> int:
         return sum(one.state_bytes() for one in self._each)
@@ -108,6 +122,15 @@ def create(build: Build) -> TechniqueRuntime:
             ' computes on the host\'s cores: nothing would get smaller. Use offload_to = "disk", or offload = "none".'
         )
     each: list[TechniqueRuntime] = [OffloadedStates(build)] if memory.offloads_optimizer else []
+    if memory.offloads_parameters:
+        from weft.techniques.offload.mapped import OffloadedParameters  # loaded where they are offloaded
+
+        if build.mesh.device.type != "cpu":
+            raise PlanError(
+                f'plan.memory.offload = "{memory.offload}" reads weights where they lie, and this rank computes on an'
+                ' accelerator, which cannot. Use "optimizer", or "optimizer+activations".'
+            )
+        each.insert(0, OffloadedParameters(build))
     if memory.offloads_activations:
         from weft.techniques.offload.blocks import OffloadedActivations  # loaded where they are offloaded
 

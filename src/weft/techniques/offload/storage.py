@@ -35,6 +35,10 @@ class Storage(Protocol):
         """Return bytes as they lie there, a flat tensor on the CPU: what is written to it counts."""
         ...
 
+    def let_go(self) -> None:
+        """Let memory go in which views were read."""
+        ...
+
     def close(self) -> None:
         """Let go of it; what it held is gone."""
         ...
@@ -69,6 +73,9 @@ class HostStorage:
 
     def view(self, start: int, length: int) -> Tensor:
         return self._bytes[start : start + length]
+
+    def let_go(self) -> None:
+        """Nothing to do: it lies in memory."""
 
     def close(self) -> None:
         self._bytes = self._bytes[:0]
@@ -144,11 +151,20 @@ class FileStorage:
             self._map = mmap.mmap(self._file, self._num_bytes)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=length, offset=start)
 
+    def let_go(self) -> None:
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         for descriptor in (self._file, self._direct):
             if descriptor is not None:
                 os.close(descriptor)
         self._map = None  # a view that somebody still has keeps its pages
+
+    @property
+    def descriptor(self) -> int:
+        """The file, as the page cache has it."""
+        return self._file
 
     @property
     def _descriptor(self) -> int:

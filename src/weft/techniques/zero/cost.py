@@ -72,12 +72,13 @@ def states_of(layout: Layout, *, experts: bool = False, whole_gradients: Flags =
     3 hold them whole until then."""
     besides = held_besides(layout)
     optimizer = 0.0 if layout.offloads_optimizer else float(layout.master_bytes)
+    here = 0.0 if layout.offloads_parameters else 1.0
     optimizer += besides.master_copies * layout.wide_bytes
     kept = shares_of(layout.stage, sharing_ranks(layout, experts=experts))
     gradients = layout.gradient_bytes * chosen(whole_gradients, 1.0, kept.gradients)
-    gradients += besides.gradient_bytes * kept.weights
+    gradients = (gradients + besides.gradient_bytes * kept.weights) * here
     trained = layout.trained_share
-    return States(layout.held_bytes * kept.weights, gradients * trained, optimizer * kept.states * trained)
+    return States(layout.held_bytes * kept.weights * here, gradients * trained, optimizer * kept.states * trained)
 
 
 # ── what ZeRO-3 waits for ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -127,6 +127,11 @@ def test_a_pipeline_is_refused_where_a_loss_sees_the_batch(parity: Matrix):
             parity.verdict(Cell(model, plan(pipeline=2)))
 
 
+def test_compilation_is_refused_by_name(parity: Matrix):
+    with pytest.raises(PlanError, match="has not been proven with mixtures of experts"):
+        parity.verdict(Cell("mixture", plan(shard=2, compiled=True)))
+
+
 def test_equals_one_process_in_fp32(parity: Matrix):
     assert parity.verdict(Cell("mixture_dropout", plan(shard=2, zero=2)), "fp32").failures("fp32") == []
 

@@ -21,8 +21,13 @@ _MOST: Mapping[str, int] = {
     **dict.fromkeys(HF_KEYS["num_experts"], 4),
     **dict.fromkeys(("n_group", "num_experts_per_tok"), 2),
     "topk_group": 1,
+    "first_k_dense_replace": 1,
 }
 """Counts of a mixture in a small model."""
+_LATENT: Mapping[str, int] = {
+    "kv_lora_rank": 12, "q_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6,
+}  # fmt: skip
+"""Widths of latent attention in a small model."""
 
 
 def shrink_shape(
@@ -178,3 +183,7 @@ def _enter_sizes(
         if isinstance(value, int):
             small[name] = _odd_share(new.hidden_size * value / old.hidden_size, folded_tensor)
     small |= {name: min(value, _MOST[name]) for name, value in config.items() if name in _MOST and type(value) is int}
+    if new.kv_rank:
+        small |= {name: min(config.get(name, most), most) for name, most in _LATENT.items() if config.get(name, most)}
+        small |= {"head_dim": small["qk_rope_head_dim"], "num_key_value_heads": new.num_heads}
+        small["qk_head_dim"] = small["qk_rope_head_dim"] + small["qk_nope_head_dim"]

@@ -22,5 +22,9 @@ def _experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: T
     """One grouped product where there is one, else one product per token and choice, with its copy of the weights."""
     from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
-    forward: Any = grouped_mm_experts_forward if hidden.dtype in _GROUPED else batched_mm_experts_forward
+    # The kernel wants rows of whole 16 bytes, which the narrow layers of a small model do not always have.
+    widths = (width for matrices in experts.parameters(recurse=False) for width in matrices.shape[1:])
+    fits = hidden.is_meta or all(width * hidden.element_size() % 16 == 0 for width in widths)
+    is_grouped = hidden.dtype in _GROUPED and fits
+    forward: Any = grouped_mm_experts_forward if is_grouped else batched_mm_experts_forward
     return forward(experts, hidden, top_k_index, top_k_weights)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, final
 from weft.document import Rules, spell
 from weft.errors import PlanError
 from weft.recipe import Precision
-from weft.techniques.contract import Technique
+from weft.techniques.contract import Case, Technique
 from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
@@ -90,3 +90,8 @@ class Compilation(Technique):
 
     def runs(self, plan: Plan) -> bool:
         return plan.compute.compile
+
+    def check_model(self, case: Case) -> None:
+        if case.plan.compute.compile and case.facts.num_experts:
+            problem = "has not been proven with mixtures of experts, whose shapes are others in every microbatch."
+            raise case.refuse(("compute", "compile"), f"{problem}\nUse false.")

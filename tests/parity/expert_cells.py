@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cells import Cell, plan
+from cells import Cell, decoder, plan
 from matrix import MIXED, ZERO
 
 from weft.plan import Plan
@@ -18,6 +18,11 @@ MODELS = {
     "mixture_six": ModelRecipe(factory=_FACTORY, arguments={"experts": 6, "dropout": 0.1}),
 }
 """Mixtures of four or six experts, of which a token visits two, in all blocks but the first."""
+
+
+MODELS["mixture_decoder"] = decoder(
+    num_experts=6, top_k=2, expert_ffn_size=20, dropout=0.1, shared_experts=1, first_dense_layers=1, num_kv_heads=2
+)
 
 
 def _cells(model: str, *plans: Plan) -> list[Cell]:
@@ -87,11 +92,24 @@ def fourfold() -> Iterator[Cell]:
     yield from _cells("mixture", plan(pipeline=2, replicate=2, context=2, expert=2, zero=1, recompute="full"))
 
 
-ALL = tuple(dict.fromkeys([*alone(), *with_data(), *with_others(), *fourfold()]))
+def with_tensor() -> Iterator[Cell]:
+    """Tensor ranks that have a part of each of their experts."""
+    for zero in ZERO:
+        yield from _cells("mixture_decoder", plan(expert=2, shard=2, zero=zero, tensor=2))
+    for word in ("none", "full", "selective"):
+        sequence = plan(expert=2, shard=2, zero=1, tensor=2, sequence=True, recompute=word)
+        yield from _cells("mixture_decoder", sequence)
+    for zero in (1, 3):
+        yield from _cells("mixture_decoder", plan(expert=2, shard=2, zero=zero, tensor=2, pipeline=2, micro=1))
+    yield from _cells("mixture_decoder", plan(expert=3, shard=3, zero=1, tensor=2, sequence=True))
+
+
+ALL = tuple(dict.fromkeys([*alone(), *with_data(), *with_others(), *fourfold(), *with_tensor()]))
 DRAWN = (
     Cell("mixture_dropout", plan(expert=2, shard=2, zero=1, recompute="full")),
     Cell("mixture", plan(expert=4, shard=4, zero=3, micro=1)),
     Cell("mixture_six", plan(expert=2, shard=2, replicate=2, zero=2, micro=3)),
     Cell("mixture_untied", plan(expert=2, context=2, shard=2, zero=0)),
     Cell("mixture_dropout", plan(pipeline=2, shard=2, context=2, expert=4, zero=1, micro=1)),
+    Cell("mixture_decoder", plan(expert=2, shard=2, zero=1, tensor=2, sequence=True, recompute="full")),
 )

@@ -44,6 +44,7 @@ def plan_problem(case: Case) -> str:
         data.compression_setting: data.compresses,
         "rounds of local steps": data.replicas_step_alone,
         f'data_parallel.algorithm = "{data.algorithm}"': data.algorithm != "auto",
+        f'tensor_parallel.scheme = "{plan.tensor_parallel.scheme}"': plan.tensor_parallel.scheme != "1d",
         "what waits elsewhere in memory": plan.memory.offloads,
         "a loss over all samples of a step": not case.facts.per_sample_loss,
     }

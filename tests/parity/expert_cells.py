@@ -23,6 +23,9 @@ MODELS = {
 MODELS["mixture_decoder"] = decoder(
     num_experts=6, top_k=2, expert_ffn_size=20, dropout=0.1, shared_experts=1, first_dense_layers=1, num_kv_heads=2
 )
+MODELS["mixture_losses"] = decoder(
+    num_experts=6, top_k=2, expert_ffn_size=20, balance_loss_weight=0.02, z_loss_weight=0.01, shared_experts=1
+)
 
 
 def _cells(model: str, *plans: Plan) -> list[Cell]:
@@ -102,6 +105,9 @@ def with_tensor() -> Iterator[Cell]:
     for zero in (1, 3):
         yield from _cells("mixture_decoder", plan(expert=2, shard=2, zero=zero, tensor=2, pipeline=2, micro=1))
     yield from _cells("mixture_decoder", plan(expert=3, shard=3, zero=1, tensor=2, sequence=True))
+    for micro in (2, 6):  # in several microbatches, auxiliary losses first take one more forward of each
+        yield from _cells("mixture_losses", plan(expert=2, shard=2, zero=1, micro=micro, recompute="full"))
+    yield from _cells("mixture_losses", plan(expert=2, shard=2, zero=3, tensor=2))
 
 
 ALL = tuple(dict.fromkeys([*alone(), *with_data(), *with_others(), *fourfold(), *with_tensor()]))

@@ -29,8 +29,8 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
 
 def _around(share: ModelShare, call: ModuleCall) -> Iterator[RankSend]:
     again = share.recomputes(call.block)
-    forwards = 2 if again and call.is_entry_repeated else 1
-    returns = 2 if again and call.is_exit_repeated else 1
+    forwards = 1 + share.runs_ahead + (again and call.is_entry_repeated)
+    returns = 1 + share.runs_ahead + (again and call.is_exit_repeated)
     yield _sent(share, call, call.experts * _COUNT_BYTES, forwards, "numbers of rows")
     yield _sent(share, call, _own_rows(share, call) * _row_bytes(share, call), forwards, "rows")
     yield from _returned(share, call, returns, "what experts made of rows")

@@ -102,6 +102,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "tensor": {"mesh": {"tensor": 2}},
     "sequence": {"mesh": {"tensor": 2}, "tensor_parallel": TensorParallelPlan(sequence=True)},
     "context": {"mesh": {"context": 2}},
+    "experts": {"mesh": {"shard": 2, "expert": 2}},
     "pipeline": {"mesh": {"pipeline": 2}},
     "recompute": {"memory": MemoryPlan(recompute="full")},
     "compile": {"compute": ComputePlan(compile=True)},
@@ -109,7 +110,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 
 
 def joined(*names: str) -> Plan:
-    """The plan that uses these techniques for the demo's recipe and nothing else."""
+    """The plan that uses these techniques for the demo's recipe, as if it had experts, and nothing else."""
     mesh, others = MeshPlan(), dict[str, Any]()
     for name in names:
         settings = dict(TECHNIQUES[name])
@@ -122,7 +123,7 @@ def joined(*names: str) -> Plan:
 def refusal(plan: Plan) -> str:
     recipe = load_recipe(ROOT / "examples" / "demo" / "recipe.toml")
     try:
-        check_plan(plan, recipe, facts_of(recipe))
+        check_plan(plan, recipe, replace(facts_of(recipe), num_experts=4))
         check_runnable(plan)
     except PlanError as error:
         return str(error)

@@ -91,6 +91,7 @@ BY_TOKEN: Mapping[str, Step] = {
     "flat": lambda model, x: model.first(x.flatten(0, 1)).view(x.shape),
     "dropped": lambda model, x: F.dropout(x, 0.1, training=model.training),
     "halves": lambda model, x: torch.cat([half.relu() for half in x.chunk(2, -1)], -1),
+    "beside kinds": lambda model, x: model.wide(torch.cat([x, model.kind(torch.zeros_like(model.tokens))], -1)),
     "constant": lambda model, x: x * torch.ones(x.shape[1], 1, device=x.device),
     "unused": lambda model, x: (x.cumsum(1), x)[1],
 }
@@ -137,7 +138,7 @@ class Model(nn.Module):
         self.first, self.second, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.convolution, self.recurrent = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.batch_norm = nn.BatchNorm1d(WIDTH)
-        self.head = nn.Linear(WIDTH, 32)
+        self.head, self.wide = nn.Linear(WIDTH, 32), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         self.tokens = tokens
@@ -236,6 +237,19 @@ class Both(Model):
         x = self.token(tokens)[:, None]
         x = F.scaled_dot_product_attention(x, x, x, is_causal=True)
         return self.head(F.scaled_dot_product_attention(x, x, x)[:, 0])
+
+
+class MaskedByNothing(Model):
+    """A mask that lets every token see every other says nothing."""
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.token(tokens)[:, None]
+        mask = (1.0 - torch.ones_like(tokens, dtype=x.dtype))[:, None, None] * -1e9
+        return self.head(F.scaled_dot_product_attention(x, x, x, mask)[:, 0])
+
+
+def test_a_mask_of_one_number_is_none() -> None:
+    assert found(MaskedByNothing([], [])) == SharedSequence("position_ids", "full", ("",))
 
 
 def test_a_model_that_needs_no_places_is_given_none() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from weft.describe._events import Event, Trace
 from weft.describe._fused import WHOLE_ATTENTION
 from weft.describe._pointwise import LAYOUT
-from weft.describe._token_flow import AttentionKind, Meeting, TokenFlow, attention_calls, follow_tokens
+from weft.describe._token_flow import AttentionKind, Meeting, TokenFlow, follow_tokens
 from weft.describe._trace import trace
 from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
@@ -87,7 +87,7 @@ def _found(blueprint: Blueprint) -> SharedSequence:
     if _POSITIONS not in inspect.signature(blueprint.module.forward).parameters:
         return SharedSequence("", *_followed(blueprint, length))
     alone = _trace(blueprint, length)
-    _kind(_without_masks(attention_calls(alone)))
+    _kind(_without_masks(follow_tokens(alone, ["tokens"]).calls))
     placed = replace(blueprint, inputs={**blueprint.inputs, _POSITIONS: "positions"})
     if _computed(alone) != _computed(_trace(placed, length, without_masks=True)):
         raise _NoSequenceError(f"it computes something else where it is given {_POSITIONS}")

@@ -41,6 +41,8 @@ class TokenFlow:
     """What one forward shows."""
 
     meetings: tuple[Meeting, ...]
+    calls: tuple[Meeting, ...]
+    """All calls of attention, whatever they are about."""
     problem: str
     """The first thing that lets tokens meet otherwise: a sentence without its end; empty: nothing."""
 
@@ -58,17 +60,7 @@ def follow_tokens(trace: Trace, fields: Sequence[str]) -> TokenFlow:
     problem = next((reason for leaf in leaves if (reason := walker.atoms.reason(leaf))), None)
     if problem is None and not any(walker.is_by_token(value, tokens) for value in trace.outputs):
         problem = "its result has no place for each token"
-    return TokenFlow(tuple(walker.meetings), problem or "")
-
-
-def attention_calls(trace: Trace) -> tuple[Meeting, ...]:
-    """Return every call of attention in a forward, whatever it is about."""
-    return tuple(_meeting(event) for event in trace.events if event.name == "attention")
-
-
-def _meeting(event: Event) -> Meeting:
-    causal, dropped = (bool(event.keywords.get(name)) for name in ("causal", "dropout"))
-    return Meeting(event.module, causal, masked=len(event.inputs) > 3, dropped=dropped)
+    return TokenFlow(tuple(walker.meetings), tuple(walker.calls), problem or "")
 
 
 def _live_events(trace: Trace) -> frozenset[int]:
@@ -88,6 +80,7 @@ class _TokenWalker(DimsWalker):
     trace: Trace
     live: frozenset[int]
     meetings: list[Meeting] = field(default_factory=list[Meeting])
+    calls: list[Meeting] = field(default_factory=list[Meeting])
     constant: set[int] = field(default_factory=set[int])
     """Storages that hold one number throughout: as good for some tokens as for all."""
     repeated: dict[Value, int] = field(default_factory=dict[Value, int])
@@ -116,6 +109,8 @@ class _TokenWalker(DimsWalker):
 
     def step(self, event: Event) -> None:
         self._note_constants(event)
+        if event.name == "attention":
+            self.calls.append(self._meeting(event))
         if not any(self.is_tracked(value) for value in event.inputs):
             return
         if event.mutates and not self.is_tracked(event.inputs[0]):
@@ -144,6 +139,18 @@ class _TokenWalker(DimsWalker):
         if a or b:
             self.keep_whole(event, (*a, *b), _MADE)
         return ()
+
+    def join(self, event: Event) -> None:
+        """Of parts that may be the same for every token."""
+        values, output = list(event.arguments[0]), event.outputs[0]
+        at = int(argument(event, 1, "dim", 0)) % len(output.shape)
+        if event.name == "stack" or not any(self._is_repeated(value, 0) for value in values):
+            DimsWalker.join(self, event)  # super() is another class under slots
+            return
+        for value in values:
+            self.keep_whole(event, self.dims_of(value)[at], "joins it with others")
+        others = range(len(output.shape))
+        self.dims[output] = [() if place == at else self._alike(event, values, place) for place in others]
 
     def look_up(self, event: Event) -> None:
         """A row of the table for each index."""
@@ -243,7 +250,7 @@ class _TokenWalker(DimsWalker):
         query, key, value = (list(self.dims_of(each)) for each in event.inputs[:3])
         tokens = self.atoms.leaves(query[-2])
         if tokens and tokens == self.atoms.leaves(key[-2]) == self.atoms.leaves(value[-2]) == self._every_token():
-            self.meetings.append(_meeting(event))
+            self.meetings.append(self.calls[-1])
         else:
             for dim in (query[-2], key[-2], value[-2]):
                 self.keep_whole(event, dim, "attends between some of them and something else")
@@ -251,6 +258,12 @@ class _TokenWalker(DimsWalker):
             for dim in (*dims[:-2], dims[-1]):
                 self.keep_whole(event, dim, "attends with them as heads or features")
         self.dims[event.outputs[0]] = [*[()] * (len(query) - 2), query[-2], ()]
+
+    def _meeting(self, event: Event) -> Meeting:
+        """One number for all, as scores that are added or a mask, says nothing: a softmax does not see it."""
+        causal, dropped = (bool(event.keywords.get(name)) for name in ("causal", "dropout"))
+        masked = any(mask.storage not in self.constant for mask in event.inputs[3:])
+        return Meeting(event.module, causal, masked=masked, dropped=dropped)
 
     def _every_token(self) -> list[int]:
         """All of a sample's tokens: what is seeded first."""

@@ -86,7 +86,7 @@ def name_attention_dropouts(model: nn.Module) -> list[str]:
 
 def _rate(module: nn.Module) -> float | None:
     """The rate of an attention module that keeps it as a number."""
-    names = ("attention_dropout", "dropout") if _attends(module) else ("attention_dropout",)
+    names = ("attention_dropout", "dropout", "attn_dropout") if _attends(module) else ("attention_dropout",)
     return next((rate for name in names if isinstance(rate := getattr(module, name, None), float)), None)
 
 

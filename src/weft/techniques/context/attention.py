@@ -220,9 +220,12 @@ def shared(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who
 class _Sharing(TorchFunctionMode):
     """Gives what calls `scaled_dot_product_attention` the attention above."""
 
-    def __init__(self, name: str, tokens: LocalTokens, attend: Attend, *, is_causal: bool) -> None:
+    def __init__(
+        self, name: str, tokens: LocalTokens, attend: Attend, *, is_causal: bool, ignores_masks: bool = False
+    ) -> None:
         super().__init__()
         self._name, self._tokens, self._shared, self._is_causal = name, tokens, attend, is_causal
+        self._ignores_masks = ignores_masks or tokens.documents is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -266,7 +269,7 @@ class _Sharing(TorchFunctionMode):
 
     def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool) -> None:
         # Documents are those of the whole batch, so a mask that the model made of its own tokens says nothing more.
-        if mask is not None and self._tokens.documents is None:
+        if mask is not None and not self._ignores_masks:
             raise self._refused("gives attention a mask, which it made of the tokens of one rank")
         local = self._tokens.held
         if query.shape[2] != local or key.shape[2] != local:
@@ -284,11 +287,18 @@ class _Sharing(TorchFunctionMode):
 
 
 def sharing(
-    forward: Callable[..., Any], name: str, attend: Attend, context: StepContext, *, is_causal: bool
+    forward: Callable[..., Any],
+    name: str,
+    attend: Attend,
+    context: StepContext,
+    *,
+    is_causal: bool,
+    ignores_masks: bool = False,
 ) -> Callable[..., Any]:
     """Return a module's forward whose attention sees the tokens of all ranks, where a microbatch is in hand.
 
-    `is_causal`: what the model's attention is (`Blueprint.attention`), whatever documents there are.
+    `is_causal`: what the model's attention is (`Blueprint.attention`), whatever documents there are.  `ignores_masks`:
+    the masks that it gives are known to say nothing.
     """
 
     @functools.wraps(forward)
@@ -296,7 +306,7 @@ def sharing(
         tokens = None if context.current is None else context.current.tokens
         if tokens is None:
             return forward(*args, **kwargs)
-        with _Sharing(name, tokens, attend, is_causal=is_causal):
+        with _Sharing(name, tokens, attend, is_causal=is_causal, ignores_masks=ignores_masks):
             return forward(*args, **kwargs)
 
     return run

@@ -77,7 +77,14 @@ class ContextRanks(TechniqueRuntime):
                 module = part.module.get_submodule(name)
             except AttributeError:
                 continue  # another stage's
-            module.forward = sharing(module.forward, name, attend, context, is_causal=kind == "causal")
+            module.forward = sharing(
+                module.forward,
+                name,
+                attend,
+                context,
+                is_causal=kind == "causal",
+                ignores_masks=bool(blueprint.attending),
+            )
 
     @cached_property
     def _attending(self) -> Sequence[str]:

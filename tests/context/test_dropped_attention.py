@@ -12,7 +12,7 @@ from weft.parallel import MicrobatchState, StepContext
 from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.randomness import KeyedDropout
 from weft.techniques.context.attention import Visibility
-from weft.techniques.context.dropped import Dropped
+from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.partial import attend, attend_backward, merge
 from weft.techniques.context.shares import runs_of
 
@@ -30,7 +30,7 @@ def test_every_part_of_the_mask_is_that_of_the_whole(probability: float) -> None
     dropout = KeyedDropout(probability, "attention", context)
     with context.entered(state()):
         whole, scale = dropout.mask(torch.empty(SAMPLES, HEADS, LENGTH, LENGTH))
-        dropped = Dropped.of(dropout, HEADS, LENGTH)
+        dropped = DroppedAttention.of(dropout, HEADS, LENGTH)
     assert dropped is not None
     assert dropped.scale == scale
     for rank in range(RANKS):
@@ -46,7 +46,7 @@ def test_every_part_of_the_mask_is_that_of_the_whole(probability: float) -> None
 def test_what_drops_nothing_costs_nothing(module: str) -> None:
     dropout = KeyedDropout(0.0 if module == "zero" else 0.3, "attention", StepContext())
     dropout.train(module != "evaluated")
-    assert Dropped.of(dropout, HEADS, LENGTH) is None
+    assert DroppedAttention.of(dropout, HEADS, LENGTH) is None
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -63,7 +63,7 @@ def test_attention_in_parts_is_that_of_one_process(causal: bool, kv_heads: int) 
     with context.entered(state()):
         one = attend_dropping(*leaves, None, dropout, causal=causal)
         one.backward(gradient)
-        dropped = Dropped.of(dropout, HEADS, LENGTH)  # type: ignore[arg-type]
+        dropped = DroppedAttention.of(dropout, HEADS, LENGTH)  # type: ignore[arg-type]
     shares = [runs_of(LENGTH, RANKS, rank) for rank in range(RANKS)]
     places = [torch.cat([torch.arange(*run) for run in runs]) for runs in shares]
     sums = [torch.zeros_like(tensor) for tensor in (query, key, value)]

@@ -24,7 +24,7 @@ from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.randomness import KeyedDropout
 from weft.parallel.unkept import unkept
-from weft.techniques.context.dropped import Dropped
+from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.exchange import KeyExchange
 from weft.techniques.context.partial import Kept, Partial, attend, attend_backward, merge, nothing_seen
 from weft.techniques.context.shares import runs_of
@@ -46,7 +46,7 @@ class Visibility:
     tokens: LocalTokens
     view: GroupView
     causal: bool
-    dropped: Dropped | None = None
+    dropped: DroppedAttention | None = None
     """What is dropped of their attention; None: nothing."""
 
     def pair(self, source: int) -> _Pair | None:
@@ -177,7 +177,7 @@ class Attend(Protocol):
         *,
         causal: bool,
         scale: float | None,
-        dropped: Dropped | None = None,
+        dropped: DroppedAttention | None = None,
     ) -> Tensor:
         """Return attention, (samples, heads, own tokens, value size), of this rank's queries to the keys of all ranks.
 
@@ -204,7 +204,7 @@ class VisitedAttention:
         *,
         causal: bool,
         scale: float | None,
-        dropped: Dropped | None = None,
+        dropped: DroppedAttention | None = None,
     ) -> Tensor:
         """See `Attend`."""
         who = Visibility(tokens, self._view, causal=causal, dropped=dropped)
@@ -264,7 +264,7 @@ class _Sharing(TorchFunctionMode):
         self._check(query, key, mask, is_causal=causal)
         if not isinstance(dropout, KeyedDropout):
             raise self._refused(f"drops attention by a {type(dropout).__name__}, whose draws have no key")
-        dropped = Dropped.of(dropout, query.shape[1], self._tokens.length)
+        dropped = DroppedAttention.of(dropout, query.shape[1], self._tokens.length)
         return self._shared(query, key, value, self._tokens, causal=self._is_causal, scale=scale, dropped=dropped)
 
     def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool) -> None:

@@ -20,20 +20,20 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class DroppedAttention:
     """What one call of attention drops."""
 
     words: Tensor
     """int64 (samples,): the draw of each sample for this layer and step."""
     count: int
-    """Dropped of `RESOLUTION` elements."""
+    """DroppedAttention of `RESOLUTION` elements."""
     first_head: int
     """The first of this rank's heads, of those of all tensor ranks."""
     length: int
     """Tokens of a whole sample."""
 
     @classmethod
-    def of(cls, dropout: KeyedDropout, heads: int, length: int) -> Dropped | None:
+    def of(cls, dropout: KeyedDropout, heads: int, length: int) -> DroppedAttention | None:
         """What `dropout` drops of `heads` heads of this rank; None: nothing."""
         if not dropout.training or dropout.p == 0.0:
             return None

@@ -19,7 +19,7 @@ from weft.comm import GroupView, runs_on_gloo
 from weft.errors import PlanError
 from weft.parallel.local_tokens import LocalTokens
 from weft.techniques.context.attention import Visibility, shared
-from weft.techniques.context.dropped import Dropped
+from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.exchange import GatherExchange
 from weft.techniques.context.shares import copies_of, runs_of, tokens_of
 
@@ -65,7 +65,7 @@ class HeadExchange:
         *,
         causal: bool,
         scale: float | None,
-        dropped: Dropped | None = None,
+        dropped: DroppedAttention | None = None,
     ) -> Tensor:
         """See `Attend`.
 
@@ -97,7 +97,7 @@ def _attend_alone(
     key: Tensor,
     value: Tensor,
     tokens: LocalTokens,
-    dropped: Dropped,
+    dropped: DroppedAttention,
     *,
     causal: bool,
     scale: float | None,

@@ -60,4 +60,4 @@ class Stack:
     """What it keeps in memory."""
 
 
-WEFT = Stack(name="weft", year=2026, fused_parts=False)
+WEFT = Stack(name="weft", year=2026, fused_parts=False, memory=MemoryHabits(keeps_experts_whole=True))

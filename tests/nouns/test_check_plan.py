@@ -29,7 +29,7 @@ from weft.plan import (
     reduction_rounds,
     runnability,
 )
-from weft.recipe import ConvNetShape, MlpShape, OptimizerRecipe, PermitRecipe
+from weft.recipe import ConvNetShape, MlpShape, ModelRecipe, OptimizerRecipe, PermitRecipe
 
 
 def plan_of(mesh: dict[str, Any], size: int = 1, per_step: int | tuple[int, ...] = 1, **more: Any) -> Plan:
@@ -303,6 +303,18 @@ def test_data_ranks_gather_what_a_loss_must_see() -> None:
 
 def test_what_is_not_known_is_not_checked() -> None:
     check_plan(plan_of({"tensor": 3, "pipeline": 20}, size=64), recipe_of(), ModelFacts(), 60)
+
+
+def test_grids_are_of_models_whose_forward_is_known() -> None:
+    grid = plan_of({"tensor": 4}, size=64, tensor_parallel=TensorParallelPlan(scheme="2d"))
+    check_plan(*case(grid), 4)
+    own = dataclasses.replace(recipe_of(), model=ModelRecipe(factory="own.models:build"))
+    message = (
+        'plan.tensor_parallel.scheme = "2d" cannot be had for this model: how features meet is known only of Weft\'s'
+        ' decoder and encoder and families with a file.\nUse "1d".'
+    )
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check_plan(grid, own, facts_of(own), 4)
 
 
 def test_permits_open_what_they_name() -> None:

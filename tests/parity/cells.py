@@ -81,6 +81,10 @@ def decoder(**changes: Any) -> ModelRecipe:
     return ModelRecipe(reference="decoder", shape=DecoderShape(**(sizes | changes)))
 
 
+ISOLATED = decoder(num_kv_heads=2, dropout=0.1)
+"""Its samples are several documents that do not see one another."""
+
+
 def models(folder: Path) -> dict[str, ModelRecipe]:
     """Every model of the matrix; Hugging Face ones from configs written into `folder`."""
     found = {
@@ -107,7 +111,7 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
                 dropout=0.0,
             ),  # fmt: skip
         ),
-        "isolated": ModelRecipe(factory="parity_models:build_isolated"),
+        "isolated": ISOLATED,
         "mixing": ModelRecipe(factory="parity_models:build_mixing", arguments={"convolves": True}),
         "written": ModelRecipe(factory="parity_models:build_mixing", arguments={"convolves": False}),
         "convnet": ModelRecipe(reference="convnet", shape=ConvNetShape(num_layers=4, channels=8)),
@@ -236,7 +240,9 @@ def recipe_of(model: ModelRecipe, precision: str, **optimizer: Any) -> Recipe:
     }  # fmt: skip
     return Recipe(
         model=model,
-        data=DataRecipe(train=(DataSource(source="synthetic"),)),
+        data=DataRecipe(
+            train=(DataSource(source="synthetic"),), documents="isolated" if model == ISOLATED else "packed"
+        ),
         batch=BatchRecipe(global_batch_size=BATCH),
         optimizer=OptimizerRecipe(**(settings | optimizer)),
         run=RunRecipe(steps=STEPS, seed=7),

@@ -192,13 +192,12 @@ def build_mixing(convolves: bool) -> Blueprint:
     )
 
 
-def build_isolated() -> Blueprint:
-    """A decoder whose samples are several documents that do not see one another."""
+def build_own_decoder() -> Blueprint:
+    """A factory's model with every table that a grid would read: nothing but its forward is unknown."""
     shape = DecoderShape(
-        num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, vocabulary_size=64, sequence_length=11,
-        dropout=0.1,
+        num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=4, ffn_size=48, vocabulary_size=64, sequence_length=11
     )  # fmt: skip
-    return build_decoder(shape, isolated_documents=True)
+    return build_decoder(shape)
 
 
 def build_scaled_outside() -> Blueprint:

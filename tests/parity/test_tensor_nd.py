@@ -7,13 +7,15 @@ from typing import Any
 import cells
 import pytest
 from cells import Cell, plan
-from parity_run import Matrix
+from parity_run import Matrix, run_rank
 
 from pool import RankPool
 from weft.description import facts_of
 from weft.errors import PlanError
+from weft.models import build_model
 from weft.plan import Plan, check_plan
-from weft.recipe import Recipe
+from weft.recipe import ModelRecipe, Recipe
+from weft.worker import facts_of_blueprint
 
 STEPS = 3
 CELLS = (
@@ -61,10 +63,10 @@ def test_a_broken_piece_is_seen(parity: Matrix, breakage: str, model: str, schem
 
 
 REFUSED = {
-    "mlp": "nothing says that its forward works feature by feature",
-    "convnet": "nothing says that its forward works feature by feature",
-    "own": "nothing says that its forward works feature by feature",
-    "looked": "nothing says that its forward works feature by feature",
+    "mlp": "how features meet is known only of Weft's decoder and encoder",
+    "convnet": "how features meet is known only of Weft's decoder and encoder",
+    "own": "how features meet is known only of Weft's decoder and encoder",
+    "looked": "how features meet is known only of Weft's decoder and encoder",
     "lora": "cannot be had with model.adapter",
 }
 """Model → why its tensor ranks form no grid."""
@@ -74,6 +76,23 @@ REFUSED = {
 def test_models_of_which_no_grid_is_known_are_refused_by_name(parity: Matrix, model: str):
     with pytest.raises(PlanError, match=REFUSED[model]):
         parity.run(cells.recipe_of(parity.models[model], "fp64"), plan(tensor=4, grid="2d", micro=12))
+
+
+def test_a_model_of_a_factory_is_refused_when_it_is_built_also_by_ranks(parity: Matrix):
+    recipe, chosen = cells.recipe_of(ModelRecipe(factory="parity_models:build_own_decoder"), "fp64"), grid_plan("2d")
+    with pytest.raises(PlanError, match=REFUSED["own"]):
+        check_plan(chosen, recipe, facts_of_blueprint(build_model(recipe), recipe))
+    with pytest.raises(PlanError, match=REFUSED["own"]):
+        parity.ranks.run(4, run_rank, recipe, chosen, 1, backend=parity.backend)
+
+
+@pytest.mark.parametrize("model", ["encoder", "hf_gpt2", "hf_bert"])
+def test_cubes_drop_no_attention(parity: Matrix, model: str):
+    recipe = cells.recipe_of(parity.models[model], "fp64")
+    for facts in (facts_of(recipe), facts_of_blueprint(build_model(recipe), recipe)):
+        check_plan(grid_plan("2d"), recipe, facts)
+        with pytest.raises(PlanError, match="its attention drops probabilities of samples"):
+            check_plan(grid_plan("3d"), recipe, facts)
 
 
 def of_sizes(**sizes: Any) -> Recipe:

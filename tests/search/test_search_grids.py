@@ -9,9 +9,19 @@ from search_kit import cluster_of
 
 from weft.description import facts_of, profile_of
 from weft.errors import PlanError
-from weft.plan import Plan, check_plan, check_runnable, parse_plan
+from weft.plan import Plan, check_given, check_plan, check_runnable, parse_plan
 from weft.price import Layout
-from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
+from weft.recipe import (
+    BatchRecipe,
+    DataRecipe,
+    DecoderShape,
+    EncoderShape,
+    ModelRecipe,
+    OptimizerRecipe,
+    PermitRecipe,
+    Recipe,
+    RunRecipe,
+)
 from weft.search import Space, recipe_space, search
 from weft.techniques.tensor.cost import layout_problems
 
@@ -24,13 +34,15 @@ RECIPE = Recipe(
 GIVEN = {
     "2d": '[tensor_parallel]\nscheme = "2d"',
     "2.5d": '[tensor_parallel]\nscheme = "2.5d"',
-    "3d": '[tensor_parallel]\nscheme = "3d"\n[memory]\nfused_loss = false',
+    "3d": '[tensor_parallel]\nscheme = "3d"',
 }
-"""Scheme → the plan that asks for it."""
+"""Scheme → the plan that asks for it; a cube asks for whole logits by itself."""
+ENCODER = replace(RECIPE, model=ModelRecipe(shape=EncoderShape(num_layers=6, hidden_size=512, num_heads=8)))
+OWN = replace(RECIPE, model=ModelRecipe(factory="own.models:build"))
 
 
 def space_under(recipe: Recipe, given: Plan) -> Space:
-    profile = profile_of(recipe)
+    profile = profile_of(recipe) or profile_of(RECIPE)  # of a factory's model nothing but its own facts
     assert profile is not None
     return recipe_space(recipe, profile, facts_of(recipe), cluster_of("8xh100"), given, runnable_only=True)
 
@@ -53,13 +65,34 @@ def test_no_grid_is_offered_where_none_can_train() -> None:
     lamb = replace(RECIPE, optimizer=OptimizerRecipe(name="lamb"))
     assert space_under(lamb, Plan()).tensor_schemes == ("1d",)
     assert space_under(RECIPE, parse_plan("[compute]\ncompile = true")).tensor_schemes == ("1d",)
+    assert space_under(OWN, Plan()).tensor_schemes == ("1d",)
+    assert space_under(ENCODER, Plan()).tensor_schemes == ("1d", "2d", "2.5d")
     assert space_under(RECIPE, Plan()).tensor_schemes == ("1d", "2d", "2.5d", "3d")
 
 
-def test_a_scheme_that_the_recipe_forbids_is_refused_before_a_search() -> None:
-    lamb = replace(RECIPE, optimizer=OptimizerRecipe(name="lamb"))
-    with pytest.raises(PlanError, match='cannot be had with optimizer.name = "lamb"'):
-        space_under(lamb, parse_plan('[mesh]\ntensor = 4\n[tensor_parallel]\nscheme = "2d"'))
+@pytest.mark.parametrize(
+    ("recipe", "scheme", "words"),
+    [
+        (replace(RECIPE, optimizer=OptimizerRecipe(name="lamb")), "2d", 'cannot be had with optimizer.name = "lamb"'),
+        (
+            replace(RECIPE, data=DataRecipe(documents="isolated")),
+            "3d",
+            'cannot be had with data.documents = "isolated"',
+        ),
+        (ENCODER, "3d", "its attention drops probabilities"),
+        (OWN, "2d", "how features meet is known only of Weft's decoder and encoder"),
+    ],
+    ids=["optimizer", "documents", "dropped attention", "factory"],
+)
+@pytest.mark.parametrize("more", ["", "[mesh]\ntensor = 8\n", "[memory]\nfused_loss = false\n"])
+def test_a_scheme_that_no_plan_can_have_is_refused_before_a_search(
+    recipe: Recipe, scheme: str, words: str, more: str
+) -> None:
+    given = parse_plan(f'{more}[tensor_parallel]\nscheme = "{scheme}"')
+    with pytest.raises(PlanError, match=words):
+        space_under(recipe, given)
+    with pytest.raises(PlanError, match=words):
+        check_given(given, recipe, facts_of(recipe))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.families import NO_SEQUENCE, UNKNOWN_FEATURES, Tables
+from weft.families import DROPPED_ATTENTION, NO_SEQUENCE, UNKNOWN_FEATURES, Tables
 from weft.plan import ModelFacts
 from weft.profile import ModelSizes, Profile
 
@@ -42,6 +42,7 @@ class Description:
             no_sequence="" if profile.can_share_sequence else NO_SEQUENCE,
             no_context="" if self.sequence_length is None else profile.no_context,
             no_grid=self._no_grid,
+            no_cube=DROPPED_ATTENTION if profile.drops_attention else profile.no_context,
             no_tensor=tables.no_tensor,
             num_experts=self.num_experts,
             attention_heads=profile.attention_heads,

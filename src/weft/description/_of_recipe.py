@@ -105,7 +105,8 @@ def facts_of(recipe: Recipe) -> ModelFacts:
         return description.facts
     model = recipe.model
     if model.hf is None:
-        return ModelFacts(name=model.factory or "model", sequence_length=model.sequence_length)
+        name = model.factory or "model"
+        return ModelFacts(name=name, sequence_length=model.sequence_length, no_grid=UNKNOWN_FEATURES)
     config = read_hf_config(model.hf)
     kind = str(config.get("model_type", "model"))
     return ModelFacts(

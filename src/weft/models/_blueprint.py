@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.families import NO_VOCABULARY, UNKNOWN_ATTENTION, UNKNOWN_FEATURES, SampleField, Tables
+from weft.families import (
+    DROPPED_ATTENTION,
+    NO_VOCABULARY,
+    UNKNOWN_ATTENTION,
+    UNKNOWN_FEATURES,
+    SampleField,
+    Tables,
+)
 
 if TYPE_CHECKING:
     from weft.description import Description
@@ -70,9 +77,12 @@ class Blueprint(Tables):
     before and itself, or all; of their document alone, where the batch has documents.  Nothing else in the forward may
     mix tokens (no windows, biases, convolutions, sums or shifts along the sequence), or run again by itself
     (`torch.utils.checkpoint`).  None: the forward of a model of tokens alone is looked at (`weft.describe`), and of any
-    other ranks cannot share a sequence; where it is given, the forward works feature by feature between its layers."""
+    other ranks cannot share a sequence."""
     attending: tuple[str, ...] = ()
     """Modules that call it of the tokens, where looking has shown them."""
+    has_known_forward: bool = False
+    """Whether it is a reference model, or of a family with a file, as it is: `build_model` says so.  Tables show what
+    layers do, and not what a forward does between them, on which tensor ranks that form a grid rely."""
     loss: Loss
     initialise: Initialiser | None
     task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"
@@ -149,8 +159,7 @@ class Blueprint(Tables):
     @property
     def no_grid(self) -> str:
         """Why tensor ranks cannot form a grid, as far as tables say: a sentence without its end; empty: they can."""
-        was_looked_at = bool(self.attending) or self.position_input == ""
-        if self.attention is None or was_looked_at:  # looking shows how tokens meet, and not how features do
+        if self.attention is None or not self.has_known_forward:
             return UNKNOWN_FEATURES
         if any(rule.kind == "expert" for rule in self.split):
             return "its router sees all features of a token"
@@ -159,6 +168,13 @@ class Blueprint(Tables):
         from weft.models.shared_sequence import find_problem  # loaded for models of which this much is known
 
         return find_problem(self)
+
+    @property
+    def no_cube(self) -> str:
+        """Why tensor ranks cannot form a cube where they form other grids: a sentence without its end; empty: they
+        can."""
+        dropouts = (name for name, each in self.module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0)
+        return DROPPED_ATTENTION if any(self.kind_of(name) == "heads" for name in dropouts) else self.no_context
 
     @property
     def no_gathering(self) -> str:

@@ -34,6 +34,7 @@ def build_model(recipe: Recipe) -> Blueprint:
         from weft.models.factory import build_factory
 
         blueprint = build_factory(model, seed=recipe.run.seed)
+    blueprint.has_known_forward = model.reference is not None or (model.hf is not None and blueprint.has_known_forward)
     _apply_split(blueprint, recipe)
     _freeze(blueprint, recipe)
     _apply_loss(blueprint, recipe)

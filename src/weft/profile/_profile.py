@@ -172,6 +172,11 @@ class Profile:
         found = {(operator.heads, operator.kv_heads) for operator in every if operator.kind == "attention"}
         return found.pop() if len(found) == 1 else None
 
+    @property
+    def drops_attention(self) -> bool:
+        """Whether some attention drops probabilities."""
+        return any(each.kind == "attention" and each.dropout for part in self.parts for each in part.operators)
+
     def _no_shared_attention(self) -> str:
         operators = [operator for part, _ in self.count_blocks() for operator in part.operators]
         attention = [operator for operator in operators if operator.kind == "attention"]

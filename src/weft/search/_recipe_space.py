@@ -14,7 +14,7 @@ from weft.techniques.context.limits import recipe_problem
 from weft.techniques.contract import Case
 from weft.techniques.expert.limits import model_problem, plan_problem
 from weft.techniques.tensor.grid_limits import forms_grid
-from weft.techniques.tensor.grid_limits import recipe_problem as grid_problem
+from weft.techniques.tensor.grid_limits import model_problem as grid_problem
 
 
 def recipe_space(
@@ -37,9 +37,9 @@ def recipe_space(
         space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
     if runnable_only and (recipe_problem(recipe) or facts.no_context or given.compute.compile):
         space = replace(space, contexts=(1,))
-    if runnable_only and (grid_problem(recipe) or facts.no_grid or given.compute.compile):
-        space = replace(space, tensor_schemes=("1d",))
     if runnable_only:
+        schemes = [s for s in space.tensor_schemes if s == "1d" or _has_grid(s, Case(given, recipe, facts, None))]
+        space = replace(space, tensor_schemes=tuple(schemes))
         experts = [n for n in space.experts if n == 1 or _shares_experts(n, Case(given, recipe, facts, None))]
         space = replace(space, experts=tuple(experts))
     space = pinned(space, given)
@@ -49,6 +49,11 @@ def recipe_space(
         grids = tuple(n for n in numbers if any(forms_grid(each, n, sizes, facts.hidden_size) for each in schemes))
         space = replace(space, tensors=grids or space.tensors)
     return space
+
+
+def _has_grid(scheme: str, case: Case) -> bool:
+    """Whether the tensor ranks of the model may form a grid, beside what the user has fixed."""
+    return not grid_problem(case, is_cube=scheme == "3d") and not case.plan.compute.compile
 
 
 def _shares_experts(ranks: int, case: Case) -> bool:

@@ -23,6 +23,7 @@ def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
         no_context=blueprint.no_context,
         num_experts=math.gcd(*(mixture.experts.num_experts for mixture in blueprint.mixtures.values())),
         no_grid=blueprint.no_grid,
+        no_cube=blueprint.no_cube,
         attention_heads=blueprint.attention_heads,
         no_tensor="" if blueprint.splits else blueprint.no_tensor or f"nothing says how the layers of {model} split",
         divisible=(dict(blueprint.divisible) or None) if blueprint.splits else {},

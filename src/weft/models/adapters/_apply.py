@@ -43,6 +43,7 @@ def apply_adapter(blueprint: Blueprint, recipe: Recipe) -> None:
     """
     adapter = recipe.model.adapter
     assert adapter is not None
+    blueprint.has_known_forward = False
     config = adapter_config(adapter)
     names = [name for name, _ in blueprint.module.named_modules() if name]
     tied = _tied_modules(blueprint.module)

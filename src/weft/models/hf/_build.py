@@ -66,6 +66,7 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
         initialise=initialise,
         flops_per_sample=6.0 * sum(parameter.numel() for parameter in model.parameters()) * (length or 1),
         export=None if family is None else family.exported,
+        has_known_forward=family is not None,
         export_config=exported_config | {"architectures": [type(model).__name__]},
         keep_dtype=("*inv_freq", "*e_score_correction_bias"),
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from weft.techniques.contract import Case, Removal, Technique, list_choices
 from weft.techniques.settings import setting
@@ -73,6 +73,10 @@ class Tensor(Technique):
                 ' dimension. Use "1d".'
             )
 
+    def leaves(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
+        """Logits of a cube are whole when all sums over ranks are there."""
+        return {"memory.fused_loss": (False,)} if plan.tensor_parallel.scheme == "3d" else {}
+
     def check(self, case: Case) -> None:
         if case.plan.tensor_parallel.scheme != "1d":
             from weft.techniques.tensor.grid_limits import check_grid  # loaded where a plan asks for a grid
@@ -86,12 +90,12 @@ class Tensor(Technique):
         self._check_sequence(case)
         self._check_adapter(case)
         sizes, tensor = case.facts.divisible, case.plan.mesh.tensor
-        if tensor > 1 and case.plan.tensor_parallel.scheme != "1d":
+        has_grid = case.plan.tensor_parallel.scheme != "1d"
+        if has_grid:
             from weft.techniques.tensor.grid_limits import check_grid_model  # as above
 
             check_grid_model(case)
-            return
-        if tensor == 1 or sizes is None or case.recipe.model.split:
+        if has_grid or tensor == 1 or sizes is None or case.recipe.model.split:
             return  # A split table of one's own says itself what must divide; it is looked at when the model is built.
         if not sizes:
             why = case.facts.no_tensor or f"a {case.facts.name} has no layers for the tensor axis"

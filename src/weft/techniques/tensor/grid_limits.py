@@ -55,11 +55,9 @@ def _not_joined(case: Case, shape: GridShape) -> Iterator[str]:
 def check_grid_model(case: Case) -> None:
     """Raise `PlanError` where no grid can stand in a plan for a model, whatever else is chosen."""
     path, facts, shape = ("tensor_parallel", "scheme"), case.facts, grid_of_plan(case.plan)
-    is_cube = shape is not None and shape.is_cube
-    if problem := recipe_problem(case.recipe, is_cube=is_cube):
+    is_cube = case.plan.tensor_parallel.scheme == "3d"  # also where a search has yet to choose the ranks
+    if problem := model_problem(case, is_cube=is_cube):
         raise case.refuse(path, f'{problem}.\nUse "1d".')
-    if problem := facts.no_grid or (facts.no_context if is_cube else ""):
-        raise case.refuse(path, f'cannot be had for this model: {problem}.\nUse "1d".')
     if shape is not None and facts.divisible and (problem := sizes_problem(shape, facts.divisible, facts.hidden_size)):
         raise case.refuse(path, problem)
 
@@ -120,8 +118,17 @@ _INPUTS = ("hidden_size", "ffn_size", "intermediate_size", "n_inner")
 """Sizes that are inputs of products, which a cube cuts twice."""
 
 
-def recipe_problem(recipe: Recipe, *, is_cube: bool = False) -> str:
-    """Return what a recipe asks for that a grid has not got: the beginning of a sentence; empty: nothing."""
+def model_problem(case: Case, *, is_cube: bool) -> str:
+    """Return why tensor ranks cannot form a grid for a model, whatever else is chosen: the beginning of a sentence;
+    empty: they can."""
+    if problem := _recipe_problem(case.recipe, is_cube=is_cube):
+        return problem
+    problem = case.facts.no_grid or (case.facts.no_cube if is_cube else "")
+    return f"cannot be had for this model: {problem}" if problem else ""
+
+
+def _recipe_problem(recipe: Recipe, *, is_cube: bool) -> str:
+    """What a recipe asks for that a grid has not got."""
     if is_cube and recipe.data.documents != "packed":
         return (
             f'cannot be had with data.documents = "{recipe.data.documents}": inside of a layer a rank has other samples'

@@ -45,6 +45,32 @@ def leaked(model: Model, x: Tensor) -> Tensor:
     return x + y
 
 
+def stale_view(model: Model, x: Tensor) -> Tensor:
+    y = x.new_empty(x.shape)
+    view = y.transpose(1, 2)
+    y.copy_(x)
+    return x + view.mean(-1)[:, None]
+
+
+def written_before(model: Model, x: Tensor) -> Tensor:
+    y = x.new_empty(x.shape)
+    y[..., 3:] = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None]
+    y[..., :3] = x[..., :3]
+    return x + y
+
+
+def repeated_no_more(model: Model, x: Tensor) -> Tensor:
+    kind = model.kind(torch.zeros_like(model.tokens))
+    kind += model.place(torch.arange(x.shape[1], device=x.device))
+    return x + kind
+
+
+def partly_constant(model: Model, x: Tensor) -> Tensor:
+    y = x.new_zeros(1, x.shape[1], 1)
+    y[:, 2:5] += 1
+    return x + y
+
+
 def chunked(model: Model, x: Tensor) -> Tensor:
     return (x.unflatten(1, (-1, 3)) + x.unflatten(1, (-1, 3)).mean(2, keepdim=True)).flatten(1, 2)
 
@@ -124,6 +150,19 @@ MIXING: Mapping[str, Step] = {
     "masked": lambda model, x: x * torch.ones(LENGTH, LENGTH, device=x.device).tril().sum(1)[:, None],
     "flat of one length": lambda model, x: model.first(x.flatten(0, 1)).view(-1, LENGTH, WIDTH),
     "by length": lambda model, x: x / x.shape[1],
+    "by logarithm": lambda model, x: x * torch.tensor(float(x.shape[1])).log(),
+    "from the end": lambda model, x: x + (x.shape[1] - model.places).to(x.dtype)[..., None],
+    "if long": lambda model, x: x * 2 if x.shape[1] > 8 else x,
+    "by a sum": lambda model, x: x / torch.ones(x.shape[1], device=x.device).sum(),
+    "by counted places": lambda model, x: x / torch.arange(x.shape[1], device=x.device).sum(),
+    "by shifted tokens": lambda model, x: x + model.token((model.tokens + x.shape[1]) % 32),
+    "by scaled places": lambda model, x: x + model.place(model.places * 7 // x.shape[1]),
+    "table of its own": lambda model, x: x + torch.arange(x.shape[1], device=x.device).cos()[model.places][..., None],
+    "stale view": stale_view,
+    "written before": written_before,
+    "repeated no more": repeated_no_more,
+    "partly constant": partly_constant,
+    "by count": lambda model, x: x * (1 + int(model.tokens[model.tokens > 20].shape[0] > 2)),
     "strided": lambda model, x: x + x.reshape(x.shape[0], WIDTH, LENGTH).transpose(1, 2),
 }
 
@@ -214,6 +253,45 @@ def test_drawn_models_are_shared_exactly_where_their_parts_are_parts_of_the_whol
         assert is_local(model) or not shares
 
 
+class PlacesFromOne(Model):
+    """As RoBERTa's, which count from behind the padding unless places are given."""
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        counted = (tokens != 40).long().cumsum(1).clamp(max=LENGTH - 1)
+        return super().forward(tokens, counted if position_ids is None else position_ids)
+
+
+class AllHidden(Model):
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.token(tokens)[:, None]
+        mask = torch.zeros(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=x.device)
+        return self.head(F.scaled_dot_product_attention(x, x, x, mask)[:, 0])
+
+
+class PartlyHidden(Model):
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.token(tokens)[:, None]
+        mask = x.new_zeros(1, 1, 1, tokens.shape[1])
+        mask[..., 3:] -= 1e9
+        return self.head(F.scaled_dot_product_attention(x, x, x, mask)[:, 0])
+
+
+class Latents(Model):
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x, latents = self.token(tokens)[:, None], self.place.weight[None, None, :6]
+        fixed = F.scaled_dot_product_attention(latents, latents, latents).mean(2)
+        return self.head(F.scaled_dot_product_attention(x, x, x)[:, 0] + fixed)
+
+
+class Layered(Model):
+    def __init__(self) -> None:
+        super().__init__([], [])
+        self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, dropout=0.0, batch_first=True)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.head(self.layer(self.token(tokens)))
+
+
 class WithoutPlaces(Model):
     def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(tokens)
@@ -259,12 +337,17 @@ def test_a_model_that_needs_no_places_is_given_none() -> None:
 @pytest.mark.parametrize(
     ("module", "why"),
     [
-        (WithoutPlaces([BY_TOKEN["places"]], []), "(positions or a mask, it may be)"),
+        (WithoutPlaces([BY_TOKEN["places"]], []), "depends on how many tokens there are"),
         (PlacesOnlyIfGiven([], []), "it computes something else where it is given position_ids"),
         (Masked([], []), "gives attention a mask"),
+        (PlacesFromOne([BY_TOKEN["places"]], []), "where it is given position_ids"),
+        (AllHidden([], []), "gives attention a mask"),
+        (PartlyHidden([], []), "gives attention a mask"),
+        (Latents([], []), "between its tokens and between something else"),
+        (Layered(), "layer.self_attn is an nn.MultiheadAttention"),
         (Both([], []), "some of its attention is causal, and some sees every token"),
     ],
-    ids=["places by itself", "places only if given", "masked", "both"],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
 def test_why_a_model_is_not_shared(module: nn.Module, why: str) -> None:
     said = found(module)

@@ -27,7 +27,7 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
     if plan is None or plan.mesh.context > 1:
         from weft.describe import look_at_tokens  # as below
 
-        look_at_tokens(blueprint)
+        look_at_tokens(blueprint, 1 if plan is None else plan.mesh.context)
     divides = plan is None or plan.mesh.tensor > 1
     if adapter is not None and not adapter.divides:
         _adapt_and_look(blueprint, recipe, divides=divides)

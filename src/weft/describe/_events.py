@@ -48,6 +48,9 @@ class Event:
     call: int
     """Number of the user-level call (`F.linear`, `x * y`) that it belongs to."""
     mutates: bool
+    reads: tuple[tuple[bool, str, int], ...] = ()
+    """Where it was asked for, of each operand that has values: whether it has one, dtype and a hash of them, equal rows
+    of several samples taken once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +18,12 @@ from weft.describe._trace import trace
 from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
 from weft.stand_ins import copy_on_meta
+from weft.techniques.context.shares import tokens_of
 
 _POSITIONS = "position_ids"
 """Keyword by which forwards take the places of tokens in their samples."""
+_NOT_FOLLOWED = (nn.MultiheadAttention, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+"""Modules whose attention, or whose draws, ranks could not share."""
 _FEWEST = 4
 """Tokens of a sample: two runs for each of two ranks."""
 
@@ -39,14 +43,17 @@ class _NoSequenceError(Exception):
     """Why ranks cannot share it: a sentence without its end."""
 
 
-def look_at_tokens(blueprint: Blueprint) -> None:
-    """Where nothing says how the tokens of a model see one another, see whether its forward does.
+def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
+    """Where nothing says how the tokens of a model of `transformers` see one another, see whether its forward does,
+    also of as many tokens as each of `ranks` ranks would have.
 
-    Enters into the blueprint how ranks may share its sequence, or why they cannot.
+    Enters into the blueprint how ranks may share its sequence, or why they cannot.  A module of one's own may do in its
+    backward what no forward shows, so it must say it itself (`Blueprint.attention`).
     """
-    if blueprint.attention is not None or blueprint.no_shared_sequence or blueprint.sequence_length is None:
+    length, known = blueprint.sequence_length, blueprint.attention is not None or blueprint.no_shared_sequence
+    if known or length is None or not type(blueprint.module).__module__.startswith("transformers."):
         return
-    found = find_shared_sequence(blueprint)
+    found = find_shared_sequence(blueprint, {tokens_of(length, ranks, rank) for rank in range(ranks)})
     if isinstance(found, str):
         blueprint.no_shared_sequence = found
         return
@@ -61,14 +68,16 @@ def _drop_masks(module: nn.Module) -> None:
     drop_masks(module)
 
 
-def find_shared_sequence(blueprint: Blueprint) -> SharedSequence | str:
+def find_shared_sequence(blueprint: Blueprint, lengths: Iterable[int] = ()) -> SharedSequence | str:
     """Return how the tokens of a model meet, or why ranks cannot share its sequence: a sentence without its end.
 
-    A forward is followed as one process runs it, and another with the places of the tokens given, as ranks run it: both
-    must compute the same.  Copies without memory run, so that what the forward counts or keeps stays as it is.
+    A forward is followed as one process runs it, others with the places of the tokens given, as ranks run it, and of
+    fewer tokens, `lengths` among them: all must compute the same.  Copies without memory run, so that what the forward
+    counts or keeps stays as it is.  What it does in its backward (a `torch.autograd.Function` of its own, hooks), and
+    whether it runs parts again by itself, is not looked at.
     """
     try:
-        return _found(blueprint)
+        return _found(blueprint, lengths)
     except _NoSequenceError as problem:
         return str(problem)
     except RecipeError as problem:
@@ -78,43 +87,65 @@ def find_shared_sequence(blueprint: Blueprint) -> SharedSequence | str:
         return f"looking at its forward failed ({type(problem).__name__}: {said})"
 
 
-def _found(blueprint: Blueprint) -> SharedSequence:
+def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
     length, others = blueprint.sequence_length, set(blueprint.inputs.values()) - {"tokens"}
     if length is None or length < _FEWEST or "tokens" not in blueprint.inputs.values():
         raise _NoSequenceError("its samples are no sequences of tokens")
     if others:
         raise _NoSequenceError(f"its forward also takes {', '.join(sorted(others))}, which nothing says how to share")
-    if _POSITIONS not in inspect.signature(blueprint.module.forward).parameters:
-        return SharedSequence("", *_followed(blueprint, length))
+    for name, module in blueprint.module.named_modules():
+        if isinstance(module, _NOT_FOLLOWED):
+            raise _NoSequenceError(f"{name} is an nn.{type(module).__name__}")
     alone = _trace(blueprint, length)
     _kind(_without_masks(follow_tokens(alone, ["tokens"]).calls))
+    shorter = {length - 1, max(2, length // 2), max(2, length // 4), *lengths}
+    if _POSITIONS not in inspect.signature(blueprint.module.forward).parameters:
+        return SharedSequence("", *_followed(blueprint, length, shorter))
     placed = replace(blueprint, inputs={**blueprint.inputs, _POSITIONS: "positions"})
     if _computed(alone) != _computed(_trace(placed, length, without_masks=True)):
-        raise _NoSequenceError(f"it computes something else where it is given {_POSITIONS}")
-    return SharedSequence(_POSITIONS, *_followed(placed, length))
+        raise _NoSequenceError(f"it computes something else where it is given {_POSITIONS}, from 0 on")
+    return SharedSequence(_POSITIONS, *_followed(placed, length, shorter))
 
 
-def _followed(blueprint: Blueprint, length: int) -> tuple[AttentionKind, tuple[str, ...]]:
-    """Follow a forward of the whole samples and one of a token less, as of ranks, which must compute the same."""
-    whole, part = (_trace(blueprint, tokens, without_masks=True) for tokens in (length, length - 1))
+def _followed(blueprint: Blueprint, length: int, shorter: Iterable[int]) -> tuple[AttentionKind, tuple[str, ...]]:
+    """Follow a forward of the whole samples beside some of fewer tokens, as ranks have: all must compute the same."""
+    whole = _trace(blueprint, length, without_masks=True)
     fields = list(dict.fromkeys(blueprint.inputs.values()))
-    meetings, others = (_checked(follow_tokens(found, fields)) for found in (whole, part))
-    if meetings != others or _computed(whole) != _computed(part):
-        raise _NoSequenceError("what it computes depends on how many tokens it is given")
+    meetings: tuple[Meeting, ...] = ()
+    for tokens in sorted(set(shorter) - {length}):
+        part = _trace(blueprint, tokens, without_masks=True)
+        if [_step(event) for event in whole.events] != [_step(event) for event in part.events]:
+            raise _NoSequenceError("what it computes depends on how many tokens it is given")
+        meetings, others = (_checked(follow_tokens(one, fields, two)) for one, two in ((whole, part), (part, whole)))
+        if meetings != others:
+            raise _NoSequenceError("what its tokens see depends on how many there are")
     return _kind(meetings), tuple(dict.fromkeys(meeting.module for meeting in meetings))
 
 
 def _trace(blueprint: Blueprint, length: int, *, without_masks: bool = False) -> Trace:
     blueprint = replace(blueprint, example=token_example(length, blueprint.inputs.values()))
     module = copy_on_meta(blueprint.module)
+    _count_places(module)
     if without_masks:
         _drop_masks(module)
-    return trace(replace(blueprint, module=module), torch.float32, loss=False, fused=WHOLE_ATTENTION)
+    return trace(replace(blueprint, module=module), torch.float32, loss=False, fused=WHOLE_ATTENTION, reads=True)
+
+
+def _count_places(module: nn.Module) -> None:
+    """Give buffers of places the values that they have in transformers, 0, 1, …, for there are none on the meta
+    device."""
+    for name, buffer in module.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        if leaf == _POSITIONS and buffer.is_meta and buffer.dtype == torch.int64 and buffer.dim() == 2:
+            setattr(module.get_submodule(owner), leaf, torch.arange(buffer.shape[1]).expand(buffer.shape))
 
 
 def _checked(flow: TokenFlow) -> tuple[Meeting, ...]:
     if flow.problem:
         raise _NoSequenceError(f"its tokens meet outside of attention: {flow.problem}")
+    attending = {meeting.module for meeting in flow.meetings}
+    if len([call for call in flow.calls if call.module in attending]) > len(flow.meetings):
+        raise _NoSequenceError("a module attends between its tokens and between something else")
     return _without_masks(flow.meetings)
 
 
@@ -137,12 +168,18 @@ def _kind(meetings: tuple[Meeting, ...]) -> AttentionKind:
 
 
 def _computed(found: Trace) -> Counter[tuple[object, ...]]:
-    """Operators on numbers that are no integers, with the numbers that they are given; layouts left out."""
+    """Operators on numbers that are no integers, with the numbers and places that they are given; layouts left out."""
     return Counter(
-        (event.name, *_numbers(event))
+        (event.name, *_numbers(event), *event.reads)
         for event in found.events
         if event.name not in LAYOUT and any(value.dtype.is_floating_point for value in event.outputs)
     )
+
+
+def _step(event: Event) -> tuple[object, ...]:
+    """What an operator does, whatever the sizes: layouts are told by their names alone."""
+    per_token = event.name not in LAYOUT and bool(event.inputs)
+    return (event.name, event.module, *(_numbers(event) if per_token else ()))
 
 
 def _numbers(event: Event) -> tuple[object, ...]:

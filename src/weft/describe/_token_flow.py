@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from weft.describe._atoms import Dim
 from weft.describe._dims import ALONG, Dims, DimsWalker, argument, place_of
 from weft.describe._events import Event, Trace, Value
@@ -22,6 +24,7 @@ from weft.describe._pointwise import LAYOUT, broadcast, is_elementwise
 AttentionKind = Literal["causal", "full"]
 _CONSTANTS = ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided")
+_OF_SOME_SIZE = ("nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive")
 _ZEROS = "token_type_ids"
 """What models of transformers call a buffer of zeros: every token is of the first kind."""
 
@@ -47,9 +50,13 @@ class TokenFlow:
     """The first thing that lets tokens meet otherwise: a sentence without its end; empty: nothing."""
 
 
-def follow_tokens(trace: Trace, fields: Sequence[str]) -> TokenFlow:
-    """Follow dim 1 of the batch's `fields`, of (samples, tokens), through a forward traced without its loss."""
-    walker = _TokenWalker(trace, _live_events(trace))
+def follow_tokens(trace: Trace, fields: Sequence[str], shorter: Trace | None = None) -> TokenFlow:
+    """Follow dim 1 of the batch's `fields`, of (samples, tokens), through a forward traced without its loss.
+
+    `shorter`: the same forward, operator by operator, of fewer tokens.  What differs there although it is of no token
+    depends on how many there are.
+    """
+    walker = _TokenWalker(trace, _live_events(trace), frozenset() if shorter is None else _counting(trace, shorter))
     walker.constant |= {storage for storage, name in trace.buffers.items() if name.endswith(_ZEROS)}
     tokens = walker.atoms.new(trace.inputs[fields[0]].shape[1])
     for name in fields:
@@ -63,22 +70,50 @@ def follow_tokens(trace: Trace, fields: Sequence[str]) -> TokenFlow:
     return TokenFlow(tuple(walker.meetings), tuple(walker.calls), problem or "")
 
 
+def _counting(whole: Trace, shorter: Trace) -> frozenset[int]:
+    """Storages, of the first of two traces, of what may depend on how many tokens a sample has."""
+    found: set[int] = set()
+    for event, other in zip(whole.events, shorter.events, strict=True):
+        shapes = [value.shape for value in event.outputs] != [value.shape for value in other.outputs]
+        numbers = [n for n in event.arguments if _is_number(n)] != [n for n in other.arguments if _is_number(n)]
+        single = [read for read in event.reads if read[0]] != [read for read in other.reads if read[0]]
+        if shapes or numbers or single or any(value.storage in found for value in event.inputs):
+            found.update(value.storage for value in event.outputs)
+            if event.mutates:
+                found.add(event.inputs[0].storage)
+    return frozenset(found)
+
+
+def _is_number(argument: object) -> bool:
+    return isinstance(argument, bool | int | float)
+
+
 def _live_events(trace: Trace) -> frozenset[int]:
     """Events that the result depends on, or the way that the forward takes: what is asked of a tensor's values."""
     wanted = {value.storage for value in trace.outputs}
     live: set[int] = set()
     for event in reversed(trace.events):
-        asks = not event.outputs and not event.name.startswith("_assert")
+        asks = not event.outputs and not event.name.startswith("_assert") or _counts(event)
         if asks or any(value.storage in wanted for value in event.outputs):
             live.add(event.index)
             wanted.update(value.storage for value in event.inputs)
     return frozenset(live)
 
 
+def _counts(event: Event) -> bool:
+    """Whether the shape of its result depends on values."""
+    by_mask = event.name == "index" and any(value.dtype == torch.bool for value in event.inputs[1:])
+    return by_mask or event.name in _OF_SOME_SIZE
+
+
 @dataclass(slots=True)
 class _TokenWalker(DimsWalker):
     trace: Trace
     live: frozenset[int]
+    counting: frozenset[int]
+    """Storages of what may depend on how many tokens there are."""
+    held: set[int] = field(default_factory=set[int])
+    """Storages that tokens have been followed into."""
     meetings: list[Meeting] = field(default_factory=list[Meeting])
     calls: list[Meeting] = field(default_factory=list[Meeting])
     constant: set[int] = field(default_factory=set[int])
@@ -111,11 +146,31 @@ class _TokenWalker(DimsWalker):
         self._note_constants(event)
         if event.name == "attention":
             self.calls.append(self._meeting(event))
+        for value in event.inputs:
+            if value.storage in self.held and not self.is_tracked(value):
+                self.keep_whole(event, (0,), "reads in another form what they were written into")
         if not any(self.is_tracked(value) for value in event.inputs):
+            if event.mutates:  # something else lies in it from now on
+                self.bases.pop(event.inputs[0].storage, None)
             return
+        self._follow(event)
+        self.held.update(value.storage for value in event.outputs if self.is_tracked(value))
+
+    def _follow(self, event: Event) -> None:
         if event.mutates and not self.is_tracked(event.inputs[0]):
             self._write(event)
             return
+        if event.name.startswith("set_"):
+            self.give_up(event, "lets another tensor lie where it lies")
+            return
+        for value in event.inputs if event.name != "attention" else ():
+            known = self.is_tracked(value) or value.storage in self.constant or value in self.repeated
+            if value.storage in self.counting and not known:
+                self.keep_whole(
+                    event,
+                    (0,),
+                    _COUNTED,
+                )
         try:
             self.rules.get(event.name, self._pointwise)(event)
         except (IndexError, ValueError, TypeError, ArithmeticError, AttributeError):
@@ -184,19 +239,18 @@ class _TokenWalker(DimsWalker):
     def _note_constants(self, event: Event) -> None:
         """What is filled with one number stays so through whatever works entry by entry."""
         fresh = {value.storage for value in event.outputs} - {value.storage for value in event.inputs}
+        if event.mutates:
+            changed = event.inputs[0].storage if event.inputs else None
+            self.constant.discard(changed or 0)
+            self.repeated = {value: dims for value, dims in self.repeated.items() if value.storage != changed}
         if event.name in (*_CONSTANTS, *_EMPTY):
             self.bases |= {value.storage: value for value in event.outputs}
         if event.name in _CONSTANTS:
             self.constant |= fresh
         elif event.name == "embedding" and event.inputs[1].storage in self.constant:
             self.repeated[event.outputs[0]] = len(event.inputs[1].shape)
-        elif all(value.storage in self.constant for value in event.inputs) and event.inputs:
-            if event.name in LAYOUT or is_elementwise(event.name):
-                self.constant |= fresh
-            elif event.mutates:
-                self.constant -= {value.storage for value in event.outputs}
-        elif event.mutates:
-            self.constant -= {value.storage for value in event.outputs}
+        elif event.inputs and all(value.storage in self.constant for value in event.inputs):
+            self.constant |= fresh if event.name in LAYOUT or is_elementwise(event.name) else set()
 
     def _norm(self, event: Event) -> None:
         dims = list(self.dims_of(event.inputs[0]))
@@ -262,7 +316,8 @@ class _TokenWalker(DimsWalker):
     def _meeting(self, event: Event) -> Meeting:
         """One number for all, as scores that are added or a mask, says nothing: a softmax does not see it."""
         causal, dropped = (bool(event.keywords.get(name)) for name in ("causal", "dropout"))
-        masked = any(mask.storage not in self.constant for mask in event.inputs[3:])
+        masks = event.inputs[3:]
+        masked = any(mask.storage not in self.constant or not mask.dtype.is_floating_point for mask in masks)
         return Meeting(event.module, causal, masked=masked, dropped=dropped)
 
     def _every_token(self) -> list[int]:
@@ -316,6 +371,7 @@ class _TokenWalker(DimsWalker):
                 self.dims[result] = dims
 
 
+_COUNTED = "combines it with something that depends on how many tokens there are (places that it counts, a mask)"
 _MADE = (
     "combines it with something of one entry for each token that it makes by itself (positions or a mask, it may be)"
 )

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor  # nothing public says so
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.describe._events import Event, Save, Trace, Value
@@ -38,16 +41,18 @@ def trace(
     loss: bool = True,
     watch: Callable[[Event], None] | None = None,
     fused: Fused = FUSED,
+    reads: bool = False,
 ) -> Trace:
     """Run the model in `dtype` as it is (training or evaluation mode), and its loss if wanted; nothing is computed.
 
     The model's own tensors are not touched: meta tensors of their shapes, or the given `parameters`, stand in for the
     run.  `watch` sees every event as it happens; what it raises ends the run.  `fused`: calls that run in one kernel.
+    `reads`: events tell the values of their operands, where there are any.
 
     Raises:
         RecipeError: the model has no example batch, its forward raises, or asks what only a real run can answer.
     """
-    recorder = _Recorder(blueprint, dtype, parameters or {}, watch, fused)
+    recorder = _Recorder(blueprint, dtype, parameters or {}, watch, fused, reads)
     return recorder.run(loss)
 
 
@@ -77,9 +82,10 @@ class _Recorder(TorchDispatchMode):
         parameters: Mapping[str, Tensor],
         watch: Callable[[Event], None] | None,
         fused: Fused,
+        reads: bool,
     ) -> None:
         super().__init__()
-        self._blueprint, self._dtype, self._watch, self._fused = blueprint, dtype, watch, fused
+        self._blueprint, self._dtype, self._watch, self._fused, self._reads = blueprint, dtype, watch, fused, reads
         self._stand_ins = StandIns()
         self._events: list[Event] = []
         self._saves: list[tuple[Save, weakref.ref[_Held]]] = []
@@ -236,6 +242,7 @@ class _Recorder(TorchDispatchMode):
                 module=self._modules[-1],
                 call=self._call,
                 mutates=mutates,
+                reads=_values((args, kwargs)) if self._reads else (),
             )
         )
         if self._watch is not None:
@@ -302,6 +309,17 @@ class _Recorder(TorchDispatchMode):
             else:
                 buffers |= dict.fromkeys(keys, name)
         return parameters, buffers
+
+
+def _values(given: Any) -> tuple[tuple[bool, str, int], ...]:
+    """The values of tensors that have any: floats of activations and weights have none here."""
+    found: list[tuple[bool, str, int]] = []
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        for leaf in tree_leaves(given):
+            if isinstance(leaf, Tensor) and not leaf.is_meta and not is_batchedtensor(leaf):
+                rows = leaf[0] if leaf.dim() > 1 and leaf.shape[0] and bool((leaf == leaf[:1]).all()) else leaf
+                found.append((rows.numel() == 1, str(rows.dtype), hash(tuple(rows.flatten().tolist()))))
+    return tuple(found)
 
 
 class _Functions(TorchFunctionMode):

@@ -128,6 +128,8 @@ class Profile:
     no_shared_sequence: str = ""
     """Why context ranks cannot share a sequence, beyond what its operators show: a sentence without its end; empty:
     nothing more is against it.  Empty for models that other systems train."""
+    attends_alone: bool = False
+    """Whether looking at its forward has shown that attention is all that lets its tokens see one another."""
     num_experts: int = 0
     """Routed experts per mixture block; 0: none.  The expert axis must divide it."""
     has_batch_norm: bool = False
@@ -163,7 +165,7 @@ class Profile:
             return "the routers of a mixture see the tokens of one rank"
         if self.has_batch_norm or not self.per_sample_loss:
             return "its statistics or its loss are no sums over tokens"
-        return self._no_shared_attention()
+        return "" if self.attends_alone else self._no_shared_attention()
 
     @property
     def attention_heads(self) -> tuple[int, int] | None:

@@ -230,6 +230,8 @@ class _Sharing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:  # whose own call of attention would not come here
+            raise self._refused("attends by nn.MultiheadAttention")
         if func is attend_dropping:
             return self._attend_dropping(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

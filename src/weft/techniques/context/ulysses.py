@@ -86,9 +86,10 @@ class HeadExchange:
             mine = replace(dropped, first_head=dropped.first_head + self._view.index * query.shape[1])
             return whole.of_heads(_attend_alone(query, key, value, tokens, mine, causal=causal, scale=scale))
         mask, groups = _mask(tokens, causal), query.shape[1] != key.shape[1]
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=groups
-        )
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] # no module around this one shares it again
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=groups
+            )
         return whole.of_heads(mixed)
 
 

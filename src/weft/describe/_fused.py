@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.dropping import attend_dropping
+from weft.models.dropping import attend_dropping, attend_in_parts
 
 
 class FusedAttention(torch.autograd.Function):
@@ -160,7 +160,7 @@ def _multi_head_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> F
 
 def _in_parts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
     """Attention that drops: no kernel does that, so it is what it is made of."""
-    return FusedCall(run=lambda: attend_dropping(*args, **kwargs), name=None, composed=True, settings={})
+    return FusedCall(run=lambda: attend_in_parts(*args, **kwargs), name=None, composed=True, settings={})
 
 
 def _in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:

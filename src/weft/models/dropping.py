@@ -28,6 +28,20 @@ def attend_dropping(
         return handle_torch_function(
             attend_dropping, given, query, key, value, mask, dropout, causal=causal, scale=scale
         )
+    return attend_in_parts(query, key, value, mask, dropout, causal=causal, scale=scale)
+
+
+def attend_in_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: nn.Module,
+    *,
+    causal: bool,
+    scale: float | None = None,
+) -> Tensor:
+    """Return the same, as what it is made of: products, a softmax and the dropout."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)

@@ -56,7 +56,11 @@ REFUSED: dict[str, tuple[Recipe, Plan, str]] = {
     "adapters": (recipe_of(ADAPTED), plan_of(), "cannot be had with model.adapter"),
     "lamb": (recipe_of(name="lamb"), plan_of(), 'cannot be had with optimizer.name = "lamb"'),
     "shares": (recipe_of(), plan_of(per_step=(4, 2)), "cannot join unequal shares of microbatches"),
-    "compiled": (recipe_of(), plan_of(compute=ComputePlan(compile=True)), "cannot join compute.compile"),
+    "compiled": (
+        recipe_of(),
+        plan_of(compute=ComputePlan(compile=True)),
+        "has not been proven with mixtures of experts",
+    ),
     "offloaded": (recipe_of(), plan_of(memory=MemoryPlan(offload="optimizer")), "what waits elsewhere in memory"),
     "named": (
         recipe_of(),

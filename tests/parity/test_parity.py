@@ -29,9 +29,13 @@ IMPOSSIBLE = {
     "hybrid and zero0",  # nothing would be sharded
     "compile and split_backward",  # a compiled block has one backward
     "compile and context",  # attention waits for other ranks
+    *(f"grid and {name}" for name in ("sequence", "split_backward")),
+    "context and grid",  # refused
+    "compile and grid",  # refused
 }
-NOT_TRIED = {f"compile and {name}" for name in ("hybrid", "unequal", "zero0")}
-"""Compiled cells take a minute each.  What is compiled is the block, which none of these enter."""
+NOT_TRIED = {*(f"compile and {name}" for name in ("hybrid", "unequal", "zero0")), "grid and hybrid"}
+"""Compiled cells take a minute each, and what is compiled is the block, which none of these enter; a grid beside hybrid
+sharding takes 16 ranks."""
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_with_the_change_to_make(name: str) -> None
     with pytest.raises(PlanError) as refusal:
         check_plan(plan, recipe, facts_of(recipe))
     assert message in str(refusal.value)
-    assert "Use 1" in str(refusal.value)
+    assert "Use 1" in str(refusal.value) or "Use false" in str(refusal.value)
 
 
 def test_what_fits_is_no_longer_only_predictable() -> None:

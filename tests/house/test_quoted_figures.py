@@ -110,7 +110,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 
 
 def joined(*names: str) -> Plan:
-    """The plan that uses these techniques for the demo's recipe, with experts where they are asked for, and nothing else."""
+    """The plan that uses these techniques alone, for the demo's recipe with experts where they are asked for."""
     mesh, others = MeshPlan(), dict[str, Any]()
     for name in names:
         settings = dict(TECHNIQUES[name])

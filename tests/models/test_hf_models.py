@@ -165,6 +165,15 @@ def test_errors_of_folders(tmp_path: Path) -> None:
         build_hf(recipe(tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["nllb-moe", "doge"])
+def test_mixtures_whose_samples_change_one_another_are_refused(kind: str, tmp_path: Path) -> None:
+    names = {"nllb-moe": "NllbMoeForConditionalGeneration", "doge": "DogeForCausalLM"}
+    config = {"model_type": kind, "architectures": [names[kind]], "vocab_size": 32, "is_moe": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match=f"routers of a {kind} let the samples of a microbatch change"):
+        build_hf(recipe(tmp_path, sequence_length=16))
+
+
 def test_errors_of_weights_and_documents(tmp_path: Path) -> None:
     blueprint = build_family("llama", tmp_path)
     weights = dict(real(blueprint, torch.float32).state_dict())

@@ -45,6 +45,7 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
     transformers = _transformers()
     folder, config = _read_config(transformers, recipe.hf)
     task = task_of(recipe.hf, config)
+    _check_routers(recipe.hf, config)
     exported_config: dict[str, Any] = config.to_dict()
     model = _construct(transformers, config, task)
     _check_documents(recipe.hf, config, task, isolated_documents)
@@ -232,6 +233,18 @@ def _sequence_length(recipe: ModelRecipe, config: Any, task: HubTask) -> int | N
             f" Use {limit} or less, or raise it in config.json."
         )
     return length
+
+
+def _check_routers(path: str, config: Any) -> None:
+    """Refuse mixtures whose routers let the samples of a forward change one another: NLLB's drop tokens behind a
+    capacity that is counted over all of them, and Doge's mix their rows."""
+    kind = config.model_type
+    if kind == "nllb-moe" or (kind == "doge" and config.is_moe):
+        raise RecipeError(
+            f'model.hf = "{path}": the routers of a {kind} let the samples of a microbatch change one another, so that'
+            " plans would compute different losses. Use a mixture without a capacity over the batch, or one without"
+            " experts."
+        )
 
 
 def _check_documents(path: str, config: Any, task: HubTask, isolated_documents: bool) -> None:

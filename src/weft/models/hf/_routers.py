@@ -7,6 +7,7 @@ one rank.  Here it is a statistic over the batch of a step, as one process witho
 from __future__ import annotations
 
 import importlib
+import inspect
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,6 +36,10 @@ def routers_of(model: Any, family: Family) -> Routers | None:
     )
 
 
+_TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
+"""What the balance loss that is computed here takes in the library; of other parameters it is another one."""
+
+
 def with_router_loss(loss: Loss, model: Any, where: str) -> Loss:
     """Return the loss with the balance loss that a model's configuration asks for (`output_router_logits`).
 
@@ -44,7 +49,9 @@ def with_router_loss(loss: Loss, model: Any, where: str) -> Loss:
     names = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
     settings: list[Any] = [getattr(model, name, None) for name in names]
     home = importlib.import_module(type(model).__module__)
-    if None in settings or not hasattr(home, "load_balancing_loss_func"):
+    function = getattr(home, "load_balancing_loss_func", None)
+    takes = () if function is None else tuple(inspect.signature(function).parameters)
+    if None in settings or takes != _TAKES:
         raise RecipeError(
             f'model.hf = "{where}": its config.json says output_router_logits = true, and the loss that a'
             f" {type(model).__name__} makes of them is of the tokens of one microbatch: plans would differ. Set it to"

@@ -318,7 +318,9 @@ def _values(given: Any) -> tuple[tuple[bool, str, int], ...]:
         for leaf in tree_leaves(given):
             if isinstance(leaf, Tensor) and not leaf.is_meta and not is_batchedtensor(leaf):
                 rows = leaf[0] if leaf.dim() > 1 and leaf.shape[0] and bool((leaf == leaf[:1]).all()) else leaf
-                found.append((rows.numel() == 1, str(rows.dtype), hash(tuple(rows.flatten().tolist()))))
+                # As bytes: a mask of thousands of tokens squared would take seconds as numbers of Python.
+                content = rows.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                found.append((rows.numel() == 1, str(rows.dtype), hash(content)))
     return tuple(found)
 
 

@@ -34,6 +34,8 @@ from weft.recipe import (
 
 STEPS = 5
 PROPOSED = "tensor 2, proposed"
+EXPERTS = "expert 2"
+"""A plan for mixtures: other models have nothing to share out."""
 PLANS: Mapping[str, Plan] = {
     "data 2, ZeRO-1": Plan(mesh=MeshPlan(replicate=2), microbatch=MicrobatchPlan(size=2, per_step=2)),
     "data 2, ZeRO-3": Plan(
@@ -45,6 +47,7 @@ PLANS: Mapping[str, Plan] = {
     "pipeline 2": Plan(mesh=MeshPlan(pipeline=2), microbatch=MicrobatchPlan(size=2, per_step=4)),
     PROPOSED: Plan(mesh=MeshPlan(tensor=2), microbatch=MicrobatchPlan(size=4, per_step=2)),
     "context 2": Plan(mesh=MeshPlan(context=2), microbatch=MicrobatchPlan(size=4, per_step=2)),
+    EXPERTS: Plan(mesh=MeshPlan(shard=2, expert=2), microbatch=MicrobatchPlan(size=2, per_step=2)),
     "data 2 × tensor 2": Plan(mesh=MeshPlan(replicate=2, tensor=2), microbatch=MicrobatchPlan(size=2, per_step=2)),
     "pipeline 2 × tensor 2": Plan(mesh=MeshPlan(pipeline=2, tensor=2), microbatch=MicrobatchPlan(size=2, per_step=4)),
 }

@@ -67,7 +67,7 @@ def test_a_description_is_that_of_the_model(kind: str, seed: int, tmp_path: Path
         assert module.get_submodule(name) is not None
     known, built = facts_of(recipe), facts_of_blueprint(blueprint, recipe)
     fields = ("name", "num_blocks", "no_stages", "no_tensor", "divisible", "num_parameters", "hidden_size")
-    fields += ("vocabulary_size", "sequence_length", "has_batch_norm", "per_sample_loss")
+    fields += ("vocabulary_size", "sequence_length", "has_batch_norm", "per_sample_loss", "num_experts", "no_experts")
     assert {name: getattr(known, name) for name in fields} == {name: getattr(built, name) for name in fields}
 
 

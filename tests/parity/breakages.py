@@ -225,6 +225,16 @@ def _gradients_of_rows_stay() -> list[Patch]:
     return [(exchange._Leave, "backward", staticmethod(nothing))]
 
 
+def _weights_of_the_choices_before() -> list[Patch]:
+    """What comes back is weighted as if a token's choices stood in the other order."""
+    combine = expert.combine
+
+    def turned(rows: Tensor, weights: Tensor, *of: Any) -> Tensor:
+        return combine(rows, weights.flip(1), *of)
+
+    return [(expert, "combine", turned)]
+
+
 def _no_sum_over_depth() -> list[Patch]:
     """As in the one public implementation of 2.5 dimensions: layers of a grid keep the gradients of their samples."""
     split_of = SquareGrid.split_of
@@ -358,6 +368,7 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "experts summed over nobody": partial_of(_experts_summed_over, False),
     "experts summed over all data ranks": partial_of(_experts_summed_over, True),
     "rows as they came": _rows_as_they_came,
+    "weights of the choices before": _weights_of_the_choices_before,
     "gradients of rows stay": _gradients_of_rows_stay,
     "no sum over depth": _no_sum_over_depth,
     "weights from the row": _weights_from_the_row,

@@ -9,6 +9,7 @@ import cells
 import matrix
 import pytest
 from cells import Cell
+from parity_run import with_precision
 
 from weft.models import build_model
 from weft.program import occasions_of, program_of
@@ -42,9 +43,9 @@ def unlike_ranks(recipe: Recipe, cell: Cell) -> tuple[int, ...]:
     return tuple(found.values())
 
 
-def check(cell: Cell, models: dict[str, ModelRecipe]) -> None:
-    recipe = cells.recipe_of(models[cell.model], "fp64")
-    report = rehearse_world(recipe, cell.plan, lambda: build_model(recipe), unlike_ranks(recipe, cell))
+def check(cell: Cell, models: dict[str, ModelRecipe], precision: str = "fp64") -> None:
+    recipe, plan = cells.recipe_of(models[cell.model], precision), with_precision(cell.plan, precision)
+    report = rehearse_world(recipe, plan, lambda: build_model(recipe), unlike_ranks(recipe, cell))
     assert report.problems == ()
     for rank in report.asked:
         assert rank.issued

@@ -28,6 +28,10 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
         from weft.describe import look_at_tokens  # as below
 
         look_at_tokens(blueprint, 1 if plan is None else plan.mesh.context)
+    if plan is None or plan.mesh.expert > 1 or plan.compute.compile:
+        from weft.describe import look_at_experts  # as below
+
+        look_at_experts(blueprint)
     divides = plan is None or plan.mesh.tensor > 1
     if adapter is not None and not adapter.divides:
         _adapt_and_look(blueprint, recipe, divides=divides)

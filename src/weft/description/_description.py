@@ -27,6 +27,8 @@ class Description:
     """The numbers that make up the profile, of a transformer that is described by numbers."""
     num_experts: int = 0
     """Experts of every mixture that ranks can share out; 0: there are none."""
+    no_experts: str = ""
+    """Why ranks cannot share out those that it has, where the reason is known: a sentence without its end."""
     notes: tuple[str, ...] = ()
     """What was assumed, or could not be found out: whole sentences without their end."""
 
@@ -45,6 +47,7 @@ class Description:
             no_cube=DROPPED_ATTENTION if profile.drops_attention else profile.no_context,
             no_tensor=tables.no_tensor,
             num_experts=self.num_experts,
+            no_experts=self.no_experts,
             attention_heads=profile.attention_heads,
             divisible=dict(profile.divisible) or (None if tables.splits else {}),
             num_parameters=profile.num_parameters,

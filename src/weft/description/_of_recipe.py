@@ -85,7 +85,8 @@ def describe_family(
         no_shared_sequence=family.no_shared_sequence(config),
         no_pipeline=why_no_pipeline([ROUTER_LOSS]) if family.router and config.get("output_router_logits") else "",
     )
-    return _described(profile, sizes, tables)
+    mixtures = (sizes.is_mixture(layer) for layer in range(sizes.num_layers))
+    return replace(_described(profile, sizes, tables), num_experts=sizes.num_experts if any(mixtures) else 0)
 
 
 def profile_of(recipe: Recipe) -> Profile | None:

@@ -84,6 +84,7 @@ def _described(blueprint: Blueprint, recipe: Recipe) -> Description:
         sequence_length=blueprint.sequence_length,
         vocabulary_size=blueprint.vocabulary_size,
         num_experts=facts.num_experts or 0,
+        no_experts=facts.no_experts,
         notes=notes,
     )
 

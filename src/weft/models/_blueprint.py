@@ -22,6 +22,7 @@ from weft.families import (
 if TYPE_CHECKING:
     from weft.description import Description
     from weft.models.mixture import Mixture
+    from weft.models.stacked import ExpertStack
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Batch = Mapping[str, Tensor]
@@ -110,6 +111,11 @@ class Blueprint(Tables):
     """Heads of queries and of keys in every attention; None: they differ, or nothing says."""
     no_shared_sequence: str = ""
     """Why ranks cannot share a sequence, as its description says: a sentence without its end; empty: it does not."""
+    stacks: Mapping[str, ExpertStack] = field(default_factory=dict[str, "ExpertStack"])
+    """Modules of stacked experts that ranks can share out beside mixtures of Weft's own, and how they compute."""
+    no_experts: str = ""
+    """Why ranks cannot share out the experts that it has: a sentence without its end; empty: they can, or it has none,
+    or nobody has looked."""
     routers: Routers | None = None
     """Modules whose load and entropy a report of a step has; None: none."""
     keep_dtype: Sequence[str] = ()
@@ -127,6 +133,13 @@ class Blueprint(Tables):
         from weft.models.mixture import Mixture
 
         return {name: module for name, module in self.module.named_modules() if isinstance(module, Mixture)}
+
+    @property
+    def experts(self) -> Mapping[str, int]:
+        """How many experts ranks can share out, by the module that holds them."""
+        own = {f"{name}.experts" if name else "experts": one.experts for name, one in self.mixtures.items()}
+        counted = {name: each.num_experts for name, each in own.items()}
+        return counted | {name: stack.num_experts for name, stack in self.stacks.items()}
 
     @property
     def per_sample_loss(self) -> bool:

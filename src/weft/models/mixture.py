@@ -133,9 +133,9 @@ class Mixture(nn.Module):
         if self.record is not None:
             self.record(routing)
         order, places, counts = arrange(routing.chosen, self.router.num_experts)
-        rows: Any = _Spread.apply(tokens, order, places)
+        rows = spread(tokens, order, places)
         results, shared = self.dispatch(rows, counts, lambda: None if self.shared is None else self.shared(tokens))
-        mixed: Any = _Combine.apply(results, routing.weights, order, places)
+        mixed = combine(results, routing.weights, order, places)
         return (mixed if shared is None else mixed + shared).view(hidden.shape)
 
     def dispatch(
@@ -169,6 +169,18 @@ def arrange(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     places = torch.empty_like(order).scatter_(0, order, positions).view(chosen.shape)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
     return order, places, counts.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def spread(tokens: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Return copies of tokens (n, hidden) as `arrange` sorts them: (n · top_k, hidden)."""
+    rows: Any = _Spread.apply(tokens, order, places)
+    return rows
+
+
+def combine(rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Return (n, hidden): of each token's rows the sum, each times its weight of `weights` (n, top_k)."""
+    mixed: Any = _Combine.apply(rows, weights, order, places)
+    return mixed
 
 
 class _Spread(torch.autograd.Function):

@@ -29,6 +29,8 @@ class ModelFacts:
     num_experts: int | None = None
     """Experts of every mixture that ranks can share out, or what all their numbers have as divisor; 0: there are none;
     None: only building it would tell."""
+    no_experts: str = ""
+    """Why ranks cannot share out the experts that it has, where the reason is known."""
     no_grid: str = ""
     """Why tensor ranks cannot form a grid; empty: they can, or only building it tells."""
     no_cube: str = ""

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import Blueprint, Cut, CutTable, FoundCut
-from weft.models.dropping import attend_dropping
 from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, SampleGather, TensorCut
 from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
-from weft.rehearse._witness import ANSWERS
+from weft.rehearse._follow import AttentionWatch, CallFlow
 from weft.stand_ins import copy_on_meta
 from weft.techniques.tensor.cuts import is_magnitude, split_parameters
 from weft.techniques.tensor.grid import cut_of, grid_kind, role_of
 from weft.techniques.tensor.grid_shape import GridCut
 from weft.techniques.tensor.magnitudes import column_magnitudes, row_magnitudes
 
+if TYPE_CHECKING:
+    from weft.models.stacked import ExpertStack
+
 _SAMPLES = 2
 """Samples of the forward: a batch norm in training wants more than one."""
-_OF_A_SHAPE = ("new_", "empty_like", "zeros_like", "ones_like")
-"""Operators that read the shape of a tensor and no value: what begins so, as a mask of dropout, depends on nothing."""
 _NOTED = ("column", "row", "vocab", "whole", "replicate", "gather", "expert")
 
 
@@ -104,7 +100,7 @@ def _gathers(blueprint: Blueprint) -> tuple[SampleGather, ...]:
 def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator[Parameter]:
     module = blueprint.module
     splits = split_parameters(blueprint, GroupView((0,), 0, None)) if blueprint.splits else {}
-    names, sparse, experts = first_names(module), sparse_tables(module), {f"{n}.experts" for n in blueprint.mixtures}
+    names, sparse, experts = first_names(module), sparse_tables(module), blueprint.experts
     for name, tensor in module.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         split = splits.get(name)
@@ -148,65 +144,6 @@ def _partial(kind: str | None, leaf: str, in_region: bool) -> Any:
 # ── activations ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Flow(TorchDispatchMode):
-    """Follows the results of calls through a forward; what only real numbers could answer is answered as in a dry run.
-
-    Told apart by storages: what autograd keeps is another tensor with the same one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._places: dict[int, frozenset[int]] = {}
-        """Calls whose results a storage was computed from."""
-        self._alive: list[Tensor] = []
-        """Tensors kept so that no two storages have one address."""
-
-    def begin(self, place: int, result: Tensor) -> None:
-        """From now on `result` is that of a call, and of those before it."""
-        self._alive.append(result)
-        self._places[_storage(result)] = self.places(result) | {place}
-
-    def places(self, tensor: Tensor) -> frozenset[int]:
-        return self._places.get(_storage(tensor), frozenset())
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if args and isinstance(args[0], Tensor) and args[0].is_meta and func in ANSWERS:
-            return ANSWERS[func](args[0])
-        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta and args[1].dim() == 3:
-            made = args[0].new_empty(args[0].shape[0], args[1].shape[2])  # the kernel would ask for bf16
-        else:
-            made = func(*args, **(kwargs or {}))
-        if self._places and not func.overloadpacket.__name__.startswith(_OF_A_SHAPE):
-            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            places = frozenset().union(*(self.places(tensor) for tensor in read))
-            for tensor in tree_leaves(made) if places else ():
-                if isinstance(tensor, Tensor):
-                    self._alive.append(tensor)
-                    self._places[_storage(tensor)] = self.places(tensor) | places
-        return made
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
-class _Attention(TorchFunctionMode):
-    """Tells of every call of an attention function: queries, keys, values and what it returned."""
-
-    def __init__(self, note: Callable[[Tensor, Tensor, Tensor, Tensor], None]) -> None:
-        super().__init__()
-        self._tell = note
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in (F.scaled_dot_product_attention, attend_dropping):
-            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            self._tell(given["query"], given["key"], given["value"], made)
-        return made
-
-
 @dataclass(slots=True)
 class _Open:
     """A call that has not ended."""
@@ -227,9 +164,9 @@ class _Notes:
     entries: dict[str, BlockEntry] = field(default_factory=dict[str, BlockEntry])
     joined: tuple[int, ...] | None = None
     region: SequenceRegion | None = field(init=False)
-    _experts: dict[str, int] = field(init=False)
+    _experts: Mapping[str, int] = field(init=False)
     """Module of stacked experts → how many they are."""
-    _flow: _Flow = field(default_factory=_Flow)
+    _flow: CallFlow = field(default_factory=CallFlow)
     _num_kept: int = 0
     _block: int | None = None
     """Index of the open block."""
@@ -243,8 +180,7 @@ class _Notes:
     """Index, tensors kept at the entry and at the exit of each call that stands in the open block."""
 
     def __post_init__(self) -> None:
-        mixtures = self.blueprint.mixtures
-        self._experts = {f"{name}.experts": mixture.experts.num_experts for name, mixture in mixtures.items()}
+        self._experts = self.blueprint.experts
         self.region = sequence_region(self.blueprint) if isinstance(self.blueprint.cut, CutTable) else None
 
     def run(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -253,7 +189,7 @@ class _Notes:
         inputs = {keyword: batch[name] for keyword, name in self.blueprint.inputs.items() if name in batch}
         terms: Mapping[str, Any] = getattr(self.blueprint.loss, "auxiliary", {})
         with (
-            _Attention(self._note_attention),
+            AttentionWatch(self._note_attention),
             self._flow,
             torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor),
         ):
@@ -271,6 +207,8 @@ class _Notes:
         for name, module in self.module.named_modules(remove_duplicate=False):
             if id(module) in done:
                 continue
+            if stack := self.blueprint.stacks.get(name):
+                self._note_stack(name, module, stack)
             kind = self._kind(name, module)
             if kind in ("column", "row") and is_magnitude(module):
                 self._note_magnitudes(name, module, kind)
@@ -292,7 +230,7 @@ class _Notes:
     def _kind(self, name: str, module: nn.Module) -> CallKind | None:
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
             return "batch_norm"
-        if name in self._experts:
+        if name in self._experts and name not in self.blueprint.stacks:
             return "experts"
         kind = self.blueprint.kind_of(name)
         if kind in ("replicate", "expert") and self.blueprint.kind_of(name.rpartition(".")[0]) == kind:
@@ -363,6 +301,37 @@ class _Notes:
             router.register_forward_hook(leave)
         else:  # stacked experts of transformers, which are given them
             module.register_forward_pre_hook(enter, with_kwargs=True)
+
+    def _note_stack(self, name: str, module: nn.Module, stack: ExpertStack) -> None:
+        """Note what goes around stacked experts of transformers, which their module itself copies, sorts and sums."""
+        opened: list[tuple[int, int]] = []
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            tokens, choices, _ = stack.operands(args, kwargs)
+            opened.append((len(self.calls), self._num_kept))
+            call = ModuleCall(
+                module=name,
+                kind="experts",
+                block=self._block_of(name),
+                experts=stack.num_experts,
+                source=self._number(tokens),
+                shape=(choices.numel(), tokens.shape[1]),
+                output=(choices.numel(), tokens.shape[1]),
+                needs_gradient=tokens.requires_grad,
+                gives_gradient=False,
+            )
+            self.calls.append(call)
+
+        def leave(module: nn.Module, args: Any, output: Tensor) -> None:
+            index, num_kept = opened.pop()
+            call = self.calls[index]
+            assert call is not None, "noted when it was entered"
+            self.calls[index] = replace(call, gives_gradient=output.requires_grad)
+            # What came back is kept for the weights of the choices, so whoever computes again gets it again.
+            self._in_block.append((index, num_kept, num_kept))
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
 
     def _note_attention(self, query: Tensor, key: Tensor, value: Tensor, made: Tensor) -> None:
         block = self._block

@@ -72,9 +72,9 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
         keep_dtype=("*inv_freq", "*e_score_correction_bias"),
     )
     if family is not None and family.router:
-        from weft.models.hf._routers import routers_of  # loaded where there are mixtures
+        from weft.models.hf._routers import routers_of, stacks_of  # loaded where there are mixtures
 
-        blueprint.routers = routers_of(model, family)
+        blueprint.routers, blueprint.stacks = routers_of(model, family), stacks_of(model)
     if getattr(model.config, "output_router_logits", False):
         from weft.models.hf._routers import with_router_loss
 

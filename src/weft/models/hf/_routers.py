@@ -18,6 +18,7 @@ from weft.errors import RecipeError
 from weft.families import Family
 from weft.models._blueprint import Batch, Loss, Routers
 from weft.models.auxiliary import AuxiliaryLoss, LossWithTerms
+from weft.models.stacked import ExpertStack, num_stacked, prove_stacks
 from weft.recipe import ROUTER_LOSS
 
 
@@ -34,6 +35,12 @@ def routers_of(model: Any, family: Family) -> Routers | None:
         top_k=first.top_k,
         scoring=family.scoring,
     )
+
+
+def stacks_of(model: Any) -> dict[str, ExpertStack]:
+    """Return the experts of a model of a family with a file, whose forward calls them with choices and weights."""
+    proven = prove_stacks({name: (each, True) for name, each in model.named_modules() if num_stacked(each) > 1})
+    return {name: stack for name, stack in proven.items() if stack is not None}
 
 
 _TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.mixture import Experts, Mixture
+from weft.models.mixture import Experts, Mixture, arrange, combine, spread
 from weft.parallel import MicrobatchState, ModelPart, Split, StepContext
 from weft.parallel.technique import Build, TechniqueRuntime
 from weft.techniques.expert.exchange import Journey, arrive, find_route, leave
 from weft.techniques.tensor.cuts import cut_parameters
+
+if TYPE_CHECKING:
+    from weft.models.stacked import ExpertStack
 
 
 @final
@@ -26,22 +29,29 @@ class ExpertRanks(TechniqueRuntime):
         self._arrivals = _Arrivals(build.context)
 
     def split(self, part: ModelPart) -> None:
-        if not self._build.blueprint.mixtures:
+        blueprint = self._build.blueprint
+        if not blueprint.experts:
+            why = blueprint.no_experts or "this model has no mixture of experts (weft.models.mixture.Mixture)"
             raise PlanError(
-                f"plan.mesh.expert = {self._build.plan.mesh.expert} shares out experts, but this model has no mixture"
-                " of experts (weft.models.mixture.Mixture). Use plan.mesh.expert = 1."
+                f"plan.mesh.expert = {self._build.plan.mesh.expert} shares out experts, but {why}."
+                " Use plan.mesh.expert = 1."
             )
         view = self._build.mesh["expert"]
-        for name, mixture in part.module.named_modules():
-            if isinstance(mixture, Mixture):
-                self._share_out(part, f"{name}.experts" if name else "experts", mixture.experts, view)
-                dispatch = _Dispatch(f"{name}.experts", mixture.experts, view, self._arrivals)
-                mixture.dispatch = dispatch  # pyright: ignore[reportAttributeAccessIssue]
+        for name, module in part.module.named_modules():
+            if isinstance(module, Mixture):
+                experts, name = module.experts, f"{name}.experts" if name else "experts"
+                self._share_out(part, name, experts, experts.num_experts, view)
+                dispatch = _Dispatch(name, experts, view, self._arrivals)
+                module.dispatch = dispatch  # pyright: ignore[reportAttributeAccessIssue]
+            elif stack := blueprint.stacks.get(name):
+                self._share_out(part, name, module, stack.num_experts, view)
+                forward = _StackDispatch(name, module, stack, view, self._arrivals)
+                module.forward = forward
 
-    def _share_out(self, part: ModelPart, name: str, experts: Experts, view: GroupView) -> None:
-        if experts.num_experts % view.size:
+    def _share_out(self, part: ModelPart, name: str, experts: nn.Module, num_experts: int, view: GroupView) -> None:
+        if num_experts % view.size:
             raise PlanError(
-                f"plan.mesh.expert = {view.size} does not divide the {experts.num_experts} experts of {name}."
+                f"plan.mesh.expert = {view.size} does not divide the {num_experts} experts of {name}."
                 " Use a divisor of them."
             )
         cut = Split(dim=0, parts=view.size, index=view.index)
@@ -97,6 +107,27 @@ class _Dispatch:
         beside = meanwhile()
         made = self._experts(arrive(leaving, outward), route.counts)
         return arrive(leave(made, back), back), beside
+
+
+@final
+class _StackDispatch:
+    """Stands for the forward of a module of stacked experts of transformers, of which it holds this rank's."""
+
+    def __init__(self, name: str, experts: nn.Module, stack: ExpertStack, view: GroupView, arrivals: _Arrivals) -> None:
+        self._name, self._experts, self._stack, self._view, self._arrivals = name, experts, stack, view, arrivals
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what each token's choices make of it.  Call on every rank that shares the experts out, forward and
+        backward."""
+        tokens, choices, weights = self._stack.operands(args, kwargs)
+        order, places, counts = arrange(choices, self._stack.num_experts)
+        route = find_route(counts, choices.numel(), self._view)
+        if self._experts.training:
+            self._arrivals.note(self._name, route.num_taken)
+        outward, back = Journey(route, is_outward=True), Journey(route, is_outward=False)
+        rows = arrive(leave(spread(tokens, order, places), outward), outward)
+        made = self._stack.run(self._experts, rows, route.counts)
+        return combine(arrive(leave(made, back), back), weights, order, places).to(tokens.dtype)
 
 
 def create(build: Build) -> TechniqueRuntime:

@@ -1,0 +1,93 @@
+"""Finds the experts of mixtures that say nothing of themselves, from one forward of the model, for ranks to share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.describe._events import Trace
+from weft.describe._trace import trace
+from weft.errors import RecipeError
+from weft.models import Blueprint
+from weft.stand_ins import copy_on_meta
+
+
+@dataclass(slots=True)
+class _Call:
+    """A module of stacked experts as the forward calls it."""
+
+    module: nn.Module
+    problem: str = "is not called"
+    choices_first: bool = True
+
+    def see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given: list[Any] = [*args, *kwargs.values()]
+        if self.problem != "is not called":
+            self.problem = "is called more than once"
+        elif len(given) != 3 or not all(isinstance(each, Tensor) and each.dim() == 2 for each in given):
+            self.problem = "is not called with tokens, choices and their weights"
+        else:
+            self.problem = _unlike(given)
+            self.choices_first = not given[1].is_floating_point()
+
+
+def _unlike(given: list[Tensor]) -> str:
+    """What is wrong with tokens, and choices and weights in any order."""
+    tokens, *others = given
+    kinds = sorted(each.is_floating_point() for each in others)
+    if not tokens.is_floating_point() or kinds != [False, True]:
+        return "is not called with tokens, integers that choose, and their weights"
+    if any(each.shape[0] != tokens.shape[0] for each in others) or others[0].shape != others[1].shape:
+        return "is called with choices or weights of other tokens"
+    return ""
+
+
+def look_at_experts(blueprint: Blueprint) -> None:
+    """Where nothing says which experts of a model of `transformers` ranks can share out, see whether its forward does.
+
+    Enters into the blueprint how they compute (`Blueprint.stacks`), or why ranks cannot share them out.  A module of
+    one's own may do with its parameters what no forward shows, so it is made of `weft.models.mixture.Mixture`.
+    """
+    is_known = blueprint.stacks or blueprint.no_experts
+    is_of_library = type(blueprint.module).__module__.startswith("transformers.")
+    if is_known or not is_of_library or all(parameter.dim() < 3 for parameter in blueprint.module.parameters()):
+        return
+    try:
+        _look(blueprint)
+    except RecipeError as problem:
+        blueprint.no_experts = f"its forward could not be followed ({str(problem).rstrip('.')})"
+
+
+def _look(blueprint: Blueprint) -> None:
+    from weft.models.stacked import num_stacked, prove_stacks  # loaded where there is something to prove
+
+    found = {name: _Call(each) for name, each in blueprint.module.named_modules() if num_stacked(each) > 1}
+    if not found:
+        return
+    copied = copy_on_meta(blueprint.module)
+    for name, call in found.items():
+        copied.get_submodule(name).register_forward_pre_hook(call.see, with_kwargs=True)
+    seen = trace(replace(blueprint, module=copied), torch.float32, loss=False)
+    proven = prove_stacks({name: (call.module, call.choices_first) for name, call in found.items()})
+    for name, call in found.items():
+        kind = type(call.module).__name__
+        if problem := call.problem or _read_elsewhere(seen, name):
+            blueprint.no_experts = f"{name}, a {kind}, {problem}"
+            return
+        if proven[name] is None:
+            blueprint.no_experts = f"nothing shows that {name}, a {kind}, is two products per expert"
+            return
+    blueprint.stacks = {name: stack for name, stack in proven.items() if stack is not None}
+
+
+def _read_elsewhere(seen: Trace, name: str) -> str:
+    """Whether something outside of a module reads its parameters: it would meet those of one rank."""
+    own = {storage for storage, names in seen.parameters.items() if any(each.startswith(f"{name}.") for each in names)}
+    for event in seen.events:
+        is_inside = event.module == name or event.module.startswith(f"{name}.")
+        if not is_inside and any(value.storage in own for value in event.inputs):
+            return f"has parameters that {event.module or 'the forward'} reads"
+    return ""

@@ -14,7 +14,7 @@ from weft.plan import load_plan
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 RECIPE = str(DEMO / "recipe.toml")
-ELSEWHERE = ("plan", RECIPE, "--cluster", "8xh100", "--runnable", "--top", "2")
+ELSEWHERE = ("plan", RECIPE, "--cluster", "8xh100", "--top", "2")
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -77,7 +77,7 @@ def listed(recipe: Recipe) -> tuple[int, ...]:
     profile = profile_of(recipe)
     assert profile is not None
     cluster = parse_cluster_spec("8xcpu")
-    return recipe_space(recipe, profile, facts_of(recipe), cluster, Plan(), runnable_only=True).contexts
+    return recipe_space(recipe, profile, facts_of(recipe), cluster, Plan()).contexts
 
 
 def mean_of_samples(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ def test_no_stage_of_a_cut_that_was_found_shares_a_sequence() -> None:
     check_plan(plan_of(context=2), recipe, facts)
     with pytest.raises(PlanError, match="cannot join mesh.pipeline > 1 for this model"):
         check_plan(plan_of(context=2, pipeline=2), recipe, facts)
-    space = recipe_space(recipe, profile, facts, parse_cluster_spec("8xcpu"), Plan(), runnable_only=True)
+    space = recipe_space(recipe, profile, facts, parse_cluster_spec("8xcpu"), Plan())
     assert max(space.contexts) > 1
     assert max(space.pipelines) > 1
     assert not space.shares_within_stages

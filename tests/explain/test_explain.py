@@ -51,7 +51,7 @@ def pricer(profile: Profile, cluster: Cluster) -> Pricer:
 @pytest.fixture(scope="module")
 def result(profile: Profile, cluster: Cluster, pricer: Pricer) -> SearchResult:
     space = replace(
-        space_of(profile, cluster, global_batch_size=32, runnable_only=True),
+        space_of(profile, cluster, global_batch_size=32),
         schedules=("1f1b",),
         per_block_recompute=False,
         bucket_bytes=(26_214_400,),

@@ -76,7 +76,7 @@ def test_what_search_proposes_training_accepts(family: str, seed: int, tmp_path:
     assert bool(described.facts.no_stages) == bool(built.no_stages)
     assert dict(described.facts.divisible or {}) == dict(built.divisible or {})
     cluster = resolve_cluster(random.Random(f"{family} {seed}").choice(("8xh100", "2x4xa100-40gb", "4x8xh100")))
-    space = recipe_space(recipe, described.profile, described.facts, cluster, Plan(), runnable_only=True)
+    space = recipe_space(recipe, described.profile, described.facts, cluster, Plan())
     result = search(
         described.profile,
         cluster,
@@ -146,7 +146,7 @@ def test_a_family_without_a_table_gets_plans_that_training_accepts(family: str, 
     described, built = describe_recipe(recipe), built_facts(recipe)
     assert described.profile is not None
     cluster = resolve_cluster("2x4xa100-40gb")
-    space = recipe_space(recipe, described.profile, described.facts, cluster, Plan(), runnable_only=True)
+    space = recipe_space(recipe, described.profile, described.facts, cluster, Plan())
     result = search(described.profile, cluster, global_batch_size=8, space=space, top=20)
     assert result.best
     for candidate in result.best:

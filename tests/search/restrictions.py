@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 from time import process_time
 from typing import Any
 
 from weft.cluster import Cluster, parse_cluster_spec
-from weft.plan import AXES
+from weft.plan import AXES, Plan
 from weft.price import DATASHEET, FITTED, Pricer
 from weft.profile import Profile, profile_of_sizes
 from weft.profile.known import known_model
-from weft.search import Space, runnable_space, search, space_of
+from weft.search import Space, search, space_of
 
 PAIRS: dict[str, tuple[str, str, int, int | None]] = {
     f"{model} on {spec}" + (f", {length}" if length else ""): (model, spec, batch, length)
@@ -42,6 +42,16 @@ SETTINGS = (
     "pipelines", "tensors", "contexts", "experts", "microbatch_sizes", "schedules", "zeros", "recomputes", "offloads",
     "sequence_parallels", "fused_losses", "tensor_schemes", "context_schemes", "algorithms",
 )  # fmt: skip
+
+REFUSALS: dict[str, Callable[[Plan], str]] = {
+    "sequence parallelism": lambda plan: "no" if plan.tensor_parallel.sequence else "",
+    "waiting elsewhere": lambda plan: "no" if plan.memory.offloads else "",
+    "fused losses": lambda plan: "no" if plan.memory.fuses_loss else "",
+    "context ranks": lambda plan: "no" if plan.mesh.context > 1 else "",
+    "grids": lambda plan: "no" if plan.tensor_parallel.scheme != "1d" else "",
+    "other schedules": lambda plan: "no" if plan.pipeline_parallel.schedule != "1f1b" else "",
+}
+"""What a training may refuse, and how it says so."""
 
 _OFF_THE_LADDER = 2e-3
 """Buckets are searched in sizes that people can read, four per octave up to 400 MiB.  Of 150 drawn sizes per pair those
@@ -73,8 +83,8 @@ class Case:
         return result.best[0].score if result.best else float("inf")
 
 
-def restrictions(space: Space, profile: Profile) -> Iterator[tuple[str, Space]]:
-    """Every part of a space that has one value of one setting, and the part that the engine can run."""
+def restrictions(space: Space) -> Iterator[tuple[str, Space]]:
+    """Every part of a space that has one value of one setting, and parts of which something is refused."""
     for axis in SETTINGS:
         values: tuple[Any, ...] = getattr(space, axis)
         for value in values if len(values) > 1 else ():
@@ -97,7 +107,8 @@ def restrictions(space: Space, profile: Profile) -> Iterator[tuple[str, Space]]:
         yield f"orders={order}", replace(space, orders=(order,))
     yield "replicas=False", replace(space, replicas=False)
     yield "even_shares=True", replace(space, even_shares=True)
-    yield "runnable", runnable_space(space, profile)
+    for what, refuses in REFUSALS.items():
+        yield f"refused: {what}", replace(space, refuses=refuses)
 
 
 def drawn(cases: list[tuple[str, Space]], count: int, random: Random) -> list[tuple[str, Space]]:
@@ -111,7 +122,7 @@ def sweep(names: list[str], count: int | None, seed: int = 0) -> int:
         case, start = Case(name), process_time()
         whole = case.best(case.space)
         took = process_time() - start
-        cases = list(restrictions(case.space, case.profile))
+        cases = list(restrictions(case.space))
         cases = cases if count is None else drawn(cases, count, Random(f"{seed} {name}"))
         won = {what: part / whole - 1 for what, space in cases if is_better(part := case.best(space), whole, what)}
         wrong, total = wrong + len(won), total + len(cases)

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from restrictions import PAIRS, Case, drawn, is_better, restrictions
+from restrictions import PAIRS, REFUSALS, Case, drawn, is_better, restrictions
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from restrictions import PAIRS, Case, drawn, is_better, restrictions
 def test_a_restricted_search_is_never_better(name: str, count: int) -> None:
     case = Case(name)
     whole = case.best(case.space)
-    for what, space in drawn(list(restrictions(case.space, case.profile)), count, Random(11)):
+    for what, space in drawn(list(restrictions(case.space)), count, Random(11)):
         assert not is_better(case.best(space), whole, what), what
 
 
@@ -40,8 +40,27 @@ def test_what_a_sweep_found(name: str, setting: str, value: object) -> None:
 def test_no_pair_has_a_restriction_that_is_better(name: str) -> None:
     case = Case(name)
     whole = case.best(case.space)
-    for what, space in drawn(list(restrictions(case.space, case.profile)), 5, Random(name)):
+    for what, space in drawn(list(restrictions(case.space)), 5, Random(name)):
         assert not is_better(case.best(space), whole, what), what
+
+
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "sequence parallelism": {"sequence_parallels": (False,)},
+    "waiting elsewhere": {"offloads": ("none",)},
+    "fused losses": {"fused_losses": (False,)},
+    "context ranks": {"contexts": (1,)},
+    "grids": {"tensor_schemes": ("1d",)},
+    "other schedules": {"schedules": ("1f1b",)},
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("name", ["llama-3.2-1b on 4xh100", "llama-3.1-8b on 2xh100, 32768", "gpt2 on 4xcpu"])
+def test_what_is_refused_is_as_if_it_were_not_there(name: str, what: str) -> None:
+    """A refused plan hides none that is taken."""
+    case = Case(name)
+    refused = case.best(replace(case.space, refuses=REFUSALS[what]))
+    assert refused == pytest.approx(case.best(replace(case.space, **LEFT_OUT[what])), rel=1e-9)
 
 
 def test_there_are_thirty_pairs() -> None:

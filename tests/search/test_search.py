@@ -15,12 +15,22 @@ from search_kit import all_layouts, best_by_brute_force, cluster_of, narrow, tin
 from weft.cluster import parse_cluster_spec
 from weft.description import facts_of, profile_of
 from weft.errors import PlanError
-from weft.plan import ReduceEvery, check_plan
+from weft.plan import ReduceEvery, check_plan, check_runnable, parse_plan
 from weft.price import Layout, Pricer
 from weft.profile import profile_of_sizes
 from weft.profile.known import known_model
 from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.search import Candidate, Objective, Space, pinned, search, smallest_cluster, space_of
+from weft.search import (
+    Candidate,
+    Objective,
+    SearchResult,
+    Space,
+    pinned,
+    recipe_space,
+    search,
+    smallest_cluster,
+    space_of,
+)
 
 BASE = Layout(precision="bf16", fused_loss=True, gradient_bytes=4, master_bytes=12)
 
@@ -90,31 +100,39 @@ def test_the_batch_is_kept_and_devices_suffice() -> None:
         assert each.prediction.fits
 
 
-def test_runnable_plans_pass_every_check_of_their_recipe() -> None:
-    shape = DecoderShape(num_layers=6, hidden_size=512, num_heads=8, num_kv_heads=4)
-    recipe = Recipe(
-        model=ModelRecipe(shape=shape),
-        batch=BatchRecipe(global_batch_size=24),
-        run=RunRecipe(steps=1),
-        permit=PermitRecipe(precision=("fp32", "bf16")),
-    )
-    facts = facts_of(recipe)
-    profile = profile_of(recipe)
+SHAPE = DecoderShape(num_layers=6, hidden_size=512, num_heads=8, num_kv_heads=4)
+RECIPE = Recipe(
+    model=ModelRecipe(shape=SHAPE),
+    batch=BatchRecipe(global_batch_size=24),
+    run=RunRecipe(steps=1),
+    permit=PermitRecipe(precision=("fp32", "bf16")),
+)
+
+
+def searched_for(recipe: Recipe, spec: str, given: str = "") -> SearchResult:
+    """The best plans for a recipe's own model."""
+    facts, profile, cluster = facts_of(recipe), profile_of(recipe), cluster_of(spec)
     assert profile is not None
-    result = search(
-        profile, cluster_of("8xh100"), global_batch_size=24, permit=recipe.permit, runnable_only=True, top=12
-    )
+    pins = parse_plan(given)
+    space = recipe_space(recipe, profile, facts, cluster, pins)
+    batch = recipe.batch.global_batch_size
+    return search(profile, cluster, global_batch_size=batch, space=space, top=12)
+
+
+def test_plans_pass_every_check_of_their_recipe() -> None:
+    result = searched_for(RECIPE, "8xh100")
     assert len(result.best) > 3
     for each in result.best:
         assert each.plan is not None
-        assert each.not_runnable == ()
-        check_plan(each.plan, recipe, facts)
+        check_runnable(each.plan)
+        check_plan(each.plan, RECIPE, facts_of(RECIPE))
 
 
-def test_what_cannot_run_yet_says_so() -> None:
-    space = replace(small_space("8xh100", 8), datas=(2, 4, 8), compressions=("fp8",))
-    result = search(tiny(), cluster_of("8xh100"), global_batch_size=8, space=space)
-    assert any('"fp8"' in reason for reason in result.best[0].not_runnable)
+def test_what_no_training_takes_is_not_found_and_says_why() -> None:
+    recipe = replace(RECIPE, permit=replace(RECIPE.permit, compression=("fp8",)))
+    result = searched_for(recipe, "8xh100", '[data_parallel]\ncompression = "fp8"')
+    assert not any(each.layout.data > 1 for each in result.best)
+    assert any('"fp8"' in reason for reason in result.counts.refused)
 
 
 def test_7_billion_parameters_train_on_8_devices_of_40_gb() -> None:
@@ -139,7 +157,7 @@ def test_7_billion_parameters_train_on_8_devices_of_40_gb() -> None:
 def test_gradients_are_reduced_as_often_as_is_best(spec: str, memory: float, every: str) -> None:
     """Once per step where whole gradients fit, after every microbatch where they do not; a pin finds nothing better."""
     profile, cluster = profile_of_sizes(known_model("gpt3-1.3b").sizes), cluster_of(spec, memory=memory)
-    space = space_of(profile, cluster, global_batch_size=512, runnable_only=True)
+    space = space_of(profile, cluster, global_batch_size=512)
     space = replace(space, zeros=(3,), tensors=(1,), pipelines=(1,))
     pricer = Pricer(profile, cluster)
 

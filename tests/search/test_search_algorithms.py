@@ -25,7 +25,7 @@ def hosts(spec: str, bytes_per_second: float = 1.25e8) -> Cluster:
 
 
 def space(cluster: Cluster, **changes: object) -> Space:
-    whole = space_of(tiny(), cluster, global_batch_size=BATCH, runnable_only=True)
+    whole = space_of(tiny(), cluster, global_batch_size=BATCH)
     return narrow(whole, **{"pipelines": (1,), "tensors": (1,), "zeros": (0, 1)} | changes)
 
 

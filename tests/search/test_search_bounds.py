@@ -94,7 +94,7 @@ def all_rows(case: Drawn) -> dict[tuple[object, ...], list[Row]]:
     )
     devices = case.cluster.num_devices
     splits, _ = enumerate_splits(space, devices=devices, global_batch_size=case.batch)
-    frontier, finalists = Recording(space), Unlimited(case.pricer, space, case.objective)
+    frontier, finalists = Recording(space), Unlimited(case.pricer, space, case.objective, state.acceptance)
     for precision in space.precisions:
         state._begin(frontier, splits, state._base(precision))  # pyright: ignore[reportPrivateUsage]
     frontier.run(finalists)

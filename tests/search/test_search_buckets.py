@@ -21,7 +21,7 @@ BATCH = 64
 def data_space(spec: str, bandwidth: float) -> tuple[Profile, Cluster, Space]:
     """A small decoder, a cluster, and all that is not split but its data."""
     profile, cluster = tiny(), cluster_of(spec, bandwidth=bandwidth)
-    space = space_of(profile, cluster, global_batch_size=BATCH, runnable_only=True)
+    space = space_of(profile, cluster, global_batch_size=BATCH)
     return profile, cluster, replace(space, tensors=(1,), datas=(cluster.num_devices,), zeros=(0, 1, 2))
 
 

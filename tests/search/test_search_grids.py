@@ -44,7 +44,7 @@ OWN = replace(RECIPE, model=ModelRecipe(factory="own.models:build"))
 def space_under(recipe: Recipe, given: Plan) -> Space:
     profile = profile_of(recipe) or profile_of(RECIPE)  # of a factory's model nothing but its own facts
     assert profile is not None
-    return recipe_space(recipe, profile, facts_of(recipe), cluster_of("8xh100"), given, runnable_only=True)
+    return recipe_space(recipe, profile, facts_of(recipe), cluster_of("8xh100"), given)
 
 
 @pytest.mark.parametrize("scheme", GIVEN)

@@ -43,7 +43,7 @@ def run_for(
         notes += [f"cannot    {reason}" for reason in dict.fromkeys(reasons)]
         notes += _difference(beside, within, system.facts.title, nearest.kept, is_given=priced is not None)
     assert within is not None
-    lines = search_lines(within, top=request.top, seconds=time.perf_counter() - started, marks=False)
+    lines = search_lines(within, top=request.top, seconds=time.perf_counter() - started)
     job = job_of(within, within.best[0], sizes, optimizer=subject.optimizer, steps=subject.steps)
     emission = emit(system, job)
     if folder is not None:
@@ -121,5 +121,7 @@ def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
         stack=pricer.stack,
         calibration=calibration,
         best=(candidate,),
-        counts=Counts(searched=1, invalid={}, memory_bound=0, time_bound=0, estimated=0, priced=1, out_of_memory=0),
+        counts=Counts(
+            searched=1, invalid={}, memory_bound=0, time_bound=0, estimated=0, priced=1, out_of_memory=0, refused={}
+        ),
     )

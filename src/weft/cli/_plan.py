@@ -234,11 +234,11 @@ def _rehearse_best(result: SearchResult, path: Path, request: SearchRequest, reh
     from weft.plan import Plan, apply_overrides
     from weft.recipe import load_recipe
 
-    runnable = [each.plan for each in result.best if each.plan is not None and not each.not_runnable]
-    if not runnable:
-        raise PlanError("none of the plans shown can be run yet, so none can be rehearsed. Add --runnable.")
+    plan = next((each.plan for each in result.best if each.plan is not None), None)
+    if plan is None:
+        raise PlanError("no plan was found, so there is none to rehearse.")
     recipe, _ = apply_overrides(load_recipe(path), Plan(), request.of_recipe)
-    dry_run(recipe, runnable[0], rehearsed)
+    dry_run(recipe, plan, rehearsed)
 
 
 def _write(choice: PlannedRun, recipe: Path, output: Path | None, eject: Path | None) -> None:

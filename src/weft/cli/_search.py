@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from weft.cli._explain import Questions, answer_lines
 from weft.cli._numbers import parse_count, parse_duration
-from weft.cli._options import FLAG, Json, Overrides, write_output
+from weft.cli._options import Json, Overrides, write_output
 from weft.cli._read import describe_recipe
 from weft.cli._subject import Subject
 from weft.errors import PlanError
@@ -23,6 +23,7 @@ from weft.figures import spell_figure, spell_memory, spell_seconds
 if TYPE_CHECKING:
     from weft.cluster import Cluster
     from weft.plan import Plan
+    from weft.recipe import Recipe
     from weft.search import Objective, SearchResult, Space
 
 
@@ -48,8 +49,6 @@ class SearchRequest:
     """Find the smallest part of the cluster that trains --tokens in this time, such as 14d."""
     price: float | None = None
     """Price of a device and hour, in any currency."""
-    runnable: Annotated[bool, FLAG] = False
-    """Only plans that Weft can run today."""
     json: Json = False
     system: Annotated[str | None, Parameter(name="--for", help=_FOR)] = None
     questions: Questions = Questions()
@@ -76,7 +75,6 @@ class SearchRequest:
             "--tokens": self.tokens,
             "--deadline": self.deadline,
             "--price": self.price,
-            "--runnable": self.runnable,
             "--json": self.json,
             "--objective": self.objective != "throughput",
             **self.questions.given,
@@ -97,7 +95,7 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
     Raises:
         RecipeError: no such model.
     """
-    from weft.profile import profile_of_sizes
+    from weft.description import description_of_sizes
     from weft.profile.known import known_model
     from weft.search import default_batch
 
@@ -105,11 +103,14 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
         if value is not None and value < 1:
             raise PlanError(f"{option} {value} is too few. Use 1 or more.")
     sizes = known_model(name).sizes
-    profile = profile_of_sizes(sizes, sequence_length)
+    described = description_of_sizes(replace(sizes, sequence_length=sequence_length or sizes.sequence_length))
+    profile = described.profile
     if batch is None:
         batch, reason = default_batch(profile, cluster)
         print(f"no --global-batch-size was given: {batch:,} sample{'s' * (batch != 1)}, {reason}", file=sys.stderr)
-    return Subject(profile=profile, global_batch_size=batch, permit=None, optimizer=None, sizes=sizes)
+    return Subject(
+        profile=profile, global_batch_size=batch, permit=None, optimizer=None, sizes=sizes, described=described
+    )
 
 
 def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject:
@@ -182,7 +183,6 @@ def write_best(result: SearchResult, output: Path, name: str) -> None:
         f"chosen by weft plan for {name} on cluster {result.cluster.digest}: predicted "
         f"{spell_seconds(prediction.step_seconds)}/step (±{100 * prediction.spread:.0f} %), "
         f"{spell_memory(prediction.fullest.device)} per rank",
-        *best.not_runnable,
     ]
     write_output(output, dump_plan(best.plan, search_reasons(result), header=header), PlanError)
     print(f"\nwritten to {output}", file=sys.stderr)
@@ -221,20 +221,26 @@ def chosen_space(subject: Subject, cluster: Cluster, request: SearchRequest, *, 
     can cut and split, unless it is to be trained by another system (`any_system`)."""
     from weft.search import pinned, recipe_space, space_of
 
-    pins, profile = _given(request), subject.profile
-    if any_system:
-        profile = replace(profile, can_be_cut=True)
-    elif subject.recipe is not None and subject.described is not None:
-        facts = subject.described.facts
-        return recipe_space(subject.recipe, subject.profile, facts, cluster, pins, runnable_only=request.runnable)
-    space = space_of(
-        profile,
-        cluster,
-        global_batch_size=subject.global_batch_size,
-        permit=subject.permit,
-        runnable_only=request.runnable,
+    pins = _given(request)
+    if any_system or subject.described is None:
+        profile = replace(subject.profile, can_be_cut=True)
+        space = space_of(profile, cluster, global_batch_size=subject.global_batch_size, permit=subject.permit)
+        return pinned(space, pins)
+    recipe = subject.recipe or _assumed_recipe(subject, cluster)
+    return recipe_space(recipe, subject.profile, subject.described.facts, cluster, pins)
+
+
+def _assumed_recipe(subject: Subject, cluster: Cluster) -> Recipe:
+    """A recipe for a well-known model, whose weights and data nobody has named."""
+    from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, RunRecipe
+
+    precision = ("bf16",) if cluster.has_accelerators else ("fp32",)
+    return Recipe(
+        model=ModelRecipe(factory="model:build"),
+        batch=BatchRecipe(global_batch_size=subject.global_batch_size),
+        run=RunRecipe(steps=1),
+        permit=subject.permit or PermitRecipe(precision=precision),
     )
-    return pinned(space, pins)
 
 
 def search_space(subject: Subject, cluster: Cluster, request: SearchRequest, space: Space) -> SearchResult:

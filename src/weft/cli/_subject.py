@@ -26,7 +26,7 @@ class Subject:
     recipe: Recipe | None = None
     """None for a well-known model."""
     described: Description | None = None
-    """The recipe's model."""
+    """The model, by what is known of it."""
     steps: int | None = None
     """Optimizer steps of the recipe's run."""
 

@@ -4,6 +4,7 @@ from weft.description._description import Description as Description
 from weft.description._of_recipe import describe_family as describe_family
 from weft.description._of_recipe import description_of as description_of
 from weft.description._of_recipe import description_of_shape as description_of_shape
+from weft.description._of_recipe import description_of_sizes as description_of_sizes
 from weft.description._of_recipe import facts_of as facts_of
 from weft.description._of_recipe import profile_of as profile_of
 from weft.description._small import SMALL_SEQUENCE_LENGTH as SMALL_SEQUENCE_LENGTH

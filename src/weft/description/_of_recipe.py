@@ -39,6 +39,11 @@ def description_of_shape(shape: ReferenceShape) -> Description:
     return replace(_described(profile, sizes_of_shape(shape)), num_experts=profile.num_experts)
 
 
+def description_of_sizes(sizes: ModelSizes) -> Description:
+    """Return the description of a transformer by its numbers alone: a well-known model, that nobody has built."""
+    return _described(profile_of_sizes(sizes), sizes)
+
+
 def _described(profile: Profile, sizes: ModelSizes | None, tables: Tables | None = None) -> Description:
     """A description by numbers: those of a transformer are of tokens in sequences."""
     return Description(

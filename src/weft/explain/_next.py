@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from weft.cluster import Cluster
 from weft.explain._text import layout_line
 from weft.figures import spell_percent
+from weft.plan import Plan
 from weft.price import Layout, Pricer
-from weft.search import SearchResult, search
+from weft.recipe import Precision
+from weft.search import SearchResult, Space, search
 
 _WORTH = 0.002
 """Gains below are within what rounding to whole microbatches does."""
@@ -73,8 +76,17 @@ def _searched(result: SearchResult, pricer: Pricer) -> Iterator[Change]:
     yield from _search_again(result, pricer, "half as much memory again per device", cluster=more)
     precisions = result.space.precisions
     if not {"bf16", "fp16", "fp8"} & set(precisions) and _has_peak(result.cluster, "bf16"):
-        space = replace(result.space, precisions=(*precisions, "bf16"))
+        space = replace(result.space, precisions=(*precisions, "bf16"), refuses=_permitting(result.space))
         yield from _search_again(result, pricer, 'permit.precision with "bf16"', space=space)
+
+
+def _permitting(space: Space) -> Callable[[Plan], str] | None:
+    """What stands against a plan but a precision that is not permitted: the same plan is asked about in one that is."""
+    refuses = space.refuses
+    permitted = next((each for each in get_args(Precision) if each in space.precisions), None)
+    if refuses is None or permitted is None:
+        return refuses
+    return lambda plan: refuses(replace(plan, compute=replace(plan.compute, precision=permitted)))
 
 
 def _search_again(result: SearchResult, pricer: Pricer, what: str, **changed: object) -> Iterator[Change]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.document import to_table
@@ -20,22 +20,21 @@ _LEFT = ("pipeline", "recomputed", "why not first")
 _LARGEST_TERMS = 2
 
 
-def search_lines(result: SearchResult, *, top: int, seconds: float, marks: bool = True) -> list[str]:
+def search_lines(result: SearchResult, *, top: int, seconds: float) -> list[str]:
     """Return what a search found, in lines: model and cluster, how many plans there were, and the best of them.
 
     Args:
         seconds: that the search took.
-        marks: whether plans that Weft's own engine cannot run yet are marked; for another system that says nothing.
     """
-    return [*_heading(result, seconds), "", *plan_table(result, top=top, marks=marks)]
+    return [*_heading(result, seconds), "", *plan_table(result, top=top)]
 
 
-def plan_table(result: SearchResult, *, top: int, marks: bool = True) -> list[str]:
+def plan_table(result: SearchResult, *, top: int) -> list[str]:
     """Return the best plans, one a line; they differ in their axes or in the ZeRO stage.  See `search_lines`."""
     chosen = result.best[:top]
     if not chosen:
-        return ["no plan fits into memory"]
-    rows = [_HEADINGS, *(_row(place, each, chosen[0], marks) for place, each in enumerate(chosen, start=1))]
+        return _nothing(result)
+    rows = [_HEADINGS, *(_row(place, each, chosen[0]) for place, each in enumerate(chosen, start=1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = [
         "  ".join(
@@ -44,13 +43,23 @@ def plan_table(result: SearchResult, *, top: int, marks: bool = True) -> list[st
         ).rstrip()
         for row in rows
     ]
-    reasons = dict.fromkeys(reason for each in chosen for reason in each.not_runnable if marks)
-    notes = [f"* {reason}" for reason in reasons]
     definition = (
         "MFU: the model's FLOPs, forward and backward, nothing computed again, causal attention counted half, over the "
         "devices' dense peak in the plan's precision"
     )
-    return [*lines, "", *notes, definition]
+    return [*lines, "", definition]
+
+
+def _nothing(result: SearchResult) -> list[str]:
+    """Why there is no plan to show: what fits is refused, or nothing fits."""
+    refused = result.counts.refused
+    if not refused:
+        return ["no plan fits into memory"]
+    return [f"no plan: of those that fit {sum(refused.values()):,} are refused, most of them because", *_most(refused)]
+
+
+def _most(refused: Mapping[str, int]) -> list[str]:
+    return next(iter(refused)).splitlines()
 
 
 def search_document(result: SearchResult) -> dict[str, Any]:
@@ -88,7 +97,6 @@ def _document(candidate: Candidate) -> dict[str, Any]:
         ],
         "usable_bytes": prediction.usable_bytes,
         "margin_bytes": prediction.margin_bytes,
-        "not_runnable": list(candidate.not_runnable),
     }
 
 
@@ -105,12 +113,12 @@ def _heading(result: SearchResult, seconds: float) -> Iterator[str]:
     )
 
 
-def _row(place: int, candidate: Candidate, first: Candidate, marks: bool) -> tuple[str, ...]:
+def _row(place: int, candidate: Candidate, first: Candidate) -> tuple[str, ...]:
     layout, prediction = candidate.layout, candidate.prediction
     step = f"{_seconds(prediction.step_seconds)} ±{100 * prediction.spread:.0f}%"
     memory = f"{prediction.fullest.device / 2**30:.1f} / {prediction.device_bytes / 2**30:.0f} GiB"
     return (
-        f"{place}{'*' if marks and candidate.not_runnable else ' '}",
+        str(place),
         str(layout.pipeline),
         _data(layout),
         str(layout.context),

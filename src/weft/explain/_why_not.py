@@ -17,7 +17,7 @@ from weft.explain._text import (
 )
 from weft.figures import spell_seconds
 from weft.price import Layout, Prediction, Pricer, check_layout
-from weft.search import Candidate, SearchResult, search
+from weft.search import Acceptance, Candidate, SearchResult, search
 from weft.techniques.registry import lighter
 
 _GIBI = 2**30
@@ -38,6 +38,15 @@ class _Case:
     def with_settings(self, layout: Layout) -> Layout:
         devices, batch = self.result.cluster.num_devices, self.result.global_batch_size
         return apply_settings(self.settings, layout, devices=devices, global_batch_size=batch)
+
+    def problems(self, layout: Layout) -> list[str]:
+        """Why a layout cannot be: it makes no sense, or a training of the model refuses its plan."""
+        result = self.result
+        found = check_layout(result.profile, result.cluster, layout)
+        if not found:
+            refusal = Acceptance(self.pricer, result.space, result.global_batch_size).problem(layout)
+            found = [refusal] if refusal else []
+        return found
 
 
 def explain_choice(result: SearchResult, pricer: Pricer, question: str) -> list[str]:
@@ -66,7 +75,7 @@ def explain_choice(result: SearchResult, pricer: Pricer, question: str) -> list[
 def _alone(case: _Case, best: Candidate) -> float:
     """Step seconds of the best plan with nothing but the settings changed; infinite where that cannot be."""
     layout = case.with_settings(best.layout)
-    if check_layout(case.result.profile, case.result.cluster, layout):
+    if case.problems(layout):
         return math.inf
     prediction = case.pricer.predict(layout, exact=True)
     return prediction.step_seconds if prediction.fits else math.inf
@@ -74,7 +83,7 @@ def _alone(case: _Case, best: Candidate) -> float:
 
 def _changed_alone(case: _Case, best: Candidate) -> Iterator[str]:
     layout = case.with_settings(best.layout)
-    problems = check_layout(case.result.profile, case.result.cluster, layout)
+    problems = case.problems(layout)
     if problems:
         yield f"{case.text} cannot be changed alone: {' '.join(problems)}"
         return
@@ -104,7 +113,10 @@ def _best_with(case: _Case, best: Candidate, alone: float) -> Iterator[str]:
         top=1,
     )
     if not found.best:
-        if alone == math.inf:
+        commonest = next(iter(found.counts.refused), "")
+        if alone == math.inf and found.counts.refused:
+            yield f"No plan with {case.text} that fits can be trained, whatever else is changed: {commonest}"
+        elif alone == math.inf:
             yield f"No plan with {case.text} fits, whatever else is changed."
         return
     rival = found.best[0]
@@ -151,7 +163,7 @@ def _fitting(case: _Case, layout: Layout) -> list[tuple[str, Prediction]]:
             continue
         (further,) = parse_settings(text)
         changed = _Case(case.result, case.pricer, (further,)).with_settings(changed)
-        if not further.allowed(case.result.space) or check_layout(case.result.profile, case.result.cluster, changed):
+        if not further.allowed(case.result.space) or case.problems(changed):
             continue
         prediction = case.pricer.predict(changed, exact=True)
         if prediction.fits:

@@ -1,5 +1,6 @@
 """Search: the layouts of a model on a cluster, priced and ranked.  Importable without torch."""
 
+from weft.search._acceptance import Acceptance as Acceptance
 from weft.search._choose import PlanChoice as PlanChoice
 from weft.search._choose import choose_plan as choose_plan
 from weft.search._choose import explain_settings as explain_settings
@@ -22,5 +23,4 @@ from weft.search._result import candidate_of as candidate_of
 from weft.search._search import search as search
 from weft.search._shares import unequal_shares as unequal_shares
 from weft.search._space import Space as Space
-from weft.search._space import runnable_space as runnable_space
 from weft.search._space import space_of as space_of

@@ -185,7 +185,8 @@ def _spaces(
 ) -> Iterator[Space]:
     """One space, or one per split of a given number of processes."""
     batch = recipe.batch.global_batch_size
-    space = recipe_space(recipe, profile, facts, cluster, given, runnable_only=True)
+    # Offloading is for the user to choose: what waits elsewhere is slow where the price of its links is not measured.
+    space = replace(recipe_space(recipe, profile, facts, cluster, given), offloads=(given.memory.offload,))
     if processes is None:
         yield space
         return
@@ -211,7 +212,7 @@ def _with_threads(candidate: Candidate, cluster: Cluster) -> Candidate:
 
 
 def _is_accepted(candidate: Candidate, recipe: Recipe, facts: ModelFacts, processes: int | None, given: Plan) -> bool:
-    if candidate.plan is None or candidate.not_runnable or not has_pins(candidate.plan, given):
+    if candidate.plan is None or not has_pins(candidate.plan, given):
         return False
     try:
         check_plan(candidate.plan, recipe, facts, processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -36,9 +37,15 @@ def plan_of(layout: Layout, *, global_batch_size: int, shares: Sequence[int] | N
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
     sections.pop("microbatch")
-    kinds = get_type_hints(Plan)
+    kinds = _sections()
     made = {name: kinds[name](**settings) for name, settings in sections.items()}
     return Plan(microbatch=_microbatch(layout, global_batch_size, shares), **made)
+
+
+@functools.cache
+def _sections() -> dict[str, Any]:
+    """The classes of a plan's sections, by name."""
+    return get_type_hints(Plan)
 
 
 def _microbatch(layout: Layout, global_batch_size: int, shares: Sequence[int] | None) -> MicrobatchPlan:

@@ -10,6 +10,7 @@ from operator import attrgetter
 
 from weft.plan import AXES, Recompute, stage_ranks
 from weft.price import Layout, Pricer, check_layout
+from weft.search._acceptance import Acceptance
 from weft.search._buckets import USUAL_BUCKET_BYTES, Priced, better, sized, with_best_bucket
 from weft.search._objective import Objective
 from weft.search._orders import distinct_orders
@@ -43,8 +44,8 @@ class Tally:
 class Finalists:
     """Prices layouts of one search."""
 
-    def __init__(self, pricer: Pricer, space: Space, objective: Objective) -> None:
-        self._pricer, self._space, self._objective = pricer, space, objective
+    def __init__(self, pricer: Pricer, space: Space, objective: Objective, acceptance: Acceptance) -> None:
+        self._pricer, self._space, self._objective, self._acceptance = pricer, space, objective, acceptance
         self._tiers = tuple(tier.devices for tier in pricer.cluster.links)
         self.tally = Tally()
         self.best: float = math.inf
@@ -113,14 +114,15 @@ class Finalists:
         activations are offloaded, of which there are fewer where more is computed again.  Of losses by chunks and
         whole ones, which take as long, the one that holds less."""
         words, logits = self._space.recomputes, self._pricer.memories.logits
-        layout = min((replace(layout, fused_loss=fused) for fused in self._space.fused_losses), key=logits)
+        losses = sorted((replace(layout, fused_loss=fused) for fused in self._space.fused_losses), key=logits)
+        layout = next((each for each in losses if not self._acceptance.problem(each)), losses[0])
         for place, light in enumerate(words):
             plain = replace(layout, recompute=light)
             if self._bound(replace(plain, offload="none")) >= limit:
                 break
             for offload in self._space.offloads:
                 limit = min(limit, self._with_bucket(replace(plain, offload=offload), limit))
-            if plain.offload == "none" and self._fits(plain):
+            if plain.offload == "none" and self._fits(plain) and not self._acceptance.problem(plain):
                 return limit
             for heavy in words[place + 1 :] if self._space.per_block_recompute else ():
                 for offload in self._space.offloads:
@@ -202,7 +204,7 @@ class Finalists:
         self.tally.priced += 1
         if not self._fits(layout):
             return None
-        if self._score(self._pricer.least_seconds(layout), layout) >= limit:
+        if self._score(self._pricer.least_seconds(layout), layout) >= limit or not self._acceptance.takes(layout):
             return None
         found = Priced(self._score(self._pricer.step_seconds(layout, exact=True), layout), layout)
         self.found[layout] = found

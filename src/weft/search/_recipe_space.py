@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from weft.cluster import Cluster
-from weft.plan import ModelFacts, Plan, check_given
+from weft.errors import PlanError
+from weft.plan import ModelFacts, Plan, check_given, check_plan, check_runnable
 from weft.profile import Profile
 from weft.recipe import Recipe
 from weft.search._pins import pinned
@@ -17,10 +19,11 @@ from weft.techniques.tensor.grid_limits import forms_grid
 from weft.techniques.tensor.grid_limits import model_problem as grid_problem
 
 
-def recipe_space(
-    recipe: Recipe, profile: Profile, facts: ModelFacts, cluster: Cluster, given: Plan, *, runnable_only: bool = False
-) -> Space:
-    """Return what can be chosen for a recipe's model; nothing is in it that the model cannot be cut or split into.
+def recipe_space(recipe: Recipe, profile: Profile, facts: ModelFacts, cluster: Cluster, given: Plan) -> Space:
+    """Return what can be chosen for a recipe's model; nothing is in it that a training of the recipe would refuse.
+
+    Axes that the model cannot have at all are left out, and whatever else stands against a plan is asked of the plan
+    (`Space.refuses`).
 
     Args:
         profile: of this recipe's model, from its numbers (`profile_of`) or from the built model.
@@ -31,17 +34,18 @@ def recipe_space(
         PlanError: a given setting can stand in no plan for this model.
     """
     check_given(given, recipe, facts)
-    batch = recipe.batch.global_batch_size
-    space = space_of(profile, cluster, global_batch_size=batch, permit=recipe.permit, runnable_only=runnable_only)
+    space = space_of(profile, cluster, global_batch_size=recipe.batch.global_batch_size, permit=recipe.permit)
+    case = Case(given, recipe, facts, None)
     if recipe.model.split:
         space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
-    if runnable_only and (recipe_problem(recipe) or facts.no_context or given.compute.compile):
+    if recipe_problem(recipe) or facts.no_context or given.compute.compile:
         space = replace(space, contexts=(1,))
-    if runnable_only:
-        schemes = [s for s in space.tensor_schemes if s == "1d" or _has_grid(s, Case(given, recipe, facts, None))]
-        space = replace(space, tensor_schemes=tuple(schemes))
-        experts = [n for n in space.experts if n == 1 or _shares_experts(n, Case(given, recipe, facts, None))]
-        space = replace(space, experts=tuple(experts))
+    space = replace(
+        space,
+        tensor_schemes=tuple(scheme for scheme in space.tensor_schemes if scheme == "1d" or _has_grid(scheme, case)),
+        experts=tuple(ranks for ranks in space.experts if ranks == 1 or _shares_experts(ranks, case)),
+        refuses=partial(_refusal, recipe, facts),
+    )
     space = pinned(space, given)
     if "1d" not in space.tensor_schemes:  # then heads and features are cut by the side of a grid alone
         numbers = space.tensors if "mesh.tensor" in given.origins else range(2, cluster.num_devices + 1)
@@ -49,6 +53,16 @@ def recipe_space(
         grids = tuple(n for n in numbers if any(forms_grid(each, n, sizes, facts.hidden_size) for each in schemes))
         space = replace(space, tensors=grids or space.tensors)
     return space
+
+
+def _refusal(recipe: Recipe, facts: ModelFacts, plan: Plan) -> str:
+    """What a training of the recipe says against a plan; empty: nothing."""
+    try:
+        check_runnable(plan)
+        check_plan(plan, recipe, facts)
+    except PlanError as refused:
+        return str(refused)
+    return ""
 
 
 def _has_grid(scheme: str, case: Case) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.cluster import Cluster
-from weft.plan import Plan, runnability
+from weft.plan import Plan
 from weft.price import Calibration, Layout, Prediction, Pricer, Stack, model_flops
 from weft.profile import Profile
 from weft.search._objective import Objective
@@ -35,11 +35,6 @@ class Candidate:
     training_seconds: float | None = None
     """Time until the objective's tokens are trained on; None where their number was not given."""
 
-    @property
-    def not_runnable(self) -> tuple[str, ...]:
-        """Why the engine cannot run it today; empty where it can."""
-        return ("no plan can say its precision",) if self.plan is None else tuple(runnability(self.plan))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
@@ -59,6 +54,8 @@ class Counts:
     priced: int
     out_of_memory: int
     """How many of the priced ones do not fit."""
+    refused: Mapping[str, int]
+    """How many a training of the model would not take, by reason, the commonest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

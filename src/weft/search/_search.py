@@ -25,14 +25,13 @@ from weft.price import (
 )
 from weft.profile import Block, Profile
 from weft.recipe import OptimizerRecipe, PermitRecipe
+from weft.search._acceptance import Acceptance
 from weft.search._bounds import Floats, SplitBounds
 from weft.search._buckets import USUAL_BUCKET_BYTES, Priced
-from weft.search._convert import plan_of
 from weft.search._finalists import Finalists
 from weft.search._frontier import Frontier
 from weft.search._group import group_costs
 from weft.search._objective import Objective
-from weft.search._pins import with_given
 from weft.search._result import Candidate, Counts, SearchResult, candidate_of
 from weft.search._rows import Rows
 from weft.search._screen import Screen
@@ -60,7 +59,6 @@ def search(
     permit: PermitRecipe | None = None,
     objective: Objective | None = None,
     space: Space | None = None,
-    runnable_only: bool = False,
     optimizer: OptimizerRecipe | None = None,
     stack: Stack = WEFT,
     calibration: Calibration = FITTED,
@@ -78,7 +76,6 @@ def search(
         permit: what may be done to the numerics; None: bf16 on accelerators, fp32 on cores.
         objective: what to be best at; by default throughput.
         space: what to choose among; by default everything (`space_of`).
-        runnable_only: only what the engine can run today.
         optimizer: sets the bytes of optimizer state; by default AdamW.
         top: how many plans to return.
         pricer: one to share parts of prices with other searches of the same model, cluster, stack and calibration.
@@ -91,9 +88,7 @@ def search(
     if global_batch_size < 1:
         raise PlanError(f"global_batch_size = {global_batch_size} must be at least 1.")
     objective = objective or Objective()
-    space = space or space_of(
-        profile, cluster, global_batch_size=global_batch_size, permit=permit, runnable_only=runnable_only
-    )
+    space = space or space_of(profile, cluster, global_batch_size=global_batch_size, permit=permit)
     if not cluster.has_accelerators:
         space = without_offload(space)
     if objective.quantity == "cost":
@@ -104,9 +99,10 @@ def search(
         objective=objective,
         global_batch_size=global_batch_size,
         optimizer=optimizer,
+        given=given,
     )
     found, counts = state.run(top)
-    finish = _Finish(state, given)
+    finish = _Finish(state)
     return SearchResult(
         profile=profile,
         cluster=cluster,
@@ -150,6 +146,8 @@ class SearchState:
     objective: Objective
     global_batch_size: int
     optimizer: OptimizerRecipe | None
+    given: Plan | None = None
+    acceptance: Acceptance = field(init=False)
     _counted: list[tuple[Block, int]] = field(init=False)
     _groups: list[_Group] = field(init=False, default_factory=list["_Group"])
     searched: int = 0
@@ -158,6 +156,7 @@ class SearchState:
 
     def __post_init__(self) -> None:
         self._counted = self.pricer.profile.count_blocks()
+        self.acceptance = Acceptance(self.pricer, self.space, self.global_batch_size, self.given)
 
     def run(self, top: int) -> tuple[list[Priced], Counts]:
         cluster = self.pricer.cluster
@@ -166,7 +165,7 @@ class SearchState:
             devices=cluster.num_devices,
             global_batch_size=self.global_batch_size,
         )
-        finalists = Finalists(self.pricer, self.space, self.objective)
+        finalists = Finalists(self.pricer, self.space, self.objective, self.acceptance)
         frontier = Frontier()
         for precision in self.space.precisions:
             self._begin(frontier, splits, self._base(precision))
@@ -180,6 +179,7 @@ class SearchState:
             estimated=self.estimated,
             priced=finalists.tally.priced,
             out_of_memory=finalists.tally.out_of_memory,
+            refused=dict(self.acceptance.refused.most_common()),
         )
         return found, counts
 
@@ -380,8 +380,8 @@ def _groups(splits: Splits, bounds: Floats, *, on_cores: bool) -> list[Ints]:
 class _Finish:
     """Turns priced layouts into candidates."""
 
-    def __init__(self, state: SearchState, given: Plan | None) -> None:
-        self._state, self._given = state, given or Plan()
+    def __init__(self, state: SearchState) -> None:
+        self._state = state
         cluster = state.pricer.cluster
         speeds = [(node.count * node.devices.count, speed_of(node.devices)) for node in cluster.nodes]
         self._balancer, self._relative_speed = None, 1.0
@@ -395,20 +395,10 @@ class _Finish:
         state, layout, shares = self._state, priced.layout, None
         batch = state.global_batch_size
         balanced = self._balancer.balance(layout, batch) if self._balancer is not None else None
-        if balanced is None:
+        if balanced is None or state.acceptance.problem(balanced.layout, balanced.shares):
             prediction = state.pricer.predict(layout, exact=True)
         else:
             layout, shares, prediction = balanced.layout, balanced.shares, balanced.prediction
-        plan = self._plan(layout, shares)
+        plan = state.acceptance.plan(layout, shares)
         speed = self._relative_speed
         return candidate_of(state.pricer, state.objective, batch, layout, prediction, plan, relative_speed=speed)
-
-    def _plan(self, layout: Layout, shares: tuple[int, ...] | None) -> Plan | None:
-        batch, pricer = self._state.global_batch_size, self._state.pricer
-        if layout.pipeline > 1:
-            layout = replace(layout, cuts=pricer.whole(layout).cuts(layout))  # the ones that were priced
-        try:
-            plan = plan_of(layout, global_batch_size=batch, shares=shares)
-        except PlanError:
-            return None
-        return with_given(plan, self._given)

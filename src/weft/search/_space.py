@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from weft.cluster import Cluster
 from weft.errors import PlanError
-from weft.plan import Axis, Plan, Recompute, ReduceEvery, Schedule, plan_settings, runnability
+from weft.plan import Axis, Plan, Recompute, ReduceEvery, Schedule
 from weft.price import PricedPrecision
 from weft.profile import Profile
 from weft.recipe import PermitRecipe
 from weft.techniques.context.contract import ContextScheme
 from weft.techniques.offload.contract import Offload as Offload
-from weft.techniques.settings import Declared
 from weft.techniques.tensor.contract import TensorScheme
 from weft.techniques.zero.contract import Stage
 
@@ -86,6 +85,9 @@ class Space:
     accelerators that is the cheapest, between cores of several nodes a hierarchy may be."""
     orders: tuple[tuple[Axis, ...], ...] | None = None
     """Orders of the axes on the hardware.  None: every order that lays some group on other links."""
+    refuses: Callable[[Plan], str] | None = field(default=None, compare=False, repr=False)
+    """Says why a plan cannot train what this is the space of, with the change to make; empty: it can.  What it refuses
+    is not found.  None: every plan that can be priced is taken."""
 
     @property
     def usual_offload(self) -> Offload:
@@ -99,21 +101,19 @@ def space_of(
     *,
     global_batch_size: int,
     permit: PermitRecipe | None = None,
-    runnable_only: bool = False,
 ) -> Space:
-    """Return everything that can be chosen for a model on a cluster.
+    """Return everything that can be priced for a model on a cluster; of it `recipe_space` leaves what can be trained.
 
     Args:
         permit: what may be done to the numerics; None: bf16 where there are accelerators.  A compression is never
             chosen, also where it is permitted: the user gives it (`weft comm advise` says whether it would pay).
-        runnable_only: leave out what the engine has not got yet (`weft.plan.runnability`).
     """
     devices, blocks = cluster.num_devices, len(profile.blocks)
     length = profile.sequence_length
     whole_batch = not profile.per_sample_loss
     stays_whole = whole_batch and bool(profile.no_gathering)
     can_recompute = profile.can_be_cut and not profile.has_batch_norm
-    space = Space(
+    return Space(
         pipelines=tuple(range(1, min(blocks, devices) + 1)) if profile.can_be_cut and not profile.no_pipeline else (1,),
         tensors=_tensors(profile, devices),
         contexts=tuple(c for c in divisors(length) if c <= devices and (c == 1 or length % (2 * c) == 0)),
@@ -133,7 +133,6 @@ def space_of(
         fused_losses=(True, False) if profile.vocabulary_size else (True,),
         algorithms=_algorithms(cluster),
     )
-    return runnable_space(space, profile) if runnable_only else space
 
 
 def without_offload(space: Space) -> Space:
@@ -148,44 +147,6 @@ def without_offload(space: Space) -> Space:
             'devices are the host\'s cores: nothing would get smaller. Use memory.offload = "none".'
         )
     return replace(space, offloads=("none",))
-
-
-def runnable_space(space: Space, profile: Profile) -> Space:
-    """Return the part of a space that the engine can run today.
-
-    Of mixtures of experts and of attention through windows the engine knows neither the blocks nor, of mixtures, how
-    layers split: they train on data ranks.
-    """
-    operators = [operator for block in profile.blocks for operator in block.operators]
-    uncut = bool(profile.num_experts) or any(operator.window is not None for operator in operators)
-    if uncut:
-        space = replace(
-            space, pipelines=(1,), recomputes=("none",), per_block_recompute=False, sequence_parallels=(False,)
-        )
-    tensors = (1,) if profile.num_experts else space.tensors
-    if profile.no_context:
-        space = replace(space, contexts=(1,))
-    # Offloading is for the user to choose: its price is that of an optimizer on the host, which the engine has not got.
-    values = _runnable_values(space) | {"offloads": ("none",)}
-    return replace(space, tensors=tensors, **values)
-
-
-def _runnable_values(space: Space) -> dict[str, Any]:
-    """The values of each setting with which a plan can be run that has no other: techniques say so themselves."""
-    found: dict[str, Any] = {}
-    for setting in plan_settings():
-        name = setting.knob.space
-        values: tuple[Any, ...] | None = getattr(space, name) if name and name != "tensors" else None
-        if values is not None:
-            found[name] = tuple(value for value in values if _is_runnable(setting, value))
-    return found
-
-
-def _is_runnable(setting: Declared, value: Any) -> bool:
-    try:
-        return not runnability(setting.set(Plan(), value))
-    except PlanError:
-        return False  # no plan can say it, as a precision that is only priced
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from weft.errors import PlanError
@@ -107,9 +107,17 @@ def _joined(found: Sequence[SearchResult]) -> SearchResult:
 
 
 def _summed(counts: Sequence[Counts]) -> Counts:
-    names = [field.name for field in fields(Counts) if field.name != "invalid"]
-    causes = dict.fromkeys(cause for each in counts for cause in each.invalid)
+    names = [field.name for field in fields(Counts) if field.name not in ("invalid", "refused")]
     return Counts(
-        invalid={cause: sum(each.invalid.get(cause, 0) for each in counts) for cause in causes},
+        invalid=_by_cause(each.invalid for each in counts),
+        refused=_by_cause(each.refused for each in counts),
         **{name: sum(getattr(each, name) for each in counts) for name in names},
     )
+
+
+def _by_cause(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in counts:
+        for cause, count in each.items():
+            found[cause] = found.get(cause, 0) + count
+    return found

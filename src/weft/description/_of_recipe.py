@@ -41,7 +41,7 @@ def description_of_shape(shape: ReferenceShape) -> Description:
 
 def description_of_sizes(sizes: ModelSizes) -> Description:
     """Return the description of a transformer by its numbers alone: a well-known model, that nobody has built."""
-    return _described(profile_of_sizes(sizes), sizes)
+    return replace(_described(profile_of_sizes(sizes), sizes), num_experts=sizes.num_experts)
 
 
 def _described(profile: Profile, sizes: ModelSizes | None, tables: Tables | None = None) -> Description:

@@ -247,6 +247,15 @@ def test_the_dry_run_holds_less() -> None:
     assert away.step_traffic == plain.step_traffic
 
 
+def test_a_dry_run_of_host_memory_needs_no_accelerator() -> None:
+    """Which other device is meant does not matter to it."""
+    plan = plan_of("bf16", replicate=2, zero=1)
+    made = recipe_of("bf16", replace(ADAMW, average_decay=None), steps=2)
+    report = rehearse(made, replace(plan, memory=MemoryPlan(offload="optimizer")), lambda: build_model(made))
+    assert report.state.masters == 0
+    assert any("in the memory of the host" in note for note in report.notes), report.notes
+
+
 def test_one_process_and_two_agree_to_rounding(ranks: Any) -> None:
     """Where states lie beside ZeRO-2 against one process with everything in memory."""
     made = recipe_of("fp64", LAMB, steps=STEPS)

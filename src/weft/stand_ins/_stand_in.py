@@ -23,6 +23,8 @@ from weft.stand_ins._names import glob_of
 _CARRIED_ELEMENTS = 1 << 22
 """Larger integer tensors are not carried: a causal mask of 32,768 positions is a gigabyte."""
 _META = torch.device("meta")
+_FLOATS_ALONE = (torch.ops.aten.histc,)
+"""Operators that CPUs compute of floating-point numbers alone, and models ask of small whole ones."""
 
 
 class StandIns:
@@ -59,11 +61,10 @@ class StandIns:
             return shapes
         if has_device and not tensors:
             moved = {**moved, "device": torch.device("cpu")}
-        try:
-            return func(*args, **moved)
-        except NotImplementedError:  # of integers, on the CPU (`histc`): small enough for exact floats
-            result = func(*_as_floats(args), **moved)
-            return result.to(tensors[0].dtype) if isinstance(result, Tensor) else result
+        whole = [tensor.dtype for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())]
+        if whole and func.overloadpacket in _FLOATS_ALONE:
+            return func(*_as_floats(args), **moved).to(whole[0])
+        return func(*args, **moved)
 
     def _probe(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result on meta; None where shapes depend on values."""

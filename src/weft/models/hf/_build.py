@@ -252,5 +252,5 @@ def _check_documents(path: str, config: Any, task: HubTask, isolated_documents: 
     if isolated_documents and task.name != "causal_lm":
         raise RecipeError(
             f'data.documents = "isolated" cannot be had with model.hf = "{path}": {config.model_type} sees a sample in'
-            ' both directions and takes no document borders. Use "packed", or model.reference = "encoder".'
+            ' both directions and takes no document borders. Use "packed".'
         )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, final
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor  # pyright: ignore[reportPrivateImportUsage]
+
 from weft.errors import PlanError
 from weft.figures import spell_bytes
 from weft.parallel import ModelPart, Shard
@@ -116,7 +119,8 @@ def create(build: Build) -> TechniqueRuntime:
         PlanError: something would go to the memory of the host from cores, whose memory that is.
     """
     memory = build.plan.memory
-    if build.mesh.device.type == "cpu" and not memory.offloads_to_disk:
+    is_dry = isinstance(torch.empty(0), FakeTensor)  # then another device than this one is meant
+    if build.mesh.device.type == "cpu" and not memory.offloads_to_disk and not is_dry:
         raise PlanError(
             'plan.memory.offload_to = "host" moves what a device holds to the memory of its host, and this rank'
             ' computes on the host\'s cores: nothing would get smaller. Use offload_to = "disk", or offload = "none".'

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,14 +70,26 @@ def fsdp(settings: Mapping[str, Any]) -> Step:
 
 
 def _stepping(wrapped: nn.Module, module: nn.Module, settings: Mapping[str, Any], casting: torch.autocast) -> Step:
-    optimizer, pool = adamw(module, settings), pool_of(settings)
-    limit = settings.get("max_grad_norm")
+    def logits_of(tokens: Tensor) -> Tensor:
+        with casting:
+            return wrapped(tokens)
+
+    return step_of(logits_of, module, adamw(module, settings), pool_of(settings), settings.get("max_grad_norm"))
+
+
+def step_of(
+    logits_of: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pool: Sequence[Mapping[str, Tensor]],
+    limit: float | None = None,
+) -> Step:
+    """A plain step of a language model on batches of a pool in turn."""
 
     def step(index: int) -> float:
         batch = pool[index % len(pool)]
         optimizer.zero_grad()
-        with casting:
-            logits: Tensor = wrapped(batch["tokens"])
+        logits = logits_of(batch["tokens"])
         loss = mean_loss(logits, batch["labels"])
         loss.backward()
         if limit is not None:

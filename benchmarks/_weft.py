@@ -90,7 +90,7 @@ def weft(settings: Mapping[str, Any]) -> Callable[[int], float]:
     training, plan = create(settings), plan_of(settings)
     if "plan" in settings:
         torch.set_num_threads(plan.compute.threads_per_rank)
-        pool = _shared_pool(settings, plan, training.model.mesh.index("data"))
+        pool = shared_pool(settings, plan, training.model.mesh.index("data"))
     else:
         pool = [[batch] for batch in pool_of(settings)]
 
@@ -100,7 +100,7 @@ def weft(settings: Mapping[str, Any]) -> Callable[[int], float]:
     return step
 
 
-def _shared_pool(settings: Mapping[str, Any], plan: Plan, data_index: int) -> list[list[dict[str, Tensor]]]:
+def shared_pool(settings: Mapping[str, Any], plan: Plan, data_index: int) -> list[list[dict[str, Tensor]]]:
     """A data rank's microbatches of every step, whatever the plan."""
     start, stop = rank_range(plan.microbatch, plan.mesh.data, data_index)
     whole, size = plan.global_batch_size, plan.microbatch.size

@@ -39,8 +39,8 @@ def _head(result: Mapping[str, Any]) -> list[str]:
         "",
         "Families of `transformers` of every kind, drawn by a seed, each in a small form with random weights, and a few"
         " modules of plain torch.",
-        "Each is given to `weft check` under the plans below, mixtures also with experts shared out, and then trains five steps whose losses must be those of one"
-        " process.",
+        "Each is given to `weft check` under the plans below, mixtures also with experts shared out, and then trains"
+        " five steps whose losses must be those of one process.",
         "Written by `make families`; the whole result, with every sentence, is"
         " [families.json](../benchmarks/results/families.json).",
         "",

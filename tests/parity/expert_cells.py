@@ -26,6 +26,9 @@ MODELS["mixture_decoder"] = decoder(
 MODELS["mixture_losses"] = decoder(
     num_experts=6, top_k=2, expert_ffn_size=20, balance_loss_weight=0.02, z_loss_weight=0.01, shared_experts=1
 )
+MODELS["mixture_biased"] = decoder(
+    num_experts=6, top_k=2, expert_ffn_size=20, router="sigmoid", balance_rate=0.05, dropout=0.1
+)
 
 
 def _cells(model: str, *plans: Plan) -> list[Cell]:
@@ -110,7 +113,23 @@ def with_tensor() -> Iterator[Cell]:
     yield from _cells("mixture_losses", plan(expert=2, shard=2, zero=3, tensor=2))
 
 
-ALL = tuple(dict.fromkeys([*alone(), *with_data(), *with_others(), *fourfold(), *with_tensor()]))
+def of_context() -> Iterator[Cell]:
+    """The reference decoder's experts on ranks that share a sequence."""
+    for scheme in ("ring", "all_gather", "ulysses"):
+        yield from _cells("mixture_decoder", plan(context=2, scheme=scheme))
+        yield from _cells("mixture_biased", plan(context=2, expert=2, scheme=scheme, micro=3))
+    for zero in ZERO:
+        yield from _cells("mixture_decoder", plan(context=2, expert=2, shard=2, zero=zero))
+    for word in ("full", "selective"):
+        yield from _cells(
+            "mixture_decoder", plan(context=2, expert=2, shard=2, zero=1, scheme="ulysses", recompute=word)
+        )
+    yield from _cells("mixture_decoder", plan(context=2, expert=2, tensor=2, sequence=True, zero=3))
+    for experts, zero in ((2, 1), (2, 3)):
+        yield from _cells("mixture_biased", plan(pipeline=2, shard=2, context=2, expert=experts, zero=zero, micro=1))
+
+
+ALL = tuple(dict.fromkeys([*alone(), *with_data(), *with_others(), *fourfold(), *with_tensor(), *of_context()]))
 DRAWN = (
     Cell("mixture_dropout", plan(expert=2, shard=2, zero=1, recompute="full")),
     Cell("mixture", plan(expert=4, shard=4, zero=3, micro=1)),

@@ -103,11 +103,25 @@ def with_others() -> Iterator[Cell]:
     yield from _cells("olmoe", plan(expert=2, shard=2, zero=1, pipeline=2, micro=1), plan(expert=2, shard=4, micro=1))
 
 
-ALL = tuple(dict.fromkeys([*alone(), *with_others()]))
+def with_context() -> Iterator[Cell]:
+    """Ranks that share a sequence have experts of each other."""
+    for scheme in ("ring", "all_gather", "ulysses"):
+        yield from _cells("mixtral", plan(context=2, scheme=scheme), plan(context=2, expert=2, scheme=scheme, zero=1))
+        yield from _cells("qwen3_moe", plan(context=2, expert=2, scheme=scheme))
+        yield from _cells("deepseek_v3", plan(context=2, expert=2, scheme=scheme, zero=1))
+    for word in ("full", "selective"):
+        yield from _cells("mixtral", plan(context=2, expert=2, shard=2, zero=1, recompute=word))
+    yield from _cells("mixtral", plan(context=2, expert=2, zero=3, scheme="all_gather", tensor=2))
+    yield from _cells("deepseek_v3", plan(context=2), plan(context=2, expert=3, shard=3, zero=3, micro=2))
+    yield from _cells("qwen3_moe", plan(context=2, expert=4, shard=2, pipeline=2, zero=1, micro=1))
+    yield from _cells("qwen3_moe", plan(context=2, expert=2, shard=2, pipeline=2, zero=3, micro=1))
+
+
+ALL = tuple(dict.fromkeys([*alone(), *with_others(), *with_context()]))
 DRAWN = (
     Cell("mixtral", plan(expert=2, shard=2, zero=1, tensor=2, sequence=True, recompute="full")),
     Cell("deepseek_v3", plan(expert=3, shard=3, zero=1)),
     Cell("gpt_oss", plan(expert=2, shard=2, zero=1, recompute="selective")),
-    Cell("qwen3_moe", plan(expert=2, shard=2, replicate=2, zero=3, micro=3)),
+    Cell("qwen3_moe", plan(context=2, expert=4, shard=2, pipeline=2, zero=1, micro=1)),
     Cell("mixtral_balanced", plan(expert=2, shard=2, zero=1, micro=2)),
 )

@@ -161,8 +161,8 @@ class Profile:
             return f"samples of a {self.name} are no sequences"
         if self.no_shared_sequence:
             return self.no_shared_sequence
-        if self.num_experts:
-            return "the routers of a mixture see the tokens of one rank"
+        if self.no_pipeline:
+            return "its loss has auxiliary terms over the batch"
         if self.has_batch_norm or not self.per_sample_loss:
             return "its statistics or its loss are no sums over tokens"
         return "" if self.attends_alone else self._no_shared_attention()

@@ -168,6 +168,8 @@ class _Notes:
     """Module of stacked experts → how many they are."""
     _flow: CallFlow = field(default_factory=CallFlow)
     _num_kept: int = 0
+    _tokens: int = 0
+    """Tokens of a sample; 0: samples are no sequences."""
     _block: int | None = None
     """Index of the open block."""
     _needed: set[int] = field(default_factory=set[int])
@@ -186,6 +188,7 @@ class _Notes:
     def run(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
         """Run the forward once.  Returns elements of the sums of the loss's auxiliary terms."""
         self._install()
+        self._tokens = batch["tokens"].shape[1] if "tokens" in batch and batch["tokens"].dim() > 1 else 0
         inputs = {keyword: batch[name] for keyword, name in self.blueprint.inputs.items() if name in batch}
         terms: Mapping[str, Any] = getattr(self.blueprint.loss, "auxiliary", {})
         with (
@@ -289,8 +292,8 @@ class _Notes:
                 kind="enter",
                 block=self._block_of(name),
                 source=self._number(weights),
-                shape=tuple(weights.shape),
-                output=tuple(weights.shape),
+                shape=self._by_sample(weights),
+                output=self._by_sample(weights),
                 needs_gradient=weights.requires_grad,
                 gives_gradient=weights.requires_grad,
             )
@@ -364,7 +367,7 @@ class _Notes:
                 gathers_output=rule is not None and rule.gather_output,
                 experts=self._experts.get(name, 0),
                 source=self._number(read),
-                shape=tuple(read.shape),
+                shape=self._by_sample(read) if kind == "expert" else tuple(read.shape),
                 output=(),
                 needs_gradient=read.requires_grad,
                 gives_gradient=False,
@@ -375,7 +378,8 @@ class _Notes:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             opened, made = self._open.pop(), _first(output if isinstance(output, tuple | list) else (output,), {})
             assert opened.call.module == name, "calls of modules nest"
-            self.calls[opened.index] = replace(opened.call, output=tuple(made.shape), gives_gradient=made.requires_grad)
+            shape = self._by_sample(made) if kind == "expert" else tuple(made.shape)
+            self.calls[opened.index] = replace(opened.call, output=shape, gives_gradient=made.requires_grad)
             self._in_block.append((opened.index, opened.num_kept, self._num_kept))
             self._flow.begin(opened.index, made)
 
@@ -419,6 +423,11 @@ class _Notes:
     def _join(self, module: nn.Module, args: Any, output: Any) -> None:
         made = _first(output if isinstance(output, tuple | list) else (output,), {})
         self.joined = tuple(made.shape)
+
+    def _by_sample(self, tensor: Tensor) -> tuple[int, ...]:
+        """The shape of what mixtures compute for tokens in a row, with samples and tokens apart."""
+        shape = tuple(tensor.shape)
+        return (_SAMPLES, self._tokens, *shape[1:]) if shape[0] == _SAMPLES * self._tokens else shape
 
     def _number(self, tensor: Tensor) -> int:
         self._alive.append(tensor)

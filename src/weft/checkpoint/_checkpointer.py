@@ -128,6 +128,9 @@ class Checkpointer:
         with torch.no_grad():
             for name, group in wanted.items():
                 stored.fill(name, group)
+                for piece in group:
+                    if piece.let_go is not None:
+                        piece.let_go()
             carry_over(stored, pieces, self.peers)
         return dict(stored.manifest.state)
 

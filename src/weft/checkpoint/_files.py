@@ -147,7 +147,8 @@ def verify_header(folder: Path, name: str, expected: Sequence[StoredRun]) -> Non
     """
     path = folder / name
     try:
-        with open_tensors(path) as file:
+        library: Callable[..., Any] = safe_open  # it has no types
+        with library(path, framework="np") as file:  # for torch it would map the file as memory of its own
             keys = set[str](file.keys())
             for run in expected:
                 part = file.get_slice(run.key) if run.key in keys else None
@@ -160,12 +161,6 @@ def verify_header(folder: Path, name: str, expected: Sequence[StoredRun]) -> Non
                 raise CheckpointError(f"{path} holds {extra[0]:.80}, of which its index says nothing: it was changed.")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not readable as safetensors ({error}): it is damaged.") from None
-
-
-def open_tensors(path: Path) -> Any:
-    """Open a safetensors file by the library, which checks its header and maps it.  Raises its error, or `OSError`."""
-    library: Callable[..., Any] = safe_open  # it has no types
-    return library(path, framework="pt")
 
 
 def _byte_chunks(tensor: Tensor) -> Iterator[memoryview]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.checkpoint._files import open_tensors, verify_file, verify_header
+from weft.checkpoint._files import verify_file, verify_header
 from weft.checkpoint._format import Manifest, StoredFile, StoredRun, read_index, read_manifest
+from weft.checkpoint._tensor_file import TensorFile
 from weft.checkpoint._write import runs_by_name
 from weft.errors import CheckpointError
 from weft.parallel import Piece
@@ -35,7 +35,7 @@ class StoredCheckpoint:
             self.runs = runs_by_name(run for index in indexes for run in index.runs)
         except CheckpointError as problem:
             raise CheckpointError(f"{folder / str(problem)}") from None
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, TensorFile] = {}
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Read every `shares`-th tensor file from `share` on, and compare size, digest and header with the index.
@@ -84,7 +84,7 @@ class StoredCheckpoint:
     def _local(self, runs: list[StoredRun], shape: torch.Size) -> Tensor:
         flat = torch.empty(shape.numel(), dtype=runs[0].dtype)
         for run in runs:
-            flat[run.start : run.start + run.length].copy_(self._read(run))
+            self._open(run).read(run.key, 0, flat[run.start : run.start + run.length])
         return flat.view(shape)
 
     def _copy_overlaps(self, runs: list[StoredRun], piece: Piece) -> None:
@@ -92,16 +92,15 @@ class StoredCheckpoint:
         for run in runs:
             first, last = max(run.start, piece.start), min(run.start + run.length, stop)
             if run.split.index == piece.split.index and first < last:
-                source = self._read(run)[first - run.start : last - run.start]
-                piece.tensor[first - piece.start : last - piece.start].copy_(source)
+                into = piece.tensor[first - piece.start : last - piece.start]
+                self._open(run).read(run.key, first - run.start, into)
 
-    def _read(self, run: StoredRun) -> Tensor:
-        """Return a run as a flat view of the mapped file: only what is copied out of it is read."""
+    def _open(self, run: StoredRun) -> TensorFile:
         if run.file not in self._handles:
             while len(self._handles) >= _OPEN_FILES:
-                self._handles.pop(next(iter(self._handles)))
+                self._handles.pop(next(iter(self._handles))).close()
             try:
-                self._handles[run.file] = open_tensors(self.folder / run.file)
+                self._handles[run.file] = TensorFile(self.folder / run.file)
             except OSError as error:
                 raise CheckpointError(f"{self.folder / run.file} cannot be read: {error}.") from None
-        return self._handles[run.file].get_tensor(run.key).reshape(-1)
+        return self._handles[run.file]

@@ -14,6 +14,7 @@ from torch import Tensor
 from weft.checkpoint._files import Entry, grouped, sync_folder, write_tensors, write_text
 from weft.checkpoint._folder import find_checkpoint
 from weft.checkpoint._read import StoredCheckpoint
+from weft.checkpoint._renamed import Renamed
 from weft.errors import CheckpointError
 from weft.models import Blueprint
 from weft.recipe.hf_folder import TOKENIZER_CONFIG
@@ -93,7 +94,8 @@ def export_checkpoint(
 ) -> Path:
     """Write weights, `config.json` and the tokenizer into a new folder; `transformers` loads it.  Call on one process.
 
-    Weights are read one at a time, unless the blueprint renames or joins them: that takes the whole model in memory.
+    Weights are read one at a time, renamed and joined as the blueprint says; one whose `export` looks into its tensors,
+    or writes to them, takes the whole model in memory.
 
     Args:
         checkpoint: of a checkpoint, or of a run: then its newest one.
@@ -117,7 +119,7 @@ def export_checkpoint(
     try:
         partial.mkdir(parents=True)
         try:
-            mapped = weights if blueprint is None or blueprint.export is None else blueprint.export(weights)
+            mapped = weights if blueprint is None or blueprint.export is None else Renamed(weights, blueprint.export)
             file = "model.safetensors" if blueprint is None else blueprint.export_files[1]
             _write_weights(partial, file, mapped, dtype, file_bytes)
             _write_companions(partial, blueprint, tokenizer, processors, dtype)
@@ -144,7 +146,7 @@ def _check_names(weights: StoredWeights, blueprint: Blueprint, checkpoint: Path)
 
 
 def _write_weights(
-    folder: Path, file: str, weights: Mapping[str, Tensor], dtype: torch.dtype | None, file_bytes: int
+    folder: Path, file: str, weights: StoredWeights | Renamed, dtype: torch.dtype | None, file_bytes: int
 ) -> None:
     entries = [_entry(weights, name, dtype) for name in weights]
     groups = list(grouped(entries, lambda entry: entry.size_bytes, file_bytes)) or [[]]
@@ -158,11 +160,8 @@ def _write_weights(
         write_text(folder / f"{file}.index.json", json.dumps(index, indent=2))
 
 
-def _entry(weights: Mapping[str, Tensor], name: str, wanted: torch.dtype | None) -> Entry:
-    if isinstance(weights, StoredWeights):
-        shape, dtype = weights.shape(name), weights.dtype(name)
-    else:
-        shape, dtype = weights[name].shape, weights[name].dtype
+def _entry(weights: StoredWeights | Renamed, name: str, wanted: torch.dtype | None) -> Entry:
+    shape, dtype = weights.shape(name), weights.dtype(name)
     dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
 
     def fetch() -> Tensor:

@@ -39,7 +39,7 @@ def read_plain_file(path: Path, error: type[WeftError], advice: str, *, most_byt
                 raise error(f"{path} is no plain file. {advice}")
             if found.st_size > most_bytes:
                 raise error(f"{path} has {found.st_size:,} bytes, and at most {most_bytes:,} are read. {advice}")
-            return file.read(most_bytes)
+            return file.read(found.st_size)  # room for `most_bytes` would be taken at once
     except OSError as problem:
         if path.is_symlink():
             raise error(f"{path} is a symbolic link, where only plain files belong. {advice}") from None

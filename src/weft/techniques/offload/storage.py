@@ -46,9 +46,11 @@ class Storage(Protocol):
 
 def new_buffer(num_bytes: int, device: torch.device) -> Tensor:
     """Return a flat tensor of bytes on a device, on CPUs so aligned that files can be read into it directly."""
-    if device.type != "cpu":
+    if device.type != "cpu" or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    # Private: shared memory would be outside of what a limit on a process's own memory counts.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 @final

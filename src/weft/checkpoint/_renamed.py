@@ -1,0 +1,119 @@
+"""Weights under other names and in other shapes, made one at a time.
+
+An exporter takes all weights and returns others.  It is asked once with tensors that have no content (on the meta
+device), and what it does to them is noted; a tensor is then made of those that it comes from when its turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Exporter = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+class _Weights(Protocol):
+    """Weights that are read when they are asked for."""
+
+    def __getitem__(self, name: str) -> Tensor: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def shape(self, name: str) -> torch.Size: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+
+
+class _Step(NamedTuple):
+    """What a tensor comes from."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: int
+    """Which of the function's results it is, from 0."""
+
+
+class _NeedsContent(Exception):
+    """What an exporter does cannot be noted without content."""
+
+
+@final
+class _Notes(TorchDispatchMode):
+    """Notes what is done to tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[int, _Step] = {}
+        self._alive: list[Tensor] = []
+        """Keeps identities from being given twice."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            raise _NeedsContent
+        results = func(*args, **(kwargs or {}))
+        for index, each in enumerate(tree_leaves(results)):
+            if isinstance(each, Tensor):
+                self._alive.append(each)
+                self.steps[id(each)] = _Step(func, args, kwargs or {}, index)
+        return results
+
+
+@final
+class Renamed(Mapping[str, Tensor]):
+    """What an exporter makes of weights, each made when it is asked for; all at once, whole in memory, where an
+    exporter looks into its tensors or writes to them."""
+
+    def __init__(self, weights: _Weights, exporter: Exporter) -> None:
+        self._weights = weights
+        self._last: tuple[str, Tensor] | None = None
+        shells = {n: torch.empty(weights.shape(n), dtype=weights.dtype(n), device="meta") for n in weights}
+        self._sources = {id(shell): name for name, shell in shells.items()}
+        self._shells = shells
+        self._notes = _Notes()
+        self._results: Mapping[str, Tensor] = {}
+        try:
+            with torch.no_grad(), self._notes:
+                self._results = exporter(shells)
+            if not all(self._is_known(each) for each in self._results.values()):
+                raise _NeedsContent
+        except (_NeedsContent, RuntimeError):  # what is wrong with the exporter itself is raised again here
+            self._sources, self._results = {}, exporter({name: weights[name] for name in weights})
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether a tensor comes from weights, or has content of its own."""
+        step = self._notes.steps.get(id(tensor))
+        if step is None:
+            return id(tensor) in self._sources or not tensor.is_meta
+        inputs = (each for each in tree_leaves((step.args, step.kwargs)) if isinstance(each, Tensor))
+        return all(self._is_known(each) for each in inputs)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._made(self._results[name])
+
+    def _made(self, tensor: Tensor) -> Tensor:
+        if (source := self._sources.get(id(tensor))) is not None:
+            if self._last is None or self._last[0] != source:  # experts of a layer are cut out of one, in turn
+                self._last = None
+                self._last = source, self._weights[source].contiguous()
+            return self._last[1]
+        step = self._notes.steps.get(id(tensor)) if self._sources else None
+        if step is None:
+            return tensor
+        args, kwargs = tree_map_only(Tensor, self._made, (step.args, step.kwargs))
+        made = step.function(*args, **kwargs)
+        return tree_leaves(made)[step.result]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._results)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._results[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._results[name].dtype

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from checkpoint.layouts import Cut, ThreadRanks, one_piece, pieces_of
 from weft.checkpoint import Checkpointer, Peers
-from weft.checkpoint.export import export_checkpoint, read_tensors
+from weft.checkpoint.export import Renamed, export_checkpoint, read_tensors
 from weft.errors import CheckpointError
 from weft.models import Blueprint, build_reference, class_loss
 from weft.recipe import DecoderShape
@@ -137,3 +139,95 @@ def test_tensors_are_read_one_at_a_time_by_prefix(tmp_path: Path) -> None:
         "1.weight",
         "1.bias",
     }
+
+
+# ── exporters that rename and join ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Watched:
+    """Weights that know how many of them are alive at a time."""
+
+    def __init__(self) -> None:
+        made = torch.Generator().manual_seed(2)
+        self._tensors = {f"layer{at}.experts": torch.randn(3, 4, 2, generator=made) for at in range(4)}
+        self._tensors["bias"] = torch.randn(5, generator=made)
+        self.alive: list[weakref.ref[Tensor]] = []
+        self.read, self.most = list[str](), 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name].clone()
+        self.alive = [each for each in self.alive if each() is not None] + [weakref.ref(tensor)]
+        self.read.append(name)
+        self.most = max(self.most, len(self.alive))
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+
+def by_expert(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Cut, joined, transposed, dropped, made up, twice the same."""
+    found = dict[str, Tensor]()
+    for name, tensor in weights.items():
+        if name == "bias":
+            found |= {"a": tensor, "b": tensor.clone(), "c": tensor.new_zeros(2), "d": torch.ones(2) * 3}
+        elif name != "layer3.experts":
+            for index, one in enumerate(tensor.unbind(0)):
+                left, right = one.chunk(2)
+                found[f"{name}.{index}.left"] = left.contiguous()
+                found[f"{name}.{index}.both"] = torch.cat([right.t(), left.t()]).double()
+    return found
+
+
+def test_weights_are_cut_and_renamed_one_at_a_time() -> None:
+    weights = Watched()
+    wanted = by_expert({name: weights[name] for name in weights})
+    weights.read, weights.most, weights.alive = [], 0, []
+    renamed = Renamed(weights, by_expert)
+    assert weights.read == []
+    assert list(renamed) == list(wanted)
+    for name in renamed:
+        assert (renamed.shape(name), renamed.dtype(name)) == (wanted[name].shape, wanted[name].dtype)
+        assert torch.equal(renamed[name], wanted[name])
+    assert weights.read == ["layer0.experts", "layer1.experts", "layer2.experts", "bias"]
+    assert weights.most == 1
+
+
+def in_place(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone().mul_(2) for name, tensor in weights.items()}
+
+
+def with_a_look(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights.items() if tensor.sum().item() > 0}
+
+
+def with_numpy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(tensor.numpy()[::-1].copy()) for name, tensor in weights.items()}
+
+
+def without_copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict({tensor.data_ptr(): (name, tensor) for name, tensor in weights.items()}.values())
+
+
+@pytest.mark.parametrize("exporter", [in_place, with_a_look, with_numpy, without_copies])
+def test_an_exporter_that_needs_content_gets_it(
+    exporter: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+) -> None:
+    weights = Watched()
+    wanted = exporter({name: weights[name] for name in weights})
+    renamed = Renamed(weights, exporter)
+    assert list(renamed) == list(wanted)
+    assert all(torch.equal(renamed[name], wanted[name]) for name in wanted)
+
+
+def test_what_is_wrong_with_an_exporter_is_its_own_error() -> None:
+    with pytest.raises(KeyError, match="there is no such"):
+        Renamed(Watched(), lambda weights: {"x": weights["there is no such"]})
+    with pytest.raises(RuntimeError, match="mat1 and mat2|size"):
+        Renamed(Watched(), lambda weights: {"x": weights["bias"][None] @ weights["bias"][None]})

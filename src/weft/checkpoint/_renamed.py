@@ -1,7 +1,8 @@
 """Weights under other names and in other shapes, made one at a time.
 
-An exporter takes all weights and returns others.  It is asked once with tensors that have no content (on the meta
-device), and what it does to them is noted; a tensor is then made of those that it comes from when its turn comes.
+An exporter takes all weights and returns others.  It is asked once with tensors that have no content and say so to
+whoever looks (fake ones), and what it does to them is noted; a tensor is then made of those that it comes from when its
+turn comes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -69,24 +71,33 @@ class Renamed(Mapping[str, Tensor]):
     def __init__(self, weights: _Weights, exporter: Exporter) -> None:
         self._weights = weights
         self._last: tuple[str, Tensor] | None = None
-        shells = {n: torch.empty(weights.shape(n), dtype=weights.dtype(n), device="meta") for n in weights}
-        self._sources = {id(shell): name for name, shell in shells.items()}
-        self._shells = shells
+        self._sources: dict[int, str] = {}
+        self._shells = list[Tensor]()
+        """Keeps their identities from being given twice."""
         self._notes = _Notes()
-        self._results: Mapping[str, Tensor] = {}
         try:
-            with torch.no_grad(), self._notes:
-                self._results = exporter(shells)
-            if not all(self._is_known(each) for each in self._results.values()):
-                raise _NeedsContent
-        except (_NeedsContent, RuntimeError):  # what is wrong with the exporter itself is raised again here
+            self._results = self._traced(exporter)
+        except Exception:  # what is wrong with the exporter itself is raised again here
             self._sources, self._results = {}, exporter({name: weights[name] for name in weights})
+
+    def _traced(self, exporter: Exporter) -> Mapping[str, Tensor]:
+        """Return what an exporter makes of weights without content."""
+        with torch.no_grad(), FakeTensorMode(), self._notes:
+            shells = {n: torch.empty(self._weights.shape(n), dtype=self._weights.dtype(n)) for n in self._weights}
+            self._sources = {id(shell): name for name, shell in shells.items()}
+            self._shells = list(shells.values())
+            results = exporter(shells)
+        if not all(self._is_known(each) for each in results.values()):
+            raise _NeedsContent
+        return results
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether a tensor comes from weights, or has content of its own."""
+        if id(tensor) in self._sources:
+            return True
         step = self._notes.steps.get(id(tensor))
         if step is None:
-            return id(tensor) in self._sources or not tensor.is_meta
+            return not isinstance(tensor, FakeTensor)
         inputs = (each for each in tree_leaves((step.args, step.kwargs)) if isinstance(each, Tensor))
         return all(self._is_known(each) for each in inputs)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.checkpoint._files import Entry, grouped, sync_folder, write_tensors, write_text
 from weft.checkpoint._folder import find_checkpoint
 from weft.checkpoint._read import StoredCheckpoint
-from weft.checkpoint._renamed import Renamed
+from weft.checkpoint._renamed import Renamed as Renamed
 from weft.errors import CheckpointError
 from weft.models import Blueprint
 from weft.recipe.hf_folder import TOKENIZER_CONFIG

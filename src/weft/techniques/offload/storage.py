@@ -18,6 +18,7 @@ from weft.figures import spell_bytes
 
 ALIGNMENT = mmap.PAGESIZE
 """What starts, lengths and addresses of direct transfers are multiples of."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Storage(Protocol):
@@ -98,7 +99,7 @@ class FileStorage:
         self._staging = None if device.type == "cpu" else new_buffer(0, torch.device("cpu"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file, name = tempfile.mkstemp(prefix="offloaded-", dir=folder)
+            self._file = _new_file(folder)
         except OSError as error:
             raise PlanError(
                 f'plan.memory.offload_to = "disk" cannot write to {folder}: {error.strerror}. Name a folder that this'
@@ -107,12 +108,10 @@ class FileStorage:
         self._folder, self._num_bytes = folder, 0
         try:
             self.grow(num_bytes)
-            self._direct = _open_directly(name)
+            self._direct = None if _is_in_memory(self._file) else _open_directly(self._file)
         except BaseException:
             os.close(self._file)
             raise
-        finally:
-            os.unlink(name)
         self._map: mmap.mmap | None = None
 
     def grow(self, num_bytes: int) -> None:
@@ -122,9 +121,9 @@ class FileStorage:
         try:
             os.posix_fallocate(self._file, self._num_bytes, num_bytes - self._num_bytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in _FULL:
                 raise
-            raise PlanError(_no_room(num_bytes, num_bytes - self._num_bytes, self._folder)) from error
+            raise PlanError(_no_room(num_bytes, num_bytes - self._num_bytes, self._folder, error)) from error
         self._num_bytes = num_bytes
 
     @property
@@ -146,7 +145,12 @@ class FileStorage:
         buffer = source if source.device.type == "cpu" else self._staged(source.numel()).copy_(source)
         memory, done = buffer.numpy().data, 0
         while done < len(memory):
-            done += os.pwritev(self._descriptor, [memory[done:]], start + done)
+            try:
+                done += os.pwritev(self._descriptor, [memory[done:]], start + done)
+            except OSError as error:  # a file system that promises room which it does not keep
+                if error.errno not in _FULL:
+                    raise
+                raise PlanError(_no_room(self._num_bytes, len(memory) - done, self._folder, error)) from error
 
     def view(self, start: int, length: int) -> Tensor:
         if self._map is None:
@@ -180,20 +184,47 @@ class FileStorage:
         return self._staging[:length]
 
 
-def _open_directly(name: str) -> int | None:
-    """Open a file past the page cache; None where its file system has no such way (as tmpfs)."""
+def _new_file(folder: Path) -> int:
+    """Open a new file without a name: one that never had any, where the file system has such files, so that a kill at
+    any moment leaves nothing."""
     try:
-        return os.open(name, os.O_RDWR | os.O_DIRECT)
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    descriptor, name = tempfile.mkstemp(prefix="offloaded-", dir=folder)
+    os.unlink(name)
+    return descriptor
+
+
+def _open_directly(descriptor: int) -> int | None:
+    """Open a file once more, past the page cache; None where its file system has no such way."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOENT):
             raise
         return None
 
 
-def _no_room(num_bytes: int, more_bytes: int, folder: Path) -> str:
+def _is_in_memory(descriptor: int) -> bool:
+    """Whether a file system keeps its files in memory, though it may say that it transfers directly."""
+    device = os.fstat(descriptor).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    kinds = {line.split(" - ", 1)[1].split()[0] for line in mounts if line.split()[2] == number}
+    return bool(kinds & {"tmpfs", "ramfs"})
+
+
+def _no_room(num_bytes: int, more_bytes: int, folder: Path, error: OSError) -> str:
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     lacking = f", {spell_bytes(more_bytes - free)} too few" if more_bytes > free else ""
+    if error.errno != errno.ENOSPC:  # a quota, or the longest file that a process may write
+        lacking += f' ("{error.strerror}")'
     return (
         f'plan.memory.offload_to = "disk" needs {spell_bytes(num_bytes)} in {folder} for this rank alone, and'
         f" {spell_bytes(free)} are free{lacking}. Name another place by memory.offload_folder, or use"

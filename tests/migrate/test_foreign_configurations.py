@@ -263,6 +263,73 @@ def test_a_sequence_that_ranks_share_is_ulysses(tmp_path: Path) -> None:
     assert (plan.mesh.context, plan.mesh.replicate, plan.context_parallel.scheme) == (2, 2, "ulysses")
 
 
+def offloading(**sections: Mapping[str, Any]) -> dict[str, Any]:
+    checkpointing = sections.pop("activation_checkpointing", {})
+    sharding = {"stage": 3, **sections}
+    table = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": sharding}
+    return {**table, "activation_checkpointing": checkpointing} if checkpointing else table
+
+
+NVME = {"device": "nvme", "nvme_path": "/fast", "pin_memory": True, "buffer_count": 5}
+
+
+@pytest.mark.parametrize(
+    ("table", "offload", "to", "folder"),
+    [
+        (offloading(offload_param={"device": "none"}), "none", "host", ""),
+        (offloading(offload_optimizer={"device": "cpu", "pin_memory": True}), "optimizer", "host", ""),
+        (offloading(offload_param=NVME), "parameters", "disk", "/fast"),
+        (offloading(offload_param=NVME, offload_optimizer=NVME), "parameters", "disk", "/fast"),
+        (offloading(offload_param={"device": "nvme"}, offload_optimizer={"device": "cpu"}), "parameters", "disk", ""),
+        (
+            offloading(offload_optimizer=NVME, activation_checkpointing={"cpu_checkpointing": True}),
+            *("optimizer+activations", "disk", "/fast"),
+        ),
+        (
+            offloading(offload_param=NVME, activation_checkpointing={"cpu_checkpointing": True}),
+            *("parameters+activations", "disk", "/fast"),
+        ),
+        (offloading(activation_checkpointing={"cpu_checkpointing": True}), "activations", "host", ""),
+    ],
+)
+def test_what_waits_elsewhere(tmp_path: Path, table: dict[str, Any], offload: str, to: str, folder: str) -> None:
+    migration = read(tmp_path, table)
+    memory = migration.plan.memory
+    assert (memory.offload, memory.offload_to, memory.offload_folder) == (offload, to, folder)
+    check_round_trip(migration)
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (offloading(offload_param={"device": "cpu"}), r"offload_param.device .*: weights do not wait .* Write nvme"),
+        (offloading(stage=2, offload_param=NVME), r"offload_param.device .*: .* Write stage 3, or none"),  # type: ignore[arg-type]
+        (
+            offloading(offload_param=NVME, offload_optimizer=NVME | {"nvme_path": "/other"}),
+            r"offload_optimizer.nvme_path: plan.memory.offload_folder would be '/other', .*Leave one of the two",
+        ),
+        (
+            offloading(offload_param=NVME) | {"compile": {"deepcompile": True}},
+            "cannot join compute.compile",
+        ),
+    ],
+)
+def test_what_cannot_wait_elsewhere_is_refused_by_name(tmp_path: Path, table: dict[str, Any], says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        read(tmp_path, table)
+
+
+def test_accelerate_says_where_weights_wait(tmp_path: Path) -> None:
+    section = {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/fast"}
+    table = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": section}
+    plan = read(tmp_path, table, processes=None, train_micro_batch_size_per_gpu=2).plan
+    assert (plan.memory.offload, plan.memory.offload_folder) == ("parameters", "/fast")
+    table["fsdp_config"], table["distributed_type"] = {"fsdp_offload_params": True}, "FSDP"
+    del table["deepspeed_config"]
+    with pytest.raises(RecipeError, match="fsdp_offload_params: weights do not wait in the memory of the host"):
+        read(tmp_path, table, processes=None, batch_size=2)
+
+
 def test_all_refusals_come_at_once(tmp_path: Path) -> None:
     table = {
         "train_batch_size": 8,

@@ -162,9 +162,10 @@ def _as_deepspeed(values: Values, settings: Settings, read_file: Callable[[str],
                 )
         return read_file(named)
     sharding: dict[str, Any] = {"stage": given.get("zero_stage", 2)}
-    if "offload_optimizer_device" in given:
-        device = {"device": given["offload_optimizer_device"], "nvme_path": given.get("offload_optimizer_nvme_path")}
-        sharding["offload_optimizer"] = {name: value for name, value in device.items() if value is not None}
+    for section in ("offload_optimizer", "offload_param"):
+        if f"{section}_device" in given:
+            device = {"device": given[f"{section}_device"], "nvme_path": given.get(f"{section}_nvme_path")}
+            sharding[section] = {name: value for name, value in device.items() if value is not None}
     table: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": AUTO,
         "gradient_accumulation_steps": _number(given.get("gradient_accumulation_steps", 1)),
@@ -179,7 +180,10 @@ def _as_deepspeed(values: Values, settings: Settings, read_file: Callable[[str],
     return table
 
 
-_CLASHING = ("zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device")
+_CLASHING = (
+    *("zero_stage", "gradient_accumulation_steps", "gradient_clipping"),
+    *("offload_optimizer_device", "offload_param_device"),
+)
 
 
 def _number(value: Any) -> Any:

@@ -12,6 +12,8 @@ Values = Mapping[str, Any]
 _KEYS = keys_of("deepspeed")
 _TO = {name: key.to for name, key in _KEYS.items()}
 _OFFLOADS = "zero_optimization.offload_optimizer"
+_WEIGHTS_OFFLOAD = "zero_optimization.offload_param"
+_ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
 
 _OLD_NAMES = {"bfloat16": "bf16"}
 _PRECISIONS = {"bfloat16": "bf16", "bf16": "bf16", "bfp16": "bf16", "float16": "fp16", "fp16": "fp16"}
@@ -153,13 +155,44 @@ def _gradients(values: Values, settings: Settings) -> None:
 
 
 def _memory(values: Values, settings: Settings) -> None:
-    device = values.get(f"{_OFFLOADS}.device", "none")
-    if device != "none":
-        settings.set(_TO[f"{_OFFLOADS}.device"], "optimizer", f"{_OFFLOADS}.device = {device}")
-    if device == "nvme":
-        settings.set(_TO[f"{_OFFLOADS}.device"] + "_to", "disk", f"{_OFFLOADS}.device = {device}")
-        if f"{_OFFLOADS}.nvme_path" in values:
-            settings.set(_TO[f"{_OFFLOADS}.nvme_path"], values[f"{_OFFLOADS}.nvme_path"], f"{_OFFLOADS}.nvme_path")
+    """One word of a plan for what waits elsewhere, which three keys say here, and one place."""
+    optimizer, weights = (values.get(f"{section}.device", "none") for section in (_OFFLOADS, _WEIGHTS_OFFLOAD))
+    if weights != "none" and not _may_leave(weights, values, settings):
+        return
+    words = [f"{_WEIGHTS_OFFLOAD}.device = {weights}"] if weights != "none" else []
+    words += [f"{_OFFLOADS}.device = {optimizer}"] if optimizer != "none" else []
+    what = ["parameters" if weights != "none" else "optimizer"] if words else []
+    if values.get(_ACTIVATIONS):
+        what.append("activations")
+        words.append(f"{_ACTIVATIONS} = true")
+    if not what:
+        return
+    said = " and ".join(words)
+    if weights != "none" and optimizer == "none":
+        said += ": masters and optimizer states go with them"
+    settings.set(_TO[f"{_OFFLOADS}.device"], "+".join(what), said)
+    if "nvme" in (weights, optimizer):
+        settings.set(_TO[f"{_OFFLOADS}.device"] + "_to", "disk", f"{said}; all of it has one place")
+        for section, device in ((_WEIGHTS_OFFLOAD, weights), (_OFFLOADS, optimizer)):
+            if device == "nvme" and f"{section}.nvme_path" in values:
+                settings.set(_TO[f"{section}.nvme_path"], values[f"{section}.nvme_path"], f"{section}.nvme_path")
+
+
+def _may_leave(device: str, values: Values, settings: Settings) -> bool:
+    """Whether weights can wait where `offload_param` wants them; else it is refused."""
+    name = f"{_WEIGHTS_OFFLOAD}.device (Accelerate calls it offload_param_device)"
+    if values.get("zero_optimization.stage") != 3:
+        settings.refuse(name, "weights can wait elsewhere where stage 3 shares them out. Write stage 3, or none here.")
+    elif device == "cpu":
+        settings.refuse(
+            name,
+            "weights do not wait in the memory of the host. Write nvme, which keeps them, their gradients and the"
+            " optimizer on a disk where ranks compute on CPUs; or none: the optimizer can wait there"
+            " (offload_optimizer).",
+        )
+    else:
+        return True
+    return False
 
 
 def _permissions(settings: Settings) -> None:

@@ -93,7 +93,7 @@ class Verdict:
 
 
 def plan_of(*, size: int = 2, zero: int = 0, precision: str = "fp64", device: str = "cuda", **changes: Any) -> Plan:
-    """A plan for a batch of `BATCH`: axes, `schedule`, `chunks`, `sequence` and `recompute` by name."""
+    """A plan for a batch of `BATCH`: axes, `schedule`, `chunks`, `sequence`, `recompute` and `offload` by name."""
     mesh = MeshPlan(**{axis: changes.get(axis, 1) for axis in ("replicate", "shard", "tensor", "pipeline")})
     return Plan(
         mesh=mesh,
@@ -103,9 +103,15 @@ def plan_of(*, size: int = 2, zero: int = 0, precision: str = "fp64", device: st
             schedule=changes.get("schedule", "1f1b"), chunks_per_rank=changes.get("chunks", 1)
         ),
         microbatch=MicrobatchPlan(size=size, per_step=BATCH // size // mesh.data),
-        memory=MemoryPlan(recompute=changes.get("recompute", "none")),
+        memory=memory_of(device, changes.get("offload", "none"), changes.get("to", "host"), changes.get("recompute")),
         compute=ComputePlan(precision=precision, device=device),  # type: ignore[arg-type]
     )
+
+
+def memory_of(device: str, offload: Any, to: Any = "host", recompute: Any = None) -> MemoryPlan:
+    """What waits elsewhere: in the memory of the host, or on a disk, where the CPU stands in for a device, too."""
+    place = "disk" if device == "cpu" and offload != "none" else to
+    return MemoryPlan(recompute=recompute or "none", offload=offload, offload_to=place)
 
 
 PLANS: Mapping[str, dict[str, Any]] = {
@@ -124,8 +130,16 @@ PLANS: Mapping[str, dict[str, Any]] = {
     "pipeline 2, DualPipeV": {"pipeline": 2, "schedule": "dualpipev", "chunks": 2},
     "data 2 × tensor 2 × pipeline 2, ZeRO-1": {"shard": 2, "tensor": 2, "pipeline": 2, "zero": 1, "sequence": True},
     "data 2 × pipeline 2, ZeRO-3": {"shard": 2, "pipeline": 2, "zero": 3},
+    "data 2, ZeRO-1, optimizer away": {"shard": 2, "zero": 1, "offload": "optimizer"},
+    "data 2, ZeRO-2, activations away": {"shard": 2, "zero": 2, "offload": "activations"},
+    "data 2, ZeRO-3, recompute, both away": {
+        "shard": 2, "zero": 3, "offload": "optimizer+activations", "recompute": "selective"
+    },
+    "pipeline 2, activations away": {"pipeline": 2, "offload": "activations"},
+    "data 2, ZeRO-1, both on a disk": {"shard": 2, "zero": 1, "offload": "optimizer+activations", "to": "disk"},
 }
-"""Several ranks on one device.  Every technique, every schedule, and three dimensions."""
+"""Several ranks on one device.  Every technique, every schedule, and three dimensions.  What is away waits in the memory
+of the host."""
 
 
 def recipe_of(model: str, precision: str) -> Recipe:

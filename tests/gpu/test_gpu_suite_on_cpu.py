@@ -47,7 +47,7 @@ def test_every_precision_is_compared_with_the_cpu(cells: Cells) -> None:
     assert [verdict.difference for verdict in verdicts] == [0, 0, 0, 0, 1]  # the same device: bit for bit
 
 
-@pytest.mark.parametrize("name", ["data 2, ZeRO-2", "tensor 2, sequence"])
+@pytest.mark.parametrize("name", ["data 2, ZeRO-2", "tensor 2, sequence", "data 2, ZeRO-3, recompute, both away"])
 def test_ranks_are_compared_with_one_process(cells: Cells, name: str) -> None:
     assert all(verdict.passed for verdict in cells.against_one(name))
 

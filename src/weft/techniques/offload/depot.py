@@ -126,7 +126,8 @@ class FileDepot:
     """
 
     def __init__(self, storage: FileStorage, device: torch.device) -> None:
-        self._storage, self._device, self._beside = storage, device, _beside(device)
+        self._storage, self._device = storage, device
+        self._out, self._back = _beside(device), _beside(device)
         self._runs = Runs(storage.grow)
         self._staging = new_buffer(ALIGNMENT, torch.device("cpu"))
 
@@ -134,7 +135,7 @@ class FileDepot:
         run = self._runs.take(source.numel())
         if self._staging.numel() < run.size:
             self._staging = new_buffer(run.size, torch.device("cpu"))
-        with self._beside():
+        with self._out():
             self._staging[: source.numel()].copy_(source)
         self._storage.write(run.start, self._staging[: run.size])
         return run
@@ -143,11 +144,11 @@ class FileDepot:
         return new_buffer(-(-num_bytes // ALIGNMENT) * ALIGNMENT, self._device)
 
     def get(self, place: Extent, into: Tensor) -> None:
-        with self._beside():
+        with self._back():
             self._storage.read(place.start, into)
 
     def close(self) -> None:
-        self._staging = self._staging[:0]
+        self._staging = torch.empty(0, dtype=torch.uint8)
         self._storage.close()
 
 
@@ -156,11 +157,12 @@ class HostDepot:
     """Pinned memory of the host, which torch's allocator uses again."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._beside = device, _beside(device)
+        self._device = device
+        self._out, self._back = _beside(device), _beside(device)
 
     def put(self, source: Tensor) -> Tensor:
         place = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=True)
-        with self._beside():
+        with self._out():
             place.copy_(source, non_blocking=True)
         return place
 
@@ -168,7 +170,7 @@ class HostDepot:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def get(self, place: Tensor, into: Tensor) -> None:
-        with self._beside():
+        with self._back():
             into.copy_(place, non_blocking=True)
 
     def close(self) -> None:
@@ -176,7 +178,10 @@ class HostDepot:
 
 
 def _beside(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Return what a move is wrapped in: a stream beside the device's others, whose work is waited for."""
+    """Return what a move is wrapped in: a stream beside the device's others, whose work is waited for.
+
+    For one thread only: a stream remembers whose current one it has replaced.  The two ways have one each, so that they
+    go at the same time."""
     if device.type == "cpu":
         return nullcontext
     stream = torch.Stream(device)

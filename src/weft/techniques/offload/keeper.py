@@ -211,7 +211,9 @@ class StateKeeper:
         if writes:
             for shard in group.shards:
                 shard.publish()
-            synchronize(self._device)  # the thread that writes does not wait for the device
+        # The thread that moves does not wait for the device: not before it writes the buffer, nor, where nothing is
+        # written, before it reads the next group into it.
+        synchronize(self._device)
         for region in regions:
             for item in region.items:
                 item.detach()

@@ -34,7 +34,7 @@ from weft.parallel.technique import Build, TechniqueRuntime
 from weft.techniques.offload.place import new_file
 from weft.techniques.offload.storage import ALIGNMENT, FileStorage
 
-_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BYTES = -1, -3, 1 << 20
 Span = tuple[int, int]
 """First byte and length, in whole pages."""
 
@@ -262,10 +262,11 @@ class OffloadedParameters(TechniqueRuntime):
 
 
 def _return_what_is_freed() -> None:
-    """Let glibc give large blocks back to the kernel: its threshold rises to 32 MiB with what is freed, and a rank
-    would keep what it had gathered."""
+    """Let glibc give large blocks, and the free end of a heap, back to the kernel: its thresholds rise to 32 and 64 MiB
+    with what is freed, and a rank would keep what it had gathered."""
     with suppress(OSError, AttributeError):  # another C library gives them back, or knows no way to be told
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        for threshold in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            ctypes.CDLL(None).mallopt(threshold, _LARGE_BYTES)
 
 
 def _units_within(unit: nn.Module) -> Iterator[nn.Module]:

@@ -81,7 +81,7 @@ class HostStorage:
         """Nothing to do: it lies in memory."""
 
     def close(self) -> None:
-        self._bytes = self._bytes[:0]
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # a part of it would keep all of it
 
 
 @final

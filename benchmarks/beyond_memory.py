@@ -79,7 +79,7 @@ class Case:
         away = MemoryPlan(offload=self.what, offload_to="disk", offload_folder=str(folder))  # type: ignore[arg-type]
         return Plan(
             mesh=MeshPlan(shard=self.ranks) if self.shards else MeshPlan(),
-            data_parallel=DataParallelPlan(zero=3 if self.shards else 0),
+            data_parallel=DataParallelPlan(zero=3 if self.shards else 0, bucket_bytes=8 << 20),
             microbatch=MicrobatchPlan(size=self.samples // self.ranks, per_step=1),
             memory=MemoryPlan() if folder is None else away,
             compute=ComputePlan(device="cpu"),
@@ -104,7 +104,7 @@ class Case:
 
 CASES = {
     "parameters": Case("parameters+activations", 64, 512, 32, 2, 2, 680_000_000),
-    "activations": Case("optimizer+activations", 96, 128, 512, 4, 1, 700_000_000),
+    "activations": Case("optimizer+activations", 120, 96, 512, 4, 1, 700_000_000),
 }
 
 

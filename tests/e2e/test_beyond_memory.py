@@ -11,10 +11,10 @@ from benchmarks.beyond_memory import CASES, Case, run
 
 SMALL = {
     "parameters": replace(CASES["parameters"], layers=14, limit_bytes=600_000_000, steps=2),
-    "activations": replace(CASES["activations"], layers=32, tokens=256, samples=8, limit_bytes=640_000_000, steps=2),
+    "activations": replace(CASES["activations"], layers=60, limit_bytes=640_000_000, steps=2),
 }
-"""A rank's half of 60 million parameters, gradients and states, 0.47 GB, does not fit beside torch; nor do the 0.9 GB
-that backward needs of 16,384 tokens."""
+"""A rank's half of 60 million parameters, gradients and states, 0.47 GB, does not fit beside torch; nor do the 1.2 GB
+that backward needs of 2,048 tokens."""
 
 
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)

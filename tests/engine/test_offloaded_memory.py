@@ -24,9 +24,9 @@ WIDE: dict[str, Any] = {
 }  # fmt: skip
 """12.6 million parameters: 100 MB of fp32 state on each of two ranks, of which a block has 8."""
 LONG: dict[str, Any] = {
-    "num_layers": 12, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "sequence_length": 512,
+    "num_layers": 12, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "sequence_length": 384,
 }  # fmt: skip
-"""Of 4,096 tokens a block keeps some 27 MB for its backward."""
+"""Of 3,072 tokens a block keeps some 20 MB for its backward, in tensors that a C library would keep when they are freed."""
 
 
 def away(plan: Plan, what: str) -> Plan:
@@ -142,5 +142,5 @@ def test_weights_and_gradients_are_not_in_memory(ranks: Any) -> None:
 def test_activations_are_not_in_memory(ranks: Any) -> None:
     plan = plan_of("fp32", micro=8)
     ((other, plain),) = ranks.run(1, peaks_of, (away(plan, "activations"), plan), LONG)
-    assert plain > 300e6
+    assert plain > 200e6
     assert other < 0.5 * plain

@@ -15,7 +15,7 @@ from weft.parallel import ModelPart, StepContext, is_own
 from weft.parallel.technique import Build, TechniqueRuntime
 from weft.techniques.offload.activations import ActivationKeeper
 from weft.techniques.offload.depot import Depot, FileDepot, HostDepot
-from weft.techniques.offload.place import new_file, where
+from weft.techniques.offload.place import new_file, return_what_is_freed, where
 
 
 @final
@@ -40,6 +40,8 @@ class OffloadedActivations(TechniqueRuntime):
 
     def _depot(self) -> Depot:
         device = self._build.mesh.device
+        if device.type == "cpu":
+            return_what_is_freed()
         return FileDepot(new_file(self._build, 0), device) if self._goes_to_disk else HostDepot(device)
 
     @property

@@ -10,13 +10,11 @@ Source: Rajbhandari et al., "ZeRO-Infinity: breaking the GPU memory wall for ext
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
@@ -31,10 +29,9 @@ from torch.utils._pytree import tree_leaves
 from weft.figures import spell_bytes
 from weft.parallel import ModelPart, Shard
 from weft.parallel.technique import Build, TechniqueRuntime
-from weft.techniques.offload.place import new_file
+from weft.techniques.offload.place import new_file, return_what_is_freed
 from weft.techniques.offload.storage import ALIGNMENT, FileStorage
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BYTES = -1, -3, 1 << 20
 Span = tuple[int, int]
 """First byte and length, in whole pages."""
 
@@ -124,7 +121,7 @@ class OffloadedParameters(TechniqueRuntime):
         self._kept_bytes += sum(sizes)
         if not is_fake():
             pages = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-            _return_what_is_freed()
+            return_what_is_freed()
             self._file = MappedFile(new_file(self._build, 0), pages)
             self._writer = ThreadPoolExecutor(1, "weft-offload-write")
 
@@ -259,14 +256,6 @@ class OffloadedParameters(TechniqueRuntime):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _return_what_is_freed() -> None:
-    """Let glibc give large blocks, and the free end of a heap, back to the kernel: its thresholds rise to 32 and 64 MiB
-    with what is freed, and a rank would keep what it had gathered."""
-    with suppress(OSError, AttributeError):  # another C library gives them back, or knows no way to be told
-        for threshold in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            ctypes.CDLL(None).mallopt(threshold, _LARGE_BYTES)
 
 
 def _units_within(unit: nn.Module) -> Iterator[nn.Module]:

@@ -1,15 +1,19 @@
-"""Where a rank's files lie while it trains."""
+"""Where a rank's files lie while it trains, and what it keeps of memory that it has freed."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from weft.parallel.technique import Build
 from weft.techniques.offload.storage import FileStorage
 
 logger = logging.getLogger(__name__)
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BYTES = -1, -3, 128 << 10
 
 
 def new_file(build: Build, num_bytes: int) -> FileStorage:
@@ -36,3 +40,11 @@ def new_file(build: Build, num_bytes: int) -> FileStorage:
 def where(build: Build) -> str:
     """Words for where what is offloaded waits."""
     return "on the disk" if build.plan.memory.offloads_to_disk else "in the memory of the host"
+
+
+def return_what_is_freed() -> None:
+    """Let glibc give large blocks, and the free end of a heap, back to the kernel: its thresholds rise to 32 and 64 MiB
+    with what is freed, and a rank would keep what it had gathered."""
+    with suppress(OSError, AttributeError):  # another C library gives them back, or knows no way to be told
+        for threshold in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            ctypes.CDLL(None).mallopt(threshold, _LARGE_BYTES)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from benchmarks.beyond_memory import CASES, Case, run
 
 SMALL = {

@@ -6,9 +6,10 @@ import ctypes
 import gc
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ WIDE: dict[str, Any] = {
 LONG: dict[str, Any] = {
     "num_layers": 12, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "sequence_length": 384,
 }  # fmt: skip
-"""Of 3,072 tokens a block keeps some 20 MB for its backward, in tensors that a C library would keep when they are freed."""
+"""Of 3,072 tokens a block keeps some 20 MB for its backward, in tensors that a C library keeps when they are freed."""
 
 
 def away(plan: Plan, what: str) -> Plan:
@@ -63,7 +64,7 @@ def landed(plan: Plan, shape: dict[str, Any]) -> tuple[dict[str, list[bool]], di
     for name, parameter in training.state.model.module.named_parameters():
         assert isinstance(parameter, DTensor)
         shards[name] = lies_in_a_file(parameter.to_local())
-        parameter.register_post_accumulate_grad_hook(lambda tensor, name=name: note(name, tensor))
+        parameter.register_post_accumulate_grad_hook(partial(note, name))
     for step in range(2):
         training.step(step)
     training.state.close()
@@ -94,7 +95,7 @@ def own_bytes() -> int:
 
 
 @contextmanager
-def watched(peaks: list[int]) -> Iterator[None]:
+def watched(peaks: list[int]) -> Generator[None]:
     """Note the most memory of its own that the process ever had within, looked at every few milliseconds."""
     before, most, ended = own_bytes(), [0], threading.Event()
 

@@ -133,13 +133,16 @@ PLANS: Mapping[str, dict[str, Any]] = {
     "data 2, ZeRO-1, optimizer away": {"shard": 2, "zero": 1, "offload": "optimizer"},
     "data 2, ZeRO-2, activations away": {"shard": 2, "zero": 2, "offload": "activations"},
     "data 2, ZeRO-3, recompute, both away": {
-        "shard": 2, "zero": 3, "offload": "optimizer+activations", "recompute": "selective"
+        "shard": 2,
+        "zero": 3,
+        "offload": "optimizer+activations",
+        "recompute": "selective",
     },
     "pipeline 2, activations away": {"pipeline": 2, "offload": "activations"},
     "data 2, ZeRO-1, both on a disk": {"shard": 2, "zero": 1, "offload": "optimizer+activations", "to": "disk"},
 }
-"""Several ranks on one device.  Every technique, every schedule, and three dimensions.  What is away waits in the memory
-of the host."""
+"""Several ranks on one device.  Every technique, every schedule, and three dimensions.  What is away waits on the
+host."""
 
 
 def recipe_of(model: str, precision: str) -> Recipe:

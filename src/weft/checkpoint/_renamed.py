@@ -35,7 +35,7 @@ class _Step(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: int
-    """Which of the function's results it is, from 0."""
+    """Index among the results of the function."""
 
 
 class _NeedsContent(Exception):

@@ -61,6 +61,24 @@ def disk_seconds(folder: Path, num_bytes: int) -> tuple[float, bool]:
     return seconds, is_direct
 
 
+def entries_of(folder: str) -> list[Entry]:
+    """Short and longer steps, each with states kept and in a folder."""
+    return [
+        Entry(
+            name=name,
+            target="benchmarks._weft:weft",
+            settings={**shape, "plan": dump_plan(plan(where, shape["batch"]), everything=True)},
+            ranks=1,
+        )
+        for name, where, shape in (
+            ("kept", None, SHAPE),
+            ("on disk", folder, SHAPE),
+            ("kept, longer", None, SHAPE | LONGER),
+            ("on disk, longer", folder, SHAPE | LONGER),
+        )
+    ]
+
+
 def main() -> None:
     parser = options_parser(__doc__, rounds=5)
     parser.add_argument("--on", type=Path, default=ROOT / "build", help="a folder on the disk")
@@ -68,20 +86,7 @@ def main() -> None:
     before = machine()
     options.on.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.on) as folder:
-        entries = [
-            Entry(
-                name=name,
-                target="benchmarks._weft:weft",
-                settings={**shape, "plan": dump_plan(plan(where, shape["batch"]), everything=True)},
-                ranks=1,
-            )
-            for name, where, shape in (
-                ("kept", None, SHAPE),
-                ("on disk", folder, SHAPE),
-                ("kept, longer", None, SHAPE | LONGER),
-                ("on disk, longer", folder, SHAPE | LONGER),
-            )
-        ]
+        entries = entries_of(folder)
         with contenders(entries, warmup_steps=2) as alive:
             blocks = interleave(alive, rounds=options.rounds, steps=2)
         seconds = {name: [median(block.seconds) for block in found] for name, found in blocks.items()}

@@ -31,6 +31,9 @@ class TensorFile:
         CheckpointError: it changed since it was verified.
     """
 
+    _descriptor = -1
+    """Closed, or never opened."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_RDONLY)

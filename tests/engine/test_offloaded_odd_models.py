@@ -1,4 +1,4 @@
-"""What is offloaded of models with parameters that are shared, frozen, sparse, or not used in every step: the same bits."""
+"""What is offloaded of models with parameters that are shared, frozen, sparse, or not used in every step: same bits."""
 
 from __future__ import annotations
 

@@ -15,10 +15,12 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
 
 from weft.blueprint import build_blueprint
+from weft.errors import PlanError
 from weft.models import Blueprint
 from weft.models.stacked import ExpertStack, num_stacked, prove_stacks
-from weft.plan import MeshPlan, Plan
+from weft.plan import MeshPlan, MicrobatchPlan, Plan, check_plan
 from weft.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
+from weft.worker import facts_of_blueprint
 
 EXPERTS, HIDDEN, FFN = 4, 12, 20
 
@@ -122,6 +124,14 @@ def test_a_family_whose_experts_all_compute_everything_is_refused(tmp_path: Path
     blueprint = looked_at(tmp_path, model_type="llama4_text", architectures=["Llama4ForCausalLM"], **sizes)
     assert blueprint.experts == {}
     assert "Llama4TextExperts, is not called with tokens, choices and their weights" in blueprint.no_experts
+    recipe = Recipe(
+        model=ModelRecipe(factory="a:model"), batch=BatchRecipe(global_batch_size=4), run=RunRecipe(steps=1)
+    )
+    plan = Plan(mesh=MeshPlan(shard=2, expert=2), microbatch=MicrobatchPlan(size=2, per_step=1))
+    with pytest.raises(
+        PlanError, match=r"cannot share out the experts of a llama4_text: model\.layers\.0\.feed_forward"
+    ):
+        check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe))
 
 
 @pytest.mark.parametrize(

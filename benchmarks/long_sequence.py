@@ -35,6 +35,7 @@ from weft.plan import (
 )
 from weft.record import CollectiveLog
 from weft.techniques.context.exchange import RingExchange
+from weft.techniques.context.shares import Shown
 
 SHAPE: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 256, "num_heads": 8, "ffn_size": 1024, "vocabulary_size": 4096,
@@ -92,7 +93,7 @@ def _messages_seconds(settings: Mapping[str, Any], ring: GroupView) -> float:
     seconds: list[float] = []
     for _ in range(9):
         began = time.perf_counter()
-        for _shown in exchange.visit(key, key, shape.sequence_length):
+        for _shown in exchange.visit(key, key, Shown(shape.sequence_length, ring.size)):
             pass
         seconds.append(time.perf_counter() - began)
     # Keys go round in the forward and the backward, and their gradients in the latter.

@@ -91,11 +91,11 @@ def _run_forward(
     training.close()
 
 
-@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses", "usp"])
 def test_what_is_kept_is_shared_out(ranks: RankPool, scheme: str):
     microbatch = MicrobatchPlan(size=2)
     (whole,) = ranks.run(1, kept_bytes, Plan(microbatch=microbatch))
-    for number in (2, 4):
+    for number in (4,) if scheme == "usp" else (2, 4):
         plan = Plan(
             mesh=MeshPlan(context=number),
             context_parallel=ContextParallelPlan(scheme=scheme),  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from weft.profile.known import known_model
 from weft.recipe import BatchRecipe, DecoderShape, EncoderShape, ModelRecipe, Recipe, RunRecipe
 from weft.search import recipe_space
 from weft.techniques.context.attention import sharing
+from weft.techniques.context.form import AttentionForm
 from weft.worker import facts_of_blueprint
 
 SHAPE = DecoderShape(num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=4, vocabulary_size=32, sequence_length=64)
@@ -125,10 +126,8 @@ def test_a_model_is_as_causal_as_it_says(held: int) -> None:
     """`transformers` leaves out that a call about one token is causal."""
     context, seen = StepContext(), list[bool]()
 
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, *, causal: bool, scale: float | None
-    ) -> Tensor:
-        seen.append(causal)
+    def attend(query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
+        seen.append(form.causal)
         return value
 
     run = sharing(Attending().forward, "attention", attend, context, is_causal=True)

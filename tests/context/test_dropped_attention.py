@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from simulated_ranks import shared_among
 from torch import nn
 
-from weft.comm import GroupView
 from weft.models.dropping import attend_dropping
 from weft.parallel import MicrobatchState, StepContext
-from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.randomness import KeyedDropout
-from weft.techniques.context.attention import Visibility
 from weft.techniques.context.dropped import DroppedAttention
-from weft.techniques.context.partial import attend, attend_backward, merge
+from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.shares import runs_of
 
 LENGTH, HEADS, SAMPLES = 13, 4, 3
@@ -64,37 +62,9 @@ def test_attention_in_parts_is_that_of_one_process(causal: bool, kv_heads: int) 
         one = attend_dropping(*leaves, None, dropout, causal=causal)
         one.backward(gradient)
         dropped = DroppedAttention.of(dropout, HEADS, LENGTH)  # type: ignore[arg-type]
-    shares = [runs_of(LENGTH, RANKS, rank) for rank in range(RANKS)]
-    places = [torch.cat([torch.arange(*run) for run in runs]) for runs in shares]
-    sums = [torch.zeros_like(tensor) for tensor in (query, key, value)]
-    for rank, mine in enumerate(places):
-        tokens = LocalTokens(length=LENGTH, runs=shares[rank])
-        who = Visibility(tokens, GroupView(tuple(range(RANKS)), rank, None), causal=causal, dropped=dropped)
-        whole = None
-        for source, theirs in enumerate(places):
-            pair = who.pair(source)
-            if pair is None:
-                continue
-            settings = {"scale": 6**-0.5, "causal": pair.causal, "kept": who.kept(source, pair, query)}
-            rows = (slice(None), slice(None), mine[pair.queries])
-            columns = (slice(None), slice(None), theirs[pair.keys])
-            part = attend(query[rows], key[columns], value[columns], **settings)
-            spread = attend(query[:, :, mine], key[columns], value[columns], scale=1.0)  # of the right shape
-            spread.output.zero_()
-            spread.log_sum.fill_(-torch.inf)
-            spread.output[:, :, pair.queries], spread.log_sum[:, :, pair.queries] = part.output, part.log_sum
-            whole = merge(whole, spread)
-        assert whole is not None
-        torch.testing.assert_close(whole.output, one[:, :, mine])
-        for source, theirs in enumerate(places):
-            if (pair := who.pair(source)) is None:
-                continue
-            settings = {"scale": 6**-0.5, "causal": pair.causal, "kept": who.kept(source, pair, query)}
-            rows = (slice(None), slice(None), mine[pair.queries])
-            columns = (slice(None), slice(None), theirs[pair.keys])
-            here = type(whole)(whole.output[:, :, pair.queries], whole.log_sum[:, :, pair.queries])
-            shares_of = attend_backward(gradient[rows], query[rows], key[columns], value[columns], here, **settings)
-            for total, at, found in zip(sums, (rows, columns, columns), shares_of, strict=True):
-                total[at] += found
-    for leaf, total in zip(leaves, sums, strict=True):
-        torch.testing.assert_close(total, leaf.grad)
+    assert dropped is not None
+    form = AttentionForm(causal=causal, scale=6**-0.5, dropped=dropped)
+    mixed, gradients = shared_among(RANKS, (query, key, value), gradient, form)
+    torch.testing.assert_close(mixed, one)
+    for leaf, found in zip(leaves, gradients, strict=True):
+        torch.testing.assert_close(found, leaf.grad)

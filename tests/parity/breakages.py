@@ -21,7 +21,7 @@ from weft.engine import _step
 from weft.models import Batch, Blueprint, build_model
 from weft.parallel import _layout, autograd, data, randomness, zero3
 from weft.recipe import Recipe
-from weft.techniques.context import attention, partial
+from weft.techniques.context import attention, partial, shares, ulysses
 from weft.techniques.context import runtime as context
 from weft.techniques.context.exchange import RingExchange
 from weft.techniques.context.partial import Partial
@@ -153,8 +153,8 @@ def _no_sum_over_context() -> list[Patch]:
 def _keys_without_gradients_from_others() -> list[Patch]:
     """What other ranks' queries say of a rank's keys is lost."""
 
-    def own(self: RingExchange, key: Tensor, value: Tensor, length: int, compute: Any) -> Any:
-        said = [compute(*each) for each in self.visit(key, value, length)]
+    def own(self: RingExchange, key: Tensor, value: Tensor, shown: Any, compute: Any) -> Any:
+        said = [compute(*each, slice(0, key.shape[1])) for each in self.visit(key, value, shown)]
         return said[0]
 
     return [(RingExchange, "gradients", own)]
@@ -162,12 +162,39 @@ def _keys_without_gradients_from_others() -> list[Patch]:
 
 def _seen_by_share() -> list[Patch]:
     """Shares are taken to stand one behind the other: a rank's tail sees nothing of the shares of later ranks."""
-    pair = attention.Visibility.pair
+    pairs = attention.Visibility.pairs
 
-    def pair_of(self: Any, source: int) -> Any:
-        return None if source > self.view.index and self.causal else pair(self, source)
+    def pairs_of(self: Any, source: int) -> Any:
+        return () if source > self.view.index and self.form.causal else pairs(self, source)
 
-    return [(attention.Visibility, "pair", pair_of)]
+    return [(attention.Visibility, "pairs", pairs_of)]
+
+
+def _window_one_too_wide() -> list[Patch]:
+    """Each token sees one more than its window holds."""
+    pairs, mask = attention.Visibility.pairs, attention.Visibility.mask
+
+    def wider(self: Any) -> Any:
+        window = self.form.window
+        return self if window is None else replace(self, form=replace(self.form, window=window + 1))
+
+    return [
+        (attention.Visibility, "pairs", lambda self, source: pairs(wider(self), source)),
+        (attention.Visibility, "mask", lambda self, *of: mask(wider(self), *of)),
+        (attention.Visibility, "shown", property(lambda self: shares.Shown(self.tokens.length, self.view.size))),
+    ]
+
+
+def _neighbours_out_of_order() -> list[Patch]:
+    """Tokens of ranks that exchange heads stay in the order of these ranks."""
+    whole = ulysses._Whole
+    begin = whole.__init__
+
+    def unsorted(self: Any, *of: Any) -> None:
+        begin(self, *of)
+        self._by_position = self._by_rank = torch.arange(len(self._by_rank))
+
+    return [(whole, "__init__", unsorted)]
 
 
 def _one_place_for_all() -> list[Patch]:
@@ -358,6 +385,8 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "no sum over context": _no_sum_over_context,
     "keys without gradients from others": _keys_without_gradients_from_others,
     "seen by share": _seen_by_share,
+    "window one too wide": _window_one_too_wide,
+    "neighbours out of order": _neighbours_out_of_order,
     "auxiliary loss by rank": _auxiliary_by_rank,
     "choices by rank": _choices_by_rank,
     "part of the choices' weights": _part_of_the_choices_weights,

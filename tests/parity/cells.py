@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from window_models import LENGTH, WINDOWED
+
 from weft.plan import (
     ComputePlan,
     ContextParallelPlan,
@@ -124,10 +126,10 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
         "global_heads": ModelRecipe(factory="parity_models:build_global_heads"),
     }
     plain = {name: HF_CONFIGS[base] | changes for name, (base, changes) in WITHOUT_DROPPED_ATTENTION.items()}
-    for name, config in (HF_CONFIGS | plain).items():
+    for name, config in (HF_CONFIGS | plain | WINDOWED).items():
         path = folder / f"{name}.json"
         path.write_text(json.dumps(config))
-        found[name] = ModelRecipe(hf=str(path), sequence_length=11)
+        found[name] = ModelRecipe(hf=str(path), sequence_length=LENGTH if name in WINDOWED else 11)
     for name, (base, adapter) in ADAPTED.items():
         found[name] = replace(found[base], adapter=adapter)
     return found
@@ -233,6 +235,10 @@ def name_of(plan: Plan) -> str:
     return "_".join(parts) or "one"
 
 
+def _is_isolated(model: ModelRecipe) -> bool:
+    return model == ISOLATED or (model.hf or "").endswith("_isolated.json")
+
+
 def recipe_of(model: ModelRecipe, precision: str, **optimizer: Any) -> Recipe:
     """Clipping bites (norms are above 0.5), decay and warm-up are on, and the permitted precision is the plan's."""
     settings: dict[str, Any] = {
@@ -241,7 +247,7 @@ def recipe_of(model: ModelRecipe, precision: str, **optimizer: Any) -> Recipe:
     return Recipe(
         model=model,
         data=DataRecipe(
-            train=(DataSource(source="synthetic"),), documents="isolated" if model == ISOLATED else "packed"
+            train=(DataSource(source="synthetic"),), documents="isolated" if _is_isolated(model) else "packed"
         ),
         batch=BatchRecipe(global_batch_size=BATCH),
         optimizer=OptimizerRecipe(**(settings | optimizer)),

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from pool import RankPool
 from predicted import unlike_predicted
+from weft.blueprint import look_for_blocks
+from weft.describe import look_at_tokens
 from weft.description import facts_of
 from weft.engine import TrainingState
 from weft.models import Blueprint, build_model
@@ -85,7 +87,11 @@ def run_rank(recipe: Recipe, plan: Plan, steps: int, breakage: str | None = None
     with broken as build:
 
         def make() -> Blueprint:
-            return build(recipe)
+            blueprint = build(recipe)
+            if plan.mesh.context > 1:  # where nothing says where blocks are, and how tokens see one another
+                look_for_blocks(blueprint, plan)
+                look_at_tokens(blueprint, plan.mesh.context)
+            return blueprint
 
         seen = list[TrainingState]()
 

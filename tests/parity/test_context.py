@@ -21,6 +21,11 @@ CELLS = (
     Cell("encoder", plan(context=2, scheme="ulysses", recompute="full")),
     Cell("hf_bert", plan(context=3, scheme="all_gather")),
     Cell("decoder_grouped", plan(context=4, scheme="ulysses", recompute="selective")),
+    Cell("decoder_dropout", plan(context=4, scheme="usp")),
+    Cell("decoder_grouped", plan(context=4, scheme="usp", recompute="selective")),
+    Cell("isolated", plan(context=4, scheme="usp")),
+    Cell("hf_bert", plan(context=4, scheme="usp", micro=3)),
+    Cell("decoder", plan(context=4, scheme="usp", tensor=2, sequence=True)),
 )
 BREAKAGES = (
     ("merged as means", "decoder", "gradient"),
@@ -51,6 +56,12 @@ def test_equals_one_process_in_fp32(parity: Matrix):
 def test_a_broken_piece_is_seen(parity: Matrix, breakage: str, model: str, seen_in: str):
     failures = parity.verdict(Cell(model, plan(context=2)), breakage=breakage).failures("fp64")
     assert any(seen_in in failure for failure in failures), failures
+
+
+def test_tokens_of_neighbours_out_of_order_are_seen(parity: Matrix) -> None:
+    cell = Cell("decoder", plan(context=4, scheme="usp"))
+    failures = parity.verdict(cell, breakage="neighbours out of order").failures("fp64")
+    assert any("loss" in failure for failure in failures), failures
 
 
 REFUSED = {

@@ -59,7 +59,13 @@ def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
         return
     blueprint.position_input, blueprint.attention = found.position_input, found.attention
     blueprint.attending = found.attending
-    _drop_masks(blueprint.module)
+    if not _isolates(blueprint):  # masks that keep documents apart are asked for where nobody shares a sequence
+        _drop_masks(blueprint.module)
+
+
+def _isolates(blueprint: Blueprint) -> bool:
+    """Whether the model is given the places of tokens in their documents, by which it keeps these apart."""
+    return blueprint.inputs.get(_POSITIONS) == "positions"
 
 
 def _drop_masks(module: nn.Module) -> None:
@@ -88,6 +94,9 @@ def find_shared_sequence(blueprint: Blueprint, lengths: Iterable[int] = ()) -> S
 
 
 def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
+    if _isolates(blueprint):  # that it does is known; who sees whom of one document is what one sample shows
+        given = {keyword: name for keyword, name in blueprint.inputs.items() if keyword != _POSITIONS}
+        blueprint = replace(blueprint, inputs=given)
     length, others = blueprint.sequence_length, set(blueprint.inputs.values()) - {"tokens"}
     if length is None or length < _FEWEST or "tokens" not in blueprint.inputs.values():
         raise _NoSequenceError("its samples are no sequences of tokens")

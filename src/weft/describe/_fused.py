@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.dropping import attend_dropping, attend_in_parts
+from weft.models.dropping import attend_dropping, attend_in_parts, attend_in_window, attend_with_band
 
 
 class FusedAttention(torch.autograd.Function):
@@ -170,6 +170,23 @@ def _in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | Non
     return _attention((query, key, value, mask), {**settings, "enable_gqa": query.shape[1] != key.shape[1]})
 
 
+def _in_window(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
+    """Through a window: the kernel is given a mask, or attention is what it is made of."""
+    return FusedCall(run=lambda: attend_with_band(*args, **kwargs), name=None, composed=True, settings={})
+
+
+def _window_in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
+    """The same as one call.  A mask that says nothing more than the window goes without saying."""
+    from weft.models.hf import window_of  # whose masks these are
+
+    query, key, value, mask, _ = args
+    window = kwargs["window"]
+    is_said = mask is not None and window_of(mask) == window
+    given = (query, key, value, None if is_said else mask, None)
+    found = _in_one(given, {"causal": True, "scale": kwargs.get("scale")})
+    return None if found is None else replace(found, settings={**found.settings, "window": window})
+
+
 Fused = Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], FusedCall | None]]
 """Function → how it runs; None: in parts."""
 FUSED: Fused = {
@@ -183,8 +200,9 @@ FUSED: Fused = {
     torch.dropout: _dropout,
     F.multi_head_attention_forward: _multi_head_attention,
     attend_dropping: _in_parts,
+    attend_in_window: _in_window,
 }
-WHOLE_ATTENTION: Fused = {**FUSED, attend_dropping: _in_one}
+WHOLE_ATTENTION: Fused = {**FUSED, attend_dropping: _in_one, attend_in_window: _window_in_one}
 """The same, with every attention as one call."""
 FUSED_NAMES = ("attention", "rms_norm", "dropout")
 """Names of their events, whose first output is the result; the others are what the kernel keeps."""

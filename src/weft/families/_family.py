@@ -58,7 +58,7 @@ class Family:
         end; empty: nothing of this is against it."""
         from weft.families._sequences import no_shared_sequence  # a rank of another model loads none of it
 
-        return no_shared_sequence(config, has_windows=self.has_windows(config))
+        return no_shared_sequence(config)
 
     def prepare(self, config: Any) -> None:
         """Change the library's configuration before the model is constructed from it."""

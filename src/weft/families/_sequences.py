@@ -8,10 +8,8 @@ from typing import Any
 from weft.families._tables import OWN_CHECKPOINTS
 
 
-def no_shared_sequence(config: Mapping[str, Any], *, has_windows: bool) -> str:
+def no_shared_sequence(config: Mapping[str, Any]) -> str:
     """See `Family.no_shared_sequence`."""
-    if has_windows:
-        return "its attention sees a window of tokens in some layers"
     if kind := _rescaled_rotation(config):
         return f'its rotary frequencies follow the largest position that a rank sees (rope type "{kind}")'
     names = config.get("architectures") or ()

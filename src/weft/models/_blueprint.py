@@ -172,7 +172,7 @@ class Blueprint(Tables):
     @property
     def no_grid(self) -> str:
         """Why tensor ranks cannot form a grid, as far as tables say: a sentence without its end; empty: they can."""
-        if self.attention is None or not self.has_known_forward:
+        if self.attention is None or self.attending or not self.has_known_forward:
             return UNKNOWN_FEATURES
         if any(rule.kind == "expert" for rule in self.split):
             return "its router sees all features of a token"

@@ -1,8 +1,10 @@
-"""Attention that drops some of its probabilities, as one call: what shares, follows or prices attention sees it."""
+"""Attention that drops some of its probabilities, or sees through a window, as one call: what shares, follows or prices
+attention sees it."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -53,3 +55,67 @@ def attend_in_parts(
     # Softmax in fp32 under bf16 and fp16, as the fused kernel does.
     wide = torch.promote_types(scores.dtype, torch.float32)
     return dropout(scores.softmax(-1, dtype=wide).to(scores.dtype)) @ value
+
+
+def attend_in_window(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: nn.Module | None,
+    *,
+    window: int,
+    scale: float | None = None,
+) -> Tensor:
+    """Return causal attention (samples, heads, queries, value size) of which each query sees the `window` latest keys,
+    its own among them.
+
+    Operands are those of `attend_dropping`; the last query stands where the last key does.  A `mask` is what is seen,
+    or what is added to the scores, the window among it: it goes then.  `dropout`: None where nothing is dropped.
+    """
+    given = (query, key, value)
+    if has_torch_function(given):
+        return handle_torch_function(
+            attend_in_window, given, query, key, value, mask, dropout, window=window, scale=scale
+        )
+    return attend_with_band(query, key, value, mask, dropout, window=window, scale=scale)
+
+
+def attend_with_band(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: nn.Module | None,
+    *,
+    window: int,
+    scale: float | None = None,
+) -> Tensor:
+    """Return the same, with the window as a mask where there is none."""
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None and keys > window:
+        mask = _band(queries, keys, window, query.device)
+    if dropout is not None:
+        return attend_in_parts(query, key, value, mask, dropout, causal=True, scale=scale)
+    if mask is not None and (groups := query.shape[1] // key.shape[1]) > 1:
+        # With a mask most kernels want as many heads of keys.
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        is_causal=mask is None and queries > 1,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Which keys each query sees, bool (1, 1, queries, keys)."""
+    every = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    return (every.tril(keys - queries) & every.triu(keys - queries - window + 1))[None, None]
+
+
+ATTENTION = (F.scaled_dot_product_attention, attend_dropping, attend_in_window)
+"""Functions that attend."""

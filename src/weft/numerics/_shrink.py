@@ -95,7 +95,10 @@ class _Parts:
     @staticmethod
     def of(plan: Plan, scaled: Plan, facts: ModelFacts) -> _Parts:
         whole, small = ((ranks_alike(one), one.mesh.context) for one in (plan, scaled))
-        swaps = plan.context_parallel.scheme == "ulysses"  # tensor ranks have heads, of which context ranks have some
+        swaps = plan.context_parallel.scheme in (
+            "ulysses",
+            "usp",
+        )  # tensor ranks have heads, of which context ranks have some
         runs = 2 * small[1] * (small[0] if scaled.tensor_parallel.sequence else 1) if small[1] > 1 else 0
         length = max(SMALL_SEQUENCE_LENGTH, runs + 1)
         return _Parts(

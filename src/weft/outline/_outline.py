@@ -72,6 +72,8 @@ class ModuleCall:
     output: Shape
     heads: int = 0
     """Heads of queries, of attention."""
+    window: int | None = None
+    """Keys that each query of attention sees, its own and those before; None: as many as there are."""
     experts: int = 0
     """Experts of all ranks together, of such a call."""
     needs_gradient: bool

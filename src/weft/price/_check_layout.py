@@ -8,7 +8,8 @@ from weft.cluster import Cluster
 from weft.plan import AXES, EXPERT_LENDERS, chunk_limits
 from weft.price._layout import Layout
 from weft.profile import Profile
-from weft.techniques.context.limits import heads_problem, length_problem
+from weft.techniques.context.limits import heads_problem, length_problem, mixed_problem
+from weft.techniques.context.shares import exchanging_ranks
 from weft.techniques.data.contract import whole_batch_problem
 from weft.techniques.registry import problems as technique_problems
 from weft.techniques.tensor.cost import layout_problems
@@ -111,10 +112,19 @@ def _check_rest(profile: Profile, layout: Layout) -> Iterator[str]:
         heads, kv_heads = profile.attention_heads
         if problem := heads_problem(heads, kv_heads, tensor=layout.tensor, ranks=layout.context):
             yield f'context = {layout.context} {problem} Use scheme "ring".'
+    if layout.context > 1 and layout.context_scheme == "usp" and (problem := _mixed_problem(profile, layout)):
+        yield f'context = {layout.context} {problem} Use scheme "ring".'
     if layout.context > 1 and profile.sequence_length == 1:
         yield f"context = {layout.context}: samples of a {profile.name} are no sequences. Use context = 1."
     if isinstance(layout.recompute, tuple) and len(layout.recompute) != len(profile.blocks):
         yield f"recompute has {len(layout.recompute)} words for {len(profile.blocks)} blocks. Give one word for all."
+
+
+def _mixed_problem(profile: Profile, layout: Layout) -> str:
+    heads, among = profile.attention_heads, layout.context_ulysses
+    if not exchanging_ranks(layout.context, layout.context, layout.context):
+        return "has no groups of neighbours, as usp needs."
+    return mixed_problem(heads, tensor=layout.tensor, ranks=layout.context, exchanging=among)
 
 
 def _length_problem(profile: Profile, layout: Layout) -> str:

@@ -49,6 +49,8 @@ class Layout(
     sequence_parallel: bool = False
     tensor_scheme: TensorScheme = "1d"
     context_scheme: ContextScheme = "ring"
+    context_ulysses: int = 0
+    """Neighbours that exchange heads under `usp`; 0: as many as fit."""
     schedule: PricedSchedule = "1f1b"
     chunks: int = 1
     """Stages on each pipeline rank."""

@@ -86,6 +86,7 @@ class CostKey(NamedTuple):
     sequence_parallel: bool
     tensor_scheme: str
     context_scheme: str
+    context_ulysses: int
     precision: str
     gradient_bytes: int
     tensor: AxisGroup
@@ -226,7 +227,7 @@ _COMPUTED = 3
 
 _TRAFFIC = (
     (tensor_traffic, attrgetter("tensor")),
-    (context_traffic, attrgetter("context", "context_scheme")),
+    (context_traffic, attrgetter("context", "context_scheme", "context_ulysses")),
     (expert_traffic, attrgetter("expert")),
     (statistics_traffic, attrgetter("statistics")),
 )
@@ -278,6 +279,7 @@ def key_of(layout: Layout, groups: Groups, *, has_batch_norm: bool) -> CostKey:
         sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         tensor_scheme=layout.tensor_scheme,
         context_scheme=layout.context_scheme,
+        context_ulysses=layout.context_ulysses,
         precision=layout.precision,
         gradient_bytes=layout.gradient_bytes,
         tensor=groups.tensor,

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.models.dropping import attend_dropping
+from weft.models.dropping import ATTENTION
 from weft.rehearse._witness import ANSWERS
 
 _OF_A_SHAPE = ("new_", "empty_like", "zeros_like", "ones_like")
@@ -64,15 +63,15 @@ def _storage(tensor: Tensor) -> int:
 
 
 class AttentionWatch(TorchFunctionMode):
-    """Tells of every call of an attention function: queries, keys, values and what it returned."""
+    """Tells of every call of an attention function: queries, keys, values, what it returned, and its window."""
 
-    def __init__(self, note: Callable[[Tensor, Tensor, Tensor, Tensor], None]) -> None:
+    def __init__(self, note: Callable[[Tensor, Tensor, Tensor, Tensor, int | None], None]) -> None:
         super().__init__()
         self._tell = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func in (F.scaled_dot_product_attention, attend_dropping):
+        if func in ATTENTION:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            self._tell(given["query"], given["key"], given["value"], made)
+            self._tell(given["query"], given["key"], given["value"], made, given.get("window"))
         return made

@@ -336,7 +336,7 @@ class _Notes:
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
 
-    def _note_attention(self, query: Tensor, key: Tensor, value: Tensor, made: Tensor) -> None:
+    def _note_attention(self, query: Tensor, key: Tensor, value: Tensor, made: Tensor, window: int | None) -> None:
         block = self._block
         call = ModuleCall(
             module="the stem" if block is None else self._blocks[block],
@@ -346,6 +346,7 @@ class _Notes:
             shape=tuple(key.shape),
             output=tuple(value.shape),
             heads=query.shape[1],
+            window=window,
             needs_gradient=made.requires_grad,
             gives_gradient=made.requires_grad,
         )

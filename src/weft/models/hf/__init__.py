@@ -1,5 +1,6 @@
 """Models of `transformers`: built from a config and a folder of weights, with the tables of their families."""
 
 from weft.models.hf._attention import drop_masks as drop_masks
+from weft.models.hf._attention import window_of as window_of
 from weft.models.hf._build import build_hf as build_hf
 from weft.models.hf._tables import tables_of_model as tables_of_model

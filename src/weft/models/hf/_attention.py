@@ -5,12 +5,17 @@ Their dropout on attention probabilities is a function call, which no plan could
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
 
-from weft.models.dropping import attend_dropping
+from weft.models.dropping import attend_dropping, attend_in_window
 
 IMPLEMENTATION = "weft"
 """`config._attn_implementation` of the families that Weft knows; `add_masks` builds their masks."""
@@ -18,6 +23,9 @@ IMPLEMENTATION = "weft"
 MASKED_IMPLEMENTATION = "weft_masked"
 """The same attention with the masks of transformers, for families with masks of their own (sliding windows)."""
 
+_MADE_FROM = "_weft_made_from"
+_LOOKED_AT = 128
+"""Queries whose part of a mask is computed to see what it is."""
 _CHILD = "attention_probability_dropout"
 _NAME = "weft_dropout_name"
 
@@ -29,11 +37,54 @@ def register_attention() -> None:
     which stalls a GPU and cannot run on the meta device.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(IMPLEMENTATION, weft_attention)
     AttentionInterface.register(MASKED_IMPLEMENTATION, weft_attention)
-    AttentionMaskInterface.register(MASKED_IMPLEMENTATION, sdpa_mask)
+    AttentionMaskInterface.register(MASKED_IMPLEMENTATION, _mask_with_window)
+
+
+def _mask_with_window(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of transformers, which keeps what it was made from for whoever asks what it says (`window_of`).
+
+    Raises what `transformers.masking_utils.sdpa_mask` raises.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    mask = sdpa_mask(*args, **kwargs)
+    if mask is not None and not torch.compiler.is_compiling():
+        setattr(mask, _MADE_FROM, (args, kwargs))
+    return mask
+
+
+def window_of(mask: Tensor) -> int | None:
+    """Return the window of a mask that says nothing but this window; None: it says more, or nothing is known of it."""
+    from transformers.masking_utils import sdpa_mask
+
+    args, kwargs = getattr(mask, _MADE_FROM, ((), None))
+    if kwargs is None:
+        return None
+    given = inspect.signature(sdpa_mask).bind(*args, **kwargs).arguments
+    window = given.get("local_size")
+    return window if type(window) is int and _is_window(given, window) else None
+
+
+def _is_window(given: Mapping[str, Any], window: int) -> bool:
+    """Whether a mask is that of causal attention through a window and nothing more: computed here for some queries."""
+    if given.get("attention_mask") is not None or given.get("q_offset") or given.get("kv_offset"):
+        return False
+    queries, keys = int(given["q_length"]), int(given["kv_length"])
+    if queries != keys:
+        return False
+    # Whoever follows the forward need not see this.
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        few = torch.linspace(0, queries - 1, min(queries, _LOOKED_AT), device="cpu").long()
+        mine, theirs = few[None, None, :, None], torch.arange(keys, device="cpu")[None, None, None]
+        nothing = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
+        try:
+            seen = given["mask_function"](nothing, nothing, mine, theirs)
+            return torch.equal(seen.expand(1, 1, len(few), keys), (theirs <= mine) & (theirs > mine - window))
+        except Exception:  # a function of other tensors, which are without values here
+            return False
 
 
 def add_masks(model: nn.Module, *, causal: bool) -> None:
@@ -125,13 +176,21 @@ def weft_attention(
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
     sinks: Tensor | None = kwargs.pop("s_aux", None)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = kwargs.get("sliding_window")
+    is_plain = softcap is None and sinks is None and kwargs.get("position_bias") is None
+    # Whoever leaves out a mask of transformers' own means that a window hides nothing.
+    hides = attention_mask is not None or key.shape[2] <= (window or 0) or _makes_no_masks(module)
+    if is_plain and causal and type(window) is int and window > 0 and hides:
+        dropping = getattr(module, getattr(module, _NAME)) if dropout > 0.0 else None
+        mixed = attend_in_window(query, key, value, attention_mask, dropping, window=window, scale=scaling)
+        return mixed.transpose(1, 2).contiguous(), None
     if dropout == 0.0 and softcap is None and sinks is None:
         mixed, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
         )
         return mixed, None
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if softcap is None and sinks is None and kwargs.get("position_bias") is None:
+    if is_plain:
         dropping = getattr(module, getattr(module, _NAME))
         mixed = attend_dropping(query, key, value, attention_mask, dropping, causal=causal, scale=scaling)
         return mixed.transpose(1, 2).contiguous(), None
@@ -146,6 +205,10 @@ def weft_attention(
     if dropout > 0.0:
         probabilities = getattr(module, getattr(module, _NAME))(probabilities)
     return (probabilities @ value).transpose(1, 2).contiguous(), None
+
+
+def _makes_no_masks(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == IMPLEMENTATION
 
 
 def _masked(scores: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 import torch.nn.functional as F
@@ -19,171 +18,113 @@ from torch.overrides import TorchFunctionMode
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.dropping import attend_dropping
+from weft.models.dropping import attend_dropping, attend_in_window
 from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.randomness import KeyedDropout
 from weft.parallel.unkept import unkept
 from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.exchange import KeyExchange
-from weft.techniques.context.partial import Kept, Partial, attend, attend_backward, merge, nothing_seen
-from weft.techniques.context.shares import runs_of
-
-
-class _Pair(NamedTuple):
-    """Which of this rank's queries see which keys of a source."""
-
-    queries: slice
-    keys: slice
-    causal: bool = False
-    mask: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Visibility:
-    """Who sees whom, of the tokens of one rank and those of any other."""
-
-    tokens: LocalTokens
-    view: GroupView
-    causal: bool
-    dropped: DroppedAttention | None = None
-    """What is dropped of their attention; None: nothing."""
-
-    def pair(self, source: int) -> _Pair | None:
-        """Return what is computed where the keys of rank `source` are there; None: nothing."""
-        mine, length = self.view.index, self.tokens.length
-        every = slice(None)
-        if self.tokens.documents is not None:
-            return _Pair(every, every, mask=self._documents(source, self.tokens.documents))
-        if not self.causal:
-            return _Pair(every, every)
-        if source == mine:
-            return _Pair(every, every, causal=True)  # runs stand in the order of their positions
-        (head, tail), (other, _) = runs_of(length, self.view.size, mine), runs_of(length, self.view.size, source)
-        if source < mine:  # its head stands before all of mine, its tail behind
-            found = _Pair(every, slice(0, other[1] - other[0]))
-            return found if other[1] > other[0] else None
-        found = _Pair(slice(head[1] - head[0], None), every)
-        return found if tail[1] > tail[0] else None
-
-    def _documents(self, source: int, documents: Tensor) -> Tensor:
-        """(samples, 1, queries, keys): same document and, where attention is causal, not later."""
-        mine, theirs = (self._positions(index, documents.device) for index in (self.view.index, source))
-        mask = documents[:, mine, None] == documents[:, None, theirs]
-        return (mask & (mine[:, None] >= theirs) if self.causal else mask)[:, None]
-
-    def kept(self, source: int, pair: _Pair, query: Tensor) -> Kept | None:
-        """Factors of the probabilities of a pair, whose queries are some of `query`."""
-        if (dropped := self.dropped) is None:
-            return None
-        heads, wide = query.shape[1], torch.promote_types(query.dtype, torch.float32)
-        rows = self._positions(self.view.index, query.device)[pair.queries]
-        theirs = LocalTokens(length=self.tokens.length, runs=runs_of(self.tokens.length, self.view.size, source))
-        start, stop, _ = pair.keys.indices(theirs.held)
-        keys = theirs.within(start, stop)
-
-        def factors(chunk: slice) -> Tensor:
-            return dropped.kept((0, heads), rows[chunk], keys).to(wide).mul_(dropped.scale)
-
-        return factors
-
-    def _positions(self, index: int, device: torch.device) -> Tensor:
-        runs = runs_of(self.tokens.length, self.view.size, index)
-        return torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
+from weft.techniques.context.form import AttentionForm
+from weft.techniques.context.partial import Partial, attend, attend_backward, merge, nothing_seen
+from weft.techniques.context.visibility import Pair, Visibility
 
 
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility) -> Tensor:
         with unkept():  # results of every source would stay until the backward, and are no use to it
-            whole = _attend_to_all(query, key, value, exchange, who, scale)
+            whole = _attend_to_all(query, key, value, exchange, who)
         output = whole.output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, whole.log_sum)
-        ctx.exchange, ctx.who, ctx.scale = exchange, who, scale
+        ctx.exchange, ctx.who = exchange, who
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, output, log_sum = ctx.saved_tensors
-        gradient = grads[0].contiguous()
-        wide = torch.promote_types(query.dtype, torch.float32)
-        by_query = torch.zeros_like(query, dtype=wide)
-
-        def of_source(source: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            by_key, by_value = torch.zeros_like(keys), torch.zeros_like(values)
-            pair = ctx.who.pair(source)
-            if pair is not None:
-                rows, columns = (slice(None), slice(None), pair.queries), (slice(None), slice(None), pair.keys)
-                mine, by_key[columns], by_value[columns] = attend_backward(
-                    gradient[rows],
-                    query[rows],
-                    keys[columns],
-                    values[columns],
-                    Partial(output[rows], log_sum[rows]),
-                    scale=ctx.scale,
-                    causal=pair.causal,
-                    mask=pair.mask,
-                    kept=ctx.who.kept(source, pair, query),
-                )
-                by_query[rows] += mine
-            return by_key, by_value
-
-        by_key, by_value = ctx.exchange.gradients(key, value, ctx.who.tokens.length, of_source)
-        return by_query.to(query.dtype), by_key, by_value, None, None, None
+        back = _Backward(ctx.who, query, key.shape[1], grads[0].contiguous(), Partial(output, log_sum))
+        by_key, by_value = ctx.exchange.gradients(key, value, ctx.who.shown, back.of_source)
+        return back.by_query.to(query.dtype), by_key, by_value, None, None
 
 
-def _attend_to_all(
-    query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility, scale: float
-) -> Partial:
-    seen = None
-    for source, keys, values in exchange.visit(key, value, who.tokens.length):
-        pair = who.pair(source)
-        if pair is None:
-            continue
-        part = attend(
-            query[:, :, pair.queries],
-            keys[:, :, pair.keys],
-            values[:, :, pair.keys],
-            scale=scale,
+@final
+class _Backward:
+    """Gradients of this rank's queries, and what these say of those of the keys that it sees."""
+
+    def __init__(self, who: Visibility, query: Tensor, kv_heads: int, gradient: Tensor, whole: Partial) -> None:
+        self._who, self._query, self._gradient, self._whole = who, query, gradient, whole
+        self._groups = query.shape[1] // kv_heads
+        self._wide = torch.promote_types(query.dtype, torch.float32)
+        self.by_query = torch.zeros_like(query, dtype=self._wide)
+
+    def of_source(self, source: int, keys: Tensor, values: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
+        """See `Gradients`."""
+        pairs = list(self._who.pairs(source))
+        if len(pairs) == 1 and pairs[0].keys == slice(None):
+            return self._of_pair(source, pairs[0], keys, values, kv_heads)
+        by_key, by_value = (torch.zeros_like(each, dtype=self._wide) for each in (keys, values))
+        for pair in pairs:
+            columns = (slice(None), slice(None), pair.keys)
+            found = self._of_pair(source, pair, keys[columns], values[columns], kv_heads)
+            by_key[columns] += found[0]
+            by_value[columns] += found[1]
+        return by_key.to(keys.dtype), by_value.to(values.dtype)
+
+    def _of_pair(self, source: int, pair: Pair, keys: Tensor, values: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
+        heads = (kv_heads.start * self._groups, kv_heads.stop * self._groups)
+        rows = (slice(None), slice(*heads), pair.queries)
+        mine, by_key, by_value = attend_backward(
+            self._gradient[rows],
+            self._query[rows],
+            keys,
+            values,
+            Partial(self._whole.output[rows], self._whole.log_sum[rows]),
+            scale=self._who.form.scale,
             causal=pair.causal,
-            mask=pair.mask,
-            kept=who.kept(source, pair, query),
+            mask=self._who.mask(source, pair),
+            kept=self._who.kept(source, pair, heads, self._query),
         )
-        seen = merge(seen, _placed(part, query, value, pair.queries))
+        self.by_query[rows] += mine
+        return by_key, by_value
+
+
+def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility) -> Partial:
+    seen: Partial | None = None
+    for source, keys, values in exchange.visit(key, value, who.shown):
+        for pair in who.pairs(source):
+            part = attend(
+                query[:, :, pair.queries],
+                keys[:, :, pair.keys],
+                values[:, :, pair.keys],
+                scale=who.form.scale,
+                causal=pair.causal,
+                mask=who.mask(source, pair),
+                kept=who.kept(source, pair, (0, query.shape[1]), query),
+            )
+            if part.output.shape[2] == query.shape[2]:
+                seen = merge(seen, part)
+                continue
+            seen = nothing_seen(query, value) if seen is None else seen
+            _merge_rows(seen, part, pair.queries)
     return seen if seen is not None else nothing_seen(query, value)
 
 
-def _placed(part: Partial, query: Tensor, value: Tensor, queries: slice) -> Partial:
-    """Attention of all queries, where some have seen nothing."""
-    if part.output.shape[2] == query.shape[2]:
-        return part
-    whole = nothing_seen(query, value)
-    whole.output[:, :, queries] = part.output.to(whole.output.dtype)
-    whole.log_sum[:, :, queries] = part.log_sum.to(whole.log_sum.dtype)
-    return whole
+def _merge_rows(seen: Partial, part: Partial, queries: slice) -> None:
+    """Let some of the queries have seen more keys."""
+    rows = (slice(None), slice(None), queries)
+    merged = merge(Partial(seen.output[rows], seen.log_sum[rows]), part)
+    seen.output[rows], seen.log_sum[rows] = merged.output, merged.log_sum
 
 
 class Attend(Protocol):
     """How the attention of a scheme is called."""
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tokens: LocalTokens,
-        *,
-        causal: bool,
-        scale: float | None,
-        dropped: DroppedAttention | None = None,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
         """Return attention, (samples, heads, own tokens, value size), of this rank's queries to the keys of all ranks.
 
         Query is (samples, heads, own tokens, size), key and value (samples, kv heads, own tokens, size), kv heads
-        dividing heads.  `dropped`: what is dropped of its probabilities, of whole samples.  Call on every rank of the
-        group; its backward calls all of them again.
+        dividing heads.  Call on every rank of the group; its backward calls all of them again.
         """
         ...
 
@@ -192,28 +133,14 @@ class Attend(Protocol):
 class VisitedAttention:
     """Keys of all ranks come to the queries, as an exchange shows them."""
 
-    def __init__(self, view: GroupView, exchange: KeyExchange) -> None:
-        self._view, self._exchange = view, exchange
+    def __init__(self, view: GroupView, exchange: KeyExchange, *, together: int = 1) -> None:
+        """`together`: neighbours whose tokens each rank of the group has, with some of the heads."""
+        self._view, self._exchange, self._together = view, exchange, together
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tokens: LocalTokens,
-        *,
-        causal: bool,
-        scale: float | None,
-        dropped: DroppedAttention | None = None,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
         """See `Attend`."""
-        who = Visibility(tokens, self._view, causal=causal, dropped=dropped)
-        return shared(query, key, value, self._exchange, who, query.shape[-1] ** -0.5 if scale is None else scale)
-
-
-def shared(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility, scale: float) -> Tensor:
-    """Return attention of this rank's queries to the keys that an exchange shows."""
-    return _SharedAttention.apply(query, key, value, exchange, who, scale)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+        who = Visibility(tokens, self._view, form, self._together)
+        return _SharedAttention.apply(query, key, value, self._exchange, who)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
 
 @final
@@ -234,6 +161,8 @@ class _Sharing(TorchFunctionMode):
             raise self._refused("attends by nn.MultiheadAttention")
         if func is attend_dropping:
             return self._attend_dropping(*args, **(kwargs or {}))
+        if func is attend_in_window:
+            return self._attend_in_window(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _attend(
@@ -249,8 +178,7 @@ class _Sharing(TorchFunctionMode):
     ) -> Tensor:
         if dropout_p > 0.0:
             raise self._refused(f"drops attention with dropout_p = {dropout_p}, by a mask over all tokens")
-        self._check(query, key, attn_mask, is_causal=is_causal)
-        return self._shared(query, key, value, self._tokens, causal=self._is_causal, scale=scale)
+        return self._share((query, key, value), attn_mask, causal=is_causal, scale=scale)
 
     def _attend_dropping(
         self,
@@ -263,11 +191,47 @@ class _Sharing(TorchFunctionMode):
         causal: bool,
         scale: float | None = None,
     ) -> Tensor:
+        return self._share((query, key, value), mask, causal=causal, scale=scale, dropout=dropout)
+
+    def _attend_in_window(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: nn.Module | None,
+        *,
+        window: int,
+        scale: float | None = None,
+    ) -> Tensor:
+        if not self._is_causal:
+            raise self._refused("attends through a window, where attention of this model sees every token")
+        return self._share((query, key, value), mask, causal=True, scale=scale, dropout=dropout, window=window)
+
+    def _share(
+        self,
+        of: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor | None,
+        *,
+        causal: bool,
+        scale: float | None,
+        dropout: nn.Module | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        query, key, _ = of
         self._check(query, key, mask, is_causal=causal)
-        if not isinstance(dropout, KeyedDropout):
-            raise self._refused(f"drops attention by a {type(dropout).__name__}, whose draws have no key")
-        dropped = DroppedAttention.of(dropout, query.shape[1], self._tokens.length)
-        return self._shared(query, key, value, self._tokens, causal=self._is_causal, scale=scale, dropped=dropped)
+        dropped: DroppedAttention | None = None
+        if dropout is not None:
+            if not isinstance(dropout, KeyedDropout):
+                raise self._refused(f"drops attention by a {type(dropout).__name__}, whose draws have no key")
+            dropped = DroppedAttention.of(dropout, query.shape[1], self._tokens.length)
+        form = AttentionForm(
+            causal=self._is_causal,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            window=window if window is not None and window < self._tokens.length else None,
+            dropped=dropped,
+        )
+        return self._shared(*of, self._tokens, form)
 
     def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool) -> None:
         # Documents are those of the whole batch, so a mask that the model made of its own tokens says nothing more.

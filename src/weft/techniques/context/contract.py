@@ -1,6 +1,7 @@
 """Context parallelism: its settings, and which models and plans it fits.
 
-Sources: ring attention, Liu et al. 2023 (arXiv 2310.01889); Ulysses, Jacobs et al. 2023 (arXiv 2309.14509).
+Sources: ring attention, Liu et al. 2023 (arXiv 2310.01889); Ulysses, Jacobs et al. 2023 (arXiv 2309.14509);
+both at once, Fang and Zhao 2024 (arXiv 2405.07719).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from weft.techniques.settings import setting
 if TYPE_CHECKING:
     from weft.plan import Plan
 
-ContextScheme = Literal["ring", "all_gather", "ulysses"]
+ContextScheme = Literal["ring", "all_gather", "ulysses", "usp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,10 @@ class ContextSettings:
 
     scheme: ContextScheme = setting("ring", layout="context_scheme", space="context_schemes", asked=("context_scheme",))
     """`ring`: keys and values go round; `all_gather`: all are gathered at once; `ulysses`: heads are exchanged for
-    positions."""
+    positions; `usp`: heads among neighbours, and keys go round between groups of these."""
+    ulysses: int = setting(0, layout="context_ulysses")
+    """Neighbours that exchange heads under `usp`: a divisor of `mesh.context`.  0: as many as the model's heads allow,
+    but not all."""
 
 
 def _without(plan: Plan) -> Plan:
@@ -33,7 +37,7 @@ def _without(plan: Plan) -> Plan:
     return replace(
         plan,
         mesh=replace(plan.mesh, context=1),
-        context_parallel=replace(plan.context_parallel, scheme="ring"),
+        context_parallel=replace(plan.context_parallel, scheme="ring", ulysses=0),
     )
 
 
@@ -68,15 +72,36 @@ class Context(Technique):
         if plan.mesh.context == 1 and plan.context_parallel.scheme != "ring":
             problem = 'has no effect with mesh.context = 1.\nUse "ring", or more context ranks.'
             raise case.refuse(("context_parallel", "scheme"), problem)
+        self._check_exchanging(case)
         if plan.mesh.context > 1 and plan.compute.compile:
             problem = "cannot join mesh.context > 1: attention that waits for other ranks is no code for a compiler."
             raise case.refuse(("compute", "compile"), f"{problem}\nUse false, or mesh.context = 1.")
+
+    def _check_exchanging(self, case: Case) -> None:
+        ranks, settings = case.plan.mesh.context, case.plan.context_parallel
+        among = [each for each in range(2, ranks) if ranks % each == 0]
+        path = ("context_parallel", "ulysses")
+        if settings.scheme != "usp":
+            if settings.ulysses:
+                raise case.refuse(path, f'has no effect with scheme = "{settings.scheme}".\nUse 0, or scheme = "usp".')
+            return
+        if not among:
+            problem = f'is "usp", and {ranks} context ranks are no groups of neighbours.\nUse "ring", or "ulysses".'
+            raise case.refuse(("context_parallel", "scheme"), problem)
+        if settings.ulysses and settings.ulysses not in among:
+            problem = f"is {settings.ulysses}, which makes no several groups of mesh.context = {ranks} ranks.\n"
+            raise case.refuse(path, f"{problem}Use {', '.join(map(str, among))}, or 0.")
 
     def check_model(self, case: Case) -> None:
         ranks, facts, path = case.plan.mesh.context, case.facts, ("mesh", "context")
         if ranks == 1:
             return
-        from weft.techniques.context.limits import heads_problem, length_problem, recipe_problem  # where ranks share
+        from weft.techniques.context.limits import (  # where ranks share
+            heads_problem,
+            length_problem,
+            mixed_problem,
+            recipe_problem,
+        )
 
         if problem := recipe_problem(case.recipe):
             raise case.refuse(path, f"{problem}.\nUse 1.")
@@ -89,6 +114,15 @@ class Context(Technique):
             raise case.refuse(path, problem)
         swaps, heads = case.plan.context_parallel.scheme == "ulysses", facts.attention_heads
         if swaps and heads and (problem := heads_problem(*heads, tensor=case.plan.mesh.tensor, ranks=ranks)):
+            raise case.refuse(path, f'{problem}\nUse context_parallel.scheme = "ring".')
+        if case.plan.context_parallel.scheme == "usp" and (
+            problem := mixed_problem(
+                heads,
+                tensor=case.plan.mesh.tensor,
+                ranks=ranks,
+                exchanging=case.plan.context_parallel.ulysses,
+            )
+        ):
             raise case.refuse(path, f'{problem}\nUse context_parallel.scheme = "ring".')
         tensor, length = case.plan.mesh.tensor, facts.sequence_length
         sequence = case.plan.tensor_parallel.sequence

@@ -21,46 +21,64 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import GroupView, all_gather, reduce_scatter_shards, runs_on_gloo
-from weft.techniques.context.shares import most_tokens, tokens_of
+from weft.techniques.context.shares import Shown
 
-Gradients = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Source, its keys and values → what this rank's queries say of their gradients."""
+Gradients = Callable[[int, Tensor, Tensor, slice], tuple[Tensor, Tensor]]
+"""Source, keys and values that it shows of some heads, and which heads of keys these are → what this rank's queries say
+of their gradients."""
 
 
 class KeyExchange(Protocol):
-    """How the keys of all ranks are shown to each."""
+    """How the keys that ranks show are shown to each."""
 
-    def visit(self, key: Tensor, value: Tensor, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (source, keys, values) of every rank of the group; `length` is that of the whole sequence."""
+    def visit(self, key: Tensor, value: Tensor, shown: Shown) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (source, keys, values) of every rank of the group: all of this rank's own, and what others show."""
         ...
 
-    def gradients(self, key: Tensor, value: Tensor, length: int, compute: Gradients) -> tuple[Tensor, Tensor]:
+    def gradients(self, key: Tensor, value: Tensor, shown: Shown, compute: Gradients) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values, summed over the ranks."""
         ...
 
 
 @final
 class _Packing:
-    """Keys and values of any rank as one flat tensor."""
+    """Keys and values that any rank shows as one flat tensor."""
 
-    def __init__(self, key: Tensor, value: Tensor, length: int, ranks: int) -> None:
-        self._key, self._value, self._length, self._ranks = key.shape, value.shape, length, ranks
+    def __init__(self, key: Tensor, value: Tensor, shown: Shown) -> None:
+        self._key, self._value, self._shown = key.shape, value.shape, shown
+
+    def pack_shown(self, key: Tensor, value: Tensor, index: int) -> Tensor:
+        """What rank `index` shows of all of its keys and values."""
+        if self._shown.window is None:
+            return self.pack(key, value)
+        places = self._shown.places(index)
+        parts = [torch.cat([each[:, :, start:stop] for start, stop in places], 2) for each in (key, value)]
+        return self.pack(*parts)
 
     def pack(self, key: Tensor, value: Tensor) -> Tensor:
         return torch.cat([key.reshape(-1), value.reshape(-1)])
 
     def size(self, source: int) -> int:
-        return self._per_token * tokens_of(self._length, self._ranks, source)
+        return self._per_token * self._shown.tokens(source)
 
     @property
     def longest(self) -> int:
-        return self._per_token * most_tokens(self._length, self._ranks)
+        return self._per_token * self._shown.most
 
     def unpack(self, flat: Tensor, source: int) -> tuple[Tensor, Tensor]:
-        tokens = tokens_of(self._length, self._ranks, source)
+        tokens = self._shown.tokens(source)
         shapes = [(*shape[:2], tokens, shape[3]) for shape in (self._key, self._value)]
         border = shapes[0][0] * shapes[0][1] * tokens * shapes[0][3]
         return flat[:border].view(shapes[0]), flat[border : self.size(source)].view(shapes[1])
+
+    def add(self, own: tuple[Tensor, Tensor], flat: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """Add what others say of what rank `index` shows to what it says of all its keys and values itself."""
+        arrived, (head, tail) = self.unpack(flat, index), self._shown.places(index)
+        for mine, theirs in zip(own, arrived, strict=True):
+            border = head[1] - head[0]
+            mine[:, :, slice(*head)] += theirs[:, :, :border]
+            mine[:, :, slice(*tail)] += theirs[:, :, border:]
+        return own
 
     @property
     def _per_token(self) -> int:
@@ -74,22 +92,31 @@ class GatherExchange:
     def __init__(self, view: GroupView) -> None:
         self._view = view
 
-    def visit(self, key: Tensor, value: Tensor, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def visit(self, key: Tensor, value: Tensor, shown: Shown) -> Iterator[tuple[int, Tensor, Tensor]]:
         """See `KeyExchange`."""
-        packing = _Packing(key, value, length, self._view.size)
-        every = all_gather(_filled_up(packing.pack(key, value), packing.longest), self._view)
-        for step in range(self._view.size):
-            source = (self._view.index - step) % self._view.size
+        packing, mine = _Packing(key, value, shown), self._view.index
+        if self._view.size == 1 or not shown.most:
+            yield mine, key, value
+            return
+        every = all_gather(_filled_up(packing.pack_shown(key, value, mine), packing.longest), self._view)
+        yield mine, key, value
+        for step in range(1, self._view.size):
+            source = (mine - step) % self._view.size
             yield source, *packing.unpack(every[source], source)
 
-    def gradients(self, key: Tensor, value: Tensor, length: int, compute: Gradients) -> tuple[Tensor, Tensor]:
+    def gradients(self, key: Tensor, value: Tensor, shown: Shown, compute: Gradients) -> tuple[Tensor, Tensor]:
         """See `KeyExchange`."""
-        packing = _Packing(key, value, length, self._view.size)
-        by_source: dict[int, Tensor] = {}
-        for source, keys, values in self.visit(key, value, length):
-            by_source[source] = _filled_up(packing.pack(*compute(source, keys, values)), packing.longest)
-        every = torch.stack([by_source[source] for source in range(self._view.size)])
-        return packing.unpack(reduce_scatter_shards(every, self._view, 0)[0], self._view.index)
+        packing, mine, every_head = _Packing(key, value, shown), self._view.index, slice(0, key.shape[1])
+        found = {
+            source: compute(source, keys, values, every_head) for source, keys, values in self.visit(key, value, shown)
+        }
+        own = found.pop(mine)
+        if not found:
+            return own
+        nothing = key.new_zeros(packing.longest)
+        others = {source: _filled_up(packing.pack(*said), packing.longest) for source, said in found.items()}
+        every = torch.stack([others.get(source, nothing) for source in range(self._view.size)])
+        return packing.add(own, reduce_scatter_shards(every, self._view, 0)[0], mine)
 
 
 @final
@@ -99,34 +126,44 @@ class RingExchange:
     def __init__(self, view: GroupView) -> None:
         self._view = view
 
-    def visit(self, key: Tensor, value: Tensor, length: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def visit(self, key: Tensor, value: Tensor, shown: Shown) -> Iterator[tuple[int, Tensor, Tensor]]:
         """See `KeyExchange`."""
-        packing = _Packing(key, value, length, self._view.size)
-        held = packing.pack(key, value)
+        packing, mine = _Packing(key, value, shown), self._view.index
+        if not shown.most:
+            yield mine, key, value
+            return
+        held = packing.pack_shown(key, value, mine)
         for step in range(self._view.size):
-            source = (self._view.index - step) % self._view.size
+            source = (mine - step) % self._view.size
             is_last = step == self._view.size - 1
             passing = None if is_last else self._pass_on(held, packing.size(self._before(source)))
             yield source, *((key, value) if step == 0 else packing.unpack(held, source))
             if passing is not None:
                 held = passing()
 
-    def gradients(self, key: Tensor, value: Tensor, length: int, compute: Gradients) -> tuple[Tensor, Tensor]:
-        """See `KeyExchange`."""
-        packing = _Packing(key, value, length, self._view.size)
-        own: Tensor | None = None
+    def gradients(self, key: Tensor, value: Tensor, shown: Shown, compute: Gradients) -> tuple[Tensor, Tensor]:
+        """See `KeyExchange`.
+
+        A rank's own keys are visited in two parts, some heads first and the others last, so that it has something to
+        do both while keys arrive and while what the others say of its own does.
+        """
+        packing, mine = _Packing(key, value, shown), self._view.index
+        first = slice(0, (key.shape[1] + 1) // 2)
+        own: tuple[Tensor, Tensor] | None = None
         arriving: Callable[[], Tensor] | None = None
-        for source, keys, values in self.visit(key, value, length):
-            said = packing.pack(*compute(source, keys, values))
+        for source, keys, values in self.visit(key, value, shown):
             if own is None:
-                own = said
+                own = compute(source, keys[:, first], values[:, first], first)
                 continue
+            said = packing.pack(*compute(source, keys, values, slice(0, key.shape[1])))
             if arriving is not None:
                 said = said + arriving()
             arriving = self._pass_on(said, packing.size(self._before(source)))
         assert own is not None, "a ring visits this rank's keys first"
-        assert arriving is not None, "a ring has two members or more"
-        return packing.unpack(own + arriving(), self._view.index)
+        if (rest := slice(first.stop, key.shape[1])).start < rest.stop:
+            others = compute(mine, key[:, rest], value[:, rest], rest)
+            own = torch.cat([own[0], others[0]], 1), torch.cat([own[1], others[1]], 1)
+        return own if arriving is None else packing.add(own, arriving(), mine)
 
     def _before(self, member: int) -> int:
         return (member - 1) % self._view.size

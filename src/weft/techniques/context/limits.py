@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weft.techniques.context.shares import copies_of
+from weft.techniques.context.shares import copies_of, exchanging_ranks
 
 if TYPE_CHECKING:
     from weft.recipe import Recipe
@@ -19,6 +19,23 @@ def heads_problem(heads: int, kv_heads: int, *, tensor: int, ranks: int) -> str:
     if own % ranks == 0 and copies_of(keys, ranks):
         return ""
     return f"gives no equal shares of {own} heads and {keys} heads of keys to {ranks} ranks under ulysses."
+
+
+def mixed_problem(heads: tuple[int, int] | None, *, tensor: int, ranks: int, exchanging: int) -> str:
+    """Return why `ranks` cannot exchange heads among `exchanging` neighbours (0: as many as fit) and let keys go round
+    between these; empty: they can.  `heads`: of queries and of keys, in all of the model; None: nobody knows."""
+    if heads is None:
+        what = "needs a model whose attention has the same heads everywhere, of which something tells"
+        return "" if exchanging else f"{what}, to choose how many ranks exchange them under usp."
+    own, keys = heads[0] // tensor, max(1, heads[1] // tensor)
+    if exchanging:
+        fits = own % exchanging == 0 and copies_of(keys, exchanging)
+        return "" if fits else f"gives no equal shares of {own} heads and {keys} heads of keys to {exchanging} ranks."
+    if exchanging_ranks(ranks, own, keys):
+        return ""
+    return (
+        f"is no product of ranks that share {own} heads and {keys} heads of keys and of groups of these, as usp needs."
+    )
 
 
 def length_problem(length: int, *, ranks: int, tensor: int, sequence: bool) -> str:

@@ -44,15 +44,19 @@ def attend(
 ) -> Partial:
     """Attend from (samples, heads, queries, size) to (samples, kv heads, keys, size), kv heads dividing heads.
 
-    `causal`: query i sees keys 0 to i.  `mask` is of bool, (samples or 1, 1, queries, keys); then nothing is `causal`.
+    `causal`: query i sees keys 0 to i.  `mask` is of bool, (samples or 1, 1, queries, keys), and goes before `causal`.
     `kept`: probabilities are dropped after the softmax, so L is what it would be without, and results merge as ever.
     """
-    if mask is None and kept is None and _has_kernel(query, value):
+    if kept is None and _has_kernel(query, value):
         output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scale
+            query, key, value, 0.0, causal and mask is None, attn_mask=_added(mask, query), scale=scale
         )
+        if mask is not None:  # of who sees nothing the kernel says 0
+            log_sum = log_sum.masked_fill(~mask.any(-1), -torch.inf)
         return Partial(output, log_sum)
-    if causal:
+    if mask is not None:
+        mask = mask.to(query.device)
+    elif causal:
         mask = _causal_mask(query, key)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -79,11 +83,14 @@ def attend_backward(
 
     `gradient` and `whole` are those of the queries over all keys, `whole.output` in the dtype of `query`.
     """
-    if mask is None and kept is None and _has_kernel(query, value):
+    if kept is None and _has_kernel(query, value):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, whole.output, whole.log_sum, 0.0, causal, scale=scale
-        )
-    if causal:
+            gradient, query, key, value, whole.output, whole.log_sum, 0.0, causal and mask is None,
+            attn_mask=_added(mask, query), scale=scale,
+        )  # fmt: skip
+    if mask is not None:
+        mask = mask.to(query.device)
+    elif causal:
         mask = _causal_mask(query, key)
     return _backward_plainly(gradient, query, key, value, whole, scale, mask, kept)
 
@@ -113,6 +120,13 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether torch has a kernel here that returns L and takes fewer heads of keys than of queries."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask as what is added to the scores."""
+    if mask is None:
+        return None
+    return query.new_zeros(mask.shape).masked_fill_(~mask.to(query.device), -torch.inf)
 
 
 def _causal_mask(query: Tensor, key: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from weft.outline import ModelShare, ModuleCall, RankSend
 from weft.techniques.context.contract import Context
-from weft.techniques.context.shares import copies_of, most_tokens, tokens_of
+from weft.techniques.context.shares import BETWEEN, HEADS, Shown, copies_of, exchanging_ranks, tokens_of
 
 
 def sends(share: ModelShare) -> Iterator[RankSend]:
@@ -25,60 +25,90 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
 
 def _around(share: ModelShare, call: ModuleCall) -> Iterator[RankSend]:
     ranks, mine = share.plan.mesh.context, share.coordinates["context"]
-    _, heads, length, key_size = call.shape
+    scheme, tensor = share.plan.context_parallel.scheme, share.plan.mesh.tensor
+    heads, kv_heads = call.heads // tensor, call.shape[1] // tensor
+    if scheme == "ulysses":
+        yield from _swapped(share, call, "context", ranks, 1)
+        return
+    if scheme != "usp":
+        yield from _shown(share, call, "context", kv_heads, Shown(call.shape[2], ranks, _window(call)), mine)
+        return
+    each = share.plan.context_parallel.ulysses or exchanging_ranks(ranks, heads, max(1, kv_heads))
+    yield from _swapped(share, call, HEADS, each, ranks // each)
+    some = kv_heads * copies_of(kv_heads, each) // each
+    between = Shown(call.shape[2], ranks // each, _window(call), each)
+    yield from _shown(share, call, BETWEEN, some, between, mine // each)
+
+
+def _window(call: ModuleCall) -> int | None:
+    return call.window if call.window is not None and call.window < call.shape[2] else None
+
+
+def _shown(
+    share: ModelShare, call: ModuleCall, axis: str, kv_heads: int, shown: Shown, mine: int
+) -> Iterator[RankSend]:
+    """Keys and values of so many heads that each of a group shows the others: round a ring, or gathered."""
+    ranks = shown.ranks
     samples = share.of_microbatch(call.shape)[0]
-    per_token = samples * heads // share.plan.mesh.tensor * (key_size + call.output[3]) * share.compute_bytes
-    forwards = 2 if call.is_exit_repeated and share.recomputes(call.block) else 1
-    visits = forwards + call.needs_gradient
-
-    def size(source: int) -> int:
-        return per_token * tokens_of(length, ranks, source % ranks)
-
-    if share.plan.context_parallel.scheme == "ulysses":
-        yield from _swapped(share, call, samples, forwards)
+    per_token = samples * kv_heads * (call.shape[3] + call.output[3]) * share.compute_bytes
+    visits = _forwards(share, call) + call.needs_gradient
+    if not shown.most:  # each token sees itself alone
         return
     if share.plan.context_parallel.scheme == "all_gather":
-        whole = ranks * per_token * most_tokens(length, ranks)
-        yield _send(share, call, "all_gather", whole, visits, "keys and values")
+        whole = ranks * per_token * shown.most
+        yield _send(share, call, axis, "all_gather", whole, visits, "keys and values")
         if call.needs_gradient:
-            yield _send(share, call, "reduce_scatter", whole, 1, "gradients of keys and values")
+            yield _send(share, call, axis, "reduce_scatter", whole, 1, "gradients of keys and values")
         return
-    steps = range(1, ranks)
-    yield from _passed(share, call, "send", [size(mine - step + 1) for step in steps], visits, "keys and values")
-    yield from _passed(share, call, "receive", [size(mine - step) for step in steps], visits, "keys and values")
+
+    def sizes(first: int) -> list[int]:
+        return [per_token * shown.tokens((first - step) % ranks) for step in range(ranks - 1)]
+
+    yield from _passed(share, call, axis, "send", sizes(mine), visits, "keys and values")
+    yield from _passed(share, call, axis, "receive", sizes(mine - 1), visits, "keys and values")
     if call.needs_gradient:
         what = "gradients of keys and values"
-        yield from _passed(share, call, "send", [size(mine - step) for step in steps], 1, what)
-        yield from _passed(share, call, "receive", [size(mine - step - 1) for step in steps], 1, what)
+        yield from _passed(share, call, axis, "send", sizes(mine - 1), 1, what)
+        yield from _passed(share, call, axis, "receive", sizes(mine - 2), 1, what)
 
 
-def _swapped(share: ModelShare, call: ModuleCall, samples: int, forwards: int) -> Iterator[RankSend]:
+def _forwards(share: ModelShare, call: ModuleCall) -> int:
+    return 2 if call.is_exit_repeated and share.recomputes(call.block) else 1
+
+
+def _swapped(share: ModelShare, call: ModuleCall, axis: str, ranks: int, groups: int) -> Iterator[RankSend]:
     """Heads in exchange for tokens and back: what a rank brings are its own tokens of all heads, or all tokens of its
-    heads."""
-    ranks, tensor, (_, kv_heads, length, size) = share.plan.mesh.context, share.plan.mesh.tensor, call.shape
+    group of its heads."""
+    tensor, (_, kv_heads, length, size) = share.plan.mesh.tensor, call.shape
     heads, keys = call.heads // tensor, kv_heads // tensor * copies_of(kv_heads // tensor, ranks)
-    own = tokens_of(length, ranks, share.coordinates["context"])
-    element = samples * share.compute_bytes
+    mine = share.coordinates["context"]
+    first = mine - mine % ranks
+    held = [tokens_of(length, ranks * groups, first + each) for each in range(ranks)]
+    own, every = held[mine - first], sum(held)
+    element = share.of_microbatch(call.shape)[0] * share.compute_bytes
     into = element * (heads * size + keys * (size + call.output[3]))
     back = element * heads * call.output[3]
-    yield _send(share, call, "all_to_all", own * into, forwards, "queries, keys and values")
-    yield _send(share, call, "all_to_all", length * back // ranks, forwards, "what heads made")
+    forwards = _forwards(share, call)
+    yield _send(share, call, axis, "all_to_all", own * into, forwards, "queries, keys and values")
+    yield _send(share, call, axis, "all_to_all", every * back // ranks, forwards, "what heads made")
     if call.needs_gradient:
-        yield _send(share, call, "all_to_all", own * back, 1, "gradients of what heads made")
-        yield _send(share, call, "all_to_all", length * into // ranks, 1, "gradients of queries, keys and values")
+        yield _send(share, call, axis, "all_to_all", own * back, 1, "gradients of what heads made")
+        yield _send(share, call, axis, "all_to_all", every * into // ranks, 1, "gradients of queries, keys and values")
 
 
 def _passed(
-    share: ModelShare, call: ModuleCall, operation: str, sizes: list[int], times: int, what: str
+    share: ModelShare, call: ModuleCall, axis: str, operation: str, sizes: list[int], times: int, what: str
 ) -> Iterator[RankSend]:
     for size_bytes, count in Counter(sizes).items():
-        yield _send(share, call, operation, size_bytes, count * times, what)
+        yield _send(share, call, axis, operation, size_bytes, count * times, what)
 
 
-def _send(share: ModelShare, call: ModuleCall, operation: str, size_bytes: int, times: int, what: str) -> RankSend:
+def _send(
+    share: ModelShare, call: ModuleCall, axis: str, operation: str, size_bytes: int, times: int, what: str
+) -> RankSend:
     return RankSend(
         operation=operation,  # pyright: ignore[reportArgumentType]
-        axis="context",
+        axis=axis,
         size_bytes=size_bytes,
         count=times * share.microbatches,
         technique=Context.name,

@@ -10,15 +10,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView
+from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
 from weft.parallel import ModelPart, StepContext
 from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.technique import Build, TechniqueRuntime
-from weft.plan import Plan
+from weft.plan import axis_coordinates
 from weft.techniques.context.attention import Attend, VisitedAttention, sharing
 from weft.techniques.context.exchange import GatherExchange, RingExchange
-from weft.techniques.context.shares import runs_of
+from weft.techniques.context.shares import BETWEEN, HEADS, exchanging_ranks, runs_of
 from weft.techniques.context.ulysses import HeadExchange
 
 _OF_DOCUMENTS = frozenset({"positions", "document_ids"})
@@ -69,7 +69,7 @@ class ContextRanks(TechniqueRuntime):
         keyword, kind = blueprint.position_input, blueprint.attention
         assert keyword is not None, "the model was checked"
         assert kind is not None, "the model was checked"
-        attend = _attention_of(self._build.plan, view)
+        attend = _attention_of(self._build, view)
         if keyword:
             part.module.register_forward_pre_hook(partial(_give_positions, keyword, context), with_kwargs=True)
         for name in attending:
@@ -105,11 +105,46 @@ def _give_positions(keyword: str, context: StepContext, module: nn.Module, args:
     return args, kwargs | {keyword: places.expand(state.sample_ids.numel(), -1)}
 
 
-def _attention_of(plan: Plan, view: GroupView) -> Attend:
-    scheme = plan.context_parallel.scheme
+def _attention_of(build: Build, view: GroupView) -> Attend:
+    scheme = build.plan.context_parallel.scheme
+    if scheme == "usp":
+        return _mixed(build, view)
     if scheme == "ulysses":
         return HeadExchange(view)
     return VisitedAttention(view, RingExchange(view) if scheme == "ring" else GatherExchange(view))
+
+
+def _mixed(build: Build, view: GroupView) -> Attend:
+    """Heads are exchanged among neighbours, and keys go round between groups of these.  Call on every rank alike."""
+    plan, mesh = build.plan, build.mesh
+    each = plan.context_parallel.ulysses
+    if not each:
+        counts = build.blueprint.attention_heads
+        assert counts is not None, "the model was checked"
+        own, keys = (max(1, number // plan.mesh.tensor) for number in counts)
+        each = exchanging_ranks(view.size, own, keys)
+    groups = [list(range(first, first + each)) for first in range(0, view.size, each)]
+    heads, ring = (_line(mesh, name, parts) for name, parts in ((HEADS, groups), (BETWEEN, _transposed(groups))))
+    between = VisitedAttention(ring, RingExchange(ring), together=each)
+    return HeadExchange(heads, group=view.index // each, groups=len(groups), between=between)
+
+
+def _line(mesh: Mesh, name: str, parts: Sequence[Sequence[int]]) -> GroupView:
+    """Return this rank's group among the ranks whose places in the context axis are one of `parts`, which is made the
+    first time."""
+    if name not in mesh.lines:
+        group_of = {place: index for index, part in enumerate(parts) for place in part}
+        found: dict[tuple[object, ...], list[int]] = {}
+        for rank in range(mesh.plan.world_size):
+            places = axis_coordinates(mesh.plan, rank)
+            beside = tuple(place for axis, place in places.items() if axis not in ("context", "expert"))
+            found.setdefault((beside, group_of[places["context"]]), []).append(rank)
+        mesh.lines[name] = mesh.create_group(list(found.values()), name)
+    return mesh.lines[name]
+
+
+def _transposed(parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(part) for part in zip(*parts, strict=True)]
 
 
 def _check_built(build: Build) -> None:

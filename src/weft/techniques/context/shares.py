@@ -8,6 +8,11 @@ every share is as good as any other, so there is one rule for all.  No torch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+HEADS, BETWEEN = "context_heads", "context_ring"
+"""Names of groups inside the context axis, by which what they send is recorded: neighbours that exchange heads, and
+those between which keys go round."""
 Runs = tuple[tuple[int, int], tuple[int, int]]
 """[start, stop) of the run near the head and of the one near the tail; a run may be empty."""
 
@@ -19,6 +24,16 @@ def runs_of(length: int, ranks: int, index: int) -> Runs:
     return _bounds(length, parts, index), _bounds(length, parts, parts - 1 - index)
 
 
+def joint_runs(length: int, groups: int, index: int, each: int) -> Runs:
+    """Return the runs of group `index` of `each` neighbours: theirs lie side by side, near the head and near the tail."""
+    ranks = groups * each
+    (start, stop), (first, last) = runs_of(length, ranks, index * each)
+    if each == 1:
+        return (start, stop), (first, last)
+    (_, stop), (first, _) = runs_of(length, ranks, (index + 1) * each - 1)
+    return (start, stop), (first, last)
+
+
 def tokens_of(length: int, ranks: int, index: int) -> int:
     """Return how many tokens rank `index` has."""
     return sum(stop - start for start, stop in runs_of(length, ranks, index))
@@ -27,6 +42,48 @@ def tokens_of(length: int, ranks: int, index: int) -> int:
 def most_tokens(length: int, ranks: int) -> int:
     """Return how many tokens the rank with the most has."""
     return max(tokens_of(length, ranks, index) for index in range(ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Which of its tokens each of the ranks shows to others: all of them, or those that a later run sees through a
+    window, which are the last of each run."""
+
+    length: int
+    """Tokens of a sample."""
+    ranks: int
+    window: int | None = None
+    """Tokens that each sees, itself among them; None: there is no window."""
+    together: int = 1
+    """Neighbours that stand for one of `ranks`, with the tokens of all of them."""
+
+    def every(self, index: int) -> Runs:
+        """Positions of all tokens of rank `index`."""
+        return joint_runs(self.length, self.ranks, index, self.together)
+
+    def of(self, index: int) -> Runs:
+        """Positions of the tokens that rank `index` shows."""
+        first, second = self.every(index)
+        return self._end(*first), self._end(*second)
+
+    def places(self, index: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return [start, stop) of what rank `index` shows among its own tokens, end to end."""
+        (start, stop), (first, last) = self.every(index)
+        (shown, _), (later, _) = self.of(index)
+        held = stop - start
+        return (shown - start, held), (held + later - first, held + last - first)
+
+    def tokens(self, index: int) -> int:
+        """How many tokens rank `index` shows."""
+        return sum(stop - start for start, stop in self.of(index))
+
+    @property
+    def most(self) -> int:
+        """How many tokens the rank shows that shows the most."""
+        return max(self.tokens(index) for index in range(self.ranks))
+
+    def _end(self, start: int, stop: int) -> tuple[int, int]:
+        return (start if self.window is None else max(start, stop - self.window + 1)), stop
 
 
 def copies_of(kv_heads: int, ranks: int) -> int:
@@ -40,3 +97,11 @@ def _bounds(length: int, parts: int, index: int) -> tuple[int, int]:
     share, longer = divmod(length, parts)
     start = index * share + min(index, longer)
     return start, start + share + (index < longer)
+
+
+def exchanging_ranks(ranks: int, heads: int, kv_heads: int) -> int:
+    """Return among how many neighbours of `ranks` heads are best exchanged where keys go round between such groups: as
+    many as can be without all of them, rather such as need no copies of the heads of keys; 0: no number does it."""
+    fits = [each for each in range(2, ranks) if ranks % each == 0 and heads % each == 0 and copies_of(kv_heads, each)]
+    alike = [each for each in fits if copies_of(kv_heads, each) == 1]
+    return max(alike or fits, default=0)

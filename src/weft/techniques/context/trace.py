@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
 from weft.models import Blueprint
-from weft.models.dropping import attend_dropping
+from weft.models.dropping import ATTENTION
 from weft.stand_ins import copy_on_meta
 
 _MIXING = (
@@ -112,7 +111,7 @@ class _Calls(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (F.scaled_dot_product_attention, attend_dropping):
+        if func not in ATTENTION:
             return func(*args, **(kwargs or {}))
         self._watch.attending.append(self._watch.inside[-1])
         self._watch.is_within = True

@@ -18,10 +18,10 @@ from torch import Tensor
 from weft.comm import GroupView, runs_on_gloo
 from weft.errors import PlanError
 from weft.parallel.local_tokens import LocalTokens
-from weft.techniques.context.attention import Visibility, shared
-from weft.techniques.context.dropped import DroppedAttention
+from weft.techniques.context.attention import Attend, VisitedAttention
 from weft.techniques.context.exchange import GatherExchange
-from weft.techniques.context.shares import copies_of, runs_of, tokens_of
+from weft.techniques.context.form import AttentionForm
+from weft.techniques.context.shares import copies_of, joint_runs, runs_of, tokens_of
 
 
 def _exchange(flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:
@@ -51,22 +51,16 @@ def _swap(flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> 
 @final
 class HeadExchange:
     """Attention of some heads over all tokens, as `Attend`.  The ranks must divide the heads, and the heads of keys or
-    be divided by these."""
+    be divided by these.
 
-    def __init__(self, view: GroupView) -> None:
-        self._view = view
+    Where the group is one of several that share the sequence, heads are exchanged among its ranks, and `between`
+    attends to the tokens of all groups.
+    """
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tokens: LocalTokens,
-        *,
-        causal: bool,
-        scale: float | None,
-        dropped: DroppedAttention | None = None,
-    ) -> Tensor:
+    def __init__(self, view: GroupView, *, group: int = 0, groups: int = 1, between: Attend | None = None) -> None:
+        self._view, self._group, self._groups, self._between = view, group, groups, between
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
         """See `Attend`.
 
         Raises:
@@ -74,40 +68,36 @@ class HeadExchange:
         """
         copies = copies_of(key.shape[1], self._view.size)
         if query.shape[1] % self._view.size or not copies:
+            scheme = "ulysses" if self._between is None else "usp"
             raise PlanError(
-                f'plan.context_parallel.scheme = "ulysses" gives each of {self._view.size} ranks as many heads, and'
+                f'plan.context_parallel.scheme = "{scheme}" gives each of {self._view.size} ranks as many heads, and'
                 f' there are {query.shape[1]} of queries and {key.shape[1]} of keys on a rank. Use "ring".'
             )
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        whole = _Whole(tokens, self._view)
+        whole = _Whole(tokens.length, self._view, self._group, self._groups)
         query, key, value = whole.of_tokens(query, key, value)
-        if dropped is not None:  # no kernel drops by keys
-            mine = replace(dropped, first_head=dropped.first_head + self._view.index * query.shape[1])
-            return whole.of_heads(_attend_alone(query, key, value, tokens, mine, causal=causal, scale=scale))
-        mask, groups = _mask(tokens, causal), query.shape[1] != key.shape[1]
+        if form.dropped is not None:
+            first = form.dropped.first_head + self._view.index * query.shape[1]
+            form = replace(form, dropped=replace(form.dropped, first_head=first))
+        if self._between is not None:
+            together = replace(tokens, runs=joint_runs(tokens.length, self._groups, self._group, self._view.size))
+            return whole.of_heads(self._between(query, key, value, together, form))
+        if form.dropped is not None or form.window is not None:  # no kernel drops by keys, or knows windows
+            return whole.of_heads(_attend_alone(query, key, value, tokens, form))
+        mask, groups = _mask(tokens, form.causal), query.shape[1] != key.shape[1]
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] # no module around this one shares it again
             mixed = F.scaled_dot_product_attention(
-                query, key, value, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=groups
+                query, key, value, mask, is_causal=form.causal and mask is None, scale=form.scale, enable_gqa=groups
             )
         return whole.of_heads(mixed)
 
 
-def _attend_alone(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tokens: LocalTokens,
-    dropped: DroppedAttention,
-    *,
-    causal: bool,
-    scale: float | None,
-) -> Tensor:
+def _attend_alone(query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
     """Attention of some heads over all tokens, as a sequence that is shared with nobody."""
     alone = GroupView((0,), 0, None)
     every = LocalTokens(length=tokens.length, runs=runs_of(tokens.length, 1, 0), documents=tokens.documents)
-    who = Visibility(every, alone, causal=causal, dropped=dropped)
-    return shared(query, key, value, GatherExchange(alone), who, query.shape[-1] ** -0.5 if scale is None else scale)
+    return VisitedAttention(alone, GatherExchange(alone))(query, key, value, every, form)
 
 
 def _mask(tokens: LocalTokens, causal: bool) -> Tensor | None:
@@ -119,17 +109,22 @@ def _mask(tokens: LocalTokens, causal: bool) -> Tensor | None:
 
 
 class _Whole:
-    """All tokens of some heads in place of some tokens of all heads, and back."""
+    """All tokens of a group, of some heads, in place of some tokens of all heads, and back."""
 
-    def __init__(self, tokens: LocalTokens, view: GroupView) -> None:
-        self._view, self._length, self._mine = view, tokens.length, tokens.held
-        self._held = [tokens_of(tokens.length, view.size, index) for index in range(view.size)]
-        runs = [run for index in range(view.size) for run in runs_of(tokens.length, view.size, index)]
-        self._order = torch.cat([torch.arange(start, stop) for start, stop in runs])
-        """Position of every token in the order of the ranks that have them."""
+    def __init__(self, length: int, view: GroupView, group: int, groups: int) -> None:
+        self._view = view
+        ranks = [(groups * view.size, group * view.size + index) for index in range(view.size)]
+        self._held = [tokens_of(length, *rank) for rank in ranks]
+        self._mine = self._held[view.index]
+        runs = [run for rank in ranks for run in runs_of(length, *rank)]
+        positions = torch.cat([torch.arange(start, stop) for start, stop in runs])
+        self._by_position = positions.argsort()
+        """Places, in the order of the ranks, of the group's tokens as they stand in the sample."""
+        self._by_rank = self._by_position.argsort()
 
     def of_tokens(self, *tensors: Tensor) -> list[Tensor]:
-        """(samples, heads, own tokens, size) each → (samples, heads / ranks, all tokens, size), by one exchange."""
+        """(samples, heads, own tokens, size) each → (samples, heads / ranks, the group's tokens, size), by one
+        exchange."""
         ranks = self._view.size
         parts = [tensor.unflatten(1, (ranks, -1)) for tensor in tensors]
         flat = torch.cat([torch.cat([part[:, to].reshape(-1) for part in parts]) for to in range(ranks)])
@@ -141,9 +136,9 @@ class _Whole:
         return [self._in_order([runs[index] for runs in by_rank], shape) for index, shape in enumerate(shapes)]
 
     def of_heads(self, mixed: Tensor) -> Tensor:
-        """(samples, heads / ranks, all tokens, size) → (samples, heads, own tokens, size)."""
+        """(samples, heads / ranks, the group's tokens, size) → (samples, heads, own tokens, size)."""
         samples, heads, _, size = mixed.shape
-        by_rank = mixed.index_select(2, self._order.to(mixed.device)).split(self._held, 2)
+        by_rank = mixed.index_select(2, self._by_rank.to(mixed.device)).split(self._held, 2)
         each = samples * heads * size
         flat = torch.cat([part.reshape(-1) for part in by_rank])
         taken = [each * self._mine] * self._view.size
@@ -151,7 +146,7 @@ class _Whole:
         return torch.cat([part.view(samples, heads, self._mine, size) for part in arrived], 1)
 
     def _in_order(self, by_rank: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
-        """(samples, heads, all tokens, size) in the order of positions; `shape` is that without tokens."""
+        """(samples, heads, the group's tokens, size) in the order of positions; `shape` is that without tokens."""
         samples, heads, size = shape
         parts = [part.view(samples, heads, held, size) for part, held in zip(by_rank, self._held, strict=True)]
-        return torch.cat(parts, 2).index_select(2, self._order.argsort().to(parts[0].device))
+        return torch.cat(parts, 2).index_select(2, self._by_position.to(parts[0].device))

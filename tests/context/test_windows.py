@@ -1,0 +1,112 @@
+"""Attention through a window: who sees whom among ranks, what they show one another, and what a model is known by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_ranks import shared_among
+from torch import Tensor, nn
+
+from weft.comm import GroupView
+from weft.models.dropping import attend_in_window
+from weft.parallel.local_tokens import LocalTokens
+from weft.techniques.context import visibility
+from weft.techniques.context.form import AttentionForm
+from weft.techniques.context.shares import Shown, runs_of
+from weft.techniques.context.visibility import Visibility
+
+SCALE = 0.4
+
+
+def whole(operands: list[Tensor], window: int | None, documents: Tensor | None) -> Tensor:
+    """Written out."""
+    query, key, value = operands
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * SCALE
+    behind = torch.arange(length)[:, None] - torch.arange(length)
+    seen = (behind >= 0) & (behind < (length if window is None else window))
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(groups, 1)
+
+
+@pytest.mark.parametrize("isolated", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("length", "window"), [(13, 1), (13, 2), (13, 5), (12, 7), (13, 12), (24, 6), (13, None)])
+def test_parts_are_the_whole(
+    length: int, window: int | None, ranks: int, isolated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visibility, "_FEWEST_QUERIES", 2)
+    draw = torch.Generator().manual_seed(length)
+    query, key, value, gradient = (
+        torch.randn(2, heads, length, 4, generator=draw, dtype=torch.float64) for heads in (4, 2, 2, 4)
+    )
+    documents = (torch.arange(length) // torch.tensor([[5], [7]])) if isolated else None
+    leaves = [each.clone().requires_grad_() for each in (query, key, value)]
+    wanted = whole(leaves, window, documents)
+    wanted.backward(gradient)
+    form = AttentionForm(causal=True, scale=SCALE, window=window)
+    mixed, gradients = shared_among(ranks, (query, key, value), gradient, form, documents)
+    torch.testing.assert_close(mixed, wanted.detach())
+    for leaf, found in zip(leaves, gradients, strict=True):
+        torch.testing.assert_close(found, leaf.grad)
+
+
+@given(length=st.integers(2, 90), ranks=st.integers(1, 5), window=st.integers(1, 90))
+@settings(deadline=None)
+def test_every_pair_is_computed_once_and_only_what_is_seen(length: int, ranks: int, window: int) -> None:
+    """Also: no query of a pair sees none of its keys, and what ranks show is all that others need."""
+    visited = torch.zeros(length, length, dtype=torch.int64)
+    for index in range(ranks):
+        tokens = LocalTokens(length=length, runs=runs_of(length, ranks, index))
+        view = GroupView(tuple(range(ranks)), index, None)
+        who = Visibility(tokens, view, AttentionForm(causal=True, scale=1.0, window=window))
+        for source in range(ranks):
+            shown = who.shown.every(source) if source == index else who.shown.of(source)
+            queries, keys = (torch.cat([torch.arange(*run) for run in runs]) for runs in (tokens.runs, shown))
+            for pair in who.pairs(source):
+                mine, theirs = queries[pair.queries], keys[pair.keys]
+                mask = who.mask(source, pair)
+                if mask is not None:
+                    seen = mask[0, 0]
+                elif pair.causal:
+                    seen = torch.ones(len(mine), len(theirs), dtype=torch.bool).tril()
+                else:
+                    seen = torch.ones(len(mine), len(theirs), dtype=torch.bool)
+                assert seen.any(1).all()
+                visited[mine[:, None], theirs] += seen
+    behind = torch.arange(length)[:, None] - torch.arange(length)
+    assert torch.equal(visited, ((behind >= 0) & (behind < window)).long())
+
+
+def test_a_long_run_computes_little_more_than_it_sees() -> None:
+    length, window = 16_384, 1024
+    form = AttentionForm(causal=True, scale=1.0, window=window)
+    who = Visibility(LocalTokens(length=length, runs=runs_of(length, 1, 0)), GroupView((0,), 0, None), form)
+    computed = sum(
+        (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start) for pair in who.pairs(0)
+    )
+    assert computed < 1.3 * length * window
+
+
+def test_ranks_show_what_a_later_run_sees() -> None:
+    assert Shown(40, 2, 4).of(0) == ((7, 10), (37, 40))
+    assert Shown(40, 2, 4).places(0) == ((7, 10), (17, 20))
+    assert Shown(40, 2, 64).of(1) == runs_of(40, 2, 1)
+    assert Shown(40, 2, 1).most == 0
+
+
+@pytest.mark.parametrize("dropout", [None, nn.Identity()], ids=["kernel", "written"])
+@pytest.mark.parametrize("queries", [9, 1], ids=["all", "the last"])
+@pytest.mark.parametrize("window", [1, 4, 20])
+def test_one_process_sees_the_window(window: int, queries: int, dropout: Any) -> None:
+    draw = torch.Generator().manual_seed(3)
+    operands = [torch.randn(2, heads, 9, 4, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)]
+    wanted = whole(operands, window, None)[:, :, 9 - queries :]
+    query = operands[0][:, :, 9 - queries :]
+    found = attend_in_window(query, operands[1], operands[2], None, dropout, window=window, scale=SCALE)
+    torch.testing.assert_close(found, wanted)

@@ -210,6 +210,12 @@ def context() -> Iterator[Cell]:
     yield from _cells("isolated", plan(context=2, scheme="ulysses", recompute="selective"))
     for zero in (1, 3):
         yield from _cells("decoder_dropout", _data(zero, context=2, scheme="ulysses"))
+    yield from _cells(("decoder", "encoder_plain", "isolated", "hf_bert"), plan(context=4, scheme="usp"))
+    for more in ({"tensor": 2}, {"tensor": 2, "sequence": True}, {"recompute": "full"}, {"pipeline": 2}):
+        yield from _cells("decoder_dropout", plan(context=4, scheme="usp", **more))
+    yield from _cells("decoder_grouped", plan(context=4, scheme="usp", recompute="selective"))
+    for zero in (1, 3):
+        yield from _cells("decoder_dropout", _data(zero, context=4, scheme="usp"))
     for zero in (1, 2, 3):
         yield from _cells(("decoder", "isolated"), plan(context=2, zero=zero))
         yield from _cells("decoder", plan(replicate=2, shard=2, context=2, zero=zero, micro=1))

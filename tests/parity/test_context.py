@@ -21,6 +21,8 @@ CELLS = (
     Cell("encoder", plan(context=2, scheme="ulysses", recompute="full")),
     Cell("hf_bert", plan(context=3, scheme="all_gather")),
     Cell("decoder_grouped", plan(context=4, scheme="ulysses", recompute="selective")),
+    Cell("lora", plan(context=2)),
+    Cell("dora", plan(context=2, tensor=2, micro=6)),
     Cell("decoder_dropout", plan(context=4, scheme="usp")),
     Cell("decoder_grouped", plan(context=4, scheme="usp", recompute="selective")),
     Cell("isolated", plan(context=4, scheme="usp")),
@@ -70,7 +72,6 @@ REFUSED = {
     "own": "its samples are no sequences",
     "mixing": "mix is an nn.Conv1d, which does not work token by token",
     "written": "attention makes a tensor of tokens × tokens by bmm",
-    "lora": "cannot be had with model.adapter",
 }
 """Model → why its ranks share no sequence."""
 

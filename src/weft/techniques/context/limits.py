@@ -9,6 +9,8 @@ from weft.techniques.context.shares import copies_of, exchanging_ranks
 if TYPE_CHECKING:
     from weft.recipe import Recipe
 
+_TOKEN_BY_TOKEN = frozenset({"use_dora", "use_rslora"})
+"""Settings of low-rank adapters under which they work token by token."""
 TOKEN_LOSS = "tokens"
 """Built-in loss that is a sum over tokens."""
 
@@ -51,8 +53,10 @@ def length_problem(length: int, *, ranks: int, tensor: int, sequence: bool) -> s
 def recipe_problem(recipe: Recipe) -> str:
     """Return what a recipe asks for that ranks which share a sequence have not got: the beginning of a sentence; empty:
     nothing."""
-    if recipe.model.adapter is not None:
-        return "cannot be had with model.adapter: the two have not been put together"
+    adapter = recipe.model.adapter
+    if adapter is not None and not (adapter.method == "lora" and _TOKEN_BY_TOKEN.issuperset(adapter.settings)):
+        named = " ".join((adapter.method, *sorted(set(adapter.settings) - _TOKEN_BY_TOKEN)))
+        return f"cannot be had with model.adapter of {named}: it has been shown for lora alone, with or without use_dora"
     if recipe.model.loss not in (None, TOKEN_LOSS):
         return (
             f'cannot be had with model.loss = "{recipe.model.loss}": a rank that has some of the tokens gets its sum'

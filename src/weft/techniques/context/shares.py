@@ -25,7 +25,7 @@ def runs_of(length: int, ranks: int, index: int) -> Runs:
 
 
 def joint_runs(length: int, groups: int, index: int, each: int) -> Runs:
-    """Return the runs of group `index` of `each` neighbours: theirs lie side by side, near the head and near the tail."""
+    """Return the runs of group `index`, of `each` neighbours: theirs lie side by side, near both ends of the sample."""
     ranks = groups * each
     (start, stop), (first, last) = runs_of(length, ranks, index * each)
     if each == 1:

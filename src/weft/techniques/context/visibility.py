@@ -25,9 +25,9 @@ class Pair(NamedTuple):
     queries: slice
     keys: slice
     causal: bool = False
-    """Query i sees keys 0 to i."""
+    """Whether query i sees keys 0 to i."""
     banded: bool = False
-    """Who sees whom follows from positions one by one."""
+    """Whether positions, one by one, say who sees whom."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,3 +38,27 @@ def test_heads_that_ranks_cannot_share_make_no_layout(tensor: int, context: int,
     cluster = parse_cluster_spec("8x8xh100")
     layout = Layout(tensor=tensor, context=context, context_scheme="ulysses")
     assert (not [problem for problem in check_layout(PROFILE, cluster, layout) if "heads" in problem]) is fits
+
+
+@pytest.mark.parametrize(("exchanging", "fits"), [(0, True), (2, True), (4, True), (8, False), (3, False)])
+def test_heads_are_exchanged_among_neighbours_of_several_groups(exchanging: int, fits: bool):
+    layout = Layout(context=8, context_scheme="usp", context_ulysses=exchanging, zero=1, recompute="full")
+    problems = [problem for problem in check_layout(PROFILE, NODE, layout) if "usp" in problem or "heads" in problem]
+    assert (not problems) is fits, problems
+    if fits:
+        ring, mixed = (
+            predict(PROFILE, NODE, one, stack=WEFT, calibration=DATASHEET).time.context
+            for one in (replace(layout, context_scheme="ring", context_ulysses=0), layout)
+        )
+        assert 0 < mixed
+        assert mixed != ring
+
+
+def test_a_window_shows_less():
+    sizes = replace(known_model("llama-3.1-8b").sizes, sequence_length=16_384, window=512)
+    windowed = profile_of_sizes(sizes)
+    layout = Layout(context=8, context_scheme="all_gather", zero=1, recompute="full")
+    seconds = [
+        predict(profile, NODE, layout, stack=WEFT, calibration=DATASHEET).time.context for profile in (PROFILE, windowed)
+    ]
+    assert seconds[1] < seconds[0] / 1.5

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.blueprint import build_blueprint
 from weft.cluster import parse_cluster_spec
 from weft.describe import describe
 from weft.description import facts_of, profile_of
@@ -46,7 +47,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "llama": (LLAMA, ""),
     "dynamic": (LLAMA | {"rope_parameters": ROPE}, "rotary frequencies follow the largest position"),
     "checkpoints": (LLAMA | {"gradient_checkpointing": True}, OWN_CHECKPOINTS),
-    "windows": (LLAMA | {"model_type": "mistral", "sliding_window": 8}, "a window of tokens"),
+    "windows": (LLAMA | {"model_type": "mistral", "sliding_window": 8}, ""),
     "bert": (BERT, ""),
 }
 
@@ -172,7 +173,7 @@ def test_no_stage_of_a_cut_that_was_found_shares_a_sequence() -> None:
 def test_what_a_configuration_tells_is_what_the_model_shows(name: str, tmp_path: Path) -> None:
     config, why = CONFIGS[name]
     recipe = of_config(config, tmp_path)
-    agree(recipe, build_model(recipe), why)
+    agree(recipe, build_blueprint(recipe), why)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, EncoderShape(num_layers=2, hidden_size=32, num_heads=4, vocabulary_size=32)])

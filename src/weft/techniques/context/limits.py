@@ -26,6 +26,8 @@ def heads_problem(heads: int, kv_heads: int, *, tensor: int, ranks: int) -> str:
 def mixed_problem(heads: tuple[int, int] | None, *, tensor: int, ranks: int, exchanging: int) -> str:
     """Return why `ranks` cannot exchange heads among `exchanging` neighbours (0: as many as fit) and let keys go round
     between these; empty: they can.  `heads`: of queries and of keys, in all of the model; None: nobody knows."""
+    if exchanging and (ranks % exchanging or not 1 < exchanging < ranks):
+        return f"is no several groups of {exchanging} neighbours, as usp needs."
     if heads is None:
         what = "needs a model whose attention has the same heads everywhere, of which something tells"
         return "" if exchanging else f"{what}, to choose how many ranks exchange them under usp."

@@ -50,7 +50,7 @@ def test_heads_are_exchanged_among_neighbours_of_several_groups(exchanging: int,
             predict(PROFILE, NODE, one, stack=WEFT, calibration=DATASHEET).time.context
             for one in (replace(layout, context_scheme="ring", context_ulysses=0), layout)
         )
-        assert 0 < mixed
+        assert mixed > 0
         assert mixed != ring
 
 
@@ -59,6 +59,7 @@ def test_a_window_shows_less():
     windowed = profile_of_sizes(sizes)
     layout = Layout(context=8, context_scheme="all_gather", zero=1, recompute="full")
     seconds = [
-        predict(profile, NODE, layout, stack=WEFT, calibration=DATASHEET).time.context for profile in (PROFILE, windowed)
+        predict(profile, NODE, layout, stack=WEFT, calibration=DATASHEET).time.context
+        for profile in (PROFILE, windowed)
     ]
     assert seconds[1] < seconds[0] / 1.5

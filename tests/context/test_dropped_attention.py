@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from simulated_ranks import shared_among
-from torch import nn
 
-from weft.models.dropping import attend_dropping
 from weft.parallel import MicrobatchState, StepContext
 from weft.parallel.randomness import KeyedDropout
 from weft.techniques.context.dropped import DroppedAttention
-from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.shares import runs_of
 
 LENGTH, HEADS, SAMPLES = 13, 4, 3
@@ -45,26 +41,3 @@ def test_what_drops_nothing_costs_nothing(module: str) -> None:
     dropout = KeyedDropout(0.0 if module == "zero" else 0.3, "attention", StepContext())
     dropout.train(module != "evaluated")
     assert DroppedAttention.of(dropout, HEADS, LENGTH) is None
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_attention_in_parts_is_that_of_one_process(causal: bool, kv_heads: int) -> None:
-    draw = torch.Generator().manual_seed(1)
-    query, key, value, gradient = (
-        torch.randn(SAMPLES, heads, LENGTH, 6, generator=draw, dtype=torch.float64)
-        for heads in (HEADS, kv_heads, kv_heads, HEADS)
-    )
-    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-    context = StepContext()
-    dropout: nn.Module = KeyedDropout(0.4, "attention", context)
-    with context.entered(state()):
-        one = attend_dropping(*leaves, None, dropout, causal=causal)
-        one.backward(gradient)
-        dropped = DroppedAttention.of(dropout, HEADS, LENGTH)  # type: ignore[arg-type]
-    assert dropped is not None
-    form = AttentionForm(causal=causal, scale=6**-0.5, dropped=dropped)
-    mixed, gradients = shared_among(RANKS, (query, key, value), gradient, form)
-    torch.testing.assert_close(mixed, one)
-    for leaf, found in zip(leaves, gradients, strict=True):
-        torch.testing.assert_close(found, leaf.grad)

@@ -8,52 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_ranks import shared_among
-from torch import Tensor, nn
+from threaded_ranks import attend_whole
+from torch import nn
 
 from weft.comm import GroupView
 from weft.models.dropping import attend_in_window
 from weft.parallel.local_tokens import LocalTokens
-from weft.techniques.context import visibility
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.shares import Shown, runs_of
 from weft.techniques.context.visibility import Visibility
 
 SCALE = 0.4
-
-
-def whole(operands: list[Tensor], window: int | None, documents: Tensor | None) -> Tensor:
-    """Written out."""
-    query, key, value = operands
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
-    scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * SCALE
-    behind = torch.arange(length)[:, None] - torch.arange(length)
-    seen = (behind >= 0) & (behind < (length if window is None else window))
-    if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(groups, 1)
-
-
-@pytest.mark.parametrize("isolated", [False, True], ids=["one document", "documents"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(("length", "window"), [(13, 1), (13, 2), (13, 5), (12, 7), (13, 12), (24, 6), (13, None)])
-def test_parts_are_the_whole(
-    length: int, window: int | None, ranks: int, isolated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(visibility, "_FEWEST_QUERIES", 2)
-    draw = torch.Generator().manual_seed(length)
-    query, key, value, gradient = (
-        torch.randn(2, heads, length, 4, generator=draw, dtype=torch.float64) for heads in (4, 2, 2, 4)
-    )
-    documents = (torch.arange(length) // torch.tensor([[5], [7]])) if isolated else None
-    leaves = [each.clone().requires_grad_() for each in (query, key, value)]
-    wanted = whole(leaves, window, documents)
-    wanted.backward(gradient)
-    form = AttentionForm(causal=True, scale=SCALE, window=window)
-    mixed, gradients = shared_among(ranks, (query, key, value), gradient, form, documents)
-    torch.testing.assert_close(mixed, wanted.detach())
-    for leaf, found in zip(leaves, gradients, strict=True):
-        torch.testing.assert_close(found, leaf.grad)
 
 
 @given(length=st.integers(2, 90), ranks=st.integers(1, 5), window=st.integers(1, 90))
@@ -106,7 +71,7 @@ def test_ranks_show_what_a_later_run_sees() -> None:
 def test_one_process_sees_the_window(window: int, queries: int, dropout: Any) -> None:
     draw = torch.Generator().manual_seed(3)
     operands = [torch.randn(2, heads, 9, 4, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)]
-    wanted = whole(operands, window, None)[:, :, 9 - queries :]
+    wanted = attend_whole(operands, SCALE, window)[:, :, 9 - queries :]
     query = operands[0][:, :, 9 - queries :]
     found = attend_in_window(query, operands[1], operands[2], None, dropout, window=window, scale=SCALE)
     torch.testing.assert_close(found, wanted)

@@ -43,6 +43,7 @@ def test_equals_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(visibility, "_FEWEST_QUERIES", 2)
+    monkeypatch.setattr(visibility, "_MOST_MASKED", 60)  # several chunks of the queries that have documents
     deliver(monkeypatch, Post())
     length = 21
     given, gradient = operands(length, 4, 2)

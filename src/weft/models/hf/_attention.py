@@ -177,11 +177,12 @@ def weft_attention(
 
     sinks: Tensor | None = kwargs.pop("s_aux", None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = kwargs.get("sliding_window")
+    given = kwargs.get("sliding_window")
+    window = given if type(given) is int else 0
     is_plain = softcap is None and sinks is None and kwargs.get("position_bias") is None
     # Whoever leaves out a mask of transformers' own means that a window hides nothing.
-    hides = attention_mask is not None or key.shape[2] <= (window or 0) or _makes_no_masks(module)
-    if is_plain and causal and type(window) is int and window > 0 and hides:
+    hides = attention_mask is not None or key.shape[2] <= window or _makes_no_masks(module)
+    if is_plain and causal and window > 0 and hides:
         dropping = getattr(module, getattr(module, _NAME)) if dropout > 0.0 else None
         mixed = attend_in_window(query, key, value, attention_mask, dropping, window=window, scale=scaling)
         return mixed.transpose(1, 2).contiguous(), None

@@ -58,7 +58,9 @@ def recipe_problem(recipe: Recipe) -> str:
     adapter = recipe.model.adapter
     if adapter is not None and not (adapter.method == "lora" and _TOKEN_BY_TOKEN.issuperset(adapter.settings)):
         named = " ".join((adapter.method, *sorted(set(adapter.settings) - _TOKEN_BY_TOKEN)))
-        return f"cannot be had with model.adapter of {named}: it has been shown for lora alone, with or without use_dora"
+        return (
+            f"cannot be had with model.adapter of {named}: it has been shown for lora alone, with or without use_dora"
+        )
     if recipe.model.loss not in (None, TOKEN_LOSS):
         return (
             f'cannot be had with model.loss = "{recipe.model.loss}": a rank that has some of the tokens gets its sum'

@@ -17,6 +17,8 @@ from weft.techniques.context.shares import Runs, Shown
 
 _FEWEST_QUERIES = 256
 """Queries that are taken together where each sees a window: fewer would be calls of little work."""
+_MOST_MASKED = 1 << 24
+"""Entries of a mask that exist at once: 64 MiB in fp32."""
 
 
 class Pair(NamedTuple):
@@ -47,6 +49,26 @@ class Visibility:
 
     def pairs(self, source: int) -> Iterator[Pair]:
         """Yield what is computed where the keys that rank `source` shows are there: what no query sees is in none."""
+        for pair in self._apart(source):
+            yield from [pair] if self.tokens.documents is None else self._in_chunks(source, pair, self.tokens.documents)
+
+    def _in_chunks(self, source: int, pair: Pair, documents: Tensor) -> Iterator[Pair]:
+        """So few queries at once that a mask for each sample takes little memory."""
+        (first, last, _), (start, stop, _) = (
+            part.indices(sum(end - begin for begin, end in self._runs(index)))
+            for part, index in ((pair.queries, self.view.index), (pair.keys, source))
+        )
+        step = max(1, _MOST_MASKED // max(1, len(documents) * (stop - start)))
+        if last - first <= step:
+            yield pair
+            return
+        for top in range(first, last, step):
+            bottom = min(top + step, last)
+            seen = start + bottom - first if pair.causal else stop
+            yield Pair(slice(top, bottom), slice(start, seen), banded=pair.causal or pair.banded)
+
+    def _apart(self, source: int) -> Iterator[Pair]:
+        """Pairs without regard to documents."""
         every, own = slice(None), source == self.view.index
         if not self.form.causal:
             yield Pair(every, every)

@@ -227,7 +227,7 @@ class Matrix:
     """Of every process group."""
     _references: dict[tuple[str, str], Result] = field(default_factory=dict)
     _noises: dict[str, Noise] = field(default_factory=dict)
-    _outlines: dict[ModelRecipe, Outline] = field(default_factory=dict)
+    _outlines: dict[tuple[ModelRecipe, bool], Outline] = field(default_factory=dict)
 
     @classmethod
     def create(cls, ranks: RankPool, folder: Path, steps: int = STEPS, backend: str = "gloo") -> Matrix:
@@ -247,8 +247,11 @@ class Matrix:
         result = joined(trials, plan)
         if breakage is None and nudge == 0 and plan.mesh.world_size > 1:
             blueprint = build_model(recipe)
-            outline = self._outlines.get(recipe.model) or outline_of(blueprint)
-            self._outlines[recipe.model] = outline
+            if plan.mesh.context > 1:
+                look_for_blocks(blueprint, plan)
+            known = recipe.model, blueprint.cut is None
+            outline = self._outlines.get(known) or outline_of(blueprint)
+            self._outlines[known] = outline
             result.unpredicted = tuple(unlike_predicted(recipe, plan, blueprint, outline, trials))
         return result
 

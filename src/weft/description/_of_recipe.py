@@ -87,7 +87,7 @@ def describe_family(
         profile,
         divisible=tuple(divisible.items()),
         can_share_sequence=not windows,
-        attends_alone=windows,  # looking at its forward shows them
+        attends_alone=windows and not sizes.num_experts,  # looking at its forward shows them
         no_shared_sequence=family.no_shared_sequence(config),
         no_pipeline=why_no_pipeline([ROUTER_LOSS]) if family.router and config.get("output_router_logits") else "",
     )

@@ -211,7 +211,7 @@ def context() -> Iterator[Cell]:
     for zero in (1, 3):
         yield from _cells("decoder_dropout", _data(zero, context=2, scheme="ulysses"))
     yield from _cells(("decoder", "encoder_plain", "isolated", "hf_bert"), plan(context=4, scheme="usp"))
-    for more in ({"tensor": 2}, {"tensor": 2, "sequence": True}, {"recompute": "full"}, {"pipeline": 2}):
+    for more in ({"tensor": 2}, {"recompute": "full"}, {"pipeline": 2}):
         yield from _cells("decoder_dropout", plan(context=4, scheme="usp", **more))
     yield from _cells("decoder_grouped", plan(context=4, scheme="usp", recompute="selective"))
     for zero in (1, 3):

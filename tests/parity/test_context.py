@@ -27,7 +27,7 @@ CELLS = (
     Cell("decoder_grouped", plan(context=4, scheme="usp", recompute="selective")),
     Cell("isolated", plan(context=4, scheme="usp")),
     Cell("hf_bert", plan(context=4, scheme="usp", micro=3)),
-    Cell("decoder", plan(context=4, scheme="usp", tensor=2, sequence=True)),
+    Cell("decoder", plan(context=4, scheme="usp", tensor=2)),
 )
 BREAKAGES = (
     ("merged as means", "decoder", "gradient"),

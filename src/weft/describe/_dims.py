@@ -195,11 +195,11 @@ class DimsWalker:
             self.dims[result] = left
 
     def pool(self, event: Event) -> None:
-        dims = self.dims_of(event.inputs[0])
-        for dim in dims[-2:]:
+        dims, slid = self.dims_of(event.inputs[0]), POOLS[event.name]
+        for dim in dims[-slid:]:
             self.keep_whole(event, dim, "pools over it")
         for output in event.outputs:
-            self.dims[output] = [*dims[:-2], (), ()]
+            self.dims[output] = [*dims[:-slid], *[()] * slid]
 
 
 _DIM: Mapping[str, tuple[int, int]] = {
@@ -217,6 +217,15 @@ ALONG: Mapping[str, tuple[int, str]] = {
     "roll": (2, "dims"),
 }
 """Operators along dims → where those stand among the arguments, and what they are called."""
+POOLS: Mapping[str, int] = {
+    **dict.fromkeys(("upsample_nearest1d", "upsample_linear1d", "reflection_pad1d", "replication_pad1d"), 1),
+    **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d"), 2),
+    **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"), 2),
+    **dict.fromkeys(("reflection_pad2d", "replication_pad2d"), 2),
+    **dict.fromkeys(("max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool3d", "adaptive_max_pool3d"), 3),
+    **dict.fromkeys(("upsample_nearest3d", "upsample_trilinear3d", "replication_pad3d"), 3),
+}
+"""Operators that mix neighbours in an image, channel by channel → along how many of the last dims."""
 
 
 def argument(event: Event, at: int, name: str, default: Any) -> Any:

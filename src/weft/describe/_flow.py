@@ -8,26 +8,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from weft.describe._atoms import Atoms, Dim
-from weft.describe._dims import ALONG, Dims, DimsWalker, place_of
+from weft.describe._channels import ChannelWalker, Layer
+from weft.describe._dims import ALONG, POOLS, Dims, place_of
 from weft.describe._events import Event, Trace, Value
-from weft.describe._graph import MATMULS, Graph
+from weft.describe._graph import BATCH_NORMS, MATMULS, Graph
 from weft.describe._pointwise import broadcast, is_elementwise
-
-
-@dataclass(slots=True, kw_only=True)
-class Layer:
-    """A linear layer or convolution that ran as a module, with plain weights."""
-
-    name: str
-    kind: str
-    """`linear` or `convolution`."""
-    made: int
-    """Atom of its output features."""
-    entering: Dim
-    """Atoms of its input features."""
-    index: int
-    """Position of its first event."""
-    parameters: int
 
 
 @dataclass(slots=True)
@@ -36,6 +21,8 @@ class ForwardFlow:
 
     atoms: Atoms
     layers: dict[str, Layer]
+    channelwise: dict[str, Dim]
+    """Modules that work channel by channel (batch norms) or group by group, and the channels that they give."""
     dims: Mapping[Value, Dims]
     odd: dict[str, str]
     """Parameter → why its product is no layer that could be split."""
@@ -65,6 +52,7 @@ def follow(trace: Trace, root: nn.Module, gathering: Mapping[str, Value] | None 
     return ForwardFlow(
         walker.atoms,
         walker.layers,
+        walker.channelwise,
         walker.dims,
         walker.odd,
         walker.shared,
@@ -75,19 +63,14 @@ def follow(trace: Trace, root: nn.Module, gathering: Mapping[str, Value] | None 
 
 
 @dataclass(slots=True)
-class _Walker(DimsWalker):
-    trace: Trace
-    root: nn.Module
+class _Walker(ChannelWalker):
     gathering: Mapping[str, Value]
-    layers: dict[str, Layer] = field(default_factory=dict[str, Layer])
     odd: dict[str, str] = field(default_factory=dict[str, str])
     shared: list[tuple[str, Dim, int]] = field(default_factory=list[tuple[str, Dim, int]])
-    parameters: dict[str, Dims] = field(default_factory=dict[str, Dims])
     uses: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     notes: dict[str, None] = field(default_factory=dict[str, None])
     trained: set[int] = field(default_factory=set[int])
     """Storages that gradients flow back to."""
-    graph: Graph = field(init=False)
     rules: Mapping[str, Callable[[Event], None]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,12 +85,13 @@ class _Walker(DimsWalker):
             **dict.fromkeys(("cat", "stack"), self.join),
             **dict.fromkeys(ALONG, self.along),
             **dict.fromkeys(("native_layer_norm", "rms_norm"), self._norm),
-            **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "native_group_norm"), self._channel_norm),
+            **dict.fromkeys(BATCH_NORMS, self.batch_norm),
+            "native_group_norm": self.group_norm,
             **dict.fromkeys(("mean", "sum", "var", "var_mean", "amax", "amin", "std"), self.reduce),
             **dict.fromkeys(MATMULS, self._product),
-            **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), self.pool),
+            **dict.fromkeys(POOLS, self.pool),
             "attention": self._attention,
-            "convolution": self._convolution,
+            "convolution": self.convolution,
             "constant_pad_nd": self.pad,
             **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), self.make),
             "embedding": self.look_up,
@@ -123,7 +107,7 @@ class _Walker(DimsWalker):
             if value.storage in self.graph.derived:
                 self._meet_parameter(event, value)
         rule = self.rules.get(event.name, self._pointwise)
-        if rule in (self._product, self._convolution) or any(self.is_tracked(value) for value in event.inputs):
+        if rule in (self._product, self.convolution) or any(self.is_tracked(value) for value in event.inputs):
             try:
                 rule(event)
             except (IndexError, ValueError, TypeError, ArithmeticError, AttributeError):
@@ -166,19 +150,6 @@ class _Walker(DimsWalker):
         for statistic in event.outputs[1:]:
             if len(statistic.shape) == len(dims):
                 self.dims[statistic] = [*dims[:-count], *[()] * count]
-
-    def _channel_norm(self, event: Event) -> None:
-        """Statistics of channels: a convolution's may be divided with the norm's own parameters."""
-        value = event.inputs[0]
-        dims = list(self.dims_of(value))
-        if event.name == "native_group_norm" or not self._from_convolution(dims[1]):
-            self.keep_whole(event, dims[1], "has a parameter for each of its entries")
-        self.dims[event.outputs[0]] = dims
-
-    def _from_convolution(self, dim: Dim) -> bool:
-        layers = [layer for layer in self.layers.values() if layer.kind == "convolution"]
-        made = self.atoms.leaves([layer.made for layer in layers])
-        return bool(dim) and set(self.atoms.leaves(dim)) <= set(made)
 
     def _attention(self, event: Event) -> None:
         query, key, value = (list(self.dims_of(v)) for v in event.inputs[:3])
@@ -258,37 +229,10 @@ class _Walker(DimsWalker):
         entering = self.dims_of(left)[-1]
         known = self.layers.get(owner)
         if known is None:
-            known = self._layer(owner, "linear", event.outputs[0].shape[-1], entering, event)
+            known = self.layer(owner, "linear", event.outputs[0].shape[-1], entering, event)
         else:
             known.entering = self.meet(event, known.entering, entering)
         self.dims[event.outputs[0]] = [*self.dims_of(left)[:-1], (known.made,)]
-
-    def _layer(self, name: str, kind: str, features: int, entering: Dim, event: Event) -> Layer:
-        size = sum(p.numel() for p in self.root.get_submodule(name).parameters(recurse=False))
-        made = self.atoms.new(features)
-        self.layers[name] = Layer(
-            name=name, kind=kind, made=made, entering=entering, index=event.index, parameters=size
-        )
-        return self.layers[name]
-
-    def _convolution(self, event: Event) -> None:
-        value, weight, output = event.inputs[0], event.inputs[1], event.outputs[0]
-        dims = self.dims_of(value)
-        for dim in dims[2:]:
-            self.keep_whole(event, dim, "slides over it")
-        empty: Dims = [()] * (len(output.shape) - 2)
-        groups = int(event.arguments[8])
-        names = self.graph.derived.get(weight.storage)
-        for parameter in event.inputs[1:]:
-            for dim in self.dims_of(parameter):
-                self.keep_whole(event, dim, "is part of a convolution")
-        owner = "" if names is None else self.graph.name_of(weight.storage, event).rpartition(".")[0]
-        if names is None or owner in self.layers or groups > 1 or event.arguments[6]:
-            self.keep_whole(event, dims[1], "is a grouped, transposed or repeated convolution")
-            self.dims[output] = [dims[0], (), *empty]
-            return
-        made = self._layer(owner, "convolution", output.shape[1], dims[1], event).made
-        self.dims[output] = [dims[0], (made,), *empty]
 
     def _pointwise(self, event: Event) -> None:
         """Operators whose result is the broadcast of what enters; any other needs all of it in one place."""

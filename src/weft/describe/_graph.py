@@ -10,6 +10,12 @@ from weft.describe._events import Event, Trace, Value
 from weft.profile import OperatorKind
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+BATCH_NORMS = (
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training",
+    "cudnn_batch_norm",
+)
 _KINDS: Mapping[str, OperatorKind] = {
     **dict.fromkeys(MATMULS, "matmul"),
     "attention": "attention",
@@ -37,9 +43,7 @@ _REDUCTIONS = (
     "native_layer_norm",
     "rms_norm",
     "native_group_norm",
-    "native_batch_norm",
-    "_native_batch_norm_legit",
-    "cudnn_batch_norm",
+    *BATCH_NORMS,
     "_softmax",
     "_log_softmax",
     "_safe_softmax",

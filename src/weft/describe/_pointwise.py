@@ -22,7 +22,7 @@ _ENTRYWISE = frozenset(
             "nan_to_num",
         ),
         *("ones_like", "zeros_like", "empty_like", "full_like", "fill_", "zero_", "log_sigmoid_forward", "hardswish"),
-        *("dropout", "masked_fill_", "isnan", "isinf", "floor_divide", "_assert_tensor_metadata"),
+        *("dropout", "masked_fill_", "isnan", "isinf", "floor_divide", "_assert_tensor_metadata", "_prelu_kernel"),
     }
 )
 """Those that torch does not mark as pointwise."""

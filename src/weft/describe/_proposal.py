@@ -33,8 +33,6 @@ class Proposal:
     vocabulary_head: str | None = None
     replicated: tuple[tuple[str, str], ...] = ()
     """Modules that every rank keeps whole, and why."""
-    priced_only: tuple[tuple[str, str], ...] = ()
-    """Pairs of convolutions that would split by channels, which Weft prices and cannot run."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -63,7 +61,6 @@ def lines_of(proposal: Proposal) -> list[str]:
             lines.append(f'{name:<{width}} = "{rule.kind}"  # {_extras(rule)}{proposed.reason} ({proposed.confidence})')
         lines += _beyond(proposal)
     lines += [f"# whole on every rank: {name}: {reason}" for name, reason in proposal.replicated]
-    lines += [f"# priced, not run: {name}: {reason}" for name, reason in proposal.priced_only]
     return lines + [f"# {note}" for note in proposal.notes]
 
 

@@ -91,12 +91,13 @@ class _Proposer:
 
     def proposal(self) -> Proposal:
         choice, attributes, parts = self._rehearsed()
-        groups = [group for group in choice.groups if _kind(group) == "linear"]
+        groups = choice.groups
         inside = tuple(f"{block}." for block in self.blocks)
         taken = _names(groups) | {name for name in self.flow.layers if name.startswith(inside)}
         vocabulary = VocabularyAnalysis(self.blueprint, self.trace, self.flow, parts, taken).run()
         left = [*self._left(choice, vocabulary), *vocabulary.left]
         decisions = [*_of_vocabulary(vocabulary), *self._layers(groups), *self._parts(groups)]
+        decisions += self._channelwise(groups)
         decisions += self._aliases(decisions)
         decisions += [*self._marked(groups), *self._positionwise(groups, left)]
         rules = self._rules(decisions)
@@ -107,7 +108,6 @@ class _Proposer:
             divisible=self._divisible(groups, vocabulary),
             vocabulary_head=vocabulary.head if vocabulary.fused else None,
             replicated=tuple(self._summed(left)),
-            priced_only=tuple(self._convolutions(choice)),
             notes=(*notes, UNPROVEN) if rules else notes,
         )
 
@@ -117,24 +117,24 @@ class _Proposer:
         ruled = [name for name in self.flow.layers if not self._own(name)]
         while True:
             choice = choose(self.flow, self.blocks, refused, ruled)
-            linear = [group for group in choice.groups if _kind(group) == "linear" and not self._clash(group, refused)]
-            parts = _common_prime(linear)
-            odd = [group for group in linear if group.size % parts]
+            groups = [group for group in choice.groups if not self._clash(group, refused)]
+            parts = _common_prime(groups)
+            odd = [group for group in groups if group.size % parts]
             self._refuse(odd, refused, f"{parts} does not divide its size, as it does those of most others")
             if odd or any(self._clash(group, refused) for group in choice.groups):
                 continue
-            gathers = self._gathers(linear)
-            rehearsal = Rehearsal(self.blueprint, self.trace, self.flow, linear, parts, gathers, self.useless)
-            outcome = rehearsal.run() if linear else None
+            gathers = self._gathers(groups)
+            rehearsal = Rehearsal(self.blueprint, self.trace, self.flow, groups, parts, gathers, self.useless)
+            outcome = rehearsal.run() if groups else None
             if outcome is None or outcome.problem is None:
                 return choice, () if outcome is None else outcome.attributes, parts
             reason = (
                 f"{outcome.module or 'the forward'} cannot work on a part of it: {outcome.problem}. Let it take sizes"
                 " from what its projections return, or from whole-number attributes of the module"
             )
-            hit = [group for group in linear if group.atom in outcome.atoms]
+            hit = [group for group in groups if group.atom in outcome.atoms]
             places = {glob_of(m.layer.name) for group in hit for m in group.columns}
-            alike = [g for g in linear if any(glob_of(m.layer.name) in places for m in g.columns)]
+            alike = [g for g in groups if any(glob_of(m.layer.name) in places for m in g.columns)]
             self._refuse(alike, refused, reason)
 
     def _refuse(self, groups: Iterable[LayerGroup], refused: set[int], reason: str) -> None:
@@ -187,13 +187,23 @@ class _Proposer:
             confidence: Confidence = "medium" if self.trace.notes or self._draws(group) else "high"
             columns, rows = _leaves(group.columns), _leaves(group.rows)
             unit = f"{group.size} {self._unit(group)}"
-            sides: tuple[tuple[SplitKind, Sequence[GroupMember], str], ...] = (
-                ("column", group.columns, f"{rows} can take its result in parts of {unit}"),
-                ("row", group.rows, f"its input comes in parts of {unit} from {columns}"),
+            sides: tuple[tuple[bool, Sequence[GroupMember], str], ...] = (
+                (True, group.columns, f"{rows} can take its result in parts of {unit}"),
+                (False, group.rows, f"its input comes in parts of {unit} from {columns}"),
             )
-            for kind, members, reason in sides:
-                decisions += [_Decision(m.layer.name, kind, reason, confidence, m.blocks) for m in members]
+            for is_column, members, reason in sides:
+                decisions += [
+                    _Decision(m.layer.name, _KINDS[m.layer.kind, is_column], reason, confidence, m.blocks)
+                    for m in members
+                ]
         return decisions
+
+    def _channelwise(self, groups: Sequence[LayerGroup]) -> list[_Decision]:
+        """What works channel by channel on each rank's channels."""
+        reason = "it works on each rank's channels"
+        return [
+            _Decision(each.name, "channels", reason, blocks=each.blocks) for group in groups for each in group.channelwise
+        ]
 
     def _parts(self, groups: Sequence[LayerGroup]) -> list[_Decision]:
         """Parameters of which each rank has a part, that no layer holds."""
@@ -229,9 +239,12 @@ class _Proposer:
             return decision.dim, decision.blocks
         if decision.kind == "vocab":
             return 0, 1
-        if decision.kind not in ("column", "row"):
+        if decision.kind == "channels":
+            return 0, decision.blocks
+        if decision.kind not in _KINDS.values():
             return None
-        dim = cut_dim(self.blueprint.module.get_submodule(owner), leaf, column=decision.kind == "column")
+        is_column = decision.kind in ("column", "channel_out")
+        dim = cut_dim(self.blueprint.module.get_submodule(owner), leaf, column=is_column)
         return None if dim is None else (dim, decision.blocks)
 
     def _rules(self, decisions: Iterable[_Decision]) -> tuple[ProposedRule, ...]:
@@ -270,6 +283,8 @@ class _Proposer:
         return found
 
     def _unit(self, group: LayerGroup) -> str:
+        if all(member.layer.kind == "convolution" for member in group.columns):
+            return "channels"
         names = {event.name for event, at in self._events_on([group]) if at != len(event.outputs[0].shape) - 1}
         return "heads" if names & {"attention", "_softmax", "_safe_softmax"} else "features"
 
@@ -355,17 +370,14 @@ class _Proposer:
             found[glob_of(name), _without_numbers(reason)] = None
         return list(found)
 
-    def _convolutions(self, choice: SplitChoice) -> list[tuple[str, str]]:
-        found: dict[tuple[str, str], None] = {}
-        for group in choice.groups:
-            if _kind(group) == "convolution":
-                columns = " and ".join(m.layer.name for m in group.columns)
-                rows = " and ".join(m.layer.name for m in group.rows)
-                pair = f"channel_out, with {glob_of(rows)} as channel_in ({group.size} channels)"
-                found[glob_of(columns), pair] = None
-        return list(found)
 
-
+_KINDS: Mapping[tuple[str, bool], SplitKind] = {
+    ("linear", True): "column",
+    ("linear", False): "row",
+    ("convolution", True): "channel_out",
+    ("convolution", False): "channel_in",
+}
+"""Kind of layer, and whether it is cut by what it makes → how it splits."""
 _NORMS = ("native_layer_norm", "rms_norm")
 _NAMES = ("LlamaRMSNorm", "RMSNorm", "LayerNorm")
 
@@ -408,10 +420,6 @@ def gatherable(trace: Trace, flow: ForwardFlow, blueprint: Blueprint) -> dict[st
 
 def _leaves(members: Sequence[GroupMember]) -> str:
     return " and ".join(dict.fromkeys(glob_of(member.layer.name) for member in members))
-
-
-def _kind(group: LayerGroup) -> str:
-    return group.columns[0].layer.kind
 
 
 def _names(groups: Iterable[LayerGroup]) -> set[str]:

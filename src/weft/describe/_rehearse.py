@@ -26,9 +26,15 @@ from weft.describe._groups import LayerGroup
 from weft.describe._pointwise import LAYOUT, is_elementwise
 from weft.describe._trace import Unfinished, trace
 from weft.models import Blueprint, localised, numbers_of
+from weft.models.channels import channel_tensors, groups_of, is_convolution
 from weft.stand_ins import glob_of
 
-_SIZES_OF_WEIGHTS = frozenset({"in_features", "out_features", "nf", "nx", "num_embeddings", "embedding_dim"})
+_SIZES_OF_WEIGHTS = frozenset(
+    {
+        *("in_features", "out_features", "nf", "nx", "num_embeddings", "embedding_dim"),
+        *("in_channels", "out_channels", "num_channels", "num_features", "groups", "num_groups"),
+    }
+)
 _ATTEMPTS = 8
 DTYPE = torch.float32
 """Precision of the forwards that are looked at: every operator has a form in it."""
@@ -134,7 +140,7 @@ class Rehearsal:
             done += 1
 
         with ExitStack() as stack:
-            stack.enter_context(_divided(self.blueprint.module, attributes, self._transposed(), self.parts))
+            stack.enter_context(_divided(self.blueprint.module, attributes, self._counted(), self.parts))
             stack.enter_context(_gathered(self.blueprint.module, self.gathering, self.parts))
             try:
                 trace(self.blueprint, DTYPE, self._share(), loss=False, watch=compare)
@@ -215,6 +221,9 @@ class Rehearsal:
                     share |= self._share_of(member.layer.name, column)
             for part in group.parts:
                 share[part.name] = self._part(part.name, part.dim)
+            for module in group.channelwise:
+                for leaf in channel_tensors(self.blueprint.module.get_submodule(module.name)):
+                    share[f"{module.name}.{leaf}"] = self._part(f"{module.name}.{leaf}", 0)
         return share
 
     def _share_of(self, name: str, column: bool) -> dict[str, Tensor]:
@@ -226,17 +235,23 @@ class Rehearsal:
                 share[f"{name}.{leaf}"] = self._part(f"{name}.{leaf}", dim)
         return share
 
-    def _part(self, name: str, dim: int) -> nn.Parameter:
-        parameter = self.blueprint.module.get_parameter(name)
-        shape = list(parameter.shape)
+    def _part(self, name: str, dim: int) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        whole = getattr(self.blueprint.module.get_submodule(owner), leaf)
+        shape = list(whole.shape)
         shape[dim] //= self.parts
         made = torch.empty(shape, dtype=DTYPE, device="meta")
-        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+        return nn.Parameter(made, requires_grad=whole.requires_grad) if isinstance(whole, nn.Parameter) else made
 
-    def _transposed(self) -> list[Attribute]:
-        """Widths that Hugging Face's `Conv1D` reads."""
-        names = [member.layer.name for group in self.groups for member in group.columns]
-        return [Attribute(name, "nf") for name in names if hasattr(self.blueprint.module.get_submodule(name), "nf")]
+    def _counted(self) -> list[Attribute]:
+        """Numbers that go with weights: the width of Hugging Face's `Conv1D`, groups of convolutions and norms."""
+        columns = [member.layer.name for group in self.groups for member in group.columns]
+        module_of = self.blueprint.module.get_submodule
+        found = [Attribute(name, "nf") for name in columns if hasattr(module_of(name), "nf")]
+        for group in self.groups:
+            counted = ((each.name, groups_of(module_of(each.name))) for each in group.channelwise)
+            found += [Attribute(name, leaf) for name, leaf in counted if leaf is not None]
+        return found
 
 
 def _numbers(event: Event) -> Iterator[float]:
@@ -248,10 +263,10 @@ def _numbers(event: Event) -> Iterator[float]:
 
 
 def cut_dim(module: nn.Module, leaf: str, *, column: bool) -> int | None:
-    """The dim of a linear layer's parameter that is cut; None where it stays whole."""
+    """The dim of a layer's parameter that is cut; None where it stays whole.  A convolution's lies as a linear's."""
     if leaf == "bias":
         return 0 if column else None
-    return int(column != isinstance(module, nn.Linear))
+    return int(column != (isinstance(module, nn.Linear) or is_convolution(module)))
 
 
 @contextmanager

@@ -21,6 +21,8 @@ class SplitRule:
     """How the modules whose names match split over the tensor axis.
 
     `column` and `row` take linear layers (`nn.Linear`, `nn.Embedding` for `vocab`, Hugging Face `Conv1D`).
+    `channel_out` and `channel_in` take convolutions, which are cut by their output and by their input channels.
+    `channels` marks what works channel by channel between them: batch norms, group norms and convolutions in groups.
     `sequence` marks modules (norms, dropouts) that may work on a shard of the sequence.
     `whole` marks modules that read the sequence's length off their input (`batch, length, _ = x.shape`): under sequence
     parallelism their first argument is gathered before them, and not once more at the columns inside.
@@ -46,7 +48,7 @@ class SplitRule:
     @property
     def divides(self) -> bool:
         """Whether the tensor axis divides the weights of the modules that match."""
-        return self.kind in ("column", "row", "vocab")
+        return self.kind in ("column", "row", "vocab", "channel_out", "channel_in")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from weft.techniques.tensor.grid_shape import GridCut
 Shape = tuple[int, ...]
 CallKind = Literal[
     "column", "row", "vocab", "whole", "replicate", "gather", "batch_norm", "enter", "sum", "norms", "attention",
-    "expert", "experts", "product", "rms_norm", "layer_norm",
+    "expert", "experts", "channel_out", "channel_in", "product", "rms_norm", "layer_norm",
 ]  # fmt: skip
 """How ranks share a module's work; `batch_norm`: data ranks share its statistics; `expert`: a mixture; `experts`: what
 reads its rows, sorted by expert, which may be those of other ranks.  `product` and the two norms are layers that only a
@@ -65,6 +65,8 @@ class ModuleCall:
     is_inside_whole: bool = False
     """Whether a module around it has gathered its input then."""
     gathers_output: bool = False
+    is_divided: bool = False
+    """Whether each tensor rank has a part of its channels, of a batch norm."""
     source: int
     """Calls with equal numbers read the same tensor, unchanged in between."""
     shape: Shape

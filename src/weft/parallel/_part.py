@@ -67,7 +67,7 @@ def fill_layout(
         layout.entries[name] = _entry(layout, name, names, parameter.shape, splits.get(name), is_buffer=False)
     for name, buffer in part.named_buffers(remove_duplicate=False):
         if buffer.is_floating_point():
-            layout.entries[name] = _entry(layout, name, names, buffer.shape, None, is_buffer=True)
+            layout.entries[name] = _entry(layout, name, names, buffer.shape, splits.get(name), is_buffer=True)
 
 
 def _entry(

@@ -36,6 +36,7 @@ SplitKind = Literal[
     "expert",
     "channel_out",
     "channel_in",
+    "channels",
     "replicate",
     "heads",
     "features",

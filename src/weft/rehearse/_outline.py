@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _SAMPLES = 2
 """Samples of the forward: a batch norm in training wants more than one."""
-_NOTED = ("column", "row", "vocab", "whole", "replicate", "gather", "expert")
+_NOTED = ("column", "row", "channel_out", "channel_in", "vocab", "whole", "replicate", "gather", "expert")
 
 
 def outline_of(blueprint: Blueprint) -> Outline:
@@ -366,6 +366,7 @@ class _Notes:
                 in_region=self._is_in_region(name),
                 is_inside_whole=is_inside_whole,
                 gathers_output=rule is not None and rule.gather_output,
+                is_divided=rule is not None and rule.kind == "channels",
                 experts=self._experts.get(name, 0),
                 source=self._number(read),
                 shape=self._by_sample(read) if kind == "expert" else tuple(read.shape),

@@ -21,7 +21,8 @@ def statistics(share: ModelShare) -> Iterator[RankSend]:
     for part in share.parts:
         for call in part.calls:
             if call.kind == "batch_norm":
-                channels, again = call.shape[1], (2 if share.recomputes(call.block) else 1) + share.runs_ahead
+                channels = call.shape[1] // (share.plan.mesh.tensor if call.is_divided else 1)
+                again = (2 if share.recomputes(call.block) else 1) + share.runs_ahead
                 forward = ranks * (2 * channels + 1) * share.master_bytes
                 yield _statistic("all_gather", axis, forward, again * share.microbatches, call.module)
                 if call.needs_gradient:

@@ -7,15 +7,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import INHERITED, Blueprint, SplitRule, Tables
+from weft.models.channels import channel_tensors, groups_of, is_channelwise, is_convolution
 from weft.parallel import ModelLayout, Split
 
 _NO_CUTS = (*INHERITED, "whole", "gather", "part")
 """Kinds of modules whose parameters stay whole."""
+_FITTING = {
+    "vocab": "an nn.Embedding",
+    **dict.fromkeys(("column", "row"), "a linear layer"),
+    **dict.fromkeys(("channel_out", "channel_in"), "an nn.Conv1d, Conv2d or Conv3d with groups = 1"),
+    "channels": "a batch norm, an nn.GroupNorm or a convolution in groups",
+}
+"""Kind → the modules that split so."""
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -38,7 +46,8 @@ def is_magnitude(module: nn.Module) -> bool:
 
 
 def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, Split]:
-    """Return the cut of every parameter of the whole model that a rule cuts, by name; others are replicated.
+    """Return the cut of every parameter of the whole model that a rule cuts, and of the running statistics of channels,
+    by name; others are replicated.
 
     Raises:
         PlanError: a rule that does not fit its module, or sizes that do not divide.
@@ -54,10 +63,15 @@ def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, Split]:
                 splits[whole_name] = _split(whole_name, parameter, own.dim, own, view)
             elif rule is not None and leaf in cuts:
                 splits[whole_name] = _split(whole_name, parameter, cuts[leaf], rule, view)
+        if rule is not None and rule.kind == "channels":
+            _check_groups(name, child, rule, view.size)
+            for leaf, buffer in child.named_buffers(recurse=False):
+                if leaf in cuts:
+                    splits[f"{name}.{leaf}"] = _split(f"{name}.{leaf}", buffer, 0, rule, view)
     return splits
 
 
-def _split(name: str, parameter: nn.Parameter, dim: int, rule: SplitRule, view: GroupView) -> Split:
+def _split(name: str, parameter: Tensor, dim: int, rule: SplitRule, view: GroupView) -> Split:
     if dim >= parameter.dim():
         raise PlanError(
             f'model.split: "{rule.match}" cuts dimension {dim} of {name}, which has the shape'
@@ -82,7 +96,11 @@ def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) ->
         return {"weight": 1 if linear else 0}
     if rule.kind in ("column", "row") and is_magnitude(module):
         return {"weight": 0} if rule.kind == "column" else {}
-    fitting = {"vocab": "an nn.Embedding", "column": "a linear layer", "row": "a linear layer"}.get(rule.kind)
+    if rule.kind in ("channel_out", "channel_in") and is_convolution(module) and module.groups == 1:
+        return {"weight": 0, "bias": 0} if rule.kind == "channel_out" else {"weight": 1}
+    if rule.kind == "channels" and is_channelwise(module):
+        return dict.fromkeys(channel_tensors(module), 0)
+    fitting = _FITTING.get(rule.kind)
     if fitting is None:
         raise PlanError(
             f'model.split: "{rule.match}" = "{rule.kind}" is not a 1-D tensor split, so plan.mesh.tensor > 1'
@@ -118,6 +136,17 @@ def _check_divides(name: str, shape: torch.Size, dim: int, rule: SplitRule, part
     )
 
 
+def _check_groups(name: str, module: nn.Module, rule: SplitRule, parts: int) -> None:
+    counted = groups_of(module)
+    groups = 0 if counted is None else getattr(module, counted)
+    if groups % (parts * rule.blocks):
+        divisors = [str(n) for n in range(1, parts) if groups % (n * rule.blocks) == 0]
+        raise PlanError(
+            f"plan.mesh.tensor = {parts} does not share out the {groups} groups of {name} ({counted}), which works on"
+            f' each rank\'s channels ("{rule.match}"). Use tensor = {" or ".join(divisors) or "1"}.'
+        )
+
+
 def check_sizes(blueprint: Blueprint, parts: int) -> None:
     """Raise PlanError when the tensor axis does not divide the sizes that the model names."""
     wrong = {name: size for name, size in blueprint.divisible.items() if size % parts}
@@ -148,18 +177,21 @@ def check_ties(names: Mapping[str, str], splits: Mapping[str, Split], tables: Ta
 
 
 def cut_parameters(part: nn.Module, splits: Mapping[str, Split]) -> None:
-    """Replace every cut parameter by this rank's part: on meta an empty one, else sliced data.  Ties stay ties."""
-    made: dict[int, nn.Parameter] = {}
-    for name, parameter in list(part.named_parameters(remove_duplicate=False)):
+    """Replace every cut parameter and buffer by this rank's part: on meta an empty one, else sliced data.  Ties stay
+    ties."""
+    made: dict[int, Tensor] = {}
+    buffers = part.named_buffers(remove_duplicate=False)
+    for name, whole in [*part.named_parameters(remove_duplicate=False), *buffers]:
         split = splits.get(name)
         if split is None:
             continue
-        if id(parameter) not in made:
-            data = parameter.detach()
+        if id(whole) not in made:
+            data = whole.detach()
             local = data.new_empty(split.local_shape(data.shape)) if data.is_meta else split.slice(data)
-            made[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+            is_parameter = isinstance(whole, nn.Parameter)
+            made[id(whole)] = nn.Parameter(local, requires_grad=whole.requires_grad) if is_parameter else local
         owner, _, leaf = name.rpartition(".")
-        setattr(part.get_submodule(owner), leaf, made[id(parameter)])
+        setattr(part.get_submodule(owner), leaf, made[id(whole)])
 
 
 def mark_partial(layout: ModelLayout, name: str) -> None:

@@ -37,6 +37,7 @@ from weft.techniques.tensor.cuts import (
     check_ties,
     cut_parameters,
     is_coded,
+    is_conv1d,
     is_linear,
     is_magnitude,
     mark_partial,
@@ -151,10 +152,17 @@ class _Splitter:
             match rule.kind:
                 case "column" | "row" if is_magnitude(module):
                     self._magnitudes(module, rule.kind)
-                case "column":
+                case "column" | "channel_out":
                     self._column(name, module, rule, inside, gathered=name.startswith(tuple(wholes)))
                 case "row":
                     self._row(name, module, inside)
+                case "channel_in" | "channels":
+                    from weft.techniques.tensor import channels  # loaded where convolutions are split
+
+                    if rule.kind == "channels":
+                        channels.share_channels(module, self.view)
+                    else:
+                        channels.sum_channels(module, partial(reduce_from_group, view=self.view), self.shared.clear)
                 case "vocab":
                     _vocabulary_embedding(name, module, self.view)
                 case "whole" if inside:
@@ -187,8 +195,8 @@ class _Splitter:
             before = self._gathered if inside else self._copied
             shared = None if is_head else self.shared  # no row-parallel layer comes after a head to empty the slot
             module.register_forward_pre_hook(partial(_share_input, shared, before), with_kwargs=True)
-        if not is_linear(module):
-            width: Any = module.nf  # the one width that Conv1D's forward reads
+        if is_conv1d(module):
+            width: Any = module.nf  # the one width that its forward reads
             object.__setattr__(module, "nf", width // self.view.size)
         if rule.gather_output and name != self.blueprint.vocabulary_head:
             module.register_forward_hook(partial(_gather_output, self.view, rule.blocks))

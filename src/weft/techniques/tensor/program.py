@@ -48,9 +48,9 @@ class _Around:
         for call in self._part.calls:
             inside = self._sequence and call.in_region
             match call.kind:
-                case "column":
+                case "column" | "channel_out":
                     yield from self._column(call, inside)
-                case "row":
+                case "row" | "channel_in":
                     yield from self._row(call, inside)
                 case "expert":
                     self._gathered = None

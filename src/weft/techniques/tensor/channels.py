@@ -1,0 +1,39 @@
+"""Convolutions cut by channels over the tensor group, and what works channel by channel between them.
+
+A convolution cut by its output channels runs as it is, on the whole image; so do batch norms, group norms and
+convolutions in groups, on this rank's channels.  One cut by its input channels gives a part of each sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from weft.comm import GroupView
+from weft.models import set_number
+from weft.models.channels import Convolution, groups_of
+
+
+def sum_channels(module: nn.Module, reduce: Callable[[Tensor], Tensor], clear: Callable[[], None]) -> None:
+    """Let a convolution sum over all input channels, of which each rank has a part, and add its bias once.
+
+    `clear` is called before: nobody reads the input of the columns before it any more.
+    """
+    assert isinstance(module, Convolution), "the cut was checked"
+
+    def forward(input: Tensor) -> Tensor:
+        clear()
+        output = reduce(module._conv_forward(input, module.weight, None))  # pyright: ignore[reportPrivateUsage]
+        if module.bias is None:
+            return output
+        return output + module.bias.view(-1, *(1,) * len(module.kernel_size))
+
+    module.forward = forward
+
+
+def share_channels(module: nn.Module, view: GroupView) -> None:
+    """Let a module that works in groups of channels count those of this rank."""
+    counted = groups_of(module)
+    if counted is not None:
+        set_number(module, counted, getattr(module, counted) // view.size)

@@ -81,10 +81,13 @@ def layout_by_hand(blueprint: Blueprint, parts: int = 1, index: int = 0) -> Mode
 def split_by_hand(blueprint: Blueprint, name: str, parts: int, index: int) -> Split | None:
     owner, _, leaf = name.rpartition(".")
     rule = next((rule for rule in blueprint.split if fnmatchcase(owner, rule.match)), None)
-    if rule is None or rule.kind not in ("column", "row", "vocab") or (rule.kind == "row" and leaf == "bias"):
+    kinds = ("column", "row", "vocab", "channel_out", "channel_in", "channels")
+    if rule is None or rule.kind not in kinds or (rule.kind in ("row", "channel_in") and leaf == "bias"):
+        return None
+    if rule.kind == "channels" and leaf == "num_batches_tracked":
         return None
     transposed = type(blueprint.module.get_submodule(owner)).__name__ == "Conv1D" and leaf == "weight"
-    dim = (rule.kind == "row") != transposed
+    dim = (rule.kind in ("row", "channel_in")) != transposed
     return Split(dim=int(dim), parts=parts, index=index, blocks=rule.blocks)
 
 

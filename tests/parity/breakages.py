@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial as partial_of
 from typing import Any
 
+import channel_breakages
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -404,6 +405,7 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "norms by part": _norms_by_part,
     "layouts that do not change places": _layouts_that_stay,
     "copies of norms not summed": _copies_not_summed,
+    **channel_breakages.PATCHES,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
     "mean of means": _mean_of_means,

@@ -109,10 +109,10 @@ class Inverted(nn.Module):
     def __init__(self, inside: int, wide: int, outside: int, stride: int) -> None:
         super().__init__()
         self.expand = nn.Sequential(nn.Conv2d(inside, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish())
-        self.depthwise = nn.Conv2d(wide, wide, 3, stride, 1, groups=wide)
+        self.depthwise = nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False)
         self.norm = nn.BatchNorm2d(wide, momentum=None)
         self.squeeze = Squeeze(wide)
-        self.project = nn.Conv2d(wide, outside, 1)
+        self.project = nn.Conv2d(wide, outside, 1, bias=False)
         self.is_residual = stride == 1 and inside == outside
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Mobile(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, 2, 1)
+        self.stem = nn.Conv2d(3, 8, 3, 2, 1, bias=False)
         self.blocks = nn.ModuleList([Inverted(8, 24, 8, 1), Inverted(8, 32, 16, 2), Inverted(16, 32, 16, 1)])
         self.last = nn.Sequential(nn.Conv2d(16, 40, 1, bias=False), nn.BatchNorm2d(40, affine=False), nn.ReLU6())
         self.classifier = nn.Sequential(nn.Dropout(0.3), nn.Linear(40, CLASSES))
@@ -184,9 +184,8 @@ class Frozen(ResNet):
         super().__init__(BasicBlock, (2, 1))
         for name, module in self.named_modules():
             if isinstance(module, nn.BatchNorm2d):
-                nn.init.uniform_(module.weight, 0.5, 1.5)
-                nn.init.uniform_(module.running_mean, -0.5, 0.5)
-                nn.init.uniform_(module.running_var, 0.5, 1.5)
+                for leaf in ("weight", "running_mean", "running_var"):
+                    nn.init.uniform_(getattr(module, leaf), 0.5, 1.5)
             elif name == "stages.0.1.conv1":
                 module.requires_grad_(False)
 
@@ -204,9 +203,9 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, 2, 1)
-        self.pairs = nn.ModuleList(BasicBlock(8, 8, 1, None, 1) for _ in range(3))
-        self.pairs[1].conv1.weight = self.pairs[0].conv1.weight
-        self.pairs[1].conv2.weight = self.pairs[0].conv2.weight
+        pairs = [BasicBlock(8, 8, 1, None, 1) for _ in range(3)]
+        pairs[1].conv1.weight, pairs[1].conv2.weight = pairs[0].conv1.weight, pairs[0].conv2.weight
+        self.pairs = nn.ModuleList(pairs)
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:

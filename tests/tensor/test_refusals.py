@@ -63,7 +63,7 @@ BLUEPRINTS = {
         ("tie", 2, False, r"wte \(vocab\) and head \(no rule\) share one parameter, wte.weight"),
         ("attention", 2, False, "inside an nn.MultiheadAttention"),
         ("not linear", 2, False, "also matches h.0.ln_1, a LayerNorm, but only a linear layer splits so"),
-        ("channels", 2, False, '"channel_out" is not a 1-D tensor split'),
+        ("channels", 2, False, "matches h.0.fc, a Linear, but only an nn.Conv1d, Conv2d or Conv3d with groups = 1"),
         ("max_norm", 2, False, "max_norm = 1.0, which needs all its rows"),
         ("unplaced", 2, True, "no rule says whether h.0.gate, a Linear with parameters"),
     ],

@@ -97,6 +97,7 @@ class _Builder:
             attention = seconds.get(event.index)
             draft = self._draft(self._segments.of_event[event.index], event, attention)
             draft.events.append(event)
+            draft.summed_elements += self._kinds.summed.get(event.index, 0.0)
             self._draft_of[event.index] = draft
             if attention is not None:
                 draft.written[event.index] = attention

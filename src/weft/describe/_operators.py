@@ -44,6 +44,8 @@ class Draft:
     written: dict[int, WrittenAttention] = field(default_factory=dict[int, WrittenAttention])
     """Attention of two products, by the index of the second, which stands for it among the events."""
     parameters: int = 0
+    summed_elements: float = 0.0
+    """Of what it reads, those whose gradient is a sum over tensor ranks."""
     kept: _Amount = field(default_factory=_Amount)
     unfused: _Amount = field(default_factory=_Amount)
     """What is kept beyond or, where negative, below what fused kernels keep."""
@@ -159,6 +161,7 @@ def operator_of(draft: Draft, graph: Graph, tokens: float, length: int) -> Opera
         kind=draft.kind,
         split=draft.split,
         parameters=draft.parameters,
+        summed_elements_per_token=draft.summed_elements * per,
         kept_elements_per_token=draft.kept.elements * per,
         kept_bytes_per_token=draft.kept.size_bytes * per,
         unfused_elements_per_token=max(0.0, draft.unfused.elements) * per,

@@ -202,7 +202,9 @@ class _Proposer:
         """What works channel by channel on each rank's channels."""
         reason = "it works on each rank's channels"
         return [
-            _Decision(each.name, "channels", reason, blocks=each.blocks) for group in groups for each in group.channelwise
+            _Decision(each.name, "channels", reason, blocks=each.blocks)
+            for group in groups
+            for each in group.channelwise
         ]
 
     def _parts(self, groups: Sequence[LayerGroup]) -> list[_Decision]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from weft.plan import default_ffn_size
@@ -43,9 +44,9 @@ def profile_of_convnet(shape: ConvNetShape) -> Profile:
     channels, features = shape.channels, shape.channels * shape.image_size**2
     operators = (
         *_norm_and_relu("conv1", shape),
-        _convolution("conv1", shape, channels),
-        *_norm_and_relu("conv2", shape),
-        _convolution("conv2", shape, channels),
+        replace(_convolution("conv1", shape, channels, "column"), summed_elements_per_token=features),
+        *_norm_and_relu("conv2", shape, "column"),
+        _convolution("conv2", shape, channels, "row"),
         _pointwise("residual", features, inputs=2),
     )
     stem = _convolution("stem", shape, shape.image_channels)
@@ -58,6 +59,7 @@ def profile_of_convnet(shape: ConvNetShape) -> Profile:
         blocks=(Block(name="convolutions", operators=operators, entry_elements_per_token=features),) * shape.num_layers,
         tail=Block(name="tail", operators=(*_norm_and_relu("head", shape), head), entry_elements_per_token=features),
         hidden_size=channels,
+        divisible=(("channels", channels) if shape.norm == "batch" else ("norm_groups", channels // _grouped(shape)),),
         has_batch_norm=shape.norm == "batch",
     )
 
@@ -85,20 +87,31 @@ def _pointwise(
     )
 
 
-def _convolution(name: str, shape: ConvNetShape, inputs: int) -> Operator:
+def _grouped(shape: ConvNetShape) -> int:
+    """Channels of a group norm's group."""
+    return math.gcd(shape.channels, 8)
+
+
+def _convolution(name: str, shape: ConvNetShape, inputs: int, split: OperatorSplit = "replicate") -> Operator:
     """3 × 3, at the resolution of the image."""
     k = inputs * 3**2
     rows = shape.image_size**2
     return Operator(
-        name=name, kind="convolution", rows_per_token=rows, n=shape.channels, k=k, parameters=shape.channels * k
+        name=name,
+        kind="convolution",
+        split=split,
+        rows_per_token=rows,
+        n=shape.channels,
+        k=k,
+        parameters=shape.channels * k,
     )
 
 
-def _norm_and_relu(name: str, shape: ConvNetShape) -> tuple[Operator, Operator]:
+def _norm_and_relu(name: str, shape: ConvNetShape, split: OperatorSplit = "replicate") -> tuple[Operator, Operator]:
     """The norm keeps its input, the rectifier its result, which the convolution behind keeps too."""
     features = shape.channels * shape.image_size**2
-    norm = _pointwise(f"{name}.norm", features, kept=features, parameters=2 * shape.channels)
+    norm = _pointwise(f"{name}.norm", features, kept=features, parameters=2 * shape.channels, split=split)
     return (
         replace(norm, batch_statistics=shape.channels if shape.norm == "batch" else 0),
-        _pointwise(f"{name}.relu", features, kept=features),
+        _pointwise(f"{name}.relu", features, kept=features, split=split),
     )

@@ -49,7 +49,7 @@ def shrink_shape(
         return replace(
             shape,
             num_layers=num_blocks,
-            channels=min(shape.channels, 8),
+            channels=_few_channels(shape, folded_tensor),
             num_classes=min(shape.num_classes, 10),
             image_size=min(shape.image_size, 7),
         )
@@ -70,6 +70,13 @@ def shrink_shape(
     if isinstance(shape, DecoderShape) and shape.num_experts:
         sizes |= _small_mixture(shape, num_blocks, small.hidden_size, folded_tensor)
     return replace(shape, **sizes)
+
+
+def _few_channels(shape: ConvNetShape, folded_tensor: int) -> int:
+    """Of which ranks can have parts, or the groups of a group norm of 8 channels."""
+    if folded_tensor == 1:
+        return min(shape.channels, 8)
+    return _odd_share(8, folded_tensor) if shape.norm == "batch" else 8 * folded_tensor
 
 
 def _small_mixture(shape: DecoderShape, num_blocks: int, hidden: int, folded_tensor: int) -> dict[str, int]:

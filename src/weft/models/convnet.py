@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.description import description_of_shape
-from weft.families import CutTable
+from weft.families import CutTable, SplitRule
 from weft.models._blueprint import Blueprint
 from weft.models._examples import image_example
 from weft.models._initialise import module_default
@@ -74,6 +74,11 @@ def build_convnet(shape: ConvNetShape) -> Blueprint:
         inputs={"images": "images"},
         loss=class_loss,
         initialise=module_default,
+        split=(
+            SplitRule(match="blocks.*.conv1", kind="channel_out"),
+            SplitRule(match="blocks.*.norm2", kind="channels"),
+            SplitRule(match="blocks.*.conv2", kind="channel_in"),
+        ),
         cut=CutTable(
             entry="stem", blocks=tuple(f"blocks.{index}" for index in range(shape.num_layers)), tail=("head",)
         ),

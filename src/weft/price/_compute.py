@@ -381,6 +381,8 @@ def local_shape(operator: Operator, share: Share, imbalance: float = 1.0) -> tup
             return m / rows, n / columns, k / inner, groups
         if operator.split == "row":
             k /= share.tensor
+        elif operator.kind == "convolution" and groups > 1:
+            groups = max(1, groups // share.tensor)
         else:
             n /= share.tensor
     return (m / groups if groups > 1 and operator.kind == "matmul" else m), n, k, groups

@@ -31,6 +31,10 @@ class Operator:
     """Columns of a matmul's result; output channels of a convolution."""
     k: int = 0
     """Inner size of a matmul; input channels × kernel positions of a convolution."""
+    summed_elements_per_token: float = 0.0
+    """Elements of its input whose gradient is a sum over tensor ranks, of a convolution that they cut by its output
+    channels; of several with one input, at the first.  Other layers that are cut by what they make read what the layer
+    behind them makes, which says it."""
     groups: int = 1
     """Matmuls side by side that share the rows out among them: experts; groups of a convolution."""
     heads: int = 0
@@ -65,7 +69,8 @@ class Operator:
     """Whether its result is dropped at random: of `elementwise`, `kept_bytes_per_token` is the mask; of attention, a
     mask and a second copy of the probabilities are kept where they are written out."""
     batch_statistics: int = 0
-    """Channels with a mean and variance over all samples, which data ranks exchange forward and backward; 0: none."""
+    """Channels with a mean and variance over all samples, which data ranks exchange forward and backward; 0: none.  Of
+    what tensor ranks divide, they exchange their own."""
     selective: bool = False
     """Whether `recompute = "selective"` computes it again: attention's inside, activation functions, norms."""
 

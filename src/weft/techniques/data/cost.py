@@ -15,7 +15,8 @@ def statistics_traffic(sender: Sender) -> tuple[float, float]:
     forward = backward = 0.0
     for operator, _ in sender.works:
         if group is not None and operator.batch_statistics:
-            numbers = 2 * operator.batch_statistics
+            is_divided = operator.split not in ("replicate", "sequence")
+            numbers = 2 * operator.batch_statistics / (sender.share.tensor if is_divided else 1)
             forward += seconds("all_gather", 4.0 * (numbers + 1) * group.size, group)
             backward += seconds("all_reduce", 4.0 * numbers, group)
     return forward, backward

@@ -7,7 +7,7 @@ Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; Korthikanti et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,9 @@ def apply_recompute(part: nn.Module, blueprint: Blueprint, plan: Plan, context: 
             block = part.get_submodule(name)
             kept = _compiled_contexts if plan.compute.compile else partial(_contexts, context)
             contexts = None if word == "full" else kept
-            block.forward = partial(_recomputed, block, block.forward, context, contexts)
+            # A compiler computes statistics once, with the forward, whatever else it computes again.
+            norms = () if plan.compute.compile else _batch_norms(block)
+            block.forward = partial(_recomputed, block, block.forward, context, contexts, norms)
 
 
 def _shown(words: Any) -> str:
@@ -87,6 +89,7 @@ def _recomputed(
     forward: Callable[..., Any],
     context: StepContext,
     selective: Callable[[], Any] | None,
+    norms: Sequence[nn.Module],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -94,6 +97,8 @@ def _recomputed(
         return forward(*args, **kwargs)
     contexts = {} if selective is None else {"context_fn": selective}
     within = partial(_within, forward, context, context.current)
+    if norms:
+        within = _Once(within, norms)
     return checkpoint(within, *args, use_reentrant=False, **contexts, **kwargs)
 
 
@@ -102,6 +107,32 @@ def _within(
 ) -> Any:
     with context.entered(state):
         return forward(*args, **kwargs)
+
+
+def _batch_norms(block: nn.Module) -> tuple[nn.Module, ...]:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return tuple(module for module in block.modules() if isinstance(module, kinds))
+
+
+class _Once:
+    """Runs a forward, again and again, whose batch norms take note of the batch once: in the first one."""
+
+    def __init__(self, forward: Callable[..., Any], norms: Sequence[nn.Module]) -> None:
+        self._forward, self._norms, self._is_first = forward, norms, True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_first:
+            self._is_first = False
+            return self._forward(*args, **kwargs)
+        # Other tensors, and not old values: a backward may hold on to these.
+        kept = [(norm, dict(norm._buffers)) for norm in self._norms]
+        for norm, buffers in kept:
+            norm._buffers.update({leaf: None if each is None else each.clone() for leaf, each in buffers.items()})
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            for norm, buffers in kept:
+                norm._buffers.update(buffers)
 
 
 def _contexts(context: StepContext | None = None) -> Any:

@@ -39,7 +39,13 @@ def tensor_traffic(sender: Sender) -> tuple[float, float]:
     forward = backward = 0.0
     for operator, _ in sender.works:
         rows = share.tokens * operator.rows_per_token * share.element_bytes
-        if operator.split == "row":
+        if operator.kind == "convolution":
+            if operator.split == "row":
+                forward += seconds("all_reduce", rows * operator.n, group)
+            elif operator.summed_elements_per_token:
+                size = share.tokens * operator.summed_elements_per_token * share.element_bytes
+                backward += seconds("all_reduce", size, group)
+        elif operator.split == "row":
             once = sum(seconds(part, rows * operator.n, group) for part in parts)
             forward, backward = forward + once, backward + once
         elif operator.split == "vocab" and operator.kind == "gather":

@@ -157,7 +157,34 @@ class _Proposer:
             if not self._own(part.name.rpartition(".")[0]):
                 self._refuse([group], refused, f"its parts meet {part.name}, of which a rule says how it splits")
                 return True
-        return False
+        reason = self._drops_elsewhere(group) or self._read_elsewhere(group)
+        if reason:
+            self._refuse([group], refused, reason)
+        return bool(reason)
+
+    def _drops_elsewhere(self, group: LayerGroup) -> str:
+        """Why a dropout could not tell which part of its input a rank has."""
+        leaves = self.flow.atoms.leaves
+        for event, at in self._events_on([group]):
+            if event.name != "dropout" or not self._is_dropout(event.module):
+                continue
+            shape, place = event.outputs[0].shape, leaves(self.flow.dims[event.outputs[0]][at]).index(group.atom)
+            in_front = leaves(self.flow.dims[event.outputs[0]][at])[:place]
+            if at not in (1, len(shape) - 1) or any(self.flow.atoms.size(leaf) > 1 for leaf in in_front):
+                return f"{event.module} drops parts of it that do not lie behind one another"
+        return ""
+
+    def _read_elsewhere(self, group: LayerGroup) -> str:
+        """Why a rank needs more than its part of a layer's weights: something else reads them."""
+        names = {member.layer.name for member in (*group.columns, *group.rows)}
+        names |= {each.name for each in group.channelwise}
+        for event in self.trace.events:
+            for value in event.inputs:
+                known = self.trace.parameters.get(value.storage) or (self.trace.buffers.get(value.storage, ""),)
+                owners = {name.rpartition(".")[0] for name in known}
+                if owners & names and event.module not in owners:
+                    return f"{event.module or 'the forward'} reads {known[0]}, too"
+        return ""
 
     def _met(self, groups: Sequence[LayerGroup]) -> list[str]:
         """Parameters that every rank has whole and uses on its part."""

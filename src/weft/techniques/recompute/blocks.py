@@ -125,14 +125,14 @@ class _Once:
             self._is_first = False
             return self._forward(*args, **kwargs)
         # Other tensors, and not old values: a backward may hold on to these.
-        kept = [(norm, dict(norm._buffers)) for norm in self._norms]
-        for norm, buffers in kept:
-            norm._buffers.update({leaf: None if each is None else each.clone() for leaf, each in buffers.items()})
+        kept = [(norm, *named) for norm in self._norms for named in norm.named_buffers(recurse=False)]
+        for norm, leaf, buffer in kept:
+            setattr(norm, leaf, buffer.clone())
         try:
             return self._forward(*args, **kwargs)
         finally:
-            for norm, buffers in kept:
-                norm._buffers.update(buffers)
+            for norm, leaf, buffer in kept:
+                setattr(norm, leaf, buffer)
 
 
 def _contexts(context: StepContext | None = None) -> Any:

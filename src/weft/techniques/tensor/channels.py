@@ -11,8 +11,20 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from weft.comm import GroupView
-from weft.models import set_number
+from weft.errors import PlanError
+from weft.models import Blueprint, set_number
 from weft.models.channels import Convolution, groups_of
+
+
+def check_bare(blueprint: Blueprint) -> None:
+    """Raise PlanError where a convolution that is split is one inside an adapter, whose pair has no rule."""
+    for name, _ in blueprint.module.named_modules():
+        if name.endswith(".base_layer") and blueprint.kind_of(name) in ("channel_out", "channel_in"):
+            raise PlanError(
+                f"plan.mesh.tensor > 1 cannot be had with model.adapter on {name.removesuffix('.base_layer')}: nothing"
+                " says how an adapter beside a convolution splits. Leave convolutions out of model.adapter.targets, or"
+                " use plan.mesh.tensor = 1."
+            )
 
 
 def sum_channels(module: nn.Module, reduce: Callable[[Tensor], Tensor], clear: Callable[[], None]) -> None:

@@ -84,6 +84,10 @@ def _check_table(blueprint: Blueprint, view: GroupView) -> None:
             " ZeRO plans only. Write its table under [model.split], or use plan.mesh.tensor = 1."
         )
     check_sizes(blueprint, view.size)
+    if any(rule.kind in ("channel_out", "channel_in") for rule in blueprint.split):
+        from weft.techniques.tensor.channels import check_bare  # loaded where convolutions are split
+
+        check_bare(blueprint)
 
 
 @dataclass(slots=True)

@@ -116,7 +116,10 @@ CHAINS = {
         decoder("adafactor"),
         [plan_of(1, replicate=2), plan_of(1, tensor=2), plan_of(0, pipeline=2)],
     ),
-    "convnet": (convnet(), [plan_of(1, replicate=2), plan_of(3, shard=2), plan_of(0, pipeline=2)]),
+    "convnet": (
+        convnet(),
+        [plan_of(1, replicate=2), plan_of(3, shard=2, tensor=2), plan_of(0, tensor=3), plan_of(0, pipeline=2)],
+    ),
 }
 
 

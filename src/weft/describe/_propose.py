@@ -117,11 +117,12 @@ class _Proposer:
         ruled = [name for name in self.flow.layers if not self._own(name)]
         while True:
             choice = choose(self.flow, self.blocks, refused, ruled)
-            groups = [group for group in choice.groups if not self._clash(group, refused)]
+            groups = choice.groups
+            clashing = [group for group in groups if self._clash(group, refused)]
             parts = _common_prime(groups)
-            odd = [group for group in groups if group.size % parts]
+            odd = [group for group in groups if group.size % parts and group not in clashing]
             self._refuse(odd, refused, f"{parts} does not divide its size, as it does those of most others")
-            if odd or any(self._clash(group, refused) for group in choice.groups):
+            if odd or clashing:
                 continue
             gathers = self._gathers(groups)
             rehearsal = Rehearsal(self.blueprint, self.trace, self.flow, groups, parts, gathers, self.useless)
@@ -172,6 +173,10 @@ class _Proposer:
             in_front = leaves(self.flow.dims[event.outputs[0]][at])[:place]
             if at not in (1, len(shape) - 1) or any(self.flow.atoms.size(leaf) > 1 for leaf in in_front):
                 return f"{event.module} drops parts of it that do not lie behind one another"
+        for name, result in self.gathering.items():
+            along = leaves((self.flow.dims.get(result) or [()])[-1])
+            if group.atom in along and any(self.flow.atoms.size(leaf) > 1 for leaf in along[: along.index(group.atom)]):
+                return f"{name} would get parts of it that do not lie behind one another"
         return ""
 
     def _read_elsewhere(self, group: LayerGroup) -> str:

@@ -45,7 +45,7 @@ class Draft:
     """Attention of two products, by the index of the second, which stands for it among the events."""
     parameters: int = 0
     summed_elements: float = 0.0
-    """Of what it reads, those whose gradient is a sum over tensor ranks."""
+    """Elements of what it reads whose gradient is a sum over tensor ranks."""
     kept: _Amount = field(default_factory=_Amount)
     unfused: _Amount = field(default_factory=_Amount)
     """What is kept beyond or, where negative, below what fused kernels keep."""

@@ -21,8 +21,7 @@ class SplitRule:
     """How the modules whose names match split over the tensor axis.
 
     `column` and `row` take linear layers (`nn.Linear`, `nn.Embedding` for `vocab`, Hugging Face `Conv1D`).
-    `channel_out` and `channel_in` take convolutions, which are cut by their output and by their input channels.
-    `channels` marks what works channel by channel between them: batch norms, group norms and convolutions in groups.
+    `channel_out` and `channel_in` cut convolutions; `channels` marks norms and convolutions in groups between them.
     `sequence` marks modules (norms, dropouts) that may work on a shard of the sequence.
     `whole` marks modules that read the sequence's length off their input (`batch, length, _ = x.shape`): under sequence
     parallelism their first argument is gathered before them, and not once more at the columns inside.

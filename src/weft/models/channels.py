@@ -38,3 +38,13 @@ def channel_tensors(module: nn.Module) -> tuple[str, ...]:
 def is_channelwise(module: nn.Module) -> bool:
     """Whether it works channel by channel, or group by group; see `channel_tensors`."""
     return isinstance(module, nn.GroupNorm | _BatchNorm) or (isinstance(module, Convolution) and module.groups > 1)
+
+
+def channel_cuts(module: nn.Module, kind: str) -> dict[str, int] | None:
+    """Dimension along which each tensor of a module is cut under `channel_out`, `channel_in` or `channels`; None: the
+    module does not split so."""
+    if kind == "channels":
+        return dict.fromkeys(channel_tensors(module), 0) if is_channelwise(module) else None
+    if not isinstance(module, Convolution) or module.groups > 1:
+        return None
+    return {"weight": 0, "bias": 0} if kind == "channel_out" else {"weight": 1}

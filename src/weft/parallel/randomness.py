@@ -147,10 +147,8 @@ class KeyedDropout(nn.Dropout):
         """First row of a sample and first column that this rank holds of the whole activation."""
         if self.view is None or self.cut_dim is None:
             return 0, 0
-        if self.channels:  # drawn for (sample, dim 1), of which this is a part where that is cut
-            return 0, self.view.index * width if self.cut_dim == 1 or x.dim() == 2 else 0
-        if self.cut_dim == -1:
-            return 0, self.view.index * width
+        if self.cut_dim == -1 or self.channels:  # channels are those of dim 1
+            return 0, self.view.index * width * (not self.channels or self.cut_dim == 1 or x.dim() == 2)
         if self.sequence_sharded:
             start, _ = shard_bounds(self.context.whole_length(), self.view)
         else:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import INHERITED, Blueprint, SplitRule, Tables
-from weft.models.channels import channel_tensors, groups_of, is_channelwise, is_convolution
 from weft.parallel import ModelLayout, Split
 
 _NO_CUTS = (*INHERITED, "whole", "gather", "part")
@@ -96,10 +95,12 @@ def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) ->
         return {"weight": 1 if linear else 0}
     if rule.kind in ("column", "row") and is_magnitude(module):
         return {"weight": 0} if rule.kind == "column" else {}
-    if rule.kind in ("channel_out", "channel_in") and is_convolution(module) and module.groups == 1:
-        return {"weight": 0, "bias": 0} if rule.kind == "channel_out" else {"weight": 1}
-    if rule.kind == "channels" and is_channelwise(module):
-        return dict.fromkeys(channel_tensors(module), 0)
+    if rule.kind in ("channel_out", "channel_in", "channels"):
+        from weft.models.channels import channel_cuts  # loaded where convolutions are split
+
+        found = channel_cuts(module, rule.kind)
+        if found is not None:
+            return found
     fitting = _FITTING.get(rule.kind)
     if fitting is None:
         raise PlanError(
@@ -137,6 +138,8 @@ def _check_divides(name: str, shape: torch.Size, dim: int, rule: SplitRule, part
 
 
 def _check_groups(name: str, module: nn.Module, rule: SplitRule, parts: int) -> None:
+    from weft.models.channels import groups_of  # as above
+
     counted = groups_of(module)
     groups = 0 if counted is None else getattr(module, counted)
     if groups % (parts * rule.blocks):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks._handwritten import adamw, step_of
-from benchmarks._llama import SEED, pool_of, world_size
+from benchmarks._llama import POOL, SEED, rank, samples_of, world_size
 from benchmarks._weft import LEARNING_RATE, shared_pool
 from weft.comm import Mesh, backend_for
 from weft.comm.shared_memory import register_shared_memory_backend
@@ -107,12 +107,19 @@ def fsdp(settings: Mapping[str, Any]) -> Callable[[int], float]:
     mesh = init_device_mesh("cpu", (world_size(),))
     for unit in [*module.model.layers, module]:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=bool(settings.get("reshard")))
-    optimizer, pool = adamw(module, {"fused": True}), pool_of({**SAMPLES, "batch": BATCH})
+    optimizer, pool = adamw(module, {"fused": True}), _own_pool()
 
     def logits_of(tokens: Tensor) -> Tensor:
         return module(input_ids=tokens).logits
 
     return step_of(logits_of, module, optimizer, pool)
+
+
+def _own_pool() -> list[dict[str, Tensor]]:
+    """This rank's samples of every step: its part of those of all, as they are drawn for the batch of all."""
+    whole, first = BATCH * world_size(), BATCH * rank()
+    batches = (samples_of(SAMPLES, range(step * whole, (step + 1) * whole)) for step in range(POOL))
+    return [{name: value[first : first + BATCH] for name, value in batch.items()} for batch in batches]
 
 
 # ── the layer alone ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -41,12 +41,14 @@ class Written(nn.Module):
             self.scale = nn.Parameter(torch.empty(HIDDEN))
         if other == "noted":
             self.register_buffer("seen", torch.zeros(EXPERTS))
+        self.dropout = nn.Dropout(0.5 if other == "drops" else 0.0)
 
     def act_fn(self, made: Tensor) -> Tensor:
         gate, up = made.chunk(2, -1)
         if self.other == "rows":  # of one expert change one another
             gate = gate - gate.mean(0)
-        return F.gelu(gate) * up
+        made = self.dropout(F.gelu(gate) * up)
+        return F.dropout(made, 0.5, self.training) if self.other == "drops by a function" else made
 
     def forward(self, tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         result = torch.zeros_like(tokens)
@@ -60,6 +62,8 @@ class Written(nn.Module):
             if self.other == "detached":
                 weight = weight.detach()
             result = result.index_add(0, token, made * weight)
+        if self.other == "doubled in evaluation" and not self.training:
+            result = 2 * result
         if self.other == "tokens":
             result = result + tokens
         if self.other == "capacity":
@@ -76,6 +80,14 @@ def test_experts_are_proven_by_what_they_compute() -> None:
 @pytest.mark.parametrize("other", ["rows", "neighbour", "squares", "detached", "tokens", "capacity", "shared", "noted"])
 def test_what_computes_something_else_is_not_proven(other: str) -> None:
     assert prove(Written(other)) is None
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("other", ["drops", "drops by a function", "doubled in evaluation"])
+def test_what_training_changes_is_seen_however_a_module_was_left(other: str, trains: bool) -> None:
+    module = Written(other).train(trains)
+    assert prove(module) is None
+    assert [each.training for each in module.modules()] == [trains, trains]
 
 
 def of_library(kind: Any, config: Any) -> nn.Module:

@@ -153,7 +153,8 @@ def _forms(module: nn.Module, choices_first: bool) -> Iterator[ExpertStack]:
 def _small_copy(module: nn.Module) -> nn.Module | None:
     """The module with narrow drawn parameters in fp64; None: it is still too large, or holds more than experts.
 
-    Its other attributes are its own, but for numbers that are one of its widths.
+    Its children are copies, which can be trained.  Its other attributes are its own, but for numbers that are one of
+    its widths.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters(recurse=False)}
     if any(True for child in module.children() for _ in child.parameters()) or any(True for _ in module.buffers()):
@@ -164,6 +165,7 @@ def _small_copy(module: nn.Module) -> nn.Module | None:
         return None
     generator = torch.Generator().manual_seed(7)
     made = copy.copy(module)
+    made.__dict__["_modules"] = {name: copy.deepcopy(child) for name, child in module.named_children()}
     drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in small.items()}
     made.__dict__["_parameters"] = {name: nn.Parameter(tensor) for name, tensor in drawn.items()}
     for name, value in vars(module).items():
@@ -184,14 +186,18 @@ def _narrow(widths: set[int]) -> dict[int, int]:
 
 
 def _is_proven(form: ExpertStack, small: nn.Module) -> bool:
-    """Whether the form computes what the module does: where tokens choose among all experts, most among half of them,
-    and all the same ones."""
+    """Whether the form computes what the module does, in training and in evaluation, however it was left: where tokens
+    choose among all experts, most among half of them, and all the same ones."""
     generator = torch.Generator().manual_seed(11)
     drawn = torch.rand(_TOKENS, form.num_experts, generator=generator)
     drawn[: _TOKENS // 2, form.num_experts // 2 :] = 0.0
     alike = drawn[-1:].expand_as(drawn)
     top_k = min(_CHOICES, form.num_experts)
-    return all(_is_equal(form, small, scores.topk(top_k, -1).indices, generator) for scores in (drawn, alike))
+    return all(
+        _is_equal(form, small.train(trains), scores.topk(top_k, -1).indices, generator)
+        for trains in (True, False)
+        for scores in (drawn, alike)
+    )
 
 
 def _is_equal(form: ExpertStack, small: nn.Module, chosen: Tensor, generator: torch.Generator) -> bool:

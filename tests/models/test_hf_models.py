@@ -174,6 +174,14 @@ def test_mixtures_whose_samples_change_one_another_are_refused(kind: str, tmp_pa
         build_hf(recipe(tmp_path, sequence_length=16))
 
 
+def test_a_balance_loss_beside_masks_of_documents_is_refused(tmp_path: Path) -> None:
+    """The library's own computes with the mask that it is given, as one of padding."""
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "output_router_logits": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match="takes a mask that keeps documents apart for one of padding"):
+        build_hf(recipe(tmp_path, sequence_length=16), isolated_documents=True)
+
+
 def test_errors_of_weights_and_documents(tmp_path: Path) -> None:
     blueprint = build_family("llama", tmp_path)
     weights = dict(real(blueprint, torch.float32).state_dict())

@@ -22,6 +22,8 @@ CELLS = (
     Cell("mistral_isolated", plan(context=2)),
     Cell("mistral_isolated", plan(context=2, scheme="ulysses")),
     Cell("mistral_isolated", plan(context=4, scheme="all_gather")),
+    Cell("gemma_isolated", plan(context=2)),
+    Cell("gemma_isolated", plan(context=4, scheme="ulysses", recompute="selective")),
     Cell("qwen_window", plan(context=2, tensor=2)),
     Cell("gemma_window", plan(context=4)),
     Cell("mistral_wide", plan(context=4, scheme="usp")),

@@ -26,6 +26,13 @@ WINDOWED: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "max_window_layers": 1,
     },
+    "gemma_isolated": _SMALL
+    | {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gemma_window": _SMALL
     | {
         "model_type": "gemma3_text",

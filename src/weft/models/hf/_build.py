@@ -78,7 +78,8 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
     if getattr(model.config, "output_router_logits", False):
         from weft.models.hf._routers import with_router_loss
 
-        blueprint.loss = with_router_loss(blueprint.loss, model, recipe.hf)
+        has_own_masks = isolated_documents and _has_plain_masks(config)
+        blueprint.loss = with_router_loss(blueprint.loss, model, recipe.hf, has_own_masks=has_own_masks)
     return blueprint if description is None else blueprint.described_by(description)
 
 

@@ -47,12 +47,20 @@ _TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
 """What the balance loss that is computed here takes in the library; of other parameters it is another one."""
 
 
-def with_router_loss(loss: Loss, model: Any, where: str) -> Loss:
+def with_router_loss(loss: Loss, model: Any, where: str, *, has_own_masks: bool = False) -> Loss:
     """Return the loss with the balance loss that a model's configuration asks for (`output_router_logits`).
 
+    `has_own_masks`: whether the model is given masks of documents, of (tokens, tokens).
+
     Raises:
-        RecipeError: the library computes another one for this model.
+        RecipeError: the library computes another one for this model, or takes such masks for those of padding.
     """
+    if has_own_masks:
+        raise RecipeError(
+            f'model.hf = "{where}": its config.json says output_router_logits = true, and the forward of a'
+            f" {type(model).__name__} takes a mask that keeps documents apart for one of padding. Set it to false, or"
+            ' use data.documents = "packed".'
+        )
     names = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
     settings: list[Any] = [getattr(model, name, None) for name in names]
     home = importlib.import_module(type(model).__module__)

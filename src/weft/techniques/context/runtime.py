@@ -65,7 +65,10 @@ class ContextRanks(TechniqueRuntime):
         blueprint, context, view = self._build.blueprint, self._build.context, self._build.mesh["context"]
         _check_built(self._build)
         attending = self._attending  # found before there are hooks, with which no model can be copied
-        context.sharing = _Shares(view, not _OF_DOCUMENTS.isdisjoint(blueprint.inputs.values()))
+        shares = _Shares(view, not _OF_DOCUMENTS.isdisjoint(blueprint.inputs.values()))
+        context.sharing = shares
+        if blueprint.attending and shares.isolates:
+            _make_no_masks(part.module)
         keyword, kind = blueprint.position_input, blueprint.attention
         assert keyword is not None, "the model was checked"
         assert kind is not None, "the model was checked"
@@ -93,6 +96,14 @@ class ContextRanks(TechniqueRuntime):
         from weft.techniques.context.trace import attending_modules  # for models that say it themselves
 
         return attending_modules(self._build.blueprint)
+
+
+def _make_no_masks(module: nn.Module) -> None:
+    """Masks of transformers would be of this rank's tokens, and some ranks would have none: with a mask it attends to
+    as many heads of keys as of queries, without one to fewer, and ranks could not go on together."""
+    from weft.models.hf import drop_masks  # models of one's own may need nothing of transformers
+
+    drop_masks(module)
 
 
 def _give_positions(keyword: str, context: StepContext, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ def with_data() -> Iterator[Cell]:
     for zero in ZERO:
         for model in ("basic", "mobile", "convnet"):
             yield from _cells(model, _data(zero))
-    for model in ("bottleneck", "grouped", "plain", "multiplied", "frozen", "tied", "line", "volume"):
+    for model in ("bottleneck", "grouped", "plain", "multiplied", "shuffled", "frozen", "tied", "line", "volume"):
         yield from _cells(model, _data(1), _data(3))
     yield from _cells("convnet_groups", plan(tensor=2, shard=2, zero=2, micro=2), plan(tensor=2, replicate=2, micro=3))
     yield from _cells("convnet_groups", plan(tensor=2, shard=2, zero=1, micro=3, shares=(3, 1)))

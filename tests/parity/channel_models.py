@@ -234,6 +234,33 @@ class Sound(nn.Module):
         return self.head(x.flatten(2).mean(2))
 
 
+class Shuffled(nn.Module):
+    """Channels change places between convolutions, as in a ShuffleNet; one dropout for all blocks, and a function that
+    drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 2, 1)
+        drop = nn.Dropout(0.2)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({
+                "enter": nn.Conv2d(8, 24, 1, bias=False), "norm": nn.BatchNorm2d(24), "drop": drop,
+                "each": nn.Conv2d(24, 24, 3, 1, 1, groups=8), "leave": nn.Conv2d(24, 8, 1),
+            })
+            for _ in range(2)
+        )  # fmt: skip
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        for block in self.blocks:
+            assert isinstance(block, nn.ModuleDict)
+            inside = F.elu(block["norm"](block["enter"](x.softmax(1))))
+            inside = inside.unflatten(1, (3, -1)).transpose(1, 2).flatten(1, 2)
+            x = x + block["leave"](F.dropout(block["drop"](block["each"](inside)), 0.1, self.training))
+        return self.head(x.mean((2, 3)))
+
+
 NETS: Mapping[str, Callable[[], nn.Module]] = {
     "basic": lambda: ResNet(BasicBlock, (2, 1)),
     "bottleneck": lambda: ResNet(Bottleneck, (1, 2)),
@@ -241,6 +268,7 @@ NETS: Mapping[str, Callable[[], nn.Module]] = {
     "mobile": Mobile,
     "plain": Plain,
     "multiplied": Multiplied,
+    "shuffled": Shuffled,
     "frozen": Frozen,
     "tied": Tied,
     "line": lambda: Sound(1),

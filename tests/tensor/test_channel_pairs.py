@@ -31,6 +31,7 @@ class Pair(nn.Module):
         self.stem, self.one = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 12, 3, padding=1)
         self.batch, self.group, self.grouped = nn.BatchNorm2d(12), nn.GroupNorm(6, 12), nn.Conv2d(12, 24, 1, groups=6)
         self.all, self.layer, self.drop = nn.GroupNorm(1, 12), nn.LayerNorm(12), nn.Dropout(0.1)
+        self.rows, self.each, self.along = nn.BatchNorm2d(6), nn.Conv2d(1, 1, 1), nn.Linear(6, 6)
         self.two = nn.LazyConv2d(8, 3, padding=1)
         self.head = nn.Linear(8, 5)
         self.middle = middle
@@ -82,6 +83,20 @@ WHOLE: dict[str, tuple[Callable[[Pair, Tensor], Tensor], str]] = {
         lambda net, x: net.drop(x).chunk(2, 1)[0] * x.chunk(2, 1)[1],
         "do not lie behind one another",
     ),
+    "functions that drop among halves": (
+        lambda net, x: F.dropout(x, 0.1).chunk(2, 1)[0] * x.chunk(2, 1)[1],
+        "do not lie behind one another",
+    ),
+    "a dropout of other dims, too": (
+        lambda net, x: net.drop(x) + net.drop(x.movedim(1, -1)).movedim(-1, 1),
+        "drop drops entries of what is divided otherwise",
+    ),
+    "statistics of rows": (lambda net, x: net.rows(x.transpose(1, 2)).transpose(1, 2), "rows takes statistics over it"),
+    "a convolution of each channel": (
+        lambda net, x: net.each(x.flatten(0, 1).unsqueeze(1)).view_as(x),
+        "each meets all of it with one weight",
+    ),
+    "a linear layer along rows": (lambda net, x: net.along(x), "along meets all of it with one weight"),
     "functional norms": (
         lambda net, x: F.batch_norm(x, net.batch.running_mean, net.batch.running_var, net.batch.weight),
         "computes a norm inside a Pair of its own",
@@ -109,6 +124,34 @@ def test_what_mixes_channels_keeps_them_whole(between: str) -> None:
     proposal = propose_split(blueprint_of(middle))
     assert proposal.rules == ()
     assert reason in dict(proposal.replicated)["one"]
+
+
+class Scaled(nn.Conv2d):
+    """Does more than convolve."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight, bias) * 1.5
+
+
+def test_a_convolution_that_does_more_stays_whole() -> None:
+    blueprint = blueprint_of(lambda net, x: x)
+    blueprint.module.two = Scaled(12, 8, 3, padding=1)
+    proposal = propose_split(blueprint)
+    assert proposal.rules == ()
+    assert "inside a Scaled of its own" in dict(proposal.replicated)["one"]
+
+
+def test_channels_that_change_places_are_cut_within_their_groups() -> None:
+    proposal = propose_split(blueprint_of(SHARED["channels that change places"][0]))
+    assert {rule.rule.match: rule.rule.blocks for rule in proposal.rules} == {"one": 2, "two": 1}
+
+
+def test_all_names_of_a_dropout_have_its_rule() -> None:
+    blueprint = blueprint_of(lambda net, x: net.drop(x))
+    blueprint.module.another = blueprint.module.drop
+    assert {name: kind for name, kind in kinds(blueprint).items() if kind == "heads"} == {
+        "drop": "heads", "another": "heads",
+    }  # fmt: skip
 
 
 def test_a_network_without_a_pair_is_refused_by_name() -> None:

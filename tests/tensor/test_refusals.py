@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import small
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import parity
 from weft.errors import PlanError
 from weft.models import Blueprint, SplitRule
+from weft.recipe import SplitKind
 
 
 def attempt(what: str, world: int, sequence: bool) -> None:
@@ -35,7 +37,23 @@ def clipped_embedding() -> Blueprint:
     return Blueprint(module=module, inputs={}, loss=small.token_loss, initialise=None, split=rules)
 
 
+class Doubled(nn.Conv2d):
+    """Does more than convolve."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def images(*modules: nn.Module, kinds: tuple[SplitKind, ...]) -> Blueprint:
+    rules = tuple(SplitRule(match=str(index), kind=kind) for index, kind in enumerate(kinds))
+    return Blueprint(module=nn.Sequential(*modules), inputs={}, loss=small.token_loss, initialise=None, split=rules)
+
+
 BLUEPRINTS = {
+    "weight norm": lambda: images(
+        weight_norm(nn.Conv2d(2, 4, 1, bias=False)), nn.Conv2d(4, 2, 1), kinds=("channel_out", "channel_in")
+    ),
+    "forward": lambda: images(nn.Conv2d(2, 4, 1), Doubled(4, 2, 1), kinds=("channel_out", "channel_in")),
     "no table": lambda: small.fused(rules=())[0],
     "heads": lambda: small.fused()[0],
     "vocabulary": lambda: Blueprint(
@@ -64,6 +82,8 @@ BLUEPRINTS = {
         ("attention", 2, False, "inside an nn.MultiheadAttention"),
         ("not linear", 2, False, "also matches h.0.ln_1, a LayerNorm, but only a linear layer splits so"),
         ("channels", 2, False, "matches h.0.fc, a Linear, but only an nn.Conv1d, Conv2d or Conv3d with groups = 1"),
+        ("weight norm", 2, False, "0.weight is computed from other parameters"),
+        ("forward", 2, False, 'gives 1, a Doubled with a forward of its own, the kind "channel_in"'),
         ("max_norm", 2, False, "max_norm = 1.0, which needs all its rows"),
         ("unplaced", 2, True, "no rule says whether h.0.gate, a Linear with parameters"),
     ],

@@ -16,10 +16,12 @@ from weft.describe._atoms import Dim
 from weft.describe._dims import Dims, DimsWalker
 from weft.describe._events import Event, Trace, Value
 from weft.describe._graph import Graph
+from weft.models.channels import computes_plainly
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FORWARDS = frozenset({*(cls.forward for cls in _CONVOLUTIONS), _BatchNorm.forward, nn.GroupNorm.forward})
 """Forwards whose whole meaning is known."""
+SHARED_WEIGHT = "meets all of it with one weight, of whose gradient each rank would have a part"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class ChannelWalker(DimsWalker):
         dims = self.dims_of(value)
         for dim in dims[2:]:
             self.keep_whole(event, dim, "slides over it")
+        self.keep_whole(event, dims[0], SHARED_WEIGHT)
         groups, problem = int(event.arguments[8]), self._problem(event, weights)
         if problem is None and event.arguments[6]:
             problem = "is a transposed convolution"
@@ -107,6 +110,8 @@ class ChannelWalker(DimsWalker):
         """Statistics of single channels, which may be divided with the norm's own parameters."""
         dims = list(self.dims_of(event.inputs[0]))
         weights = self._weights(event)
+        for dim in (dims[0], *dims[2:]):
+            self.keep_whole(event, dim, "takes statistics over it")
         problem = self._problem(event, weights)
         if problem is not None:
             self.keep_whole(event, dims[1], problem)
@@ -125,6 +130,8 @@ class ChannelWalker(DimsWalker):
         pieces = self.atoms.aligned(dims[1], (groups, value.shape[1] // groups)) if dims[1] else None
         for dim in dims[2:]:
             self.keep_whole(event, dim, "normalises over it")
+        if weights:
+            self.keep_whole(event, dims[0], SHARED_WEIGHT)
         if problem is not None or pieces is None:
             self.keep_whole(event, dims[1], problem or "normalises groups that lie across its parts")
         else:
@@ -146,6 +153,9 @@ class ChannelWalker(DimsWalker):
                 self.keep_whole(event, other, "is part of a layer that works in groups")
             if weight.shape[0] > 1:
                 dim = self.meet(event, dim, first)
+        known = self.channelwise.get(event.module)
+        if known is not None:  # it ran before: its running statistics, which no operator takes, are cut one way
+            dim = self.meet(event, known, dim)
         if dim:
             self.channelwise[event.module] = dim
         return dim
@@ -154,7 +164,7 @@ class ChannelWalker(DimsWalker):
         """Why a convolution or norm is none that ran as a plain module with its own parameters."""
         module = self.root.get_submodule(event.module) if event.module else self.root
         what = "convolution" if event.name == "convolution" else "norm"
-        if type(module).forward not in _FORWARDS:
+        if type(module).forward not in _FORWARDS or not computes_plainly(module):
             return f"computes a {what} inside a {type(module).__name__} of its own"
         for weight in weights:
             names = self.trace.parameters.get(weight.storage, ())

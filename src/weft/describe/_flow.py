@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from weft.describe._atoms import Atoms, Dim
-from weft.describe._channels import ChannelWalker, Layer
+from weft.describe._channels import SHARED_WEIGHT, ChannelWalker, Layer
 from weft.describe._dims import ALONG, POOLS, Dims, place_of
 from weft.describe._events import Event, Trace, Value
 from weft.describe._graph import BATCH_NORMS, MATMULS, Graph
@@ -226,13 +226,16 @@ class _Walker(ChannelWalker):
             self.odd[name] = problem
             self.give_up(event, f"multiplies it with {name}, which cannot be split: {problem}")
             return
-        entering = self.dims_of(left)[-1]
+        *others, entering = self.dims_of(left)
+        if self.trained.intersection(value.storage for value in event.inputs if value != left):
+            for dim in others:
+                self.keep_whole(event, dim, SHARED_WEIGHT)
         known = self.layers.get(owner)
         if known is None:
             known = self.layer(owner, "linear", event.outputs[0].shape[-1], entering, event)
         else:
             known.entering = self.meet(event, known.entering, entering)
-        self.dims[event.outputs[0]] = [*self.dims_of(left)[:-1], (known.made,)]
+        self.dims[event.outputs[0]] = [*others, (known.made,)]
 
     def _pointwise(self, event: Event) -> None:
         """Operators whose result is the broadcast of what enters; any other needs all of it in one place."""

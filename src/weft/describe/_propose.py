@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from weft.describe._dropped import has_parts_in_front, is_dropout, kind_on, why_dropped_otherwise
 from weft.describe._events import Event, Trace, Value
 from weft.describe._flow import ForwardFlow, follow
 from weft.describe._graph import Graph
@@ -22,7 +23,6 @@ from weft.models import Blueprint, Localise, SplitRule
 from weft.recipe import SplitKind
 from weft.stand_ins import copy_on_meta, glob_of, globs_of
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 UNPROVEN = "not proven: compare gradients with one process before you rely on it (weft check)"
 
 
@@ -118,7 +118,7 @@ class _Proposer:
         while True:
             choice = choose(self.flow, self.blocks, refused, ruled)
             groups = choice.groups
-            clashing = [group for group in groups if self._clash(group, refused)]
+            clashing = [group for group in groups if self._clash(group, groups, refused)]
             parts = _common_prime(groups)
             odd = [group for group in groups if group.size % parts and group not in clashing]
             self._refuse(odd, refused, f"{parts} does not divide its size, as it does those of most others")
@@ -144,7 +144,7 @@ class _Proposer:
             for member in (*group.columns, *group.rows):
                 self.refusals.setdefault(member.layer.name, reason)
 
-    def _clash(self, group: LayerGroup, refused: set[int]) -> bool:
+    def _clash(self, group: LayerGroup, groups: Sequence[LayerGroup], refused: set[int]) -> bool:
         """Refuse a group with parameters of which ranks would have a part of the gradient for some uses only."""
         if group.atom in refused:
             return False
@@ -158,26 +158,22 @@ class _Proposer:
             if not self._own(part.name.rpartition(".")[0]):
                 self._refuse([group], refused, f"its parts meet {part.name}, of which a rule says how it splits")
                 return True
-        reason = self._drops_elsewhere(group) or self._read_elsewhere(group)
+        reason = self._dropped_otherwise(group, groups) or self._read_elsewhere(group)
         if reason:
             self._refuse([group], refused, reason)
         return bool(reason)
 
-    def _drops_elsewhere(self, group: LayerGroup) -> str:
-        """Why a dropout could not tell which part of its input a rank has."""
+    def _dropped_otherwise(self, group: LayerGroup, groups: Sequence[LayerGroup]) -> str:
+        """Why a dropout, or what gets all of its input, could not tell which part a rank has."""
+        reason = why_dropped_otherwise(
+            self.trace, self.flow, self.blueprint.module, group.atom, self._events_on([group]), self._events_on(groups)
+        )
         leaves = self.flow.atoms.leaves
-        for event, at in self._events_on([group]):
-            if event.name != "dropout" or not self._is_dropout(event.module):
-                continue
-            shape, place = event.outputs[0].shape, leaves(self.flow.dims[event.outputs[0]][at]).index(group.atom)
-            in_front = leaves(self.flow.dims[event.outputs[0]][at])[:place]
-            if at not in (1, len(shape) - 1) or any(self.flow.atoms.size(leaf) > 1 for leaf in in_front):
-                return f"{event.module} drops parts of it that do not lie behind one another"
         for name, result in self.gathering.items():
             along = leaves((self.flow.dims.get(result) or [()])[-1])
-            if group.atom in along and any(self.flow.atoms.size(leaf) > 1 for leaf in along[: along.index(group.atom)]):
-                return f"{name} would get parts of it that do not lie behind one another"
-        return ""
+            if not reason and has_parts_in_front(self.flow, along, group.atom):
+                reason = f"{name} would get parts of it that do not lie behind one another"
+        return reason
 
     def _read_elsewhere(self, group: LayerGroup) -> str:
         """Why a rank needs more than its part of a layer's weights: something else reads them."""
@@ -336,11 +332,17 @@ class _Proposer:
         kinds: dict[str, SplitKind] = {}
         for event, at in self._events_on(groups):
             if event.name == "dropout" and self._is_dropout(event.module):
-                kinds[event.module] = "features" if at == len(event.outputs[0].shape) - 1 else "heads"
+                kinds |= dict.fromkeys(self._names_of(event.module), kind_on(event, at))
         made = [_Decision(name, kind, "it works on each rank's part") for name, kind in kinds.items()]
         made += [_Decision(name, "heads", "it meets each rank's part") for name in self._met_as_wholes(groups)]
         reason = "it gets all of what is divided before it, and each rank goes on with its part"
         return made + [_Decision(name, "gather", reason) for name in self._gathers(groups)]
+
+    def _names_of(self, name: str) -> list[str]:
+        """All names of a module; events know the first."""
+        root = self.blueprint.module
+        module = root.get_submodule(name)
+        return [other for other, each in root.named_modules(remove_duplicate=False) if each is module]
 
     def _met_as_wholes(self, groups: Sequence[LayerGroup]) -> list[str]:
         """Modules all of whose parameters meet parts, and single parameters of others."""
@@ -355,7 +357,7 @@ class _Proposer:
         return list(found)
 
     def _is_dropout(self, module: str) -> bool:
-        return isinstance(self.blueprint.module.get_submodule(module), _DROPOUTS)
+        return is_dropout(self.blueprint.module.get_submodule(module))
 
     def _positionwise(self, groups: Sequence[LayerGroup], left: Sequence[tuple[str, str]]) -> list[_Decision]:
         """Norms and dropouts between the splits of blocks all of whose layers are split."""

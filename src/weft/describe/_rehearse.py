@@ -36,6 +36,8 @@ _SIZES_OF_WEIGHTS = frozenset(
     }
 )
 _ATTEMPTS = 8
+RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})
+Shape = tuple[int, ...]
 DTYPE = torch.float32
 """Precision of the forwards that are looked at: every operator has a form in it."""
 
@@ -79,9 +81,18 @@ class Rehearsal:
     """Problems, attributes that did not help there, and those that were divided before: rehearsals share it."""
     wanted: list[Event] = field(init=False)
     """Operators of the whole model that compute something."""
+    reshaped: list[list[tuple[Shape, Shape]]] = field(init=False)
+    """For each of them, how a rank must reshape what is divided before it: shapes before and after."""
 
     def __post_init__(self) -> None:
-        self.wanted = [event for event in self.reference.events if self._counts(event)]
+        self.wanted, self.reshaped, waiting = [], [], list[tuple[Shape, Shape]]()
+        for event in self.reference.events:
+            if self._counts(event):
+                self.wanted.append(event)
+                self.reshaped.append(waiting)
+                waiting = []
+            elif event.name in RESHAPES and self._is_outside(event) and self._is_divided(event.inputs[0]):
+                waiting.append((self._local_shape(event.inputs[0]), self._local_shape(event.outputs[0])))
 
     def run(self) -> SplitOutcome:
         """Divide attributes one after another, as long as each lets the forward come further."""
@@ -103,8 +114,10 @@ class Rehearsal:
 
     def _counts(self, event: Event) -> bool:
         """Whether an event is compared: it computes something, outside of what gets all of its input."""
-        inside = any(f"{event.module}.".startswith(f"{name}.") for name in self.gathering)
-        return event.name not in LAYOUT and not inside
+        return event.name not in LAYOUT and self._is_outside(event)
+
+    def _is_outside(self, event: Event) -> bool:
+        return not any(f"{event.module}.".startswith(f"{name}.") for name in self.gathering)
 
     def _better(
         self, attributes: Sequence[Attribute], done: Progress, before: str | None
@@ -126,15 +139,19 @@ class Rehearsal:
     def _attempt(self, attributes: Sequence[Attribute]) -> tuple[Progress, str | None]:
         """Run with these attributes divided; how far it came, and what went wrong then."""
         done = at = 0
+        reshaped: list[tuple[Shape, Shape]] = []
 
         def compare(found: Event) -> None:
             nonlocal done, at
             at = found.index
             if not self._counts(found):
+                if found.name in RESHAPES:
+                    reshaped.append((found.inputs[0].shape, found.outputs[0].shape))
                 return
             if done >= len(self.wanted):
                 raise _Wrong("it goes on where the whole model ends")
-            wrong = self._difference(self.wanted[done], found)
+            wrong = self._difference(self.wanted[done], found) or _misshaped(self.reshaped[done], reshaped)
+            reshaped.clear()
             if wrong is not None:
                 raise _Wrong(wrong)
             done += 1
@@ -166,6 +183,10 @@ class Rehearsal:
             if shape != theirs.shape:
                 return f"{wanted.name} {what} {theirs.shape} instead of {shape}"
         return None
+
+    def _is_divided(self, value: Value) -> bool:
+        chosen, leaves = self._chosen(), self.flow.atoms.leaves
+        return any(chosen.intersection(leaves(dim)) for dim in self.flow.dims.get(value, ()))
 
     def _chosen(self) -> frozenset[int]:
         return frozenset(group.atom for group in self.groups)
@@ -252,6 +273,16 @@ class Rehearsal:
             counted = ((each.name, groups_of(module_of(each.name))) for each in group.channelwise)
             found += [Attribute(name, leaf) for name, leaf in counted if leaf is not None]
         return found
+
+
+def _misshaped(wanted: Iterable[tuple[Shape, Shape]], found: Iterable[tuple[Shape, Shape]]) -> str | None:
+    """What is reshaped in another way than it must be.  A shape at the end does not tell: a rank that has one of two
+    groups of channels, and takes its channels for two groups, changes their places and has as many as before."""
+    rest = iter(found)
+    for before, after in wanted:
+        if before != after and (before, after) not in rest:
+            return f"it does not reshape {before} to {after}"
+    return None
 
 
 def _numbers(event: Event) -> Iterator[float]:

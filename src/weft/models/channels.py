@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+_CONVOLVING = frozenset((cls.forward, vars(cls)["_conv_forward"]) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+"""What torch's own convolutions run."""
 
 
 def is_convolution(module: nn.Module) -> bool:
     """Whether it is a convolution that is not transposed."""
     return isinstance(module, Convolution)
+
+
+def computes_plainly(module: nn.Module) -> bool:
+    """Whether a convolution does nothing of its own beside convolving; of any other module: true."""
+    own: Any = type(module)
+    return not isinstance(module, Convolution) or (own.forward, own._conv_forward) in _CONVOLVING
 
 
 def groups_of(module: nn.Module) -> str | None:

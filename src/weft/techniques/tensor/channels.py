@@ -13,12 +13,19 @@ from torch import Tensor, nn
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import Blueprint, set_number
-from weft.models.channels import Convolution, groups_of
+from weft.models.channels import Convolution, computes_plainly, groups_of
 
 
 def check_bare(blueprint: Blueprint) -> None:
-    """Raise PlanError where a convolution that is split is one inside an adapter, whose pair has no rule."""
-    for name, _ in blueprint.module.named_modules():
+    """Raise PlanError where a convolution that is split is one inside an adapter, whose pair has no rule, or does more
+    than its class of torch's, which is all that is computed of one that sums over input channels."""
+    for name, module in blueprint.module.named_modules():
+        if blueprint.kind_of(name) == "channel_in" and not computes_plainly(module):
+            raise PlanError(
+                f'model.split gives {name}, a {type(module).__name__} with a forward of its own, the kind "channel_in",'
+                " and ranks would compute nothing of it but the convolution. Use a plain nn.Conv1d, Conv2d or Conv3d,"
+                ' or the kind "replicate".'
+            )
         if name.endswith(".base_layer") and blueprint.kind_of(name) in ("channel_out", "channel_in"):
             raise PlanError(
                 f"plan.mesh.tensor > 1 cannot be had with model.adapter on {name.removesuffix('.base_layer')}: nothing"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from weft.comm import GroupView
 from weft.errors import PlanError
@@ -55,6 +56,8 @@ def split_parameters(blueprint: Blueprint, view: GroupView) -> dict[str, Split]:
     for name, child in blueprint.module.named_modules(remove_duplicate=False):
         rule = blueprint.rule_of(name)
         cuts = {} if rule is None or rule.kind in _NO_CUTS else _cut_dims(name, child, rule, blueprint.module)
+        for leaf in cuts:
+            _check_own(name, child, leaf)
         for leaf, parameter in child.named_parameters(recurse=False):
             whole_name = f"{name}.{leaf}" if name else leaf
             own = blueprint.rule_of_parameter(whole_name)
@@ -111,6 +114,16 @@ def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) ->
         f'model.split: "{rule.match}" = "{rule.kind}" also matches {name}, a {type(module).__name__}, but only'
         f' {fitting} splits so. Narrow the pattern, or give {name} the kind "replicate" in a rule before it.'
     )
+
+
+def _check_own(name: str, module: nn.Module, leaf: str) -> None:
+    """Raise PlanError where what is to be cut is no parameter, but made of others at every step."""
+    if is_parametrized(module, leaf) or isinstance(vars(module).get(leaf), Tensor):
+        raise PlanError(
+            f"{name}.{leaf} is computed from other parameters (a weight norm, a spectral norm, pruning), which"
+            f' plan.mesh.tensor > 1 cannot cut. Give {name} the kind "replicate" in [model.split], or use'
+            " plan.mesh.tensor = 1."
+        )
 
 
 def _refuse_fused_attention(name: str, rule: SplitRule, root: nn.Module) -> None:

@@ -194,6 +194,11 @@ class _Splitter:
                 mark_partial(self.layout, name)
 
     def _column(self, name: str, module: nn.Module, rule: SplitRule, inside: bool, *, gathered: bool) -> None:
+        if inside and rule.kind == "channel_out":
+            raise PlanError(
+                f"plan.tensor_parallel.sequence = true, but {name} is a convolution, which a shard of the sequence is"
+                " not enough for. Use sequence = false."
+            )
         is_head = rule.gather_output or name == self.blueprint.vocabulary_head
         if not gathered:
             before = self._gathered if inside else self._copied

@@ -356,10 +356,10 @@ def test_why_a_model_is_not_shared(module: nn.Module, why: str) -> None:
 
 
 def test_what_is_not_of_tokens_alone_is_not_shared() -> None:
-    inputs = {"tokens": "tokens", "position_ids": "positions"}
+    inputs = {"tokens": "tokens", "position_ids": "places"}
     blueprint = Blueprint(
         module=Model([], []), inputs=inputs, loss=token_loss, initialise=None, vocabulary_size=32,
         sequence_length=LENGTH, example=token_example(LENGTH, inputs.values()),
     )  # fmt: skip
-    assert find_shared_sequence(blueprint) == "its forward also takes positions, which nothing says how to share"
+    assert find_shared_sequence(blueprint) == "its forward also takes places, which nothing says how to share"
     assert "no sequences" in str(find_shared_sequence(replace(blueprint, inputs={"tokens": "images"})))

@@ -82,7 +82,7 @@ class Rehearsal:
     wanted: list[Event] = field(init=False)
     """Operators of the whole model that compute something."""
     reshaped: list[list[tuple[Shape, Shape]]] = field(init=False)
-    """For each of them, how a rank must reshape what is divided before it: shapes before and after."""
+    """Shapes before and after, of all that a rank must reshape before each of the `wanted` operators."""
 
     def __post_init__(self) -> None:
         self.wanted, self.reshaped, waiting = [], [], list[tuple[Shape, Shape]]()

@@ -254,9 +254,12 @@ def test_batch_statistics_need_the_whole_batch_at_once() -> None:
 
 def test_models_without_heads_or_sequences() -> None:
     with pytest.raises(
-        PlanError, match="plan.mesh.tensor = 2 has nothing to split: a convnet has no layers for the tensor"
+        PlanError, match="plan.mesh.tensor = 2 has nothing to split: a tree has no layers for the tensor"
     ):
-        check_plan(*case(plan_of({"tensor": 2}, size=64), ConvNetShape(num_layers=4, channels=8)), 2)
+        check_plan(plan_of({"tensor": 2}, size=64), recipe_of(), ModelFacts(name="tree", divisible={}), 2)
+    check_plan(*case(plan_of({"tensor": 2}, size=64), ConvNetShape(num_layers=4, channels=8)), 2)
+    with pytest.raises(PlanError, match="plan.mesh.tensor = 2 does not divide channels = 7"):
+        check_plan(*case(plan_of({"tensor": 2}, size=64), ConvNetShape(num_layers=4, channels=7)), 2)
     mlp = MlpShape(num_layers=2, input_size=4, hidden_size=4, num_classes=2)
     check_plan(*case(plan_of({"tensor": 2}, size=64), mlp), 2)
     with pytest.raises(

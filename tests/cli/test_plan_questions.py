@@ -68,6 +68,28 @@ def test_a_plan_that_cannot_be_run_yet_says_so(capsys: pytest.CaptureFixture[str
     assert f"note      weft train refuses it: {refusal}" in text
 
 
+def test_a_choice_that_training_refuses_is_refused_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    given = (*ELSEWHERE, "--set", "recipe.optimizer.name=lamb", "--why-not", "scheme=2d, tensor=4, size=2")
+    text = said(capsys, *given)
+    why = 'plan.tensor_parallel.scheme = "2d" cannot be had with optimizer.name = "lamb", which looks at whole tensors.'
+    assert f'cannot be changed alone: {why} Use "1d".' in text
+    assert f"that fits can be trained, whatever else is changed: {why}" in text
+
+
+def test_where_all_plans_are_refused_the_commonest_reason_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ('recipe.permit.compression=["fp8"]', "plan.data_parallel.compression=fp8", "plan.mesh.replicate=8")
+    given = (*ELSEWHERE, *(each for text in asked for each in ("--set", text)))
+    text = said(capsys, *given)
+    assert "are refused; the commonest reason:" in text
+    assert 'plan.data_parallel.compression = "fp8" can be predicted but not run yet' in text
+    assert "--dry-run rehearses the best plan, and none was found" in complaint(capsys, *given, "--dry-run")
+
+
+def test_a_permission_that_would_help_is_named_though_it_is_refused_now(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, *ELSEWHERE, "--set", 'recipe.permit.precision=["fp32"]', "--next")
+    assert re.search(r'permit.precision with "bf16".*more tokens per second', text), text
+
+
 def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "plan", RECIPE, "--plan", str(DEMO / "plan.toml"), "--dry-run", "--rank", "7")
     assert "rank      7 of 8 (pipeline 1, replicate 1, tensor 1)" in text

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import re
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -118,7 +118,14 @@ def watched(peaks: list[int]) -> Generator[None]:
 
 def peaks_of(plans: tuple[Plan, Plan], shape: dict[str, Any]) -> list[int]:
     """Memory that each of two trainings takes at most, beyond what there was before it was built.  The smaller comes
-    first: what the C library keeps of the larger one's heap would be touched again."""
+    first, and twice: what the C library keeps of the larger one's heap would be touched again, and where a rank waits
+    long for its peer more is read ahead (0.72 of the larger in place of 0.52), but what must stay in memory is there
+    both times."""
+    first, again, larger = _peaks((plans[0], *plans), shape)
+    return [min(first, again), larger]
+
+
+def _peaks(plans: Iterable[Plan], shape: dict[str, Any]) -> list[int]:
     peaks = list[int]()
     for plan in plans:
         gc.collect()
@@ -136,8 +143,7 @@ def test_weights_and_gradients_are_not_in_memory(ranks: Any) -> None:
     plan = plan_of("fp32", shard=2, zero=3, micro=4)
     for other, plain in ranks.run(2, peaks_of, (away(plan, "parameters"), plan), WIDE, timeout=SECONDS):
         assert plain > 95e6
-        # 0.52 of it alone; beside other tests on the same cores reading ahead gets further, and 0.72 was seen.
-        assert other < 0.85 * plain
+        assert other < 0.6 * plain
 
 
 def test_activations_are_not_in_memory(ranks: Any) -> None:

@@ -7,6 +7,7 @@ turn comes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, final
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+logger = logging.getLogger(__name__)
 
 Exporter = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
@@ -77,7 +80,9 @@ class Renamed(Mapping[str, Tensor]):
         self._notes = _Notes()
         try:
             self._results = self._traced(exporter)
-        except Exception:  # what is wrong with the exporter itself is raised again here
+        except Exception as problem:  # what is wrong with the exporter itself is raised again here
+            why = "writes to tensors or needs what is in them" if isinstance(problem, _NeedsContent) else repr(problem)
+            logger.info("the exporter is given all weights at once, whole in memory: followed without them, it %s", why)
             self._sources, self._results = {}, exporter({name: weights[name] for name in weights})
 
     def _traced(self, exporter: Exporter) -> Mapping[str, Tensor]:

@@ -236,7 +236,10 @@ def _rehearse_best(result: SearchResult, path: Path, request: SearchRequest, reh
 
     plan = next((each.plan for each in result.best if each.plan is not None), None)
     if plan is None:
-        raise PlanError("no plan was found, so there is none to rehearse.")
+        raise PlanError(
+            "--dry-run rehearses the best plan, and none was found: the lines above say why. Use more devices, or give"
+            " fewer settings by --set."
+        )
     recipe, _ = apply_overrides(load_recipe(path), Plan(), request.of_recipe)
     dry_run(recipe, plan, rehearsed)
 

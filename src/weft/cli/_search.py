@@ -104,13 +104,10 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
             raise PlanError(f"{option} {value} is too few. Use 1 or more.")
     sizes = known_model(name).sizes
     described = description_of_sizes(replace(sizes, sequence_length=sequence_length or sizes.sequence_length))
-    profile = described.profile
     if batch is None:
-        batch, reason = default_batch(profile, cluster)
+        batch, reason = default_batch(described.profile, cluster)
         print(f"no --global-batch-size was given: {batch:,} sample{'s' * (batch != 1)}, {reason}", file=sys.stderr)
-    return Subject(
-        profile=profile, global_batch_size=batch, permit=None, optimizer=None, sizes=sizes, described=described
-    )
+    return Subject(described=described, global_batch_size=batch, permit=None, optimizer=None)
 
 
 def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject:
@@ -121,13 +118,11 @@ def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject:
     recipe, _ = apply_overrides(load_recipe(recipe_path), Plan(), overrides)
     described = describe_recipe(recipe)
     return Subject(
-        profile=described.profile,
+        described=described,
         global_batch_size=recipe.batch.global_batch_size,
         permit=recipe.permit,
         optimizer=recipe.optimizer,
-        sizes=described.sizes,
         recipe=recipe,
-        described=described,
         steps=recipe.run.steps,
     )
 
@@ -217,12 +212,12 @@ def _given(request: SearchRequest) -> Plan:
 
 
 def chosen_space(subject: Subject, cluster: Cluster, request: SearchRequest, *, any_system: bool = False) -> Space:
-    """Return what search may choose among, within the settings that were given: of a recipe's own model only what Weft
-    can cut and split, unless it is to be trained by another system (`any_system`)."""
+    """Return what search may choose among, within the settings that were given: only what a training of the model
+    takes, unless it is to be trained by another system (`any_system`)."""
     from weft.search import pinned, recipe_space, space_of
 
     pins = _given(request)
-    if any_system or subject.described is None:
+    if any_system:
         profile = replace(subject.profile, can_be_cut=True)
         space = space_of(profile, cluster, global_batch_size=subject.global_batch_size, permit=subject.permit)
         return pinned(space, pins)

@@ -17,18 +17,24 @@ if TYPE_CHECKING:
 class Subject:
     """What to train, as search sees it."""
 
-    profile: Profile
+    described: Description
+    """The model, by what is known of it."""
     global_batch_size: int
     permit: PermitRecipe | None
     optimizer: OptimizerRecipe | None
-    sizes: ModelSizes | None = None
-    """Sizes of a transformer, for other systems."""
     recipe: Recipe | None = None
     """None for a well-known model."""
-    described: Description | None = None
-    """The model, by what is known of it."""
     steps: int | None = None
     """Optimizer steps of the recipe's run."""
+
+    @property
+    def profile(self) -> Profile:
+        return self.described.profile
+
+    @property
+    def sizes(self) -> ModelSizes | None:
+        """Sizes of a transformer, for other systems."""
+        return self.described.sizes
 
 
 def need_sizes(subject: Subject) -> ModelSizes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from weft.document import to_table
@@ -55,11 +55,8 @@ def _nothing(result: SearchResult) -> list[str]:
     refused = result.counts.refused
     if not refused:
         return ["no plan fits into memory"]
-    return [f"no plan: of those that fit {sum(refused.values()):,} are refused, most of them because", *_most(refused)]
-
-
-def _most(refused: Mapping[str, int]) -> list[str]:
-    return next(iter(refused)).splitlines()
+    commonest = next(iter(refused)).splitlines()
+    return [f"no plan: of those that fit {sum(refused.values()):,} are refused; the commonest reason:", *commonest]
 
 
 def search_document(result: SearchResult) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class _Case:
         found = check_layout(result.profile, result.cluster, layout)
         if not found:
             refusal = Acceptance(self.pricer, result.space, result.global_batch_size).problem(layout)
-            found = [refusal] if refusal else []
+            found = [" ".join(refusal.splitlines())] if refusal else []
         return found
 
 
@@ -113,7 +113,7 @@ def _best_with(case: _Case, best: Candidate, alone: float) -> Iterator[str]:
         top=1,
     )
     if not found.best:
-        commonest = next(iter(found.counts.refused), "")
+        commonest = " ".join(next(iter(found.counts.refused), "").splitlines())
         if alone == math.inf and found.counts.refused:
             yield f"No plan with {case.text} that fits can be trained, whatever else is changed: {commonest}"
         elif alone == math.inf:

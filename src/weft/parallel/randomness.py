@@ -119,9 +119,7 @@ class KeyedDropout(nn.Dropout):
         if dropped == RESOLUTION:
             return torch.zeros(x.shape, dtype=torch.bool, device=x.device), 0.0
         samples = state.sample_ids.numel()
-        width = x.shape[1] if self.channels else x.shape[-1]
-        if x.dim() == 1:
-            width = 1
+        width = 1 if x.dim() == 1 else x.shape[1 if self.channels else -1]
         rows = 1 if self.channels else x.numel() // max(samples * width, 1)
         row_offset, column_offset = self._offsets(x, state, width)
         make = torch.ops.weft.keyed_mask if torch.compiler.is_compiling() else keyed_mask
@@ -147,8 +145,9 @@ class KeyedDropout(nn.Dropout):
         """First row of a sample and first column that this rank holds of the whole activation."""
         if self.view is None or self.cut_dim is None:
             return 0, 0
-        if self.cut_dim == -1 or self.channels:  # channels are those of dim 1
-            return 0, self.view.index * width * (not self.channels or self.cut_dim == 1 or x.dim() == 2)
+        if self.cut_dim == -1 or self.channels:  # a channel (dim 1) draws once: parts of later dims draw the same
+            has_part = not self.channels or self.cut_dim == 1 or x.dim() == 2
+            return 0, self.view.index * width if has_part else 0
         if self.sequence_sharded:
             start, _ = shard_bounds(self.context.whole_length(), self.view)
         else:

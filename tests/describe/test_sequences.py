@@ -233,8 +233,18 @@ def test_what_works_token_by_token_is_shared(name: str) -> None:
 
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_tokens_is_not(name: str) -> None:
-    for model in (Model([MIXING[name]], []), Model([], [MIXING[name]])):
+    for model in (Model([MIXING[name]], []), Model([], [MIXING[name]]), Model([evaluated(MIXING[name])], [])):
         assert isinstance(found(model), str)
+
+
+def evaluated(step: Step) -> Step:
+    """A step of evaluations alone."""
+    return lambda model, x: x if model.training else step(model, x)
+
+
+@pytest.mark.parametrize("name", ["gated", "norm", "rotated", "places", "written"])
+def test_what_works_token_by_token_in_evaluation_alone_is_shared(name: str) -> None:
+    assert found(Model([evaluated(BY_TOKEN[name])], [])) == SharedSequence("position_ids", "causal", ("",))
 
 
 @pytest.mark.parametrize("seed", range(6))

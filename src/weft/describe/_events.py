@@ -89,8 +89,13 @@ class Trace:
     was asked for."""
     inputs: Mapping[str, Value]
     """Fields of the batch."""
-    outputs: tuple[Value, ...]
-    """What the model returns."""
+    outputs_of: tuple[tuple[Value, ...], ...]
+    """What the model returns, by forward."""
     loss_event: int
     """Index of the first event of the loss."""
     notes: tuple[str, ...]
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        """What the model returns in any forward."""
+        return tuple(value for outputs in self.outputs_of for value in outputs)

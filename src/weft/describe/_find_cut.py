@@ -18,6 +18,7 @@ from torch import nn
 
 from weft.describe._events import Event, Trace, Value
 from weft.describe._graph import MATMULS, Graph
+from weft.describe._modes import first_difference, trace_evaluation
 from weft.describe._segment import find_blocks
 from weft.describe._trace import SAMPLES, trace
 from weft.errors import RecipeError
@@ -47,12 +48,10 @@ def find_cut(blueprint: Blueprint) -> tuple[FoundCut, tuple[float, ...]] | str:
     try:
         found = trace(copied, torch.bfloat16, loss=False)
         blocks = find_blocks(copied, found)
-        finder = _Finder(copied.module, found, blocks)
-        finder.follow()
-        if finder.anywhere:  # positions, masks: cheaper computed again than sent
-            finder = _Finder(copied.module, found, blocks, finder.anywhere)
-            finder.follow()
-        return finder.cut(), finder.costs()
+        finder = _followed(copied.module, found, blocks)
+        cut = finder.cut()
+        _check_evaluation(copied, found, cut)
+        return cut, finder.costs()
     except _NoCutError as problem:
         return str(problem)
     except RecipeError as problem:
@@ -60,6 +59,30 @@ def find_cut(blueprint: Blueprint) -> tuple[FoundCut, tuple[float, ...]] | str:
     except Exception as problem:  # a forward may do what no rule of the analysis foresaw: no cut, and no failure
         said = next(iter(str(problem).splitlines()), "")
         return f"looking at its forward failed ({type(problem).__name__}: {said})"
+
+
+def _followed(root: nn.Module, found: Trace, blocks: tuple[str, ...]) -> _Finder:
+    finder = _Finder(root, found, blocks)
+    finder.follow()
+    if finder.anywhere:  # positions, masks: cheaper computed again than sent
+        finder = _Finder(root, found, blocks, finder.anywhere)
+        finder.follow()
+    return finder
+
+
+def _check_evaluation(copied: Blueprint, training: Trace, cut: FoundCut) -> None:
+    """Raise _NoCutError where a forward in evaluation, if it is another one, could not be cut as that in training."""
+    evaluation = trace_evaluation(copied, torch.bfloat16)
+    where = first_difference(copied.module, training, evaluation)
+    if where is None:
+        return
+    differs = f"{where or type(copied.module).__name__} computes something else in evaluation"
+    try:
+        other = _followed(copied.module, evaluation, cut.blocks).cut()
+    except _NoCutError as problem:
+        raise _NoCutError(f"{differs}, where {problem}") from problem
+    if other != cut:
+        raise _NoCutError(f"{differs}, where other results cross from block to block")
 
 
 @dataclass(slots=True)

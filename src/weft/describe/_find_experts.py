@@ -1,7 +1,8 @@
-"""Finds the experts of mixtures that say nothing of themselves, from one forward of the model, for ranks to share."""
+"""Finds the experts of mixtures that say nothing of themselves, from forwards of the model, for ranks to share."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.describe._events import Trace
-from weft.describe._trace import trace
+from weft.describe._trace import Mode, trace
 from weft.errors import RecipeError
 from weft.models import Blueprint
 from weft.stand_ins import copy_on_meta
@@ -64,23 +65,38 @@ def look_at_experts(blueprint: Blueprint) -> None:
 def _look(blueprint: Blueprint) -> None:
     from weft.models.stacked import num_stacked, prove_stacks  # loaded where there is something to prove
 
-    found = {name: _Call(each) for name, each in blueprint.module.named_modules() if num_stacked(each) > 1}
-    if not found:
+    modules = {name: each for name, each in blueprint.module.named_modules() if num_stacked(each) > 1}
+    if not modules:
         return
-    copied = copy_on_meta(blueprint.module)
-    for name, call in found.items():
-        copied.get_submodule(name).register_forward_pre_hook(call.see, with_kwargs=True)
-    seen = trace(replace(blueprint, module=copied), torch.float32, loss=False)
-    proven = prove_stacks({name: (call.module, call.choices_first) for name, call in found.items()})
-    for name, call in found.items():
-        kind = type(call.module).__name__
-        if problem := call.problem or _read_elsewhere(seen, name):
+    calls, evaluated = _calls(blueprint, modules, "as it is"), _calls(blueprint, modules, "evaluation")
+    proven = prove_stacks({name: (module, calls[name].choices_first) for name, module in modules.items()})
+    for name, module in modules.items():
+        kind = type(module).__name__
+        if problem := calls[name].problem or _only_in_evaluation(calls[name], evaluated[name]):
             blueprint.no_experts = f"{name}, a {kind}, {problem}"
             return
         if proven[name] is None:
             blueprint.no_experts = f"nothing shows that {name}, a {kind}, is two products per expert"
             return
     blueprint.stacks = {name: stack for name, stack in proven.items() if stack is not None}
+
+
+def _calls(blueprint: Blueprint, modules: Mapping[str, nn.Module], mode: Mode) -> dict[str, _Call]:
+    """How a forward calls these modules, and reads their parameters."""
+    calls, copied = {name: _Call(module) for name, module in modules.items()}, copy_on_meta(blueprint.module)
+    for name, call in calls.items():
+        copied.get_submodule(name).register_forward_pre_hook(call.see, with_kwargs=True)
+    seen = trace(replace(blueprint, module=copied), torch.float32, loss=False, modes=(mode,))
+    for name, call in calls.items():
+        call.problem = call.problem or _read_elsewhere(seen, name)
+    return calls
+
+
+def _only_in_evaluation(training: _Call, evaluation: _Call) -> str:
+    if evaluation.problem:
+        return f"{evaluation.problem} in evaluation"
+    is_alike = training.choices_first == evaluation.choices_first
+    return "" if is_alike else "is called with choices and weights in another order in evaluation"
 
 
 def _read_elsewhere(seen: Trace, name: str) -> str:

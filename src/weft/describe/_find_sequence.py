@@ -12,9 +12,10 @@ from torch import nn
 
 from weft.describe._events import Event, Trace
 from weft.describe._fused import WHOLE_ATTENTION
+from weft.describe._modes import BOTH, first_difference
 from weft.describe._pointwise import LAYOUT
 from weft.describe._token_flow import AttentionKind, Meeting, TokenFlow, follow_tokens
-from weft.describe._trace import trace
+from weft.describe._trace import Mode, trace
 from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
 from weft.stand_ins import copy_on_meta
@@ -78,9 +79,9 @@ def find_shared_sequence(blueprint: Blueprint, lengths: Iterable[int] = ()) -> S
     """Return how the tokens of a model meet, or why ranks cannot share its sequence: a sentence without its end.
 
     A forward is followed as one process runs it, others with the places of the tokens given, as ranks run it, and of
-    fewer tokens, `lengths` among them: all must compute the same.  Copies without memory run, so that what the forward
-    counts or keeps stays as it is.  What it does in its backward (a `torch.autograd.Function` of its own, hooks), and
-    whether it runs parts again by itself, is not looked at.
+    fewer tokens, `lengths` among them: all must compute the same, and in evaluation those that differ from it.  Copies
+    without memory run, so that what the forward counts or keeps stays as it is.  What it does in its backward (a
+    `torch.autograd.Function` of its own, hooks), and whether it runs parts again by itself, is not looked at.
     """
     try:
         return _found(blueprint, lengths)
@@ -105,24 +106,43 @@ def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
     for name, module in blueprint.module.named_modules():
         if isinstance(module, _NOT_FOLLOWED):
             raise _NoSequenceError(f"{name} is an nn.{type(module).__name__}")
-    alone = _trace(blueprint, length)
+    lengths = {length - 1, max(2, length // 2), max(2, length // 4), *lengths} - {length}
+    placed = blueprint
+    if _POSITIONS in inspect.signature(blueprint.module.forward).parameters:
+        placed = replace(blueprint, inputs={**blueprint.inputs, _POSITIONS: "positions"})
+    whole, evaluated = (_trace(placed, length, mode, without_masks=True) for mode in BOTH)
+    found = _in_mode(blueprint, placed, whole, lengths, "as it is")
+    where = first_difference(blueprint.module, whole, evaluated)
+    if where is not None:
+        try:
+            other = _in_mode(blueprint, placed, evaluated, lengths, "evaluation")
+        except _NoSequenceError as problem:
+            raise _NoSequenceError(f"in evaluation, {problem}") from problem
+        if other != found:
+            raise _NoSequenceError(f"its tokens meet otherwise in evaluation{f' ({where})' if where else ''}")
+    return SharedSequence("" if placed is blueprint else _POSITIONS, *found)
+
+
+_Found = tuple[AttentionKind, tuple[str, ...]]
+
+
+def _in_mode(blueprint: Blueprint, placed: Blueprint, whole: Trace, shorter: Iterable[int], mode: Mode) -> _Found:
+    """See how tokens meet in a mode; `placed` is the model that is given their places, or the same, and `whole` its
+    forward."""
+    assert blueprint.sequence_length is not None, "it was asked for"
+    alone = _trace(blueprint, blueprint.sequence_length, mode)
     _kind(_without_masks(follow_tokens(alone, ["tokens"]).calls))
-    shorter = {length - 1, max(2, length // 2), max(2, length // 4), *lengths}
-    if _POSITIONS not in inspect.signature(blueprint.module.forward).parameters:
-        return SharedSequence("", *_followed(blueprint, length, shorter))
-    placed = replace(blueprint, inputs={**blueprint.inputs, _POSITIONS: "positions"})
-    if _computed(alone) != _computed(_trace(placed, length, without_masks=True)):
+    if placed is not blueprint and _computed(alone) != _computed(whole):
         raise _NoSequenceError(f"it computes something else where it is given {_POSITIONS}, from 0 on")
-    return SharedSequence(_POSITIONS, *_followed(placed, length, shorter))
+    return _followed(placed, whole, shorter, mode)
 
 
-def _followed(blueprint: Blueprint, length: int, shorter: Iterable[int]) -> tuple[AttentionKind, tuple[str, ...]]:
+def _followed(blueprint: Blueprint, whole: Trace, shorter: Iterable[int], mode: Mode) -> _Found:
     """Follow a forward of the whole samples beside some of fewer tokens, as ranks have: all must compute the same."""
-    whole = _trace(blueprint, length, without_masks=True)
     fields = list(dict.fromkeys(blueprint.inputs.values()))
     meetings: tuple[Meeting, ...] = ()
-    for tokens in sorted(set(shorter) - {length}):
-        part = _trace(blueprint, tokens, without_masks=True)
+    for tokens in sorted(shorter):
+        part = _trace(blueprint, tokens, mode, without_masks=True)
         if [_step(event) for event in whole.events] != [_step(event) for event in part.events]:
             raise _NoSequenceError("what it computes depends on how many tokens it is given")
         meetings, others = (_checked(follow_tokens(one, fields, two)) for one, two in ((whole, part), (part, whole)))
@@ -131,13 +151,14 @@ def _followed(blueprint: Blueprint, length: int, shorter: Iterable[int]) -> tupl
     return _kind(meetings), tuple(dict.fromkeys(meeting.module for meeting in meetings))
 
 
-def _trace(blueprint: Blueprint, length: int, *, without_masks: bool = False) -> Trace:
+def _trace(blueprint: Blueprint, length: int, mode: Mode = "as it is", *, without_masks: bool = False) -> Trace:
     blueprint = replace(blueprint, example=token_example(length, blueprint.inputs.values()))
     module = copy_on_meta(blueprint.module)
     _count_places(module)
     if without_masks:
         _drop_masks(module)
-    return trace(replace(blueprint, module=module), torch.float32, loss=False, fused=WHOLE_ATTENTION, reads=True)
+    blueprint = replace(blueprint, module=module)
+    return trace(blueprint, torch.float32, loss=False, fused=WHOLE_ATTENTION, reads=True, modes=(mode,))
 
 
 def _count_places(module: nn.Module) -> None:

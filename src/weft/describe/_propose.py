@@ -13,10 +13,11 @@ from weft.describe._events import Event, Trace, Value
 from weft.describe._flow import ForwardFlow, follow
 from weft.describe._graph import Graph
 from weft.describe._groups import GroupMember, LayerGroup, SplitChoice, choose
+from weft.describe._modes import trace_both
 from weft.describe._proposal import Confidence, Proposal, ProposedRule
 from weft.describe._rehearse import DTYPE, Attribute, Rehearsal, cut_dim
 from weft.describe._segment import find_blocks
-from weft.describe._trace import trace
+from weft.describe._trace import Mode
 from weft.describe._vocabulary import VocabularyAnalysis, VocabularySplit
 from weft.errors import RecipeError
 from weft.models import Blueprint, Localise, SplitRule
@@ -27,7 +28,8 @@ UNPROVEN = "not proven: compare gradients with one process before you rely on it
 
 
 def propose_split(blueprint: Blueprint) -> Proposal:
-    """Propose a split table for a model that brings none, from one forward on the meta device.
+    """Propose a split table for a model that brings none, from its forward in training on the meta device, and the one
+    in evaluation where that computes something else.
 
     Linear layers become column- and row-parallel where everything between them can work on a part; the proposal is
     rehearsed on one rank's share of the weights, shape by shape.  Modules that the blueprint's own rules cover are left
@@ -44,12 +46,14 @@ def propose_split(blueprint: Blueprint) -> Proposal:
     except Exception as problem:  # what a module holds may refuse to be copied in its own way
         said = next(iter(str(problem).splitlines()), "")
         raise RecipeError(f"it cannot be copied ({type(problem).__name__}: {said.rstrip('.')})") from problem
-    found = trace(blueprint, DTYPE, loss=False)
+    if not blueprint.module.training:
+        blueprint.module.train()
+    found, modes = trace_both(blueprint, DTYPE)
     flow = follow(found, blueprint.module)
     gathering = gatherable(found, flow, blueprint)
     if gathering:
         flow = follow(found, blueprint.module, gathering)
-    return _Proposer(blueprint, found, flow, gathering).proposal()
+    return _Proposer(blueprint, found, flow, gathering, modes).proposal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class _Proposer:
     flow: ForwardFlow
     gathering: Mapping[str, Value]
     """Modules that may be given all of a divided dim."""
+    modes: Sequence[Mode]
+    """How the forward runs in the trace."""
     graph: Graph = field(init=False)
     blocks: tuple[str, ...] = field(init=False)
     places: dict[int, list[tuple[Event, int]]] = field(init=False)
@@ -125,7 +131,9 @@ class _Proposer:
             if odd or clashing:
                 continue
             gathers = self._gathers(groups)
-            rehearsal = Rehearsal(self.blueprint, self.trace, self.flow, groups, parts, gathers, self.useless)
+            rehearsal = Rehearsal(
+                self.blueprint, self.trace, self.flow, groups, parts, gathers, self.useless, modes=self.modes
+            )
             outcome = rehearsal.run() if groups else None
             if outcome is None or outcome.problem is None:
                 return choice, () if outcome is None else outcome.attributes, parts

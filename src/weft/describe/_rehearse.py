@@ -24,7 +24,7 @@ from weft.describe._flow import ForwardFlow
 from weft.describe._fused import FUSED_NAMES
 from weft.describe._groups import LayerGroup
 from weft.describe._pointwise import LAYOUT, is_elementwise
-from weft.describe._trace import Unfinished, trace
+from weft.describe._trace import Mode, Unfinished, trace
 from weft.models import Blueprint, localised, numbers_of
 from weft.models.channels import channel_tensors, groups_of, is_convolution
 from weft.stand_ins import glob_of
@@ -79,6 +79,8 @@ class Rehearsal:
     gathering: Mapping[str, Value] = field(default_factory=dict[str, Value])
     useless: set[tuple[str | None, Attribute, tuple[Attribute, ...]]] = field(default_factory=lambda: set())
     """Problems, attributes that did not help there, and those that were divided before: rehearsals share it."""
+    modes: Sequence[Mode] = ("as it is",)
+    """How the forward ran for `reference`."""
     wanted: list[Event] = field(init=False)
     """Operators of the whole model that compute something."""
     reshaped: list[list[tuple[Shape, Shape]]] = field(init=False)
@@ -160,7 +162,7 @@ class Rehearsal:
             stack.enter_context(_divided(self.blueprint.module, attributes, self._counted(), self.parts))
             stack.enter_context(_gathered(self.blueprint.module, self.gathering, self.parts))
             try:
-                trace(self.blueprint, DTYPE, self._share(), loss=False, watch=compare)
+                trace(self.blueprint, DTYPE, self._share(), loss=False, watch=compare, modes=self.modes)
             except Unfinished as stopped:
                 cause = stopped.__cause__
                 return (done, at), next(iter(str(cause if cause is not None else stopped).splitlines()), "it stops")

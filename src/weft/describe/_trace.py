@@ -5,10 +5,10 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from weft.models import Blueprint, token_example
 from weft.models.samples import draw_integers
 from weft.stand_ins import StandIns
 
+Mode = Literal["as it is", "evaluation"]
+"""How the model's forward runs: in the mode that it is in, or as it is evaluated, without gradients."""
 SAMPLES = 2
 """Samples of a traced batch: batch statistics want more than one."""
 LOSS = "loss"
@@ -42,18 +44,20 @@ def trace(
     watch: Callable[[Event], None] | None = None,
     fused: Fused = FUSED,
     reads: bool = False,
+    modes: Sequence[Mode] = ("as it is",),
 ) -> Trace:
     """Run the model in `dtype` as it is (training or evaluation mode), and its loss if wanted; nothing is computed.
 
     The model's own tensors are not touched: meta tensors of their shapes, or the given `parameters`, stand in for the
     run.  `watch` sees every event as it happens; what it raises ends the run.  `fused`: calls that run in one kernel.
-    `reads`: events tell the values of their operands, where there are any.
+    `reads`: events tell the values of their operands, where there are any.  `modes`: how the forward runs, several
+    times in one trace if there are more; `results` and `entries` are those of the first.
 
     Raises:
         RecipeError: the model has no example batch, its forward raises, or asks what only a real run can answer.
     """
     recorder = _Recorder(blueprint, dtype, parameters or {}, watch, fused, reads)
-    return recorder.run(loss)
+    return recorder.run(loss, modes)
 
 
 _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
@@ -105,7 +109,7 @@ class _Recorder(TorchDispatchMode):
         self._tensors = _stand_in_tensors(blueprint, dtype, parameters)
         self._parameters, self._buffers = self._name_storages(parameters)
 
-    def run(self, loss: bool) -> Trace:
+    def run(self, loss: bool, modes: Sequence[Mode]) -> Trace:
         module = self._blueprint.module
         fields = _fields(self._blueprint, self._dtype)
         self._fields = {name: self.value(tensor) for name, tensor in fields.items()}
@@ -117,12 +121,16 @@ class _Recorder(TorchDispatchMode):
             stack.enter_context(self)
             stack.enter_context(_Functions(self))
             with self._explained(module):
-                outputs = torch.func.functional_call(module, self._each_once(), (), inputs, tie_weights=False)
-                found = tuple(self.value(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+                outputs: Any = None
+                found: list[tuple[Value, ...]] = []
+                for mode in modes:
+                    with _evaluating(module) if mode == "evaluation" else nullcontext():
+                        outputs = torch.func.functional_call(module, self._each_once(), (), inputs, tie_weights=False)
+                    found.append(tuple(self.value(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)))
                 loss_event = len(self._events)
                 self._modules.append(LOSS)
                 total = self._blueprint.loss(outputs, fields) if loss else None
-        made = self._finished(found, loss_event)
+        made = self._finished(tuple(found), loss_event)
         del outputs, total
         return made
 
@@ -142,7 +150,7 @@ class _Recorder(TorchDispatchMode):
                 self._events,
             ) from problem
 
-    def _finished(self, outputs: tuple[Value, ...], loss_event: int) -> Trace:
+    def _finished(self, outputs: tuple[tuple[Value, ...], ...], loss_event: int) -> Trace:
         return Trace(
             samples=SAMPLES,
             events=self._events,
@@ -158,7 +166,7 @@ class _Recorder(TorchDispatchMode):
             num_runs=self._num_runs,
             touched={storage: frozenset(modules) for storage, modules in self._touched.items()},
             inputs=self._fields,
-            outputs=outputs,
+            outputs_of=outputs,
             loss_event=loss_event,
             notes=tuple(self._stand_ins.notes),
         )
@@ -309,6 +317,19 @@ class _Recorder(TorchDispatchMode):
             else:
                 buffers |= dict.fromkeys(keys, name)
         return parameters, buffers
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Generator[None]:
+    """As the engine evaluates (`weft.parallel.evaluating`)."""
+    training = [inner for inner in module.modules() if inner.training]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for inner in training:
+            inner.training = True
 
 
 def _values(given: Any) -> tuple[tuple[bool, str, int], ...]:

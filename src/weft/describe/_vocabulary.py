@@ -97,7 +97,7 @@ class VocabularyAnalysis:
         ]
 
     def _runs_once(self, layer: Layer) -> bool:
-        """Whether it makes one product, and nobody but it and embeddings reads its parameters."""
+        """Whether it makes one product in a forward, and nobody but it and embeddings reads its parameters."""
         module = self.blueprint.module.get_submodule(layer.name)
         own = {f"{layer.name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
         storages = {key for key, names in self.trace.parameters.items() if own.intersection(names)}
@@ -106,13 +106,16 @@ class VocabularyAnalysis:
             for event in self.trace.events
             if any(value.storage in storages for value in event.inputs)
         )
-        return len(self._made(layer)) == 1 and not strange
+        return len(self._made(layer)) == len(self.trace.outputs_of) and not strange
 
     def _is_read_by_the_loss_alone(self, head: Layer) -> bool:
         """Whether the model returns what the head makes, as it is, and reads it nowhere."""
-        if self.blueprint.loss is not token_loss or not self.trace.outputs:
+        if self.blueprint.loss is not token_loss:
             return False
-        logits = self.trace.outputs[0]
+        returned = [outputs[0] if outputs else None for outputs in self.trace.outputs_of]
+        return all(logits is not None and self._is_only_returned(head, logits) for logits in returned)
+
+    def _is_only_returned(self, head: Layer, logits: Value) -> bool:
         inside = [event for event in self.trace.events if event.module == head.name]
         made = {value.storage for event in inside for value in event.outputs}
         if logits.storage not in made or self.flow.dims.get(logits, [()])[-1] != (head.made,):

@@ -61,7 +61,7 @@ def _mask(kind: str, queries: int, keys: int) -> Tensor | None:
 def test_parts_merged_are_the_whole(kind: str, plainly: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(partial, "_CHUNK_SCORES", 40)  # several chunks of queries
     if plainly:
-        monkeypatch.setattr(partial, "_has_kernel", lambda query, value: False)
+        monkeypatch.setattr(partial, "kernel_for", lambda *tensors, **how: None)
     queries, keys, cut = 7, 9, 4
     query, key, value = _drawn(queries, keys, dtype)
     mask, scale = _mask(kind, queries, keys), 0.3
@@ -116,7 +116,7 @@ def test_who_has_seen_nothing_gives_nothing():
 
 def test_large_scores_of_bf16_are_not_rounded(monkeypatch: pytest.MonkeyPatch):
     """Scores near 50 are 0.25 apart in bf16, which would be a fifth of a probability."""
-    monkeypatch.setattr(partial, "_has_kernel", lambda query, value: False)
+    monkeypatch.setattr(partial, "kernel_for", lambda *tensors, **how: None)
     query, key, value = (each * factor for each, factor in zip(_drawn(7, 9, torch.bfloat16), (16, 4, 1), strict=True))
     wide = [each.double().requires_grad_() for each in (query, key, value)]
     wanted = F.scaled_dot_product_attention(*wide, scale=0.3, enable_gqa=True)

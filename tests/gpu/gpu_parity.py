@@ -22,6 +22,7 @@ from weft.models import build_model
 from weft.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 from weft.plan import (
     ComputePlan,
+    ContextParallelPlan,
     DataParallelPlan,
     MemoryPlan,
     MeshPlan,
@@ -52,9 +53,10 @@ SECONDS = 180.0
 """A cell's limit: the first one on a GPU makes its context and loads its libraries."""
 _NOISE = ("*.key.bias",)
 """Gradients that are zero in exact arithmetic: in fp32 and bf16 they are rounding, which has no relative error."""
+_ROTARY = ("decoder", "mixture")
 ANGLES = 1e-6
-"""The decoder's rotary angles are fp32 under every precision, and sines of fp32 differ by a unit in the last place
-(6e-8) between devices; so in fp64 its gradients agree between devices to this, on one device to the usual 1e-10."""
+"""Rotary angles are fp32 under every precision, and sines of fp32 differ by a unit in the last place
+(6e-8) between devices; so in fp64 their gradients agree between devices to this, on one device to the usual 1e-10."""
 BF16_FACTOR = 2.0
 """How much farther from fp64 a GPU's bf16 may be than the CPU's: both round every product, in another order."""
 
@@ -71,6 +73,12 @@ MODELS: Mapping[str, ModelRecipe] = {
         )
     ),
     "convnet": ModelRecipe(shape=ConvNetShape(num_layers=4, channels=8)),
+    "mixture": ModelRecipe(
+        shape=DecoderShape(
+            num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_size=96, vocabulary_size=128,
+            sequence_length=13, dropout=0.1, num_experts=4, top_k=2, shared_experts=1, first_dense_layers=1,
+        )
+    ),
 }  # fmt: skip
 
 
@@ -93,17 +101,23 @@ class Verdict:
 
 
 def plan_of(*, size: int = 2, zero: int = 0, precision: str = "fp64", device: str = "cuda", **changes: Any) -> Plan:
-    """A plan for a batch of `BATCH`: axes, `schedule`, `chunks`, `sequence`, `recompute` and `offload` by name."""
-    mesh = MeshPlan(**{axis: changes.get(axis, 1) for axis in ("replicate", "shard", "tensor", "pipeline")})
+    """A plan for a batch of `BATCH`: axes, `schedule`, `chunks`, `sequence`, `grid`, `ways`, `recompute` and `offload`
+    by name."""
+    axes = ("replicate", "shard", "tensor", "pipeline", "context", "expert")
+    mesh = MeshPlan(**{axis: changes.get(axis, 1) for axis in axes})
     return Plan(
         mesh=mesh,
         data_parallel=DataParallelPlan(zero=zero, bucket_bytes=16384, first_bucket_bytes=4096),  # type: ignore[arg-type]
-        tensor_parallel=TensorParallelPlan(sequence=changes.get("sequence", False)),
+        tensor_parallel=TensorParallelPlan(sequence=changes.get("sequence", False), scheme=changes.get("grid", "1d")),
+        context_parallel=ContextParallelPlan(scheme=changes.get("ways", "ring")),
         pipeline_parallel=PipelineParallelPlan(
             schedule=changes.get("schedule", "1f1b"), chunks_per_rank=changes.get("chunks", 1)
         ),
         microbatch=MicrobatchPlan(size=size, per_step=BATCH // size // mesh.data),
-        memory=memory_of(device, changes.get("offload", "none"), changes.get("to", "host"), changes.get("recompute")),
+        memory=replace(
+            memory_of(device, changes.get("offload", "none"), changes.get("to", "host"), changes.get("recompute")),
+            fused_loss=changes.get("grid") != "3d",  # a cube's logits are sums over ranks
+        ),
         compute=ComputePlan(precision=precision, device=device),  # type: ignore[arg-type]
     )
 
@@ -115,7 +129,7 @@ def memory_of(device: str, offload: Any, to: Any = "host", recompute: Any = None
 
 
 PLANS: Mapping[str, dict[str, Any]] = {
-    "data 2, ZeRO-0": {"shard": 2},
+    "data 2, ZeRO-0": {"replicate": 2},
     "data 2, ZeRO-1": {"shard": 2, "zero": 1},
     "data 2, ZeRO-2": {"shard": 2, "zero": 2},
     "data 2, ZeRO-3": {"shard": 2, "zero": 3},
@@ -140,9 +154,41 @@ PLANS: Mapping[str, dict[str, Any]] = {
     },
     "pipeline 2, activations away": {"pipeline": 2, "offload": "activations"},
     "data 2, ZeRO-1, both on a disk": {"shard": 2, "zero": 1, "offload": "optimizer+activations", "to": "disk"},
-}
+    "data 2, ZeRO-3, parameters away": {"shard": 2, "zero": 3, "offload": "parameters"},
+    "data 2, ZeRO-3, parameters on a disk": {"shard": 2, "zero": 3, "offload": "parameters", "to": "disk"},
+    "hybrid 2×2, ZeRO-3, recompute, parameters and activations away": {
+        "replicate": 2, "shard": 2, "zero": 3, "size": 1, "recompute": "full", "offload": "parameters+activations",
+    },
+    "data 2 × context 2 × tensor 2, ZeRO-3, parameters away": {
+        "shard": 2, "context": 2, "tensor": 2, "zero": 3, "offload": "parameters",
+    },
+    "context 2, ring": {"context": 2},
+    "context 2, all_gather": {"context": 2, "ways": "all_gather"},
+    "context 2, ulysses": {"context": 2, "ways": "ulysses"},
+    "context 4, usp": {"context": 4, "ways": "usp"},
+    "data 2 × context 2 × tensor 2, ZeRO-3, recompute": {
+        "shard": 2, "context": 2, "tensor": 2, "sequence": True, "zero": 3, "recompute": "full",
+    },
+    "tensor 4, 2-D": {"tensor": 4, "grid": "2d"},
+    "tensor 8, 2.5-D": {"tensor": 8, "grid": "2.5d", "size": 4},
+    "tensor 8, 3-D": {"tensor": 8, "grid": "3d", "size": 4},
+    "mixture: expert 2": {"shard": 2, "expert": 2},
+    "mixture: data 4 × expert 2, ZeRO-1": {"shard": 4, "expert": 2, "zero": 1, "size": 1},
+    "mixture: data 2 × context 2 × expert 4": {"shard": 2, "context": 2, "expert": 4},
+    "mixture: pipeline 2 × data 2 × context 2 × expert 2": {"pipeline": 2, "shard": 2, "context": 2, "expert": 2},
+    "convnet: tensor 2": {"tensor": 2, "size": 8},
+}  # fmt: skip
 """Several ranks on one device.  Every technique, every schedule, and three dimensions.  What is away waits on the
-host."""
+host.  A name may begin with that of its model, which is else the decoder."""
+HALVES = (
+    "data 2, ZeRO-3, parameters away",
+    "context 2, ring",
+    "context 2, ulysses",
+    "mixture: expert 2",
+    "tensor 2, sequence",
+    "tensor 4, 2-D",
+)
+"""Plans that are compared in bf16, too: attention that returns its log-sum-exp, and grouped products."""
 
 
 def recipe_of(model: str, precision: str) -> Recipe:
@@ -212,23 +258,33 @@ class Cells:
         """One process on the device against one on the CPU."""
         here, there = self.one(model, precision, self.device), self.one(model, precision, "cpu")
         if precision == "bf16":
-            return [self._bf16(model, here, there)]
-        limit = max(TOLERANCES[precision], ANGLES if model == "decoder" else 0.0)
+            return [self._bf16(model, [here], there, f"{model}, bf16, device against CPU")]
+        limit = max(TOLERANCES[precision], ANGLES if model in _ROTARY else 0.0)
         return _verdicts(f"{model}, {precision}, device against CPU", [there], [here], limit, skip=precision != "fp64")
 
-    def against_one(self, name: str, model: str = "decoder", precision: str = "fp64") -> list[Verdict]:
+    def against_one(self, name: str, precision: str = "fp64") -> list[Verdict]:
         """Several ranks on the device against one process on it."""
+        model = _model_of(name)
         plan = plan_of(precision=precision, device=self.device, **PLANS[name])
         found = self.run(model, precision, plan)
         reference = self.one(model, precision, self.device)
         what = f"{model}, {precision}, {name} against one process"
+        if precision == "bf16":
+            return [self._bf16(model, found, reference, what)]
         return _verdicts(what, [reference], found, TOLERANCES[precision], skip=precision != "fp64")
 
-    def _bf16(self, model: str, here: Trial, there: Trial) -> Verdict:
+    def _bf16(self, model: str, here: Sequence[Trial], there: Trial, what: str) -> Verdict:
+        """How much farther `here` is from fp64 than `there` is."""
         exact = assemble([self.one(model, "fp64", "cpu").gradients])
-        errors = [_whole_error(exact, assemble([trial.gradients])) for trial in (here, there)]
-        what = f"{model}, bf16: error against fp64, as a multiple of the CPU's"
-        return Verdict(what, errors[0] / errors[1], BF16_FACTOR)
+        found = (assemble([trial.gradients for trial in here]), assemble([there.gradients]))
+        errors = [_whole_error(exact, gradients) for gradients in found]
+        return Verdict(f"{what}: error against fp64, a multiple of its", errors[0] / errors[1], BF16_FACTOR)
+
+
+def _model_of(name: str) -> str:
+    """The model that a plan of `PLANS` is for."""
+    model, named, _ = name.partition(": ")
+    return model if named else "decoder"
 
 
 def _verdicts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import tempfile
 import time
@@ -13,6 +14,8 @@ from typing import Any
 
 import gpu_parity
 import gpu_throughput
+from gpu_attention import attention_seconds, attention_verdicts
+from gpu_offload import offload_verdicts
 from gpu_parity import Cells, Verdict
 from gpu_report import Report
 
@@ -39,9 +42,17 @@ def one_process_verdicts(
 
 
 def rank_verdicts(cells: Cells, names: Sequence[str] = tuple(gpu_parity.PLANS)) -> Iterator[Verdict]:
-    """Several ranks on one device against one process on it, in fp64."""
-    for name in names:
-        yield from cells.against_one(name)
+    """Several ranks on one device against one process on it: in fp64, and where a device has kernels of its own for
+    halves, in bf16."""
+    for precision in ("fp64", "bf16"):
+        for name in names:
+            if precision == "bf16" and name not in gpu_parity.HALVES:
+                continue
+            try:
+                found = cells.against_one(name, precision)
+            except Exception as problem:  # of one cell, and the next ones run
+                found = [Verdict(f"{precision}, {name}: {type(problem).__name__}", math.inf, 0.0, str(problem))]
+            yield from found
 
 
 def way_in_verdicts(device: str, processes: int = 2) -> Iterator[Verdict]:
@@ -55,6 +66,15 @@ def way_in_verdicts(device: str, processes: int = 2) -> Iterator[Verdict]:
             losses.append(train(recipe, plan, folder=Path(folder) / f"run-{ranks}", quiet=True).losses)
     farthest = max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))
     yield Verdict(f"weft.train, {processes} ranks: losses", farthest, TOLERANCES["fp64"])
+
+
+def attention(report: Report, device: str, **sizes: int) -> dict[str, Any]:
+    """Whether attention in parts is right, and what it takes beside torch's; see `attention_seconds`."""
+    found = judged(report, attention_verdicts(device))
+    seconds = attention_seconds(device, **sizes)
+    for name, taken in seconds.items():
+        say(f"     {name:26s} {statistics.median(taken) * 1e3:8.2f} ms")
+    return found | {"seconds": seconds}
 
 
 def throughput(report: Report, device: str, **settings: Any) -> dict[str, Any]:
@@ -103,6 +123,15 @@ def memory(report: Report, device: str, **settings: Any) -> list[dict[str, Any]]
     return found
 
 
+def offload(report: Report, device: str, **settings: Any) -> dict[str, Any]:
+    """See `offload_verdicts`."""
+    kept: dict[str, Any] = {}
+    found = judged(report, offload_verdicts(device, kept, **settings))
+    for name, entry in kept.items():
+        say(f"     {name:26s} {entry['step_seconds'] * 1e3:8.1f} ms  {entry['peak_bytes'] / 2**30:6.2f} GiB")
+    return found | {"measured": kept}
+
+
 def collectives(report: Report, device: str) -> dict[str, bool]:
     """See `gpu_throughput.collectives`."""
     found: dict[str, bool] = _on_one_rank("collectives", {"device": device})
@@ -137,9 +166,11 @@ def run_all(report: Report, device: str, phases: Sequence[str]) -> Report:
     cells = Cells(ranks, device)
     work: dict[str, Callable[[], dict[str, Any]]] = {
         "collectives": lambda: collectives(report, device),
+        "attention": lambda: attention(report, device),
         "one process": lambda: judged(report, one_process_verdicts(cells)),
         "throughput": lambda: throughput(report, device),
         "memory": lambda: {"settings": memory(report, device)},
+        "offload": lambda: offload(report, device),
         "ranks": lambda: judged(report, rank_verdicts(cells)),
         "way in": lambda: judged(report, way_in_verdicts(device)),
     }
@@ -162,7 +193,7 @@ def run_all(report: Report, device: str, phases: Sequence[str]) -> Report:
     return report
 
 
-PHASES = ("collectives", "one process", "throughput", "memory", "ranks", "way in")
+PHASES = ("collectives", "attention", "one process", "throughput", "memory", "offload", "ranks", "way in")
 
 
 def _on_one_rank(function: str, arguments: dict[str, Any]) -> Any:

@@ -47,9 +47,21 @@ def test_every_precision_is_compared_with_the_cpu(cells: Cells) -> None:
     assert [verdict.difference for verdict in verdicts] == [0, 0, 0, 0, 1]  # the same device: bit for bit
 
 
-@pytest.mark.parametrize("name", ["data 2, ZeRO-2", "tensor 2, sequence", "data 2, ZeRO-3, recompute, both away"])
+@pytest.mark.parametrize(
+    "name", ["data 2, ZeRO-2", "tensor 2, sequence", "data 2, ZeRO-3, recompute, both away", "context 2, ring"]
+)
 def test_ranks_are_compared_with_one_process(cells: Cells, name: str) -> None:
     assert all(verdict.passed for verdict in cells.against_one(name))
+
+
+def test_attention_in_parts_is_the_whole(report: Report) -> None:
+    found = gpu_suite.attention(report, "cpu", tokens=64, heads=2, size=16, rounds=2)
+    assert not report.failures
+    assert [len(seconds) for seconds in found["seconds"].values()] == [2, 2, 2]
+
+
+def test_ranks_are_compared_in_halves(cells: Cells) -> None:
+    assert [verdict.passed for verdict in cells.against_one("mixture: expert 2", "bf16")] == [True]
 
 
 def test_every_plan_of_the_suite_can_be_made() -> None:
@@ -72,6 +84,14 @@ def test_memory_is_held_against_the_estimate(report: Report) -> None:
     found = gpu_suite.memory(report, "cpu", sizes=TINY, batch=2, recomputes=["none", "full"])
     assert [entry["recompute"] for entry in found] == ["none", "full"]
     assert not report.failures
+
+
+def test_offloaded_states_are_measured_beside_none(report: Report) -> None:
+    found = gpu_suite.offload(report, "cpu", sizes=TINY, ways=(("none", "host"), ("parameters", "disk")))
+    assert list(found["measured"]) == ["none", "parameters to disk"]
+    losses, memory = found["verdicts"]
+    assert losses["difference"] == 0.0
+    assert "still there of the 16 bytes per weight" in memory["what"]  # of a process on the CPU: all of its memory
 
 
 def test_collectives_leave_a_group_of_one_as_it_was(report: Report) -> None:

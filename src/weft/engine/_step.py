@@ -262,7 +262,12 @@ def squared_norm(shards: Sequence[Shard]) -> Tensor:
             squares.append(squared_sum(values))
         if shard.rest is not None:
             shard.rest()
-    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    # Some shards may lie with the host, and what ZeRO-3 leaves out on the device.
+    return (
+        torch.stack([each.to(squares[0].device) for each in squares]).sum()
+        if squares
+        else torch.zeros((), dtype=torch.float64)
+    )
 
 
 def seed_step(seed: int, step: int, data_index: int) -> None:

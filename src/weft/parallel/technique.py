@@ -28,6 +28,8 @@ from weft.plan import Plan
 from weft.techniques.registry import running
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import OffloadPolicy
+
     from weft.models.whole_batch import WholeBatch
     from weft.techniques.compression.codecs import CodecSpec
 
@@ -85,6 +87,10 @@ class TechniqueRuntime:
 
     def wrap(self, part: ModelPart) -> None:
         """Put something around or in place of forwards of a part's modules."""
+
+    def offload_policy(self) -> OffloadPolicy | None:
+        """Return how `fully_shard` brings shards that lie with the host to the device; None: they lie on the device."""
+        return None
 
     def cut(self, part: ModelPart) -> Callable[[], None] | None:
         """ZeRO-3 has cut a part's weights over ranks; those that are drawn in shards have no storage yet.  Return what

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
@@ -59,11 +59,13 @@ def apply_zero3(
     gradient_dtype: torch.dtype,
     hold: bool,
     sum_replicas: bool = True,
+    offload: OffloadPolicy | None = None,
 ) -> None:
     """Shard the part's module in place.  Call on every rank; the module must be materialised in its master dtype.
 
     With `hold` a block's weights, once gathered, stay until the part's last backward.  Without `sum_replicas` gradients
-    are summed over the shard axis only, and the replicate axis is left to `ReplicaSums`.
+    are summed over the shard axis only, and the replicate axis is left to `ReplicaSums`.  With `offload` shards and
+    their gradients lie with the host.
     """
     axes = ("replicate", "shard") if mesh.size("replicate") > 1 and sum_replicas else ("shard",)
     device_mesh = mesh.device_mesh(*axes)
@@ -78,6 +80,7 @@ def apply_zero3(
             mp_policy=policy,
             reshard_after_forward=not hold and unit is not part.module,
             ignored_params=ignored,
+            offload_policy=offload or OffloadPolicy(),
         )
     for module in part.module.modules():
         if isinstance(module, FSDPModule):
@@ -89,9 +92,16 @@ def apply_zero3(
 
 
 def fill_shards(
-    part: ModelPart, blueprint: Blueprint, mesh: Mesh, seed: int, cut: Sequence[Callable[[ModelPart], Any]] = ()
+    part: ModelPart,
+    blueprint: Blueprint,
+    mesh: Mesh,
+    seed: int,
+    cut: Sequence[Callable[[ModelPart], Any]] = (),
+    *,
+    device: torch.device,
 ) -> None:
-    """Give the shards of parameters that were cut without storage (`materialise`, `later`) their initial values.
+    """Give the shards of parameters that were cut without storage (`materialise`, `later`) their initial values, on a
+    device.
 
     `cut` may give storage to shards before, or other storage, and return what is called after each that was filled.
     """
@@ -102,7 +112,7 @@ def fill_shards(
 
     # As `to_empty` does, for those alone: torch's own way to give shards storage, padding included.
     def stored(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=mesh.device) if tensor.is_meta else tensor
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
     # Module by module: parameters that have storage are left alone.  Units come last, which look at all of theirs then.
     for module in sorted(part.module.modules(), key=lambda module: isinstance(module, FSDPModule)):
@@ -311,9 +321,12 @@ class FullyShardedStore:
         if self._replicas is not None:
             self._replicas.reduce()
         for shard, views in self._incomplete:
+            assert shard.gradient is not None
+            summed = shard.gradient.to(self._mesh.device)  # from the host, whose memory is out of NCCL's reach
             for view in views:
-                assert shard.gradient is not None
-                start_all_reduce(shard.gradient, view)()
+                start_all_reduce(summed, view)()
+            if summed is not shard.gradient:
+                shard.gradient.copy_(summed)
 
     def on_applied(self, skipped: Collection[str]) -> None:
         if self._replicas is not None:

@@ -76,7 +76,7 @@ def optimizer_seconds(layout: Layout, dense: Column, experts: Column, device: De
         return host_step(layout, mine, device.calibration)
     whole = holds_whole_gradients(layout, device.stack) | (not layout.shards_gradients)
     held = chosen(whole, dense + experts, mine)
-    waits = update_seconds(layout, mine * layout.master_bytes) + reading(layout, mine)
+    waits = update_seconds(layout, mine * layout.master_bytes) + reading(layout, mine, device.calibration)
     known = device.speeds.update_seconds(mine) if device.speeds else None
     if known is not None:
         return known + device.moved((mine + held) * layout.gradient_bytes).seconds, waits

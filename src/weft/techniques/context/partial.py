@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.techniques.context.kernels import kernel_for
+
 Kept = Callable[[slice], Tensor]
 """Rows of queries → which of their probabilities are kept, times what they are scaled by:
 (samples, heads, queries, keys)."""
@@ -47,12 +49,11 @@ def attend(
     `causal`: query i sees keys 0 to i.  `mask` is of bool, (samples or 1, 1, queries, keys), and goes before `causal`.
     `kept`: probabilities are dropped after the softmax, so L is what it would be without, and results merge as ever.
     """
-    if kept is None and _has_kernel(query, value):
-        output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal and mask is None, attn_mask=_added(mask, query), scale=scale
-        )
-        if mask is not None:  # of who sees nothing the kernel says 0
-            log_sum = log_sum.masked_fill(~mask.any(-1), -torch.inf)
+    if kept is None and (kernel := kernel_for(query, key, value, causal=causal, mask=mask)):
+        output, log_sum = kernel.attend(query, key, value, scale, causal, mask)
+        if mask is not None:  # of who sees nothing each kernel says something else
+            sees = mask.to(query.device).any(-1)
+            output, log_sum = output.masked_fill(~sees[..., None], 0.0), log_sum.masked_fill(~sees, -torch.inf)
         return Partial(output, log_sum)
     if mask is not None:
         mask = mask.to(query.device)
@@ -83,11 +84,8 @@ def attend_backward(
 
     `gradient` and `whole` are those of the queries over all keys, `whole.output` in the dtype of `query`.
     """
-    if kept is None and _has_kernel(query, value):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, whole.output, whole.log_sum, 0.0, causal and mask is None,
-            attn_mask=_added(mask, query), scale=scale,
-        )  # fmt: skip
+    if kept is None and (kernel := kernel_for(query, key, value, causal=causal, mask=mask)):
+        return kernel.backward(gradient, (query, key, value), whole.output, whole.log_sum, scale, causal, mask)
     if mask is not None:
         mask = mask.to(query.device)
     elif causal:
@@ -115,18 +113,6 @@ def nothing_seen(query: Tensor, value: Tensor) -> Partial:
 def _share(part: Tensor, whole: Tensor) -> Tensor:
     """exp(part − whole), (…, 1), and zero where nothing was seen at all."""
     return torch.where(part == -torch.inf, 0.0, (part - whole).exp())[..., None]
-
-
-def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether torch has a kernel here that returns L and takes fewer heads of keys than of queries."""
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
-
-
-def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """A mask as what is added to the scores."""
-    if mask is None:
-        return None
-    return query.new_zeros(mask.shape).masked_fill_(~mask.to(query.device), -torch.inf)
 
 
 def _causal_mask(query: Tensor, key: Tensor) -> Tensor:

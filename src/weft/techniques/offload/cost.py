@@ -26,11 +26,14 @@ def unloading(layout: Layout, size_bytes: Column, beside: Column, calibration: C
     return larger(0.0, size_bytes / (DISK_BYTES_PER_SECOND if layout.offloads_to_disk else host) - beside)
 
 
-def reading(layout: Layout, elements: Column) -> Column:
+def reading(layout: Layout, elements: Column, calibration: Calibration) -> Column:
     """Return the seconds of a step in which a rank reads and writes its shards of weights and gradients, none hidden:
-    weights for both passes of each microbatch, gradients after it, both for the update."""
+    weights for both passes of each microbatch, gradients after it, and on a disk both for the update."""
     if not layout.offloads_parameters:
         return 0.0
+    if not layout.offloads_to_disk:
+        both = 2.0 * layout.wide_bytes + layout.gradient_bytes
+        return elements * layout.microbatches * both / calibration.host_link_bytes_per_second
     weights = (2.0 * layout.microbatches + 2.0) * layout.wide_bytes
     gradients = 2.0 * layout.microbatches * layout.gradient_bytes
     return elements * (weights + gradients) / DISK_BYTES_PER_SECOND
@@ -46,5 +49,8 @@ class HostStep(NamedTuple):
 
 def host_step(layout: Layout, elements: Column, calibration: Calibration) -> HostStep:
     """Return what the host takes for the parameters whose states one rank has."""
+    if layout.offloads_parameters:  # weights are there, and gradients come as they are summed
+        moved = reading(layout, elements, calibration)
+        return HostStep(elements * 2.0 * layout.master_bytes / calibration.host_optimizer_bytes_per_second, moved)
     moved = elements * (layout.gradient_bytes + layout.element_bytes) / calibration.host_link_bytes_per_second
     return HostStep(elements * 2.0 * layout.master_bytes / calibration.host_optimizer_bytes_per_second, moved)

@@ -41,11 +41,6 @@ def _parameters_conflicts(plan: Plan, shown: str) -> Iterator[str]:
             f"{shown} needs weights that ZeRO-3 shares out over ranks, who gather them where they compute."
             ' Use data_parallel.zero = 3 with mesh.shard = 2 or more, or offload = "optimizer".'
         )
-    if not plan.memory.offloads_to_disk or plan.compute.device == "cuda":
-        yield (
-            f"{shown} runs where ranks compute on the CPU, and weights wait on a disk."
-            ' Use offload_to = "disk" with compute.device = "cpu", or offload = "optimizer".'
-        )
     if plan.mesh.pipeline > 1 or plan.microbatch.has_unequal_shares:
         with_it = "plan.mesh.pipeline > 1" if plan.mesh.pipeline > 1 else "plan.microbatch.per_step with unequal shares"
         yield (

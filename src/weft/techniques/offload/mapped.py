@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -112,6 +112,10 @@ class OffloadedParameters(TechniqueRuntime):
     def wrap(self, part: ModelPart) -> None:
         self._parts.append(part)
 
+    def offload_policy(self) -> OffloadPolicy | None:
+        is_beside = self._build.mesh.device.type != "cpu" and not is_fake()
+        return CPUOffloadPolicy(pin_memory=False) if is_beside else None  # pages of a file cannot be pinned
+
     # ── where shards and gradients lie ────────────────────────────────────────────────────────────────────────────────
 
     def cut(self, part: ModelPart) -> Callable[[], None] | None:
@@ -144,8 +148,7 @@ class OffloadedParameters(TechniqueRuntime):
             there.copy_(local)
             self._file.let_go(span)
         self._places[there.data_ptr()] = _Place(span, below, gradient)
-        args: Any = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-        return DTensor.from_local(there, tensor.device_mesh, tensor.placements, **args)
+        return on_host(there, tensor)
 
     def _rest(self) -> None:
         """Let go of all pages."""
@@ -268,6 +271,11 @@ def _is_even(parameter: DTensor) -> bool:
     for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
         chunks *= size if placement.is_shard(0) else 1
     return parameter.shape[0] % chunks == 0 and parameter.to_local().numel() > 0
+
+
+def on_host(local: Tensor, like: DTensor) -> DTensor:
+    """Return a shard with other memory.  `DTensor.from_local` would take it to the mesh's device."""
+    return DTensor(local, like._spec, requires_grad=False)  # pyright: ignore[reportPrivateUsage]
 
 
 def identity_of(tensor: DTensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor  # pyright: ignore[reportPrivateImportUsage]
@@ -16,6 +16,9 @@ from weft.techniques.offload.keeper import StateKeeper
 from weft.techniques.offload.place import new_file, where
 from weft.techniques.offload.storage import HostStorage, Storage
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import OffloadPolicy
+
 
 @final
 class OffloadedStates(TechniqueRuntime):
@@ -23,13 +26,17 @@ class OffloadedStates(TechniqueRuntime):
 
     def __init__(self, build: Build) -> None:
         self._build = build
-        self._keeper = StateKeeper(build.mesh.device)
+        # Beside weights that lie with the host, its cores step.
+        self._device = torch.device("cpu") if build.plan.memory.offloads_parameters else build.mesh.device
+        self._keeper = StateKeeper(self._device)
         self._shards: Sequence[Shard] = ()
         self._kept_bytes = 0
 
     def take(self, shards: Sequence[Shard]) -> None:
-        # A step names few rows of a sparse table: moving all of it to and fro would take longer than the step.
-        self._shards = [shard for shard in shards if not shard.sparse]
+        # A step names few rows of a sparse table: moving all of it to and fro would take longer than the step.  And
+        # what ZeRO-3 has not cut stays with its states on the device where everything else lies with the host.
+        here = [shard for shard in shards if shard.master.device.type == self._device.type]
+        self._shards = [shard for shard in here if not shard.sparse]
         for shard in self._shards:
             shard.keeper = self._keeper
 
@@ -82,6 +89,9 @@ class _Several(TechniqueRuntime):
         called = [rest for one in self._each if (rest := one.cut(part)) is not None]
         return called[0] if called else None
 
+    def offload_policy(self) -> OffloadPolicy | None:
+        return next((policy for one in self._each if (policy := one.offload_policy()) is not None), None)
+
     def take(self, shards: Sequence[Shard]) -> None:
         for one in self._each:
             one.take(shards)
@@ -125,16 +135,17 @@ def create(build: Build) -> TechniqueRuntime:
             'plan.memory.offload_to = "host" moves what a device holds to the memory of its host, and this rank'
             ' computes on the host\'s cores: nothing would get smaller. Use offload_to = "disk", or offload = "none".'
         )
-    each: list[TechniqueRuntime] = [OffloadedStates(build)] if memory.offloads_optimizer else []
-    if memory.offloads_parameters:
-        from weft.techniques.offload.mapped import OffloadedParameters  # loaded where they are offloaded
+    each: list[TechniqueRuntime] = []
+    if memory.offloads_parameters and memory.offloads_to_host:
+        from weft.techniques.offload.hosted import HostedParameters  # loaded where they are offloaded
 
-        if build.mesh.device.type != "cpu":
-            raise PlanError(
-                f'plan.memory.offload = "{memory.offload}" reads weights where they lie, and this rank computes on an'
-                ' accelerator, which cannot. Use "optimizer", or "optimizer+activations".'
-            )
-        each.insert(0, OffloadedParameters(build))
+        each.append(HostedParameters(build))
+    elif memory.offloads_parameters:
+        from weft.techniques.offload.mapped import OffloadedParameters  # as above
+
+        each += [OffloadedParameters(build), OffloadedStates(build)]
+    elif memory.offloads_optimizer:
+        each.append(OffloadedStates(build))
     if memory.offloads_activations:
         from weft.techniques.offload.blocks import OffloadedActivations  # loaded where they are offloaded
 

@@ -1,0 +1,194 @@
+"""Kernels of torch that attend and also return L, the log-sum-exp of each query's scores.
+
+The CPU's takes any dtype, masks and fewer heads of keys than of queries.  On CUDA the flash kernel takes halves and no
+mask, and the memory-efficient one fp32 and masks, but as many heads of keys as of queries.  What none of them takes is
+computed in chunks (`partial.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+_HALVES = (torch.bfloat16, torch.float16)
+_FLASH_SIZE = 256
+"""Elements of a head that CUDA's flash kernel takes at most."""
+_ALIGNED_BYTES = 16
+"""Of a head's row and of a mask's, for CUDA's kernels."""
+_LOG_SUM_ROWS = 32
+"""The memory-efficient kernel keeps L for a multiple of so many queries."""
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of query, key and value."""
+
+
+class Kernel(Protocol):
+    """How torch attends on a device.  Shapes, `causal` and `mask` are those of `partial.attend`."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and L.  Of queries that see no key both say anything."""
+        ...
+
+    def backward(
+        self,
+        gradient: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        output: Tensor,
+        log_sum: Tensor,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None,
+    ) -> Gradients:
+        """Return the shares that these keys have in the gradients; `output` and `log_sum` are those over all keys."""
+        ...
+
+
+def kernel_for(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None) -> Kernel | None:
+    """Return what torch has here for these, or None."""
+    if query.shape[-1] != value.shape[-1]:
+        return None
+    if query.device.type == "cpu":
+        return CpuFlash()
+    if query.device.type != "cuda" or torch.version.hip is not None or not query.numel() or not key.numel():
+        return None
+    if query.shape[-1] * query.element_size() % _ALIGNED_BYTES:
+        return None
+    # With more keys than queries, the flash kernel's last query sees the last key, not its own.
+    is_square = not causal or query.shape[2] == key.shape[2]
+    if mask is None and query.dtype in _HALVES and query.shape[-1] <= _FLASH_SIZE and is_square:
+        return CudaFlash()
+    takes = (*_HALVES, torch.float32)
+    return CudaEfficient() if query.dtype in takes and (mask is not None or is_square) else None
+
+
+@final
+class CpuFlash:
+    """`_scaled_dot_product_flash_attention_for_cpu`."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal and mask is None, attn_mask=_added(mask, query), scale=scale
+        )
+
+    def backward(
+        self,
+        gradient: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        output: Tensor,
+        log_sum: Tensor,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None,
+    ) -> Gradients:
+        """See `Kernel`."""
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, *inputs, output, log_sum, 0.0, causal and mask is None,
+            attn_mask=_added(mask, inputs[0]), scale=scale,
+        )  # fmt: skip
+
+
+@final
+class CudaFlash:
+    """`_scaled_dot_product_flash_attention`, without a mask."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        assert mask is None, "the flash kernel takes no mask"
+        found = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, return_debug_mask=False, scale=scale
+        )
+        return found[0], found[1]
+
+    def backward(
+        self,
+        gradient: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        output: Tensor,
+        log_sum: Tensor,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None,
+    ) -> Gradients:
+        """See `Kernel`."""
+        query, key, _ = inputs
+        # Nothing is dropped, so nobody reads the state of a generator; all samples are as long as one another.
+        seed, offset = (torch.empty(0, dtype=torch.int64, device=query.device) for _ in range(2))
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient, *inputs, output, log_sum, None, None, query.shape[2], key.shape[2], 0.0, causal, seed, offset,
+            scale=scale,
+        )  # fmt: skip
+
+
+@final
+class CudaEfficient:
+    """`_scaled_dot_product_efficient_attention`: each head of keys is given once for every head of queries."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        groups = query.shape[1] // key.shape[1]
+        found = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1),
+            _aligned(mask, query, key), True, 0.0, causal and mask is None, scale=scale,
+        )  # fmt: skip
+        return found[0], found[1][:, :, : query.shape[2]]
+
+    def backward(
+        self,
+        gradient: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        output: Tensor,
+        log_sum: Tensor,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None,
+    ) -> Gradients:
+        """See `Kernel`."""
+        query, key, value = inputs
+        groups = query.shape[1] // key.shape[1]
+        seed, offset = (torch.empty(0, dtype=torch.int64, device=query.device) for _ in range(2))
+        by_query, by_key, by_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            gradient, query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1),
+            _aligned(mask, query, key), output, _in_full_rows(log_sum), seed, offset, 0.0,
+            [True, True, True, False], causal and mask is None, scale=scale,
+        )  # fmt: skip
+        by_key, by_value = (
+            each.unflatten(1, (-1, groups)).sum(2, dtype=torch.float32).to(key.dtype) for each in (by_key, by_value)
+        )
+        return by_query, by_key, by_value
+
+
+def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask as what is added to the scores."""
+    if mask is None:
+        return None
+    return query.new_zeros(mask.shape).masked_fill_(~mask.to(query.device), -torch.inf)
+
+
+def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The same for CUDA's kernels: for every head, its rows beginning where the kernel can read them."""
+    if mask is None:
+        return None
+    row = -(-key.shape[2] * query.element_size() // _ALIGNED_BYTES) * _ALIGNED_BYTES // query.element_size()
+    held = query.new_zeros((*mask.shape[:-1], row))[..., : key.shape[2]]
+    held.masked_fill_(~mask.to(query.device), -torch.inf)
+    return held.expand(query.shape[0], query.shape[1], -1, -1)
+
+
+def _in_full_rows(log_sum: Tensor) -> Tensor:
+    """L with as many rows as the kernel itself writes: what is beyond the queries, or saw no key, is +∞, which makes
+    its probabilities nothing."""
+    rows = -(-log_sum.shape[-1] // _LOG_SUM_ROWS) * _LOG_SUM_ROWS
+    held = log_sum.new_full((*log_sum.shape[:-1], rows), torch.inf)
+    held[..., : log_sum.shape[-1]] = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)
+    return held

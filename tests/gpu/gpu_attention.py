@@ -13,7 +13,7 @@ from gpu_parity import Verdict
 from torch import Tensor
 
 from weft.techniques.context.kernels import kernel_for
-from weft.techniques.context.partial import Partial, attend, attend_backward, merge
+from weft.techniques.context.partial import Partial, attend, attend_backward, merge, nothing_seen
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Relative, of a whole tensor: some units in the last place."""
@@ -22,7 +22,8 @@ SIZES = (8, 64, 20)
 """Of a head; the last is no multiple of what kernels read at once."""
 LENGTHS = ((33, 70), (64, 64), (1, 9))
 """Queries and keys."""
-KINDS = ("all", "causal", "masked")
+KINDS = ("all", "causal", "masked", "later", "later masked")
+"""`later`: the second part of the keys is seen by the second half of the queries alone, as ranks of a ring see it."""
 
 
 def attention_verdicts(device: str) -> Iterator[Verdict]:
@@ -105,10 +106,10 @@ def _apart(
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
     gradient = torch.randn(shapes[0], generator=generator, dtype=torch.float64).to(dtype)
     mask = _mask(kind, lengths, generator)
-    wanted = _whole(inputs, gradient, mask, causal=kind == "causal")
+    wanted = _whole(inputs, gradient, _seen(kind, mask, lengths), causal=kind == "causal")
     moved = [each.to(device) for each in (*inputs, gradient)]
     kernel = kernel_for(moved[0], moved[1], moved[2], causal=kind == "causal", mask=mask)
-    found = _in_parts(*moved, mask, causal=kind == "causal")
+    found = _in_parts(moved, mask, _pairs(kind, lengths), causal=kind == "causal")
     apart = [float((a - b.double().cpu()).norm() / a.norm()) for a, b in zip(wanted, found, strict=True)]
     # The greatest, where nan, which compares with nothing, is greater than all.
     return max(apart, key=lambda each: (each != each, each)), "no kernel" if kernel is None else type(kernel).__name__
@@ -116,12 +117,30 @@ def _apart(
 
 def _mask(kind: str, lengths: tuple[int, int], generator: torch.Generator) -> Tensor | None:
     """Some keys, of which one query sees none in the first part."""
-    if kind != "masked":
+    if "masked" not in kind:
         return None
     mask = torch.rand(2, 1, *lengths, generator=generator) < 0.6
-    mask[:, :, 0, : lengths[1] // 2] = False
-    mask[..., -1] = True
+    mask[:, :, 0, : lengths[1] // 2] = "later" in kind  # else nothing of the first part
+    mask[..., 0 if "later" in kind else -1] = True
     return mask
+
+
+def _pairs(kind: str, lengths: tuple[int, int]) -> list[tuple[slice, slice]]:
+    """Queries and keys that meet."""
+    queries, keys = (slice(0, length) for length in lengths)
+    if kind == "causal":
+        return [(queries, keys)]
+    first, second = slice(0, lengths[1] // 2), slice(lengths[1] // 2, lengths[1])
+    return [(queries, first), (slice(lengths[0] // 2, lengths[0]) if "later" in kind else queries, second)]
+
+
+def _seen(kind: str, mask: Tensor | None, lengths: tuple[int, int]) -> Tensor | None:
+    """The whole of what queries see, as a mask."""
+    if "later" not in kind:
+        return mask
+    seen = torch.ones(1, 1, *lengths, dtype=torch.bool) if mask is None else mask.clone()
+    seen[..., : lengths[0] // 2, lengths[1] // 2 :] = False
+    return seen
 
 
 def _whole(inputs: list[Tensor], gradient: Tensor, mask: Tensor | None, *, causal: bool) -> list[Tensor]:
@@ -131,23 +150,28 @@ def _whole(inputs: list[Tensor], gradient: Tensor, mask: Tensor | None, *, causa
     return [output.detach(), *(each.grad for each in wide if each.grad is not None)]
 
 
-def _in_parts(
-    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, mask: Tensor | None, *, causal: bool
-) -> list[Tensor]:
-    """Keys in two parts; causal ones whole, as a rank sees its own."""
-    cut = key.shape[2] if causal else key.shape[2] // 2
-    parts = [part for part in (slice(0, cut), slice(cut, key.shape[2])) if part.stop > part.start]
-    how: list[dict[str, Any]] = [
-        {"scale": 0.3, "causal": causal, "mask": None if mask is None else mask[..., part]} for part in parts
-    ]
-    merged: Partial | None = None
-    for part, own in zip(parts, how, strict=True):
-        merged = merge(merged, attend(query, key[:, :, part], value[:, :, part], **own))
-    assert merged is not None
-    whole = Partial(merged.output.to(query.dtype), merged.log_sum)
-    by_query, by_keys = torch.zeros_like(query, dtype=torch.float64), list[tuple[Tensor, Tensor]]()
-    for part, own in zip(parts, how, strict=True):
-        mine, *theirs = attend_backward(gradient, query, key[:, :, part], value[:, :, part], whole, **own)
-        by_query += mine
-        by_keys.append((theirs[0], theirs[1]))
-    return [whole.output, by_query, *(torch.cat(pieces, 2) for pieces in zip(*by_keys, strict=True))]
+def _in_parts(of: list[Tensor], mask: Tensor | None, pairs: list[tuple[slice, slice]], *, causal: bool) -> list[Tensor]:
+    """Output and gradients, of one pair of queries and keys after the other."""
+    query, key, value, gradient = of
+    every = slice(None), slice(None)
+    seen = nothing_seen(query, value)
+    for rows, columns in pairs:
+        how: dict[str, Any] = {
+            "scale": 0.3,
+            "causal": causal,
+            "mask": None if mask is None else mask[..., rows, columns],
+        }
+        mine, theirs = (*every, rows), (*every, columns)
+        part = attend(query[mine], key[theirs], value[theirs], **how)
+        merged = merge(Partial(seen.output[mine], seen.log_sum[mine]), part)
+        seen.output[mine], seen.log_sum[mine] = merged.output, merged.log_sum
+    output = seen.output.to(query.dtype)
+    found = [torch.zeros_like(each, dtype=torch.float64) for each in (query, key, value)]
+    for rows, columns in pairs:
+        how = {"scale": 0.3, "causal": causal, "mask": None if mask is None else mask[..., rows, columns]}
+        mine, theirs = (*every, rows), (*every, columns)
+        whole = Partial(output[mine], seen.log_sum[mine])
+        shares = attend_backward(gradient[mine], query[mine], key[theirs], value[theirs], whole, **how)
+        for total, at, share in zip(found, (mine, theirs, theirs), shares, strict=True):
+            total[at] += share
+    return [output, *found]

@@ -255,14 +255,13 @@ def _largest(norms: Sequence[float]) -> float:
 
 
 def squared_norm(shards: Sequence[Shard]) -> Tensor:
-    """Sum of squares of the gradient elements that count on this rank, as a 0-d float64 tensor."""
+    """Sum of squares of the gradient elements that count on this rank, 0-d, in fp64.  Some may lie with the host."""
     squares: list[Tensor] = []
     for shard in shards:
         if shard.counts and (values := shard.gradient_values()) is not None and values.numel():
             squares.append(squared_sum(values))
         if shard.rest is not None:
             shard.rest()
-    # Some shards may lie with the host, and what ZeRO-3 leaves out on the device.
     return (
         torch.stack([each.to(squares[0].device) for each in squares]).sum()
         if squares

@@ -275,8 +275,6 @@ def _create_stores(
         }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
         frozen = _cast_frozen(parts, dtypes, lambda layout: not _is_cut(layout, mesh))
-        offload = next((policy for each in techniques if (policy := each.offload_policy()) is not None), None)
-        place = mesh.device if offload is None else torch.device("cpu")
         for part in parts:
             apply_zero3(
                 part,
@@ -287,9 +285,9 @@ def _create_stores(
                 gradient_dtype=dtypes.gradient,
                 hold=_holds_weights(plan),
                 sum_replicas=compression is None,
-                offload=offload,
+                techniques=techniques,
             )
-            fill_shards(part, blueprint, mesh, build.seed, [technique.cut for technique in techniques], device=place)
+            fill_shards(part, blueprint, mesh, build.seed, techniques)
         stores.append(
             FullyShardedStore(
                 parts,

@@ -110,22 +110,13 @@ class TechniqueRuntime:
         return None
 
     def begin(self, shards: Sequence[Shard]) -> None:
-        """Optimizer and averages are built over the shards, and no step was taken.
-
-        Raises:
-            PlanError: it does nothing for this optimizer.
-        """
+        """Optimizer and averages are built, and no step was taken.  Raises `PlanError`: there is nothing to do."""
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def end_step(self, step: int, counts: Sequence[float] | None) -> bool:
-        """Note a step's end, and return whether masters have changed, which are then published again.
-
-        Args:
-            step: number of the step, from 0.
-            counts: what was counted by each part of the world that sums gradients for itself; None: the step was
-                skipped.
-        """
+        """Note the end of `step`, from 0, and return whether masters have changed, which are then published again.
+        `counts`: what each part of the world that sums gradients for itself has counted; None: the step was skipped."""
         return False
 
     def take_rows(self) -> list[tuple[str, int, int]]:
@@ -139,8 +130,7 @@ class TechniqueRuntime:
         return False
 
     def finish(self) -> bool:
-        """No step follows that was waited for: end what `is_open`, and return whether masters have changed, which are
-        then published again."""
+        """End what `is_open`, as no step follows; return whether masters have changed, which are then published."""
         return False
 
     def evaluated(self, publish: Callable[[], None]) -> AbstractContextManager[None]:

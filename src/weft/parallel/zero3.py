@@ -46,6 +46,7 @@ from weft.techniques.buckets.contract import BucketSettings
 
 if TYPE_CHECKING:
     from weft.parallel.replicas import ReplicaSums
+    from weft.parallel.technique import TechniqueRuntime
     from weft.techniques.compression.codecs import CodecSpec
 
 
@@ -59,13 +60,13 @@ def apply_zero3(
     gradient_dtype: torch.dtype,
     hold: bool,
     sum_replicas: bool = True,
-    offload: OffloadPolicy | None = None,
+    techniques: Sequence[TechniqueRuntime] = (),
 ) -> None:
     """Shard the part's module in place.  Call on every rank; the module must be materialised in its master dtype.
 
     With `hold` a block's weights, once gathered, stay until the part's last backward.  Without `sum_replicas` gradients
-    are summed over the shard axis only, and the replicate axis is left to `ReplicaSums`.  With `offload` shards and
-    their gradients lie with the host.
+    are summed over the shard axis only, and the replicate axis is left to `ReplicaSums`.  A technique may
+    keep shards and their gradients with the host (`offload_policy`).
     """
     axes = ("replicate", "shard") if mesh.size("replicate") > 1 and sum_replicas else ("shard",)
     device_mesh = mesh.device_mesh(*axes)
@@ -80,7 +81,7 @@ def apply_zero3(
             mp_policy=policy,
             reshard_after_forward=not hold and unit is not part.module,
             ignored_params=ignored,
-            offload_policy=offload or OffloadPolicy(),
+            offload_policy=_offload_policy(techniques) or OffloadPolicy(),
         )
     for module in part.module.modules():
         if isinstance(module, FSDPModule):
@@ -96,19 +97,19 @@ def fill_shards(
     blueprint: Blueprint,
     mesh: Mesh,
     seed: int,
-    cut: Sequence[Callable[[ModelPart], Any]] = (),
-    *,
-    device: torch.device,
+    techniques: Sequence[TechniqueRuntime] = (),
 ) -> None:
-    """Give the shards of parameters that were cut without storage (`materialise`, `later`) their initial values, on a
-    device.
+    """Give the shards of parameters that were cut without storage (`materialise`, `later`) their initial values.
 
-    `cut` may give storage to shards before, or other storage, and return what is called after each that was filled.
+    A technique's `cut` may give storage to shards before, or other storage, and return what is called after each that
+    was filled.
     """
     waiting = {name for name, parameter in part.module.named_parameters() if parameter.is_meta}
-    filled = [called for place in cut if (called := place(part)) is not None]
+    filled = [called for technique in techniques if (called := technique.cut(part)) is not None]
     if not waiting:
         return
+
+    device = mesh.device if _offload_policy(techniques) is None else torch.device("cpu")
 
     # As `to_empty` does, for those alone: torch's own way to give shards storage, padding included.
     def stored(tensor: Tensor) -> Tensor:
@@ -127,6 +128,10 @@ def fill_shards(
         first = first_element(parameter.shape, layout.sharding(mesh)) // max(parameter.shape[1:].numel(), 1)
         rows[layout.name] = _Rows(local, layout.split, first)
     _fill_rows(rows, blueprint, seed, filled)
+
+
+def _offload_policy(techniques: Sequence[TechniqueRuntime]) -> OffloadPolicy | None:
+    return next((policy for each in techniques if (policy := each.offload_policy()) is not None), None)
 
 
 def _fill_rows(

@@ -16,12 +16,12 @@ _HALVES = (torch.bfloat16, torch.float16)
 _FLASH_SIZE = 256
 """Elements of a head that CUDA's flash kernel takes at most."""
 _ALIGNED_BYTES = 16
-"""Of a head's row and of a mask's, for CUDA's kernels."""
+"""CUDA's kernels read rows of heads and of masks that begin at multiples of it."""
 _LOG_SUM_ROWS = 32
 """The memory-efficient kernel keeps L for a multiple of so many queries."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query, key and value."""
+"""The gradients of query, key and value."""
 
 
 class Kernel(Protocol):
@@ -120,11 +120,12 @@ class CudaFlash:
     ) -> Gradients:
         """See `Kernel`."""
         query, key, _ = inputs
+        # It reads L as if it were contiguous: of some rows of a whole, other numbers, without a word (torch 2.11).
         # Nothing is dropped, so nobody reads the state of a generator; all samples are as long as one another.
         seed, offset = (torch.empty(0, dtype=torch.int64, device=query.device) for _ in range(2))
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient, *inputs, output, log_sum, None, None, query.shape[2], key.shape[2], 0.0, causal, seed, offset,
-            scale=scale,
+            gradient, *inputs, output, log_sum.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal,
+            seed, offset, scale=scale,
         )  # fmt: skip
 
 
@@ -156,6 +157,8 @@ class CudaEfficient:
         """See `Kernel`."""
         query, key, value = inputs
         groups = query.shape[1] // key.shape[1]
+        # In halves the kernel reads the output as it has written it itself: sample by sample, token by token.
+        gradient, output = _by_token(gradient), _by_token(output)
         seed, offset = (torch.empty(0, dtype=torch.int64, device=query.device) for _ in range(2))
         by_query, by_key, by_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             gradient, query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1),
@@ -183,6 +186,11 @@ def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     held = query.new_zeros((*mask.shape[:-1], row))[..., : key.shape[2]]
     held.masked_fill_(~mask.to(query.device), -torch.inf)
     return held.expand(query.shape[0], query.shape[1], -1, -1)
+
+
+def _by_token(tensor: Tensor) -> Tensor:
+    """The same values, laid out as (samples, tokens, heads, size)."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _in_full_rows(log_sum: Tensor) -> Tensor:

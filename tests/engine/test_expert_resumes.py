@@ -1,4 +1,4 @@
-"""A mixture goes from two ranks that share its experts out to one process, and on to four, as if nothing had been."""
+"""A mixture goes from four ranks that share its experts out to one process, to eight and on, as if nothing had been."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from weft.recipe import Recipe
 
 
 def sharing(expert: int, shard: int, zero: int) -> Plan:
-    plan = plan_of(zero=zero, shard=shard, micro=BATCH // shard // 2)
+    plan = plan_of(zero=zero, shard=shard, micro=max(1, BATCH // shard // 2))
     return replace(plan, mesh=replace(plan.mesh, expert=expert))
 
 
-LEGS = (sharing(2, 2, 1), one_process(sharing(2, 2, 1)), sharing(4, 4, 3), sharing(2, 4, 2))
+LEGS = (sharing(2, 4, 3), one_process(sharing(2, 2, 1)), sharing(4, 8, 3), sharing(4, 4, 3), sharing(2, 4, 2))
+"""Under the first, ZeRO-3 cuts a rank's two experts over two ranks, under the third the matrices of its one expert."""
 
 
 def carry_on(recipe: Recipe, plan: Plan, folder: Path, first: int) -> Seen:

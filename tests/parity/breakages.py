@@ -229,6 +229,26 @@ def _experts_summed_over(data_ranks: bool) -> list[Patch]:
     return [(_layout.ParameterLayout, "reducing", wrong)]
 
 
+def _experts_cut_over_all_shards() -> list[Patch]:
+    """ZeRO-3 gathers experts from ranks that have other ones."""
+    cut_of = zero3.cut_of
+
+    def wrong(layout: Any, mesh: Any) -> Any:
+        cut = cut_of(layout, mesh)
+        return cut and zero3.ShardCut("shard", mesh["shard"], cut.dim)
+
+    return [(zero3, "cut_of", wrong)]
+
+
+def _parts_of_experts_as_rows() -> list[Patch]:
+    """Shards of matrices are taken for runs of experts."""
+
+    def wrong(self: Any, layout: Any, shape: Any) -> Any:
+        return layout, zero3.first_element(shape, self.view)
+
+    return [(zero3.ShardCut, "place", wrong)]
+
+
 def _rows_as_they_came() -> list[Patch]:
     """Rows are taken to be sorted by expert, and are by the rank that sent them."""
     route_of = exchange.find_route
@@ -397,6 +417,8 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "another rank's experts": _another_ranks_experts,
     "experts summed over nobody": partial_of(_experts_summed_over, False),
     "experts summed over all data ranks": partial_of(_experts_summed_over, True),
+    "experts cut over all shards": _experts_cut_over_all_shards,
+    "parts of experts as rows": _parts_of_experts_as_rows,
     "rows as they came": _rows_as_they_came,
     "weights of the choices before": _weights_of_the_choices_before,
     "gradients of rows stay": _gradients_of_rows_stay,

@@ -15,9 +15,11 @@ MODELS = {
     "mixture": ModelRecipe(factory=_FACTORY),
     "mixture_dropout": ModelRecipe(factory=_FACTORY, arguments={"dropout": 0.1}),
     "mixture_untied": ModelRecipe(factory=_FACTORY, arguments={"tied": False}),
+    "mixture_three": ModelRecipe(factory=_FACTORY, arguments={"experts": 3}),
+    "mixture_eight": ModelRecipe(factory=_FACTORY, arguments={"experts": 8}),
     "mixture_six": ModelRecipe(factory=_FACTORY, arguments={"experts": 6, "dropout": 0.1}),
 }
-"""Mixtures of four or six experts, of which a token visits two, in all blocks but the first."""
+"""Mixtures of three to eight experts, of which a token visits two, in all blocks but the first."""
 
 
 MODELS["mixture_decoder"] = decoder(

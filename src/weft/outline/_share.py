@@ -9,10 +9,11 @@ from functools import cached_property
 
 from weft.outline._outline import ModuleCall, Outline, Parameter, Shape
 from weft.outline._send import Operation
-from weft.plan import BATCH_AXES, Axis, Plan, axis_coordinates, groups_over, stage_ranks
+from weft.plan import BATCH_AXES, EXPERT_LENDERS, Axis, Plan, axis_coordinates, groups_over, stage_ranks
 from weft.recipe import Recipe, group_parameters
 from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
 from weft.techniques.tensor.grid_shape import GridShape, grid_of_plan
+from weft.techniques.zero.shares import dim_of_shards
 
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -196,12 +197,31 @@ class ModelShare:
             return "all_gather", [sum(sizes)]
         return "broadcast", [size for size in sizes if size]
 
-    def rows_of_shard(self, shape: Shape) -> Shape:
-        """Return what this rank holds of a parameter that ZeRO-3 cuts: runs of rows, the last ones shorter."""
-        rows, *rest = shape
-        chunk = -(-rows // self.shards)
-        start = min(rows, self.shard_index * chunk)
-        return (min(rows, start + chunk) - start, *rest)
+    def sharding_of(self, *, is_expert: bool) -> tuple[str, int, int]:
+        """Return axis, ranks and this rank's index of those over which ZeRO-3 cuts a parameter."""
+        if not is_expert:
+            return "shard", self.shards, self.shard_index
+        ranks = self._group(EXPERT_LENDERS, ("expert",))
+        return "expert_data" if self.plan.mesh.replicate == 1 else "expert_shard", len(ranks), ranks.index(self.rank)
+
+    def cut_dim(self, parameter: Parameter) -> int | None:
+        """Return the dim along which ZeRO-3 cuts a parameter; None: it stays whole."""
+        is_expert = self.shares_out(parameter)
+        ranks = self.sharding_of(is_expert=is_expert)[1]
+        return dim_of_shards(self.local_shape(parameter), ranks, is_expert=is_expert) if ranks > 1 else None
+
+    def shard_shape(self, held: HeldParameter) -> Shape:
+        """Return what this rank holds of a parameter that ZeRO-3 cuts: of runs of rows the last ones are shorter."""
+        _, ranks, index = self.sharding_of(is_expert=held.is_expert)
+        sizes, dim = list(held.shape), self.cut_dim(held.parameter) or 0
+        chunk = -(-sizes[dim] // ranks)
+        start = min(sizes[dim], index * chunk)
+        sizes[dim] = min(sizes[dim], start + chunk) - start
+        return tuple(sizes)
+
+    def shares_out(self, parameter: Parameter) -> bool:
+        """Whether this rank has some of a parameter's experts only."""
+        return parameter.is_expert and self.plan.mesh.expert > 1
 
     # ── its part of the model ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -285,7 +305,7 @@ class ModelShare:
             is_tied=tie is not None,
             tie="" if tie is None else self._tie_axis(tie),
             counts=is_owner and is_first,
-            is_expert=parameter.is_expert and self.plan.mesh.expert > 1,
+            is_expert=self.shares_out(parameter),
         )
 
     def local_shape(self, parameter: Parameter) -> Shape:

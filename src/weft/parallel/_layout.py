@@ -150,6 +150,8 @@ class ParameterLayout:
     counts: bool = True
     """Whether, of the stages that hold a copy, this is the one that norms and checkpoints count."""
     is_buffer: bool = False
+    inner: Split | None = None
+    """How ZeRO-3 has cut this rank's part, where that is no run of its elements."""
 
     def placement(self, axis: Axis) -> Placement:
         return self.placements.get(axis, "partial" if axis in BATCH_AXES else "whole")
@@ -162,7 +164,8 @@ class ParameterLayout:
     @property
     def split(self) -> NestedSplit:
         """How this rank's part is cut out of the whole tensor."""
-        return NestedSplit(tuple(cut for placement in self.placements.values() for cut in _cuts(placement)))
+        cuts = [cut for placement in self.placements.values() for cut in _cuts(placement)]
+        return NestedSplit(tuple(cuts if self.inner is None else (*cuts, self.inner)))
 
     def axes_along(self, dim: int) -> frozenset[Axis]:
         """Axes that cut dimension `dim` (from 0)."""

@@ -231,22 +231,19 @@ def _shards_weights(plan: Plan, mesh: Mesh) -> bool:
     return plan.data_parallel.shards_weights and mesh.size("shard") > 1
 
 
-def _is_cut(layout: ParameterLayout, mesh: Mesh) -> bool:
-    """Whether ZeRO-3 cuts a parameter over the shard axis; one without rows (a learned scale) stays whole."""
-    return bool(layout.shape) and layout.sharding(mesh) == mesh["shard"]
-
-
 def _filled_in_shards(part: ModelPart, blueprint: Blueprint, plan: Plan, mesh: Mesh) -> set[str]:
     """Parameters that have no storage before ZeRO-3 has cut them, so that no rank ever holds them whole."""
     if blueprint.initialise is None or not _shards_weights(plan, mesh):
         return set()
+    from weft.parallel.zero3 import cut_of  # as below
+
     names = Counter(first_names(part.module).values())
     tables = sparse_tables(blueprint.module)
     return {
         name
         for name, parameter in part.module.named_parameters()
         if names[name] == 1 and parameter.is_floating_point() and part.layout[name].name not in tables
-        if not part.layout[name].tied and _is_cut(part.layout[name], mesh)
+        if not part.layout[name].tied and cut_of(part.layout[name], mesh) is not None
     }
 
 
@@ -268,13 +265,15 @@ def _create_stores(
     shards_weights = _shards_weights(plan, mesh)
     stores: list[GradientStore] = []
     if shards_weights:
-        from weft.parallel.zero3 import FullyShardedStore, apply_zero3, fill_shards  # loaded where weights are cut
+        from weft.parallel.zero3 import FullyShardedStore, apply_zero3, cut_of, fill_shards  # where weights are cut
 
         kept_out = tables.keys() | {
-            key for key, member in members.items() if key[1] in parts[key[0]].ties or not _is_cut(member.layout, mesh)
+            key
+            for key, member in members.items()
+            if key[1] in parts[key[0]].ties or cut_of(member.layout, mesh) is None
         }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
-        frozen = _cast_frozen(parts, dtypes, lambda layout: not _is_cut(layout, mesh))
+        frozen = _cast_frozen(parts, dtypes, lambda layout: cut_of(layout, mesh) is None)
         for part in parts:
             apply_zero3(
                 part,

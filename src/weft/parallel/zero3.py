@@ -1,8 +1,9 @@
 """ZeRO-3 and hybrid sharding, on torch's `fully_shard`.
 
 Every block is a unit of its own, gathered just before it computes; what is outside the blocks forms the root unit.
-Weights are cut over the shard axis and copied over the replicate axis (hybrid sharding).  Masters are the sharded fp32
-weights; a lower compute precision is a cast at gather time, gradients are reduced in `gradient_dtype`.
+Weights are cut over the shard axis and copied over the replicate axis (hybrid sharding).  Experts that ranks share out
+are units, too, cut over those of the shard axis that have the same ones.  Masters are the
+sharded fp32 weights; a lower compute precision is a cast at gather time, gradients are reduced in `gradient_dtype`.
 
 Native traps closed here (torch 2.11–2.13):
 - the default averaging raises or misbehaves on Gloo once a divide factor is set: sums are forced and the engine
@@ -21,20 +22,21 @@ Native traps closed here (torch 2.11–2.13):
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as CutDim
 from torch.utils._pytree import tree_map
 
 from weft.comm import GroupView, Mesh, start_all_reduce
 from weft.models import Blueprint
 from weft.models.stored import StoredTensor, stored_tensors
-from weft.parallel._layout import NestedSplit, ParameterLayout
+from weft.parallel._layout import NestedSplit, ParameterLayout, Split
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard, first_element
 from weft.parallel.autograd import no_view
@@ -43,11 +45,14 @@ from weft.parallel.materialise import by_owner, draw
 from weft.parallel.shared_buffers import share_buffers
 from weft.parallel.stored import InMemory, read_local
 from weft.techniques.buckets.contract import BucketSettings
+from weft.techniques.zero.shares import dim_of_shards
 
 if TYPE_CHECKING:
     from weft.parallel.replicas import ReplicaSums
     from weft.parallel.technique import TechniqueRuntime
     from weft.techniques.compression.codecs import CodecSpec
+
+_Sharing = Literal["shard", "expert_shard"]
 
 
 def apply_zero3(
@@ -68,28 +73,75 @@ def apply_zero3(
     are summed over the shard axis only, and the replicate axis is left to `ReplicaSums`.  A technique may
     keep shards and their gradients with the host (`offload_policy`).
     """
-    axes = ("replicate", "shard") if mesh.size("replicate") > 1 and sum_replicas else ("shard",)
-    device_mesh = mesh.device_mesh(*axes)
+    copies = ("replicate",) if mesh.size("replicate") > 1 and sum_replicas else ()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False)
-    present = dict(part.module.named_modules())
-    units = [present[name] for name in blocks if name in present and any(True for _ in present[name].parameters())]
-    for unit in [*units, part.module]:
+    cuts = {each: cut for name, each in part.module.named_parameters() if (cut := cut_of(part.layout[name], mesh))}
+    for unit, over in _units(part, blocks, cuts):
         unit.register_forward_hook(_return_no_views)
         fully_shard(
             unit,
-            mesh=device_mesh,
+            mesh=mesh.device_mesh(*copies, over),
             mp_policy=policy,
             reshard_after_forward=not hold and unit is not part.module,
+            shard_placement_fn=lambda parameter: CutDim(cuts[parameter].dim) if parameter in cuts else None,
             ignored_params=ignored,
             offload_policy=_offload_policy(techniques) or OffloadPolicy(),
         )
+        assert isinstance(unit, FSDPModule)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_gradient_divide_factor(1.0)
+        if hasattr(unit, "set_reduce_scatter_unused_params"):  # not in the oldest torch that Weft takes
+            unit.set_reduce_scatter_unused_params(True)
+        share_buffers(unit, mesh[over])
+        if unit is not part.module:  # experts travel while what stands before them in their block computes
+            inside: list[FSDPModule] = [each for child in unit.children() for each in _sharded_within(child)]
+            unit.set_modules_to_forward_prefetch(inside)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCut:
+    """How ZeRO-3 cuts a rank's part of a parameter."""
+
+    over: _Sharing
+    """The group whose ranks share it out."""
+    view: GroupView
+    dim: int
+
+    def place(self, layout: ParameterLayout, shape: torch.Size) -> tuple[ParameterLayout, int]:
+        """Return how a rank's shard of a parameter of this local shape lies in the whole one: a layout of which the
+        shard is a run, and the run's first element."""
+        if self.dim == 0:
+            return layout, first_element(shape, self.view)
+        return replace(layout, inner=Split(dim=self.dim, parts=self.view.size, index=self.view.index)), 0
+
+
+def cut_of(layout: ParameterLayout, mesh: Mesh) -> ShardCut | None:
+    """Return how ZeRO-3 cuts a parameter; None: it stays whole, as one without rows (a learned scale) does."""
+    view, is_expert = layout.sharding(mesh), "expert" in layout.split_axes
+    over = "expert_shard" if is_expert else "shard"
+    if view.group is None or view != mesh[over]:
+        return None
+    dim = dim_of_shards(layout.split.local_shape(layout.shape), view.size, is_expert=is_expert)
+    return None if dim is None else ShardCut(over, view, dim)
+
+
+def _units(
+    part: ModelPart, blocks: Sequence[str], cuts: Mapping[nn.Parameter, ShardCut]
+) -> Iterator[tuple[nn.Module, _Sharing]]:
+    """Yield what is gathered together, inner units before those around them, and over which group."""
     for module in part.module.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # not in the oldest torch that Weft takes
-                module.set_reduce_scatter_unused_params(True)
-            share_buffers(module, mesh["shard"])
+        own = [cuts[each] for each in module.parameters(recurse=False) if each in cuts]
+        if any(cut.over == "expert_shard" for cut in own):
+            yield module, "expert_shard"
+    present = dict(part.module.named_modules())
+    for name in blocks:
+        if name in present and any(True for _ in present[name].parameters()):
+            yield present[name], "shard"
+    yield part.module, "shard"
+
+
+def _sharded_within(module: nn.Module) -> Iterator[FSDPModule]:
+    return (each for each in module.modules() if isinstance(each, FSDPModule))
 
 
 def fill_shards(
@@ -124,9 +176,10 @@ def fill_shards(
         if name not in waiting:
             continue
         assert isinstance(parameter, DTensor), f"{name} has no storage and was not sharded"
-        layout, local = part.layout[name], parameter.to_local().detach()
-        first = first_element(parameter.shape, layout.sharding(mesh)) // max(parameter.shape[1:].numel(), 1)
-        rows[layout.name] = _Rows(local, layout.split, first)
+        found, local = cut_of(part.layout[name], mesh), parameter.to_local().detach()
+        assert found is not None, f"{name} was not to be sharded"
+        layout, start = found.place(part.layout[name], parameter.shape)
+        rows[layout.name] = _Rows(local, layout.split, start // max(parameter.shape[1:].numel(), 1))
     _fill_rows(rows, blueprint, seed, filled)
 
 
@@ -260,20 +313,17 @@ class FullyShardedStore:
         self._watching = True
 
     def _create_shard(self, parameter: DTensor, member: BucketMember) -> Shard:
-        local, sharding = _local(parameter), member.layout.sharding(self._mesh)
-        segment = Segment(
-            layout=member.layout,
-            local_shape=parameter.shape,
-            offset=0,
-            start=first_element(parameter.shape, sharding),
-            length=local.numel(),
-        )
+        local, cut = _local(parameter), cut_of(member.layout, self._mesh)
+        assert cut is not None, f"{member.layout.name} was not to be sharded"
+        layout, start = cut.place(member.layout, parameter.shape)
+        shape = local.shape if layout.inner else parameter.shape
+        segment = Segment(layout=layout, local_shape=shape, offset=0, start=start, length=local.numel())
         return Shard(
             master=local.view(-1),
             segments=[segment] if local.numel() else [],
             group=member.group,
             counts=member.counts and member.layout.replicating(self._mesh).index == 0,
-            cut_group=sharding if sharding.size > 1 else None,
+            cut_group=cut.view,
             cut_matrices={member.layout.name: parameter.shape[1]} if parameter.ndim == 2 and len(parameter) > 1 else {},
         )
 

@@ -56,9 +56,6 @@ class MemoryHabits:
     backward."""
     reduction_bytes: float = 0.0
     """Fixed buffers in which gradients travel, beside the layout's buckets."""
-    keeps_experts_whole: bool = False
-    """ZeRO-3: whether weights and gradients of experts that the expert axis has shared out stay as they are, with
-    optimizer states shared out as under ZeRO-1."""
     gathered_blocks: float = 2.0
     """ZeRO-3: blocks whose whole weights are held at once, prefetched ones included."""
     gathers_ends: bool = True

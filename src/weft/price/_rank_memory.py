@@ -66,7 +66,7 @@ class RankMemory(NamedTuple):
         kept_ends = chosen(holds, 0.0, ends * element * habits.gathers_ends)
         return cls(
             dense=states_of(layout, whole_gradients=whole),
-            experts=states_of(layout, experts=True, whole_gradients=whole, cuts_experts=not habits.keeps_experts_whole),
+            experts=states_of(layout, experts=True, whole_gradients=whole),
             gradient_copies=habits.gradient_copies * element * layout.trained_share * (not layout.shards_weights),
             gathered=chosen(gathers, gathered, 0.0),
             held=chosen(holds, float(element), 0.0),

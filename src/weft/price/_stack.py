@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weft.price._habits import MemoryHabits
 
@@ -60,4 +60,4 @@ class Stack:
     """What it keeps in memory."""
 
 
-WEFT = Stack(name="weft", year=2026, fused_parts=False, memory=replace(_MEMORY, keeps_experts_whole=True))
+WEFT = Stack(name="weft", year=2026, fused_parts=False)

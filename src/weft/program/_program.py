@@ -131,10 +131,10 @@ def _update(
     share: ModelShare, cut: Sequence[HeldParameter], members: Sequence[HeldParameter], tables: Sequence[HeldParameter]
 ) -> Iterator[RankSend]:
     """What whoever works on masters sends: of parameters that ZeRO-3 has cut, of buckets, and of tables."""
-    rows = [(held, share.rows_of_shard(held.shape)) for held in cut]
+    rows = [(held, share.shard_shape(held)) for held in cut]
     masters = [(held.name, math.prod(shape)) for held, shape in rows]
     masters += [(held.name, held.num_elements) for held in tables]
-    here: list[tuple[HeldParameter, Shape]] = [(held, shape) for held, shape in rows if shape[0]]
+    here: list[tuple[HeldParameter, Shape]] = [(held, shape) for held, shape in rows if math.prod(shape)]
     axes = {"shard": share.shards} if cut else {}
     for bucket in buckets.buckets_of(share, members):
         axis, ranks, index = share.summing_of(is_expert=bucket.key.is_expert)

@@ -211,12 +211,14 @@ def _draw_nothing(name: str, module: nn.Module) -> None:
 
 
 def prepare_device_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Make ZeRO-3's DeviceMesh while tensors still have values; the mesh keeps it."""
+    """Make ZeRO-3's DeviceMeshes while tensors still have values; the mesh keeps them."""
     if plan.data_parallel.shards_weights and plan.mesh.shard * plan.mesh.context > 1:
         data = plan.data_parallel
         sums_replicas = plan.mesh.replicate > 1 and not (data.replicas_step_alone or data.compresses)
-        axes: tuple[Axis, ...] = ("replicate", "shard") if sums_replicas else ("shard",)
-        mesh.device_mesh(*axes)
+        copies = ("replicate",) if sums_replicas else ()
+        mesh.device_mesh(*copies, "shard")
+        if plan.mesh.expert > 1 and mesh["expert_shard"].group is not None:
+            mesh.device_mesh(*copies, "expert_shard")
 
 
 def example_batch(blueprint: Blueprint, plan: Plan) -> Batch:

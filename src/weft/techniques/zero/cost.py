@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from weft.columns import Column, Flags, chosen, larger, smaller
 from weft.techniques.registry import held as held_besides
-from weft.techniques.zero.contract import Shares, shares_of
+from weft.techniques.zero.contract import shares_of
 
 if TYPE_CHECKING:
     from weft.price import AxisGroup, Calibration, Groups, Layout, Seconds, Stack
@@ -67,19 +67,14 @@ def sharing_ranks(layout: Layout, *, experts: bool = False) -> Column:
     return larger(1, ranks * layout.tensor // layout.expert) if experts else ranks
 
 
-def states_of(
-    layout: Layout, *, experts: bool = False, whole_gradients: Flags = False, cuts_experts: bool = True
-) -> States:
+def states_of(layout: Layout, *, experts: bool = False, whole_gradients: Flags = False) -> States:
     """Return bytes of model states per element.  `whole_gradients`: they are reduced once per step, so that ZeRO-2 and
-    3 hold them whole until then.  `cuts_experts`: ZeRO-3 cuts the weights of experts that an expert axis shares out."""
+    3 hold them whole until then."""
     besides = held_besides(layout)
     optimizer = 0.0 if layout.offloads_optimizer else float(layout.master_bytes)
     here = 0.0 if layout.offloads_parameters else 1.0
     optimizer += besides.master_copies * layout.wide_bytes
     kept = shares_of(layout.stage, sharing_ranks(layout, experts=experts))
-    if experts and not cuts_experts and layout.shards_weights:
-        whole, apart = shares_of(1, sharing_ranks(layout, experts=True)), layout.expert > 1
-        kept = Shares(*(chosen(apart, one, other) for one, other in zip(whole, kept, strict=True)))
     gradients = layout.gradient_bytes * chosen(whole_gradients, 1.0, kept.gradients)
     gradients = (gradients + besides.gradient_bytes * kept.weights) * here
     trained = layout.trained_share

@@ -13,10 +13,13 @@ from weft.techniques.zero.contract import Zero, reduction_rounds
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that are gathered together: a block's, or what lies outside the blocks."""
+    """Parameters that are gathered together: a block's, what lies outside the blocks, or a mixture's experts."""
 
     name: str
     is_block: bool
+    axis: str
+    ranks: int
+    """Ranks that share them out."""
     weights: tuple[Parameter, ...]
     trained: tuple[Parameter, ...]
 
@@ -27,10 +30,12 @@ def shards_weights(share: ModelShare) -> bool:
 
 
 def kept_out(share: ModelShare) -> set[str]:
-    """Names of trained parameters that stay whole under ZeRO-3: tied ones, tables with sparse gradients, those without
-    rows, and experts that ranks share out."""
+    """Names of trained parameters that stay whole under ZeRO-3: tied ones, tables with sparse gradients, and those that
+    nobody can cut."""
     return {
-        held.name for held in share.held if held.is_tied or held.parameter.is_sparse or not held.shape or held.is_expert
+        held.name
+        for held in share.held
+        if held.is_tied or held.parameter.is_sparse or share.cut_dim(held.parameter) is None
     }
 
 
@@ -43,19 +48,26 @@ def holds_weights(share: ModelShare) -> bool:
 def units_of(share: ModelShare, part: Part, left_out: set[str]) -> list[Unit]:
     """Return a part's units, in the order of its blocks; the one outside of them is the last."""
     of_blocks: dict[str, list[Parameter]] = {}
+    of_experts: dict[str, list[Parameter]] = {}
     outside: list[Parameter] = []
     for parameter in part.parameters:
-        is_away = parameter.is_expert and share.plan.mesh.expert > 1
-        if (parameter.first in left_out and parameter.is_trained) or not parameter.shape or is_away:
+        if (parameter.first in left_out and parameter.is_trained) or share.cut_dim(parameter) is None:
             continue
         block = next((name for name in share.outline.blocks if parameter.name.startswith(f"{name}.")), None)
-        (outside if block is None else of_blocks.setdefault(block, [])).append(parameter)
-    units = [_unit(name, True, of_blocks[name]) for name in share.outline.blocks if name in of_blocks]
-    return [*units, _unit("outside of blocks", False, outside)] if outside else units
+        if share.shares_out(parameter):
+            of_experts.setdefault(parameter.name.rpartition(".")[0], []).append(parameter)
+        elif block is None:
+            outside.append(parameter)
+        else:
+            of_blocks.setdefault(block, []).append(parameter)
+    units = [_unit(share, name, each) for name, each in of_experts.items()]
+    units += [_unit(share, name, of_blocks[name]) for name in share.outline.blocks if name in of_blocks]
+    return [*units, _unit(share, "outside of blocks", outside, is_block=False)] if outside else units
 
 
-def _unit(name: str, is_block: bool, parameters: Sequence[Parameter]) -> Unit:
-    return Unit(name, is_block, tuple(parameters), tuple(one for one in parameters if one.is_trained))
+def _unit(share: ModelShare, name: str, parameters: Sequence[Parameter], *, is_block: bool = True) -> Unit:
+    axis, ranks, _ = share.sharding_of(is_expert=share.shares_out(parameters[0]))
+    return Unit(name, is_block, axis, ranks, tuple(parameters), tuple(one for one in parameters if one.is_trained))
 
 
 def sends(share: ModelShare) -> Iterator[RankSend]:
@@ -71,26 +83,28 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
 
 
 def _of_unit(share: ModelShare, unit: Unit) -> Iterator[RankSend]:
-    shards, replicas = share.shards, share.plan.mesh.replicate
+    axis, replicas = unit.axis, share.plan.mesh.replicate
     gathered = sum(_padded(share, parameter) for parameter in unit.weights) * share.compute_bytes
     # Outside of blocks weights stay from the forward to the backward, also from one that runs ahead.
     passes = (3 if share.runs_ahead else 2) if unit.is_block else 1
     gathers = 1 if holds_weights(share) else passes * share.microbatches
-    yield _send("all_gather", "shard", gathered, gathers, f"weights, {unit.name}")
-    yield _send("all_gather", "shard", gathered, 1, f"weights to be watched, {unit.name}", is_first=True)
+    yield _send("all_gather", axis, gathered, gathers, f"weights, {unit.name}")
+    yield _send("all_gather", axis, gathered, 1, f"weights to be watched, {unit.name}", is_first=True)
     if not unit.trained:
         return
     elements = sum(_padded(share, parameter) for parameter in unit.trained)
     scattered = elements * share.gradient_bytes
-    yield _send("reduce_scatter", "shard", scattered, reduction_rounds(share.plan), f"gradients, {unit.name}")
+    yield _send("reduce_scatter", axis, scattered, reduction_rounds(share.plan), f"gradients, {unit.name}")
     if replicas > 1 and not share.sums_apart and not share.plan.data_parallel.compresses:
-        yield _send("all_reduce", "replicate", scattered // shards, 1, f"gradients of copies, {unit.name}")
+        yield _send("all_reduce", "replicate", scattered // unit.ranks, 1, f"gradients of copies, {unit.name}")
 
 
 def _padded(share: ModelShare, parameter: Parameter) -> int:
-    """Elements of all shards of a parameter, each as long as the longest along dim 0."""
-    rows, *rest = share.local_shape(parameter)
-    return -(-rows // share.shards) * share.shards * math.prod(rest)
+    """Elements of all shards of a parameter, each as long as the longest along the dim that is cut."""
+    sizes, dim = list(share.local_shape(parameter)), share.cut_dim(parameter) or 0
+    ranks = share.sharding_of(is_expert=share.shares_out(parameter))[1]
+    sizes[dim] = -(-sizes[dim] // ranks) * ranks
+    return math.prod(sizes)
 
 
 def _partial(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
@@ -100,7 +114,7 @@ def _partial(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[Ra
             yield RankSend(
                 operation="all_reduce",
                 axis=held.partial_over,
-                size_bytes=math.prod(share.rows_of_shard(held.shape)) * share.master_bytes,
+                size_bytes=math.prod(share.shard_shape(held)) * share.master_bytes,
                 technique="tensor parallelism",
                 reason=f"parts of gradients, {held.name}",
             )

@@ -9,11 +9,10 @@ from functools import cached_property
 
 from weft.outline._outline import ModuleCall, Outline, Parameter, Shape
 from weft.outline._send import Operation
-from weft.plan import BATCH_AXES, EXPERT_LENDERS, Axis, Plan, axis_coordinates, groups_over, stage_ranks
+from weft.plan import BATCH_AXES, Axis, Plan, axis_coordinates, groups_over, stage_ranks
 from weft.recipe import Recipe, group_parameters
 from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
 from weft.techniques.tensor.grid_shape import GridShape, grid_of_plan
-from weft.techniques.zero.shares import dim_of_shards
 
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -115,15 +114,16 @@ class ModelShare:
         """Return axis, ranks and this rank's index of those that sum the gradients of a parameter."""
         if not is_expert:
             return self.summing
-        ranks = self._group(BATCH_AXES, ("expert",))
+        ranks = self.group_over(BATCH_AXES, ("expert",))
         return "expert_data", len(ranks), ranks.index(self.rank)
 
     @cached_property
     def expert_ranks(self) -> tuple[int, ...]:
         """Ranks that share out experts with this one, in the order of their experts."""
-        return self._group(("expert",))
+        return self.group_over(("expert",))
 
-    def _group(self, axes: Sequence[Axis], holding: Sequence[Axis] = ()) -> tuple[int, ...]:
+    def group_over(self, axes: Sequence[Axis], holding: Sequence[Axis] = ()) -> tuple[int, ...]:
+        """Return the ranks of this rank's group over axes, of those that have the same of `holding`."""
         return next(ranks for ranks in groups_over(self.plan.mesh, axes, holding) if self.rank in ranks)
 
     @property
@@ -196,28 +196,6 @@ class ModelShare:
         if self.cuts_anywhere or len(set(sizes)) == 1:
             return "all_gather", [sum(sizes)]
         return "broadcast", [size for size in sizes if size]
-
-    def sharding_of(self, *, is_expert: bool) -> tuple[str, int, int]:
-        """Return axis, ranks and this rank's index of those over which ZeRO-3 cuts a parameter."""
-        if not is_expert:
-            return "shard", self.shards, self.shard_index
-        ranks = self._group(EXPERT_LENDERS, ("expert",))
-        return "expert_data" if self.plan.mesh.replicate == 1 else "expert_shard", len(ranks), ranks.index(self.rank)
-
-    def cut_dim(self, parameter: Parameter) -> int | None:
-        """Return the dim along which ZeRO-3 cuts a parameter; None: it stays whole."""
-        is_expert = self.shares_out(parameter)
-        ranks = self.sharding_of(is_expert=is_expert)[1]
-        return dim_of_shards(self.local_shape(parameter), ranks, is_expert=is_expert) if ranks > 1 else None
-
-    def shard_shape(self, held: HeldParameter) -> Shape:
-        """Return what this rank holds of a parameter that ZeRO-3 cuts: of runs of rows the last ones are shorter."""
-        _, ranks, index = self.sharding_of(is_expert=held.is_expert)
-        sizes, dim = list(held.shape), self.cut_dim(held.parameter) or 0
-        chunk = -(-sizes[dim] // ranks)
-        start = min(sizes[dim], index * chunk)
-        sizes[dim] = min(sizes[dim], start + chunk) - start
-        return tuple(sizes)
 
     def shares_out(self, parameter: Parameter) -> bool:
         """Whether this rank has some of a parameter's experts only."""

@@ -18,7 +18,6 @@ from weft.techniques.fused_loss import program as fused_loss
 from weft.techniques.local_steps.program import sends as averages
 from weft.techniques.pipeline import program as pipeline
 from weft.techniques.tensor import program as tensor
-from weft.techniques.zero import program as zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +112,13 @@ def _sends(share: ModelShare, is_fingerprinted: bool) -> Iterator[RankSend]:
     tables = [held for held in share.held if held.parameter.is_sparse]
     kept_out = {held.name for held in tables}
     members = [held for held in share.held if held.name not in kept_out]
-    cut: list[HeldParameter] = []
-    if zero.shards_weights(share):
+    cut: list[tuple[HeldParameter, Shape]] = []
+    if share.plan.data_parallel.shards_weights and share.shards > 1:
+        from weft.techniques.zero import program as zero  # as above
+
         yield from zero.sends(share)
         kept_out = zero.kept_out(share)
-        cut = [held for held in members if held.name not in kept_out]
+        cut = [(held, zero.shard_shape(share, held)) for held in members if held.name not in kept_out]
         members = [held for held in members if held.name in kept_out]
     yield from data.rows(share, tables)
     yield from buckets.sends(share, members)
@@ -128,13 +129,15 @@ def _sends(share: ModelShare, is_fingerprinted: bool) -> Iterator[RankSend]:
 
 
 def _update(
-    share: ModelShare, cut: Sequence[HeldParameter], members: Sequence[HeldParameter], tables: Sequence[HeldParameter]
+    share: ModelShare,
+    cut: Sequence[tuple[HeldParameter, Shape]],
+    members: Sequence[HeldParameter],
+    tables: Sequence[HeldParameter],
 ) -> Iterator[RankSend]:
     """What whoever works on masters sends: of parameters that ZeRO-3 has cut, of buckets, and of tables."""
-    rows = [(held, share.shard_shape(held)) for held in cut]
-    masters = [(held.name, math.prod(shape)) for held, shape in rows]
+    masters = [(held.name, math.prod(shape)) for held, shape in cut]
     masters += [(held.name, held.num_elements) for held in tables]
-    here: list[tuple[HeldParameter, Shape]] = [(held, shape) for held, shape in rows if math.prod(shape)]
+    here: list[tuple[HeldParameter, Shape]] = [(held, shape) for held, shape in cut if math.prod(shape)]
     axes = {"shard": share.shards} if cut else {}
     for bucket in buckets.buckets_of(share, members):
         axis, ranks, index = share.summing_of(is_expert=bucket.key.is_expert)

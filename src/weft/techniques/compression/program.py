@@ -48,7 +48,9 @@ def sends(share: ModelShare, frame: Frame, axis: str, members: int, count: int, 
 
 def between_replicas(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
     """Yield the sums over copies of ZeRO-3's shards, made storage by storage (`weft.parallel.replicas`)."""
-    here = [(held, rows) for held in members if (rows := share.shard_shape(held))[0]]
+    from weft.techniques.zero.cuts import shard_shape  # where weights are cut
+
+    here = [(held, rows) for held in members if (rows := shard_shape(share, held))[0]]
     most = max(1, share.plan.data_parallel.bucket_limits[1] // share.gradient_bytes)
     shards, replicas = share.shards, share.plan.mesh.replicate
     for is_compressed in (True, False):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from weft.outline import HeldParameter, ModelShare, Parameter, Part, RankSend
 from weft.techniques.compression.program import between_replicas
 from weft.techniques.zero.contract import Zero, reduction_rounds
+from weft.techniques.zero.cuts import cut_dim, padded, shard_shape, sharding_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +25,13 @@ class Unit:
     trained: tuple[Parameter, ...]
 
 
-def shards_weights(share: ModelShare) -> bool:
-    """Whether this plan's ranks share out weights."""
-    return share.plan.data_parallel.shards_weights and share.shards > 1
-
-
 def kept_out(share: ModelShare) -> set[str]:
     """Names of trained parameters that stay whole under ZeRO-3: tied ones, tables with sparse gradients, and those that
     nobody can cut."""
     return {
         held.name
         for held in share.held
-        if held.is_tied or held.parameter.is_sparse or share.cut_dim(held.parameter) is None
+        if held.is_tied or held.parameter.is_sparse or cut_dim(share, held.parameter) is None
     }
 
 
@@ -51,7 +47,7 @@ def units_of(share: ModelShare, part: Part, left_out: set[str]) -> list[Unit]:
     of_experts: dict[str, list[Parameter]] = {}
     outside: list[Parameter] = []
     for parameter in part.parameters:
-        if (parameter.first in left_out and parameter.is_trained) or share.cut_dim(parameter) is None:
+        if (parameter.first in left_out and parameter.is_trained) or cut_dim(share, parameter) is None:
             continue
         block = next((name for name in share.outline.blocks if parameter.name.startswith(f"{name}.")), None)
         if share.shares_out(parameter):
@@ -66,7 +62,7 @@ def units_of(share: ModelShare, part: Part, left_out: set[str]) -> list[Unit]:
 
 
 def _unit(share: ModelShare, name: str, parameters: Sequence[Parameter], *, is_block: bool = True) -> Unit:
-    axis, ranks, _ = share.sharding_of(is_expert=share.shares_out(parameters[0]))
+    axis, ranks, _ = sharding_of(share, is_expert=share.shares_out(parameters[0]))
     return Unit(name, is_block, axis, ranks, tuple(parameters), tuple(one for one in parameters if one.is_trained))
 
 
@@ -84,7 +80,7 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
 
 def _of_unit(share: ModelShare, unit: Unit) -> Iterator[RankSend]:
     axis, replicas = unit.axis, share.plan.mesh.replicate
-    gathered = sum(_padded(share, parameter) for parameter in unit.weights) * share.compute_bytes
+    gathered = sum(padded(share, parameter) for parameter in unit.weights) * share.compute_bytes
     # Outside of blocks weights stay from the forward to the backward, also from one that runs ahead.
     passes = (3 if share.runs_ahead else 2) if unit.is_block else 1
     gathers = 1 if holds_weights(share) else passes * share.microbatches
@@ -92,19 +88,11 @@ def _of_unit(share: ModelShare, unit: Unit) -> Iterator[RankSend]:
     yield _send("all_gather", axis, gathered, 1, f"weights to be watched, {unit.name}", is_first=True)
     if not unit.trained:
         return
-    elements = sum(_padded(share, parameter) for parameter in unit.trained)
+    elements = sum(padded(share, parameter) for parameter in unit.trained)
     scattered = elements * share.gradient_bytes
     yield _send("reduce_scatter", axis, scattered, reduction_rounds(share.plan), f"gradients, {unit.name}")
     if replicas > 1 and not share.sums_apart and not share.plan.data_parallel.compresses:
         yield _send("all_reduce", "replicate", scattered // unit.ranks, 1, f"gradients of copies, {unit.name}")
-
-
-def _padded(share: ModelShare, parameter: Parameter) -> int:
-    """Elements of all shards of a parameter, each as long as the longest along the dim that is cut."""
-    sizes, dim = list(share.local_shape(parameter)), share.cut_dim(parameter) or 0
-    ranks = share.sharding_of(is_expert=share.shares_out(parameter))[1]
-    sizes[dim] = -(-sizes[dim] // ranks) * ranks
-    return math.prod(sizes)
 
 
 def _partial(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
@@ -114,7 +102,7 @@ def _partial(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[Ra
             yield RankSend(
                 operation="all_reduce",
                 axis=held.partial_over,
-                size_bytes=math.prod(share.shard_shape(held)) * share.master_bytes,
+                size_bytes=math.prod(shard_shape(share, held)) * share.master_bytes,
                 technique="tensor parallelism",
                 reason=f"parts of gradients, {held.name}",
             )

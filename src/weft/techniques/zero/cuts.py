@@ -1,0 +1,42 @@
+"""How ZeRO-3 cuts what a rank holds of each parameter; loaded where it does."""
+
+from __future__ import annotations
+
+import math
+
+from weft.outline import HeldParameter, ModelShare, Parameter, Shape
+from weft.plan import EXPERT_LENDERS
+from weft.techniques.zero.shares import dim_of_shards
+
+
+def sharding_of(share: ModelShare, *, is_expert: bool) -> tuple[str, int, int]:
+    """Return axis, ranks and this rank's index of those over which a parameter is cut."""
+    if not is_expert:
+        return "shard", share.shards, share.shard_index
+    ranks = share.group_over(EXPERT_LENDERS, ("expert",))
+    return "expert_data" if share.plan.mesh.replicate == 1 else "expert_shard", len(ranks), ranks.index(share.rank)
+
+
+def cut_dim(share: ModelShare, parameter: Parameter) -> int | None:
+    """Return the dim along which a parameter is cut; None: it stays whole."""
+    is_expert = share.shares_out(parameter)
+    ranks = sharding_of(share, is_expert=is_expert)[1]
+    return dim_of_shards(share.local_shape(parameter), ranks, is_expert=is_expert) if ranks > 1 else None
+
+
+def shard_shape(share: ModelShare, held: HeldParameter) -> Shape:
+    """Return what this rank holds of a parameter that is cut: the last runs are shorter."""
+    _, ranks, index = sharding_of(share, is_expert=held.is_expert)
+    sizes, dim = list(held.shape), cut_dim(share, held.parameter) or 0
+    chunk = -(-sizes[dim] // ranks)
+    start = min(sizes[dim], index * chunk)
+    sizes[dim] = min(sizes[dim], start + chunk) - start
+    return tuple(sizes)
+
+
+def padded(share: ModelShare, parameter: Parameter) -> int:
+    """Return the elements of all shards of a parameter, each as long as the longest along the dim that is cut."""
+    sizes, dim = list(share.local_shape(parameter)), cut_dim(share, parameter) or 0
+    ranks = sharding_of(share, is_expert=share.shares_out(parameter))[1]
+    sizes[dim] = -(-sizes[dim] // ranks) * ranks
+    return math.prod(sizes)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.techniques.context import partial
+from weft.techniques.context.kernels import readable
 from weft.techniques.context.partial import Partial, attend, attend_backward, merge
 from weft.techniques.context.shares import most_tokens, runs_of, tokens_of
 
@@ -112,6 +113,23 @@ def test_who_has_seen_nothing_gives_nothing():
     assert (twice.log_sum == -torch.inf).all()
     seen = attend(query, key, value, scale=0.3)
     torch.testing.assert_close(merge(merge(None, part), seen).output, seen.output)
+
+
+@pytest.mark.parametrize("made", ["narrow rows", "an odd start", "transposed", "expanded", "whole"])
+def test_what_a_kernel_of_cuda_reads_has_its_rows_where_it_looks(made: str):
+    wide = torch.randn(2, 3, 6, 17, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    given = {
+        "narrow rows": wide[..., :16],
+        "an odd start": wide[..., 1:],
+        "transposed": wide[..., :16].transpose(1, 2),
+        "expanded": wide[..., :1].expand(2, 3, 6, 16),
+        "whole": wide[..., :16].contiguous(),
+    }[made]
+    (found,) = readable(given)
+    assert torch.equal(found, given)
+    assert found.stride(-1) == 1
+    assert not any(stride * 2 % 16 for stride in found.stride()[:-1])
+    assert (found is given) == (made == "whole")
 
 
 def test_large_scores_of_bf16_are_not_rounded(monkeypatch: pytest.MonkeyPatch):

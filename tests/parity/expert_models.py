@@ -1,4 +1,8 @@
-"""A small decoder with mixtures in all blocks but the first, one of whose routers prefers some experts by far."""
+"""A small decoder with mixtures in all blocks but the first, one of whose routers is surer than the others.
+
+No surer than this: where probabilities are nearly 0 and 1, gradients of the router are so small that AdamW makes
+updates of their rounding, and after 20 steps two runs of one process differ by 1e-8 (with weights of 5.0; 6e-14 now).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ def build_mixtures(experts: int = 4, dropout: float = 0.0, tied: bool = True) ->
     with torch.device("meta"):
         for index in range(1, shape.num_layers):
             block = blueprint.module.get_submodule(f"blocks.{index}")
-            block.ffn = mixture(experts, shared=index > 1, spread=5.0 if index == 1 else 0.2)
+            block.ffn = mixture(experts, shared=index > 1, spread=0.5 if index == 1 else 0.2)
     plain = blueprint.initialise
     assert plain is not None
 

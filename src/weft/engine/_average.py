@@ -66,6 +66,9 @@ class WeightAverage:
             publish()
             yield
         finally:
+            # Copies of what lies with the host may be on their way to the device: they would read what comes now.
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
             self._swapped = not self._swapped
             exchange_masters(self._shards, self._averages)
             publish()

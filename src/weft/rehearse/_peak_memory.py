@@ -23,8 +23,8 @@ from weft.techniques.pipeline.runner import PipelineRunner
 
 _CPU_RESERVE_BYTES, _ACCELERATOR_RESERVE_BYTES = 2**28, 2**30
 """Kept free for what a rank alone does not have: communicators with their buffers, and streams or data workers."""
-_CPU_REFUSALS = ("can't allocate memory", "not enough memory")
-"""Messages of torch's allocator on the CPU, which raises a plain RuntimeError."""
+_REFUSALS = ("can't allocate memory", "not enough memory", "out of memory")
+"""Messages of torch's allocators of the host's memory, pinned or not, which raise a plain RuntimeError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def measure_peak_memory(
     except torch.OutOfMemoryError:
         return PeakMemory(fits=False, peak_bytes=peak_memory_bytes(device))
     except RuntimeError as problem:
-        if not any(refusal in str(problem) for refusal in _CPU_REFUSALS):
+        if not any(refusal in str(problem) for refusal in _REFUSALS):
             raise
         return PeakMemory(fits=False, peak_bytes=peak_memory_bytes(device))
     return PeakMemory(fits=True, peak_bytes=peak_memory_bytes(device))

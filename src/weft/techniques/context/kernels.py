@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _HALVES = (torch.bfloat16, torch.float16)
+_AMPERE = (8, 0)
+"""Compute capability from which on there is a flash kernel, and bf16 in any."""
 _FLASH_SIZE = 256
 """Elements of a head that CUDA's flash kernel takes at most."""
 _ALIGNED_BYTES = 16
@@ -57,11 +59,13 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask:
         return None
     if query.shape[-1] * query.element_size() % _ALIGNED_BYTES:
         return None
+    is_new = torch.cuda.get_device_capability(query.device) >= _AMPERE
     # With more keys than queries, the flash kernel's last query sees the last key, not its own.
     is_square = not causal or query.shape[2] == key.shape[2]
-    if mask is None and query.dtype in _HALVES and query.shape[-1] <= _FLASH_SIZE and is_square:
+    has_flash = is_new and torch.backends.cuda.is_flash_attention_available()
+    if has_flash and mask is None and query.dtype in _HALVES and query.shape[-1] <= _FLASH_SIZE and is_square:
         return CudaFlash()
-    takes = (*_HALVES, torch.float32)
+    takes = (*_HALVES, torch.float32) if is_new else (torch.float16, torch.float32)
     return CudaEfficient() if query.dtype in takes and (mask is not None or is_square) else None
 
 
@@ -104,7 +108,7 @@ class CudaFlash:
         """See `Kernel`."""
         assert mask is None, "the flash kernel takes no mask"
         found = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, return_debug_mask=False, scale=scale
+            *readable(query, key, value), 0.0, causal, return_debug_mask=False, scale=scale
         )
         return found[0], found[1]
 
@@ -124,8 +128,8 @@ class CudaFlash:
         # Nothing is dropped, so nobody reads the state of a generator; all samples are as long as one another.
         seed, offset = (torch.empty(0, dtype=torch.int64, device=query.device) for _ in range(2))
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient, *inputs, output, log_sum.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal,
-            seed, offset, scale=scale,
+            *readable(gradient, *inputs, output), log_sum.contiguous(), None, None,
+            query.shape[2], key.shape[2], 0.0, causal, seed, offset, scale=scale,
         )  # fmt: skip
 
 
@@ -138,6 +142,7 @@ class CudaEfficient:
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         groups = query.shape[1] // key.shape[1]
+        (query,) = readable(query)
         found = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1),
             _aligned(mask, query, key), True, 0.0, causal and mask is None, scale=scale,
@@ -157,6 +162,7 @@ class CudaEfficient:
         """See `Kernel`."""
         query, key, value = inputs
         groups = query.shape[1] // key.shape[1]
+        (query,) = readable(query)
         # In halves the kernel reads the output as it has written it itself: sample by sample, token by token.
         gradient, output = _by_token(gradient), _by_token(output)
         seed, offset = (torch.empty(0, dtype=torch.int64, device=query.device) for _ in range(2))
@@ -169,6 +175,17 @@ class CudaEfficient:
             each.unflatten(1, (-1, groups)).sum(2, dtype=torch.float32).to(key.dtype) for each in (by_key, by_value)
         )
         return by_query, by_key, by_value
+
+
+def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the same values where CUDA's kernels can read them: no gaps within a head, and every row begins at a
+    multiple of `_ALIGNED_BYTES`."""
+
+    def is_readable(tensor: Tensor) -> bool:
+        starts = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
+        return tensor.stride(-1) == 1 and not any(start % _ALIGNED_BYTES for start in starts)
+
+    return tuple(each if is_readable(each) else each.clone(memory_format=torch.contiguous_format) for each in tensors)
 
 
 def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:

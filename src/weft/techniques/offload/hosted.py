@@ -1,7 +1,9 @@
 """A rank's shards of ZeRO-3 in the memory of an accelerator's host, with their gradients and optimizer states.
 
 `fully_shard` copies a unit's weights to the device as it gathers them, and gradients back as it has reduced them.  What
-lies with the host is stepped there, so states never travel.  Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840).
+lies with the host is stepped there, so states never travel.  Weights change only after the ranks have agreed on a step,
+which has waited for the device: copies that are under way have read the old ones.
+Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840).
 """
 
 from __future__ import annotations
@@ -61,6 +63,9 @@ class HostedParameters(TechniqueRuntime):
 
     def away(self) -> Collection[int]:
         return () if self._states is None else self._states.away
+
+    def close(self) -> None:
+        self._parts.clear()
 
     def notes(self) -> list[str]:
         return [

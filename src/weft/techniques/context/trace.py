@@ -1,4 +1,5 @@
-"""Where a model lets its tokens see one another: one forward on the meta device, at two lengths.
+"""Where a model lets its tokens see one another: forwards in training and in evaluation on the meta device, at two
+lengths.
 
 Ranks that share a sequence give `scaled_dot_product_attention` what it needs of other ranks.  Whatever else mixes
 tokens would silently see those of one rank alone.  A blueprint says that there is nothing else (`Blueprint.attention`);
@@ -36,7 +37,7 @@ _Square = tuple[str, str, tuple[int, ...]]
 
 
 def attending_modules(blueprint: Blueprint) -> list[str]:
-    """Return the modules that call `scaled_dot_product_attention` themselves.  Not collective, and takes no memory.
+    """Return the modules that ever call `scaled_dot_product_attention` themselves.  Not collective, and takes no memory.
 
     Raises:
         PlanError: the model mixes tokens in another way, or not at all.
@@ -52,13 +53,22 @@ def attending_modules(blueprint: Blueprint) -> list[str]:
         length = batch["tokens"].shape[1]
         if length < 3:
             raise _refused(f"samples of {length} tokens are too short to be shared")
-        first, second = (_watched(blueprint, batch, size) for size in (length, length - 1))
+        runs = [
+            [_watched(blueprint, batch, size, trains=trains) for size in (length, length - 1)]
+            for trains in (True, False)
+        ]
+    attending = list(dict.fromkeys(name for run in runs for name in run[0].attending))
+    for run in runs:
+        _check(*run)
+    return attending
+
+
+def _check(first: _Watch, second: _Watch) -> None:
     if both := [square for square in first.squares if square in second.squares]:
         name, operator, _ = both[0]
         raise _refused(f"{name or 'the forward'} makes a tensor of tokens × tokens by {operator}")
     if not first.attending:
         raise _refused("it never calls scaled_dot_product_attention")
-    return list(dict.fromkeys(first.attending))
 
 
 def _refused(what: str) -> PlanError:
@@ -68,15 +78,16 @@ def _refused(what: str) -> PlanError:
     )
 
 
-def _watched(blueprint: Blueprint, batch: Mapping[str, Tensor], length: int) -> _Watch:
-    """One forward of samples of `length` tokens, without positions or documents of their own."""
+def _watched(blueprint: Blueprint, batch: Mapping[str, Tensor], length: int, *, trains: bool) -> _Watch:
+    """One forward, in training or in evaluation, of samples of `length` tokens, without positions or documents of their
+    own."""
     watch = _Watch(length)
-    module = copy_on_meta(blueprint.module).to("meta").train()
+    module = copy_on_meta(blueprint.module).to("meta").train(trains)
     for name, inner in module.named_modules():
         inner.register_forward_pre_hook(partial(watch.enter, name))
         inner.register_forward_hook(watch.leave)
     given = {keyword: batch[field] for keyword, field in blueprint.inputs.items() if field == "tokens"}
-    with watch.calls(), watch.operators():
+    with watch.calls(), watch.operators(), torch.set_grad_enabled(trains):
         module(**{keyword: field[:, :length] for keyword, field in given.items()})
     return watch
 

@@ -3,7 +3,7 @@ nothing.
 
 A scale after the embedding or behind the head that the forward applies by itself would be applied once per stage,
 silently. So the skeleton of the model, with every module of its table substituted, is run once on a random activation
-and must return it bit for bit.
+and must return it bit for bit, in evaluation as in training.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def verify_cut_table(blueprint: Blueprint, table: CutTable) -> None:
             stacklevel=2,
         )
         return
-    sent, returned = found
-    if returned.shape != sent.shape or not torch.equal(returned, sent):
+    sent, *results = found
+    if any(returned.shape != sent.shape or not torch.equal(returned, sent) for returned in results):
         raise PlanError(
             f"{kind} cannot be cut into stages by its table: its forward changes the activation outside"
             f" {table.entry}, the blocks and {', '.join(table.tail) or 'the tail'}, and every stage would do that"
@@ -59,8 +59,8 @@ def verify_cut_table(blueprint: Blueprint, table: CutTable) -> None:
         )
 
 
-def _through_skeleton(blueprint: Blueprint, table: CutTable) -> tuple[Tensor, Tensor] | None:
-    """What went in where the first block stands, and what came out of the model."""
+def _through_skeleton(blueprint: Blueprint, table: CutTable) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What went in where the first block stands, and what came out of the model in evaluation and in training."""
     if blueprint.example is None:
         return None
     shape, dtype = _first_block_input(blueprint, table)
@@ -70,8 +70,9 @@ def _through_skeleton(blueprint: Blueprint, table: CutTable) -> tuple[Tensor, Te
     entry.value = sent
     skeleton = _skeleton(blueprint.module, table, entry)
     inputs = _inputs(blueprint, torch.device("cpu"))
-    with torch.no_grad():
-        return sent, logits_of(skeleton(**inputs))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # a dropout outside of the table would draw
+        evaluated = logits_of(skeleton.eval()(**inputs))
+        return sent, evaluated, logits_of(skeleton.train()(**inputs))
 
 
 def _skeleton(module: nn.Module, table: CutTable, entry: Received) -> nn.Module:
@@ -84,7 +85,7 @@ def _skeleton(module: nn.Module, table: CutTable, entry: Received) -> nn.Module:
         skeleton = skeleton.to_empty(device="cpu")
         for tensor in (*skeleton.parameters(), *skeleton.buffers()):
             tensor.detach().zero_()
-    return skeleton.eval()
+    return skeleton
 
 
 def _first_block_input(blueprint: Blueprint, table: CutTable) -> tuple[torch.Size, torch.dtype]:

@@ -40,13 +40,14 @@ def attending(step: Step) -> list[str]:
     return attending_modules(blueprint)
 
 
+def second(model: nn.Module, x: Tensor) -> Tensor:
+    return model.get_submodule("second")(x)
+
+
 def test_modules_that_attend_in_evaluation_alone_are_known() -> None:
     assert attending(lambda model, x: x) == ["first"]
-    assert attending(lambda model, x: x if model.training else model.get_submodule("second")(x)) == ["first", "second"]
-    assert attending(lambda model, x: x if torch.is_grad_enabled() else model.get_submodule("second")(x)) == [
-        "first",
-        "second",
-    ]
+    assert attending(lambda model, x: x if model.training else second(model, x)) == ["first", "second"]
+    assert attending(lambda model, x: x if torch.is_grad_enabled() else second(model, x)) == ["first", "second"]
 
 
 def test_attention_that_is_written_out_in_evaluation_is_refused() -> None:

@@ -14,8 +14,8 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
     """Return the recipe's model; one that says nothing of its blocks, or of how it splits, is looked at.
 
     That is done where the plan needs to know (none: any plan may).  `model.propose_split` says of the split otherwise:
-    true looks at any model, and splits what no rule covers; false at none.  Every rank finds the same, for the analysis
-    depends on the recipe alone.
+    true looks at any model, and splits what no rule covers; false at none.  A table by hand that divides channels
+    is compared with what the forwards allow.  Every rank finds the same, for the analysis depends on the recipe alone.
 
     Raises:
         RecipeError: the model cannot be built.
@@ -33,6 +33,10 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
 
         look_at_experts(blueprint)
     divides = plan is None or plan.mesh.tensor > 1
+    if divides and (recipe.model.split or recipe.model.factory is not None) and blueprint.splits:
+        from weft.describe import try_table  # as below
+
+        try_table(blueprint)
     if adapter is not None and not adapter.divides:
         _adapt_and_look(blueprint, recipe, divides=divides)
         return blueprint

@@ -15,3 +15,4 @@ from weft.describe._proposal import ProposedRule as ProposedRule
 from weft.describe._proposal import lines_of as lines_of
 from weft.describe._propose import propose_split as propose_split
 from weft.describe._stages import stage_lines as stage_lines
+from weft.describe._table import try_table as try_table

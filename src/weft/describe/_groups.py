@@ -12,6 +12,10 @@ _STATES = 64
 """Choices that are followed side by side; chains of layers need two."""
 
 
+Sides = tuple[frozenset[str], frozenset[str]]
+"""Names of layers that are columns, and of those that are rows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMember:
     """A layer of a group, and where the divided atom lies in its features."""
@@ -73,11 +77,16 @@ class SplitChoice:
 
 
 def choose(
-    flow: ForwardFlow, blocks: Sequence[str], refused: Iterable[int] = (), ruled: Iterable[str] = ()
+    flow: ForwardFlow,
+    blocks: Sequence[str],
+    refused: Iterable[int] = (),
+    ruled: Iterable[str] = (),
+    only: Sides | None = None,
 ) -> SplitChoice:
     """Take groups that lie in one block first, then those that split most parameters; a layer is in one group only.
-    `refused` are atoms that a rehearsal found wanting, `ruled` layers for which the model has rules already."""
-    found, places = _groups(flow, set(refused)), frozenset(blocks)
+    `refused` are atoms that a rehearsal found wanting, `ruled` layers for which the model has rules already; `only`
+    names those that may be columns, and rows."""
+    found, places = [g for g in _groups(flow, set(refused)) if only is None or _fits(g, only)], frozenset(blocks)
     found.sort(key=lambda group: group.first)
     taken = frozenset(ruled)
     chosen: list[LayerGroup] = []
@@ -88,6 +97,11 @@ def choose(
     chosen.sort(key=lambda group: group.first)
     left = [(name, _why(flow, layer)) for name, layer in flow.layers.items() if name not in taken]
     return SplitChoice(groups=tuple(chosen), left=tuple(left))
+
+
+def _fits(group: LayerGroup, only: Sides) -> bool:
+    columns, rows = (frozenset(member.layer.name for member in side) for side in (group.columns, group.rows))
+    return columns <= only[0] and rows <= only[1]
 
 
 def _heaviest(groups: Sequence[LayerGroup]) -> list[LayerGroup]:

@@ -21,17 +21,23 @@ def look(blueprint: Blueprint) -> None:
     try:
         proposal = propose_split(blueprint)
     except RecipeError as problem:
-        blueprint.no_tensor = _first_sentence(str(problem))
+        _stay_whole(blueprint, _first_sentence(str(problem)))
         return
     except Exception as problem:  # a forward may do what no rule of the analysis foresaw: no table, and no failure
         said = next(iter(str(problem).splitlines()), "")
-        blueprint.no_tensor = f"looking at its forward failed ({type(problem).__name__}: {said})"
+        _stay_whole(blueprint, f"looking at its forward failed ({type(problem).__name__}: {said})")
         return
     proposal.apply_to(blueprint)
     if proposal.splits:
         blueprint.notes = (*blueprint.notes, found_split_note(proposed.rule for proposed in proposal.rules))
     elif not blueprint.splits:
         blueprint.no_tensor = why_whole(proposal)
+
+
+def _stay_whole(blueprint: Blueprint, reason: str) -> None:
+    """What no rule covers stays whole; that is all of a model without rules that divide anything."""
+    if not blueprint.splits:
+        blueprint.no_tensor = reason
 
 
 def why_whole(proposal: Proposal) -> str:

@@ -12,7 +12,7 @@ from weft.describe._dropped import has_parts_in_front, is_dropout, kind_on, why_
 from weft.describe._events import Event, Trace, Value
 from weft.describe._flow import ForwardFlow, follow
 from weft.describe._graph import Graph
-from weft.describe._groups import GroupMember, LayerGroup, SplitChoice, choose
+from weft.describe._groups import GroupMember, LayerGroup, Sides, SplitChoice, choose
 from weft.describe._modes import trace_both
 from weft.describe._proposal import Confidence, Proposal, ProposedRule
 from weft.describe._rehearse import DTYPE, Attribute, Rehearsal, cut_dim
@@ -27,14 +27,15 @@ from weft.stand_ins import copy_on_meta, glob_of, globs_of
 UNPROVEN = "not proven: compare gradients with one process before you rely on it (weft check)"
 
 
-def propose_split(blueprint: Blueprint) -> Proposal:
+def propose_split(blueprint: Blueprint, only: Sides | None = None) -> Proposal:
     """Propose a split table for a model that brings none, from its forward in training on the meta device, and the one
     in evaluation where that computes something else.
 
     Linear layers become column- and row-parallel where everything between them can work on a part; the proposal is
     rehearsed on one rank's share of the weights, shape by shape.  Modules that the blueprint's own rules cover are left
     to those.  What a shape cannot show (a forward that counts by the data's values) only gradients can: so nothing of
-    this is to be trusted before it has been compared with one process.
+    this is to be trusted before it has been compared with one process.  `only`: names of the layers that may be split,
+    as columns (by what they make) and as rows; None: any.
 
     A copy without memory runs, so that what the forward counts or keeps in its modules stays as it is.
 
@@ -53,7 +54,7 @@ def propose_split(blueprint: Blueprint) -> Proposal:
     gathering = gatherable(found, flow, blueprint)
     if gathering:
         flow = follow(found, blueprint.module, gathering)
-    return _Proposer(blueprint, found, flow, gathering, modes).proposal()
+    return _Proposer(blueprint, found, flow, gathering, modes, only).proposal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ class _Proposer:
     """Modules that may be given all of a divided dim."""
     modes: Sequence[Mode]
     """How the forward runs in the trace."""
+    only: Sides | None
+    """Layers that may be columns, and rows."""
     graph: Graph = field(init=False)
     blocks: tuple[str, ...] = field(init=False)
     places: dict[int, list[tuple[Event, int]]] = field(init=False)
@@ -122,7 +125,7 @@ class _Proposer:
         refused: set[int] = set()
         ruled = [name for name in self.flow.layers if not self._own(name)]
         while True:
-            choice = choose(self.flow, self.blocks, refused, ruled)
+            choice = choose(self.flow, self.blocks, refused, ruled, self.only)
             groups = choice.groups
             clashing = [group for group in groups if self._clash(group, groups, refused)]
             parts = _common_prime(groups)

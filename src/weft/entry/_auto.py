@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.blueprint import build_blueprint
 from weft.cluster import Cluster, KnownMachine, known_machine
-from weft.describe import describe, describe_weights, look
+from weft.describe import describe, describe_weights, look, try_table
 from weft.description import Description, description_of, store, stored
 from weft.errors import RecipeError
 from weft.families import Tables
@@ -48,17 +48,21 @@ def describe_user_model(blueprint: Blueprint, recipe: Recipe) -> Description:
         return _described(replace(blueprint, module=module), recipe)
 
 
-def look_at_user_model(blueprint: Blueprint) -> None:
-    """Split a module that the user has constructed as its forward allows; a copy of it on the meta device runs."""
+def look_at_user_model(blueprint: Blueprint, *, has_table: bool) -> None:
+    """Split a module that the user has constructed as its forward allows, or see whether that allows the user's table;
+    a copy of it on the meta device runs."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         module = _on_meta(blueprint.module)
         if module is None:
             return
         seen = replace(blueprint, module=module)
-        look(seen)
+        (try_table if has_table else look)(seen)
         for name, value in Tables(**seen.of_tables).of_tables.items():
             setattr(blueprint, name, value)
+    if has_table:
+        for note in blueprint.notes:
+            warnings.warn(note, stacklevel=2)
 
 
 def _kept(recipe: Recipe, blueprint: Blueprint) -> Description:

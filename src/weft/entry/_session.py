@@ -426,8 +426,8 @@ class Session:
                 for name, value in example.items()
             },
         )
-        if not blueprint.splits and not own and self._plan is not None and self._plan.mesh.tensor > 1:
-            look_at_user_model(blueprint)
+        if self._plan is not None and self._plan.mesh.tensor > 1 and (own or not blueprint.splits):
+            look_at_user_model(blueprint, has_table=bool(own))
         return blueprint
 
     def _choose(self, recipe: Recipe, blueprint: Blueprint, loss: UserLoss, example: UserBatch) -> Plan:

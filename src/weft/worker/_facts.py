@@ -26,7 +26,7 @@ def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
         no_grid=blueprint.no_grid,
         no_cube=blueprint.no_cube,
         attention_heads=blueprint.attention_heads,
-        no_tensor="" if blueprint.splits else blueprint.no_tensor or f"nothing says how the layers of {model} split",
+        no_tensor=blueprint.no_tensor or ("" if blueprint.splits else f"nothing says how the layers of {model} split"),
         divisible=(dict(blueprint.divisible) or None) if blueprint.splits else {},
         num_parameters=sum(parameter.numel() for parameter in blueprint.module.parameters()),
         hidden_size=blueprint.hidden_size,

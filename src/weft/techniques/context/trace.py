@@ -37,7 +37,7 @@ _Square = tuple[str, str, tuple[int, ...]]
 
 
 def attending_modules(blueprint: Blueprint) -> list[str]:
-    """Return the modules that ever call `scaled_dot_product_attention` themselves.  Not collective, and takes no memory.
+    """Return the modules that ever call `scaled_dot_product_attention` themselves.  Not collective; takes no memory.
 
     Raises:
         PlanError: the model mixes tokens in another way, or not at all.

@@ -95,6 +95,9 @@ class Tensor(Technique):
             from weft.techniques.tensor.grid_limits import check_grid_model  # as above
 
             check_grid_model(case)
+        if tensor > 1 and case.facts.no_tensor and sizes != {}:
+            fix = "Mend [model.split], leave it out (looking at the model may find another), or use 1"
+            raise case.refuse(("mesh", "tensor"), f"cannot be had: {case.facts.no_tensor}.\n{fix}.")
         if has_grid or tensor == 1 or sizes is None or case.recipe.model.split:
             return  # A split table of one's own says itself what must divide; it is looked at when the model is built.
         if not sizes:

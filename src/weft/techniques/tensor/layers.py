@@ -83,6 +83,11 @@ def _check_table(blueprint: Blueprint, view: GroupView) -> None:
             f" gets data and"
             " ZeRO plans only. Write its table under [model.split], or use plan.mesh.tensor = 1."
         )
+    if blueprint.no_tensor:
+        raise PlanError(
+            f"plan.mesh.tensor = {view.size} cannot be had: {blueprint.no_tensor}. Mend the table, or use"
+            " plan.mesh.tensor = 1."
+        )
     check_sizes(blueprint, view.size)
     if any(rule.kind in ("channel_out", "channel_in") for rule in blueprint.split):
         from weft.techniques.tensor.channels import check_bare  # loaded where convolutions are split

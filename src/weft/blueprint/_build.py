@@ -14,8 +14,8 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
     """Return the recipe's model; one that says nothing of its blocks, or of how it splits, is looked at.
 
     That is done where the plan needs to know (none: any plan may).  `model.propose_split` says of the split otherwise:
-    true looks at any model, and splits what no rule covers; false at none.  A table by hand that divides channels
-    is compared with what the forwards allow.  Every rank finds the same, for the analysis depends on the recipe alone.
+    true looks at any model, and splits what no rule covers; false at none.  Tables of channels by hand are tried, too.
+    Every rank finds the same, for the analysis depends on the recipe alone.
 
     Raises:
         RecipeError: the model cannot be built.
@@ -88,10 +88,8 @@ def look_for_blocks(blueprint: Blueprint, plan: Plan | None = None) -> None:
 
 
 def _may_split(blueprint: Blueprint, recipe: Recipe) -> bool:
-    wanted = recipe.model.propose_split
-    if wanted is not None:
-        return wanted
-    return not blueprint.splits and not recipe.model.split and recipe.model.reference is None
+    usual = not blueprint.splits and not recipe.model.split and recipe.model.reference is None
+    return usual if recipe.model.propose_split is None else recipe.model.propose_split
 
 
 def _look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:

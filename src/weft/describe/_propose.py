@@ -103,6 +103,7 @@ class _Proposer:
         groups = choice.groups
         inside = tuple(f"{block}." for block in self.blocks)
         taken = _names(groups) | {name for name in self.flow.layers if name.startswith(inside)}
+        taken |= {part.name.rpartition(".")[0] for group in groups for part in group.parts}
         vocabulary = VocabularyAnalysis(self.blueprint, self.trace, self.flow, parts, taken).run()
         left = [*self._left(choice, vocabulary), *vocabulary.left]
         decisions = [*_of_vocabulary(vocabulary), *self._layers(groups), *self._parts(groups)]

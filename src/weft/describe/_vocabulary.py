@@ -38,7 +38,7 @@ class VocabularyAnalysis:
     flow: ForwardFlow
     parts: int
     taken: Collection[str] = ()
-    """Layers that split with others, and those of blocks."""
+    """Layers that split with others, those of blocks, and tables whose columns are divided."""
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,7 +148,10 @@ class VocabularyAnalysis:
             return f"a {type(module).__name__} finds its rows itself, which Weft cannot cut by rows"
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             return "its options (max_norm, scale_grad_by_freq, sparse) want all rows in one place"
-        owners = self._owners(f"{event.module}.weight") - {event.module}
+        owners = self._owners(f"{event.module}.weight")
+        if owners.intersection(self.taken):
+            return "its features are split with what reads them"
+        owners -= {event.module}
         tied = head is not None and owners == {head.name}
         if owners and not tied:
             return f"it shares its weight with {', '.join(sorted(owners))}, which stays whole"

@@ -89,23 +89,19 @@ class Tensor(Technique):
     def check_model(self, case: Case) -> None:
         self._check_sequence(case)
         self._check_adapter(case)
-        sizes, tensor = case.facts.divisible, case.plan.mesh.tensor
-        has_grid = case.plan.tensor_parallel.scheme != "1d"
+        sizes, tensor, has_grid = case.facts.divisible, case.plan.mesh.tensor, case.plan.tensor_parallel.scheme != "1d"
         if has_grid:
             from weft.techniques.tensor.grid_limits import check_grid_model  # as above
 
             check_grid_model(case)
-        if tensor > 1 and case.facts.no_tensor and sizes != {}:
-            fix = "Mend [model.split], leave it out (looking at the model may find another), or use 1"
-            raise case.refuse(("mesh", "tensor"), f"cannot be had: {case.facts.no_tensor}.\n{fix}.")
+        if tensor > 1 and sizes != {} and (why := case.facts.no_tensor):
+            raise case.refuse(("mesh", "tensor"), f"cannot be had: {why}.\nMend model.split, leave it out, or use 1.")
         if has_grid or tensor == 1 or sizes is None or case.recipe.model.split:
             return  # A split table of one's own says itself what must divide; it is looked at when the model is built.
         if not sizes:
             why = case.facts.no_tensor or f"a {case.facts.name} has no layers for the tensor axis"
-            raise case.refuse(
-                ("mesh", "tensor"),
-                f"has nothing to split: {why}.\nUse 1: data ranks share the model (plan.data_parallel.zero).",
-            )
+            fix = "Use 1: data ranks share the model (plan.data_parallel.zero)."
+            raise case.refuse(("mesh", "tensor"), f"has nothing to split: {why}.\n{fix}")
         wrong = {name: size for name, size in sizes.items() if size % tensor}
         if wrong:
             common = math.gcd(*sizes.values())
@@ -115,8 +111,7 @@ class Tensor(Technique):
 
     def _check_adapter(self, case: Case) -> None:
         """Where an adapter's pair stands, the sequence is whole."""
-        adapter, plan = case.recipe.model.adapter, case.plan
-        if adapter is not None and plan.tensor_parallel.sequence:
+        if case.recipe.model.adapter is not None and case.plan.tensor_parallel.sequence:
             problem = "cannot be had with model.adapter: the narrow activation inside an adapter is not shared out."
             raise case.refuse(("tensor_parallel", "sequence"), f"{problem}\nUse false.")
 

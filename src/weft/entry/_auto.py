@@ -56,12 +56,12 @@ def look_at_user_model(blueprint: Blueprint, *, has_table: bool) -> None:
         module = _on_meta(blueprint.module)
         if module is None:
             return
-        seen = replace(blueprint, module=module)
+        seen, known = replace(blueprint, module=module), len(blueprint.notes)
         (try_table if has_table else look)(seen)
         for name, value in Tables(**seen.of_tables).of_tables.items():
             setattr(blueprint, name, value)
     if has_table:
-        for note in blueprint.notes:
+        for note in blueprint.notes[known:]:
             warnings.warn(note, stacklevel=2)
 
 

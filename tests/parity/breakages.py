@@ -240,11 +240,16 @@ def _experts_cut_over_all_shards() -> list[Patch]:
     return [(zero3, "cut_of", wrong)]
 
 
-def _parts_of_experts_as_rows() -> list[Patch]:
-    """Shards of matrices are taken for runs of experts."""
+def _neighbours_part_of_experts() -> list[Patch]:
+    """Where ZeRO-3 cuts experts' matrices, a rank fills and saves the part of the rank behind it."""
+    place = zero3.ShardCut.place
 
     def wrong(self: Any, layout: Any, shape: Any) -> Any:
-        return layout, zero3.first_element(shape, self.view)
+        placed, start = place(self, layout, shape)
+        inner = placed.inner
+        return placed if inner is None else replace(
+            placed, inner=replace(inner, index=(inner.index + 1) % inner.parts)
+        ), start
 
     return [(zero3.ShardCut, "place", wrong)]
 
@@ -418,7 +423,7 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "experts summed over nobody": partial_of(_experts_summed_over, False),
     "experts summed over all data ranks": partial_of(_experts_summed_over, True),
     "experts cut over all shards": _experts_cut_over_all_shards,
-    "parts of experts as rows": _parts_of_experts_as_rows,
+    "neighbour's part of experts": _neighbours_part_of_experts,
     "rows as they came": _rows_as_they_came,
     "weights of the choices before": _weights_of_the_choices_before,
     "gradients of rows stay": _gradients_of_rows_stay,

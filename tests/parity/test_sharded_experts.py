@@ -16,7 +16,7 @@ from weft.recipe import ModelRecipe
 STEPS = 3
 BREAKAGES = (
     ("experts cut over all shards", Cell("mixture", plan(expert=2, shard=4, zero=3, micro=1))),
-    ("parts of experts as rows", Cell("mixture_six", plan(expert=2, shard=4, zero=3, micro=1))),
+    ("neighbour's part of experts", Cell("mixture_six", plan(expert=2, shard=4, zero=3, micro=1))),
 )
 """Piece of Weft that is broken, and a cell that shows it."""
 

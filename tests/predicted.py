@@ -26,7 +26,8 @@ def unlike_predicted(
         labels = _labels(recipe, plan, blueprint, rank, len(trial.losses))
         for number, seen in enumerate(trial.launched):
             step = max(number - 1, 0)
-            program = program_of(recipe, plan, outline, rank, labels=labels[step])
+            is_widened = plan.compute.precision == "fp64"  # trials let nothing be narrower
+            program = program_of(recipe, plan, outline, rank, labels=labels[step], is_widened=is_widened)
             is_first = number == 0  # the first pass of a training, which ends before ranks agree on anything
             phases: tuple[Phase, ...] = ("gradients",) if is_first else ("gradients", "agreement", "update")
             unused = not is_first and trial.unused[step]

@@ -13,6 +13,7 @@ from weft.explain import (
     PICTURES,
     draw,
     explain_choice,
+    imbalance_line,
     layout_line,
     memory_line,
     next_changes,
@@ -63,6 +64,27 @@ def test_waterfall_adds_up(pricer: Pricer) -> None:
     time = pricer.predict(LAYOUT).time
     assert sum(seconds for _, seconds in waterfall(time)) == pytest.approx(time.total)
     assert time_line(time).startswith("ideal ")
+
+
+def test_what_prices_assume_of_experts_is_said(pricer: Pricer) -> None:
+    assert imbalance_line(LAYOUT, pricer.calibration, pricer.stack) == ""
+    shared = replace(LAYOUT, expert=2)
+    measured = replace(pricer.calibration, expert_imbalance=1.25)
+    said = imbalance_line(shared, measured, pricer.stack)
+    assert said.startswith("of 2 ranks that share out experts, the busiest has 1.25 times the mean")
+    assert imbalance_line(shared, measured, replace(pricer.stack, balances_experts=True)) == ""
+
+
+def test_a_question_about_experts_says_what_prices_assume() -> None:
+    mixture = profile_of_sizes(replace(SIZES, num_experts=4, top_k=2, expert_ffn_size=2048))
+    near = parse_cluster_spec("8xh100")
+    space = replace(
+        space_of(mixture, near, global_batch_size=16), schedules=("1f1b",), per_block_recompute=False, experts=(1, 4)
+    )
+    asking = Pricer(mixture, near)
+    alone = search(mixture, near, global_batch_size=16, space=replace(space, experts=(1,)), pricer=asking, top=1)
+    lines = explain_choice(replace(alone, space=space), asking, "expert=4")
+    assert lines[-1].startswith("Prices assume: of 4 ranks that share out experts, the busiest has 1.05 times")
 
 
 def test_memory_line_adds_up(pricer: Pricer) -> None:

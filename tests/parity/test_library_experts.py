@@ -50,7 +50,15 @@ def test_a_broken_piece_is_seen(parity: Matrix, breakage: str, seen_in: str) -> 
 
 @pytest.mark.parametrize("cell", library_experts.DRAWN, ids=str)
 def test_a_dry_run_sends_what_is_predicted(models: dict[str, ModelRecipe], cell: Cell) -> None:
-    check(cell, models, "fp32")  # in fp64 the library's routers compute in fp32, which trials widen and dry runs do not
+    check(cell, models)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_what_is_predicted_knows_in_what_precision_choices_are_weighted(
+    models: dict[str, ModelRecipe], precision: str
+) -> None:
+    """Mixtral's routers weight in fp32, whatever the rest computes in."""
+    check(library_experts.DRAWN[0], models, precision)
 
 
 @pytest.mark.parity
@@ -62,4 +70,4 @@ def test_every_cell_equals_one_process(long: Matrix, cell: Cell) -> None:
 @pytest.mark.parity
 @pytest.mark.parametrize("cell", library_experts.ALL, ids=str)
 def test_every_dry_run_sends_what_is_predicted(models: dict[str, ModelRecipe], cell: Cell) -> None:
-    check(cell, models, "fp32")  # in fp64 the library's routers compute in fp32, which trials widen and dry runs do not
+    check(cell, models)

@@ -62,5 +62,4 @@ def test_every_cell_equals_one_process(long: Matrix, cell: Cell) -> None:
 @pytest.mark.parity
 @pytest.mark.parametrize("cell", sharded_experts.ALL + sharded_experts.LIBRARY, ids=str)
 def test_every_dry_run_sends_what_is_predicted(models: dict[str, ModelRecipe], cell: Cell) -> None:
-    is_of_library = cell in sharded_experts.LIBRARY  # whose routers compute in fp32, which trials widen
-    check(cell, models, "fp32" if is_of_library else "fp64")
+    check(cell, models)

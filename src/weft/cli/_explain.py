@@ -56,12 +56,14 @@ def answer_lines(result: SearchResult, questions: Questions, subject: Subject) -
 
 
 def _lines(result: SearchResult, questions: Questions, subject: Subject) -> Iterator[str]:
-    from weft.explain import explain_choice, memory_line, time_line
+    from weft.explain import explain_choice, imbalance_line, memory_line, time_line
     from weft.price import Pricer, accuracy
 
     best = result.best[0]
     yield f"time      {time_line(best.prediction.time)}"
     yield f"memory    {memory_line(best.prediction)}"
+    if assumed := imbalance_line(best.layout, result.calibration, result.stack):
+        yield f"assumed   {assumed}"
     if result.cluster.has_accelerators:
         yield f"accuracy  {accuracy().line}"
     if not questions.are_asked:

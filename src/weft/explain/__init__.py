@@ -9,6 +9,7 @@ from weft.explain._table import plan_table as plan_table
 from weft.explain._table import search_document as search_document
 from weft.explain._table import search_lines as search_lines
 from weft.explain._table import what_it_costs as what_it_costs
+from weft.explain._text import imbalance_line as imbalance_line
 from weft.explain._text import layout_line as layout_line
 from weft.explain._text import memory_line as memory_line
 from weft.explain._text import time_line as time_line

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from weft.figures import spell_figure, spell_percent, time_unit
-from weft.price import Layout, MemoryKinds, Prediction, TimeTerms
+from weft.price import Calibration, Layout, MemoryKinds, Prediction, Stack, TimeTerms
 from weft.techniques.registry import words as technique_words
 
 _WORDS = {field.name: field.name.replace("_", " ") for field in dataclasses.fields(TimeTerms)} | {
@@ -52,6 +52,14 @@ def memory_line(prediction: Prediction) -> str:
     ]
     margin = f"margin {spell_figure(prediction.margin_bytes / _GIBI)} GiB"
     return " · ".join([*shown, f"free {spell_figure(free / _GIBI)}", margin])
+
+
+def imbalance_line(layout: Layout, calibration: Calibration, stack: Stack) -> str:
+    """Return what a price takes for granted of how tokens choose experts; empty where ranks share out none."""
+    if layout.expert == 1 or stack.balances_experts:
+        return ""
+    busiest = f"{calibration.expert_imbalance:.3g} times the mean number of tokens (expert_imbalance)"
+    return f"of {layout.expert} ranks that share out experts, the busiest has {busiest}"
 
 
 def memory_parts(kinds: MemoryKinds) -> list[tuple[str, float]]:

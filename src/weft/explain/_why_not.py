@@ -11,6 +11,7 @@ from weft.explain._settings import Setting, apply_settings, parse_settings
 from weft.explain._text import (
     difference_line,
     differences,
+    imbalance_line,
     layout_line,
     memory_parts,
     spell_change,
@@ -69,7 +70,10 @@ def explain_choice(result: SearchResult, pricer: Pricer, question: str) -> list[
     if all(setting.of(best.layout) == setting.value for setting in settings):
         return [f"{case.text} is what the best plan has."]
     alone = _alone(case, best)
-    return [*_changed_alone(case, best), *_best_with(case, best, alone)]
+    asked = next((setting.value for setting in settings if setting.name == "expert"), 1)
+    assumed = imbalance_line(replace(best.layout, expert=asked), result.calibration, result.stack)
+    said = [f"Prices assume: {assumed}."] if assumed else []
+    return [*_changed_alone(case, best), *_best_with(case, best, alone), *said]
 
 
 def _alone(case: _Case, best: Candidate) -> float:

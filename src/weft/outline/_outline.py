@@ -88,6 +88,8 @@ class ModuleCall:
     """The same of what happens when it ends."""
     is_exit_needed: bool = False
     """Whether the block keeps something for the backward that is computed with this call's result."""
+    widths: tuple[tuple[int, int], ...] = ()
+    """Bytes of an element in a precision, and of one of what it reads then, where the model itself says the latter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,8 @@ class ModelShare:
     """How many count in each microbatch of the step; None: all."""
     on_cores: bool = True
     """Whether it computes on a CPU."""
+    is_widened: bool = False
+    """Whether nothing in the model is narrower than the plan's precision, as trials in fp64 have it."""
     cuts_anywhere: bool = True
     """Whether the backend scatters and gathers regions of different sizes, as Weft does on Gloo and over shared
     memory; NCCL and a dry run sum everything and send region by region."""
@@ -187,9 +189,13 @@ class ModelShare:
         parts = 1 if self.grid is None else self.grid.sample_parts
         return (shape[0] * self.plan.microbatch.size // (self.outline.samples * parts), *shape[1:])
 
-    def activation_bytes(self, shape: Shape) -> int:
+    def activation_bytes(self, shape: Shape, element_bytes: int | None = None) -> int:
         """Bytes of an activation of this rank's tokens, of one microbatch; `shape` is that of the whole."""
-        return math.prod(self.of_microbatch(self.of_tokens(shape))) * self.compute_bytes
+        return math.prod(self.of_microbatch(self.of_tokens(shape))) * (element_bytes or self.compute_bytes)
+
+    def read_bytes(self, call: ModuleCall) -> int:
+        """Bytes of an element of what a call reads."""
+        return self.compute_bytes if self.is_widened else dict(call.widths).get(self.compute_bytes, self.compute_bytes)
 
     def gathered(self, sizes: Sequence[int]) -> tuple[Operation, Sequence[int]]:
         """Return how ranks' own regions of so many bytes come to all: as one operation, or as one for each."""

@@ -75,12 +75,13 @@ def program_of(
     on_cores: bool = True,
     cuts_anywhere: bool = True,
     is_fingerprinted: bool = False,
+    is_widened: bool = False,
 ) -> RankProgram:
     """Return the program of `rank` of a plan's world.
 
     `labels` are how many count in each microbatch of the rank's step, which the data decide; by default all do.
-    `on_cores`: ranks compute on a CPU.  `cuts_anywhere`: see `ModelShare`.  `is_fingerprinted`: ranks compare batches,
-    as in a session.
+    `on_cores`: ranks compute on a CPU.  `cuts_anywhere`, `is_widened`: see `ModelShare`.  `is_fingerprinted`: ranks
+    compare batches, as in a session.
     """
     share = ModelShare(
         outline=outline,
@@ -90,6 +91,7 @@ def program_of(
         labels=labels,
         on_cores=on_cores,
         cuts_anywhere=cuts_anywhere,
+        is_widened=is_widened,
     )
     return RankProgram(tuple(_sends(share, is_fingerprinted)))
 

@@ -46,12 +46,13 @@ def outline_of(blueprint: Blueprint) -> Outline:
     notes = _Notes(blueprint, copy_on_meta(blueprint.module).to("meta").train())
     batch = blueprint.example(_SAMPLES)
     auxiliary = notes.run({name: field.to("meta") for name, field in batch.items()})
+    calls, widths = [call for call in notes.calls if call is not None], _widths_of_weights(blueprint, batch)
     cut, region, routers = blueprint.cut, notes.region, blueprint.routers
     labels = batch.get("labels")
     return Outline(
         samples=_SAMPLES,
         parameters=tuple(_parameters(blueprint, region)),
-        calls=tuple(call for call in notes.calls if call is not None),
+        calls=tuple(replace(call, widths=widths.get(call.module, ())) for call in calls),
         stem=cut.stem if cut is not None else (),
         entries=tuple(notes.entries[name] for name in cut.blocks) if cut is not None else (),
         between=cut.between if cut is not None else {},
@@ -67,6 +68,28 @@ def outline_of(blueprint: Blueprint) -> Outline:
         routers=None if routers is None else (len(routers.names), routers.num_experts),
         is_balanced=routers is not None and routers.balance_rate > 0,
     )
+
+
+def _widths_of_weights(blueprint: Blueprint, batch: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Return how wide the weights of choices are that stacked experts of transformers get, by the name under which they
+    are noted: routers of the library compute in a precision of their own.  One forward each in 2, 4 and 8 bytes."""
+    found: dict[str, tuple[tuple[int, int], ...]] = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float64) if blueprint.stacks else ():
+        copy = copy_on_meta(blueprint.module, dtype).to("meta").train()
+
+        def noted(name: str, stack: ExpertStack, *args: Any, **kwargs: Any) -> Tensor:
+            tokens, _, weights = stack.operands(args, kwargs)
+            width = (dtype.itemsize, weights.element_size())  # noqa: B023
+            found[f"{name}.weights"] = (*found.get(f"{name}.weights", ()), width)
+            return torch.empty_like(tokens)
+
+        for name, stack in blueprint.stacks.items():
+            copy.get_submodule(name).forward = partial(noted, name, stack)
+        try:
+            copy(**{each: batch[field].to("meta") for each, field in blueprint.inputs.items() if field in batch})
+        except RuntimeError:
+            continue  # a forward that does not know this precision cannot train in it
+    return found
 
 
 def outline_or_reason(blueprint: Blueprint) -> Outline | str:

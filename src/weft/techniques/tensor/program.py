@@ -65,7 +65,8 @@ class _Around:
                 case "replicate" if inside:
                     yield from self._replicated(call)
                 case "enter" if call.needs_gradient:
-                    yield self._send("all_reduce", self._bytes(call.shape), call, "gradient of its input")
+                    size = self._share.activation_bytes(call.shape, self._share.read_bytes(call))
+                    yield self._send("all_reduce", size, call, "gradient of its input")
                 case "sum":
                     again = self._exit_again(call)
                     yield self._send("all_reduce", self._bytes(call.output), call, "sum of its output", again)

@@ -50,7 +50,7 @@ def test_a_broken_piece_is_seen(parity: Matrix, breakage: str, seen_in: str) -> 
 
 @pytest.mark.parametrize("cell", library_experts.DRAWN, ids=str)
 def test_a_dry_run_sends_what_is_predicted(models: dict[str, ModelRecipe], cell: Cell) -> None:
-    check(cell, models)
+    check(cell, models, "fp32")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
@@ -70,4 +70,4 @@ def test_every_cell_equals_one_process(long: Matrix, cell: Cell) -> None:
 @pytest.mark.parity
 @pytest.mark.parametrize("cell", library_experts.ALL, ids=str)
 def test_every_dry_run_sends_what_is_predicted(models: dict[str, ModelRecipe], cell: Cell) -> None:
-    check(cell, models)
+    check(cell, models, "fp32")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cells import Cell, plan
+from window_models import WINDOWED
 
 from weft.plan import Plan
 
@@ -271,6 +272,17 @@ def compiled() -> Iterator[Cell]:
     yield from _cells("decoder_dropout", plan(tensor=2, sequence=True, recompute=MIXED, compiled=True))
     yield from _cells(("hf_gpt2", "encoder"), _data(2, recompute="selective", compiled=True))
     yield from _cells("hf_llama", plan(tensor=2, recompute="full", compiled=True))
+    shared: Any = {"context": 2, "compiled": True}
+    yield from _cells("decoder_dropout", plan(**shared), plan(**shared, scheme="ulysses", recompute="selective"))
+    yield from _cells("encoder", plan(**shared, scheme="all_gather", recompute="full"))
+    yield from _cells("hf_gpt2", plan(**shared, scheme="ulysses"))
+    yield from _cells(("hf_bert", "hf_llama", "lora"), plan(**shared, recompute="full"))
+    yield from _cells("mistral_dropping", plan(**shared), plan(**shared, scheme="ulysses"))
+    yield from _cells(("isolated", "mistral_isolated"), plan(**shared, scheme="all_gather"))
+    yield from _cells("isolated", plan(**shared, pipeline=2))
+    yield from _cells("decoder_grouped", plan(context=4, scheme="usp", recompute="selective", compiled=True))
+    yield from _cells("decoder_dropout", _data(3, **shared), _data(1, **shared, scheme="ulysses", recompute="full"))
+    yield from _cells("decoder_grouped", plan(**shared, tensor=2, sequence=True, recompute=MIXED))
 
 
 def _full() -> tuple[Cell, ...]:
@@ -293,6 +305,9 @@ def _full() -> tuple[Cell, ...]:
 
 
 FULL = _full()
+NARROW_NORMS = frozenset(("hf_llama", "hf_qwen", "lora", *WINDOWED))
+"""Models of `transformers` whose norms compute in fp32 whatever they are given: a compiler rounds otherwise there, so
+that compiled fp64 is no nearer to one process than fp32."""
 
 
 def techniques(cell: Cell) -> frozenset[str]:

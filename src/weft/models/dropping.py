@@ -3,10 +3,29 @@ attention sees it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+
+class AttentionTaker(TorchFunctionMode):
+    """A mode that takes calls of the functions below, as of torch's own, when they are compiled, too."""
+
+
+def _taken(function: Any, *operands: Any, **settings: Any) -> Tensor | None:
+    """Return what a mode makes of a call that a compiler follows, which asks modes about torch's own functions alone;
+    None: no mode takes it."""
+    if not torch.compiler.is_compiling():
+        return None
+    for index in range(torch._C._len_torch_function_stack()):  # pyright: ignore[reportPrivateUsage]
+        mode = torch._C._get_function_stack_at(index)  # pyright: ignore[reportPrivateUsage]
+        if isinstance(mode, AttentionTaker):
+            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] # torch leaves it then, too
+                return mode.__torch_function__(function, (), operands, settings)
+    return None
 
 
 def attend_dropping(
@@ -26,6 +45,8 @@ def attend_dropping(
     every key.  `dropout` is a module, so that a plan can key its draws by sample and layer.
     """
     given = (query, key, value)
+    if (taken := _taken(attend_dropping, *given, mask, dropout, causal=causal, scale=scale)) is not None:
+        return taken
     if has_torch_function(given):
         return handle_torch_function(
             attend_dropping, given, query, key, value, mask, dropout, causal=causal, scale=scale
@@ -74,6 +95,8 @@ def attend_in_window(
     or what is added to the scores, the window among it: it goes then.  `dropout`: None where nothing is dropped.
     """
     given = (query, key, value)
+    if (taken := _taken(attend_in_window, *given, mask, dropout, window=window, scale=scale)) is not None:
+        return taken
     if has_torch_function(given):
         return handle_torch_function(
             attend_in_window, given, query, key, value, mask, dropout, window=window, scale=scale

@@ -374,6 +374,7 @@ class _Notes:
             gives_gradient=made.requires_grad,
         )
         self._in_block.append((len(self.calls), self._num_kept, self._num_kept))
+        self._flow.begin(len(self.calls), made)
         self.calls.append(call)
 
     def _note(self, name: str, module: nn.Module, kind: CallKind, *, is_inside_whole: bool) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.dropping import attend_dropping, attend_in_window
+from weft.models.dropping import AttentionTaker, attend_dropping, attend_in_window
 from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.randomness import KeyedDropout
@@ -34,7 +34,7 @@ class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility) -> Tensor:
         with unkept():  # results of every source would stay until the backward, and are no use to it
-            whole = _attend_to_all(query, key, value, exchange, who)
+            whole = attend_to_all(query, key, value, exchange, who)
         output = whole.output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, whole.log_sum)
         ctx.exchange, ctx.who = exchange, who
@@ -43,9 +43,24 @@ class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, output, log_sum = ctx.saved_tensors
-        back = _Backward(ctx.who, query, key.shape[1], grads[0].contiguous(), Partial(output, log_sum))
-        by_key, by_value = ctx.exchange.gradients(key, value, ctx.who.shown, back.of_source)
-        return back.by_query.to(query.dtype), by_key, by_value, None, None
+        whole = Partial(output, log_sum)
+        made = gradients_of_all(grads[0].contiguous(), query, key, value, whole, ctx.exchange, ctx.who)
+        return *made, None, None
+
+
+def gradients_of_all(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    whole: Partial,
+    exchange: KeyExchange,
+    who: Visibility,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of this rank's queries, keys and values.  Call on every rank of the group."""
+    back = _Backward(who, query, key.shape[1], gradient, whole)
+    by_key, by_value = exchange.gradients(key, value, who.shown, back.of_source)
+    return back.by_query.to(query.dtype), by_key, by_value
 
 
 @final
@@ -89,7 +104,8 @@ class _Backward:
         return by_key, by_value
 
 
-def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility) -> Partial:
+def attend_to_all(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility) -> Partial:
+    """Return attention of this rank's queries to the keys of all ranks.  Call on every rank of the group."""
     seen: Partial | None = None
     for source, keys, values in exchange.visit(key, value, who.shown):
         for pair in who.pairs(source):
@@ -139,20 +155,43 @@ class VisitedAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
         """See `Attend`."""
+        if torch.compiler.is_compiling():
+            return self._in_graph(query, key, value, tokens, form)
         who = Visibility(tokens, self._view, form, self._together)
         return _SharedAttention.apply(query, key, value, self._exchange, who)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
+    def _in_graph(self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
+        """The same as one operator of a compiler's graph (`operators.py`)."""
+        view, dropped = self._view, form.dropped
+        output, _ = torch.ops.weft.shared_attention(
+            query, key, value, tokens.documents, None if dropped is None else dropped.words,
+            self._exchange.scheme, "" if view.group is None else str(view.group.group_name), view.ranks, view.index,
+            self._together, tokens.length, form.causal, form.scale, form.window,
+            0 if dropped is None else dropped.count, 0 if dropped is None else dropped.first_head,
+        )  # fmt: skip
+        return output
+
 
 @final
-class _Sharing(TorchFunctionMode):
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What is shared of a module.  An object of its own: of what compiled code holds by itself it would ask whether it
+    is the very same one, and of the name so that every block were compiled for itself."""
+
+    name: str
+    attend: Attend
+    is_causal: bool
+    ignores_masks: bool
+
+
+@final
+class _Sharing(AttentionTaker):
     """Gives what calls `scaled_dot_product_attention` the attention above."""
 
-    def __init__(
-        self, name: str, tokens: LocalTokens, attend: Attend, *, is_causal: bool, ignores_masks: bool = False
-    ) -> None:
+    def __init__(self, shared: _Shared, tokens: LocalTokens) -> None:
         super().__init__()
-        self._name, self._tokens, self._shared, self._is_causal = name, tokens, attend, is_causal
-        self._ignores_masks = ignores_masks or tokens.documents is not None
+        self._shared, self._tokens, self._is_causal = shared, tokens, shared.is_causal
+        self._ignores_masks = shared.ignores_masks or tokens.documents is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -163,6 +202,8 @@ class _Sharing(TorchFunctionMode):
             return self._attend_dropping(*args, **(kwargs or {}))
         if func is attend_in_window:
             return self._attend_in_window(*args, **(kwargs or {}))
+        if func is Tensor.unflatten and torch.compiler.is_compiling():  # which Dynamo cannot enter by its function
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _attend(
@@ -231,7 +272,7 @@ class _Sharing(TorchFunctionMode):
             window=window if window is not None and window < self._tokens.length else None,
             dropped=dropped,
         )
-        return self._shared(*of, self._tokens, form)
+        return self._shared.attend(*of, self._tokens, form)
 
     def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool) -> None:
         # Documents are those of the whole batch, so a mask that the model made of its own tokens says nothing more.
@@ -247,8 +288,8 @@ class _Sharing(TorchFunctionMode):
 
     def _refused(self, what: str) -> PlanError:
         return PlanError(
-            f"plan.mesh.context lets ranks share a sequence, but {self._name} {what}. Use plan.mesh.context = 1, and"
-            " tensor ranks or recomputation for long sequences."
+            f"plan.mesh.context lets ranks share a sequence, but {self._shared.name} {what}. Use plan.mesh.context = 1,"
+            " and tensor ranks or recomputation for long sequences."
         )
 
 
@@ -267,12 +308,14 @@ def sharing(
     the masks that it gives are known to say nothing.
     """
 
+    shared = _Shared(name, attend, is_causal, ignores_masks)
+
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         tokens = None if context.current is None else context.current.tokens
         if tokens is None:
             return forward(*args, **kwargs)
-        with _Sharing(name, tokens, attend, is_causal=is_causal, ignores_masks=ignores_masks):
+        with _Sharing(shared, tokens):
             return forward(*args, **kwargs)
 
     return run

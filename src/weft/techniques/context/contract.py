@@ -73,9 +73,6 @@ class Context(Technique):
             problem = 'has no effect with mesh.context = 1.\nUse "ring", or more context ranks.'
             raise case.refuse(("context_parallel", "scheme"), problem)
         self._check_exchanging(case)
-        if plan.mesh.context > 1 and plan.compute.compile:
-            problem = "cannot join mesh.context > 1: attention that waits for other ranks is no code for a compiler."
-            raise case.refuse(("compute", "compile"), f"{problem}\nUse false, or mesh.context = 1.")
 
     def _check_exchanging(self, case: Case) -> None:
         ranks, settings = case.plan.mesh.context, case.plan.context_parallel

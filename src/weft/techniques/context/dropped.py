@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.parallel.randomness import GOLDEN, RESOLUTION, KeyedDropout, hashed_mask, mix, sample_words
+from weft.parallel.randomness import GOLDEN, RESOLUTION, KeyedDropout, hashed_mask, mix
 
 Run = tuple[int, int]
 """[start, stop) of positions in a sample."""
@@ -38,8 +38,7 @@ class DroppedAttention:
         if not dropout.training or dropout.p == 0.0:
             return None
         state = dropout.context.require()
-        seed, step = state.moment.tolist()
-        words = sample_words(dropout.key, seed, step, state.sample_ids)
+        words = dropout.words(state)
         is_cut = dropout.view is not None and dropout.cut_dim == 1
         first = dropout.view.index * heads if is_cut and dropout.view is not None else 0
         return cls(words, min(max(round(dropout.p * RESOLUTION), 1), RESOLUTION), first, length)

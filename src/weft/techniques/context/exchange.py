@@ -31,6 +31,9 @@ of their gradients."""
 class KeyExchange(Protocol):
     """How the keys that ranks show are shown to each."""
 
+    scheme: str
+    """Its name in a plan."""
+
     def visit(self, key: Tensor, value: Tensor, shown: Shown) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (source, keys, values) of every rank of the group: all of this rank's own, and what others show."""
         ...
@@ -89,6 +92,8 @@ class _Packing:
 class GatherExchange:
     """All keys at once."""
 
+    scheme = "all_gather"
+
     def __init__(self, view: GroupView) -> None:
         self._view = view
 
@@ -122,6 +127,8 @@ class GatherExchange:
 @final
 class RingExchange:
     """Keys go round from rank to rank while they are used."""
+
+    scheme = "ring"
 
     def __init__(self, view: GroupView) -> None:
         self._view = view

@@ -73,7 +73,11 @@ def _shown(
 
 
 def _forwards(share: ModelShare, call: ModuleCall) -> int:
-    return 2 if call.is_exit_repeated and share.recomputes(call.block) else 1
+    """Recomputation repeats what was computed before the last tensor that is kept, but a compiler only that with which
+    such a tensor is computed: the backward of attention needs what it made."""
+    needed = call.needs_gradient or call.is_exit_needed
+    is_repeated = needed if share.plan.compute.compile else call.is_exit_repeated
+    return 2 if is_repeated and share.recomputes(call.block) else 1
 
 
 def _swapped(share: ModelShare, call: ModuleCall, axis: str, ranks: int, groups: int) -> Iterator[RankSend]:
@@ -90,7 +94,9 @@ def _swapped(share: ModelShare, call: ModuleCall, axis: str, ranks: int, groups:
     back = element * heads * call.output[3]
     forwards = _forwards(share, call)
     yield _send(share, call, axis, "all_to_all", own * into, forwards, "queries, keys and values")
-    yield _send(share, call, axis, "all_to_all", every * back // ranks, forwards, "what heads made")
+    # A compiler exchanges anew what heads made only for those that keep it: the backward of an exchange needs nothing.
+    returns = forwards if call.is_exit_needed or not share.plan.compute.compile else 1
+    yield _send(share, call, axis, "all_to_all", every * back // ranks, returns, "what heads made")
     if call.needs_gradient:
         yield _send(share, call, axis, "all_to_all", own * back, 1, "gradients of what heads made")
         yield _send(share, call, axis, "all_to_all", every * into // ranks, 1, "gradients of queries, keys and values")

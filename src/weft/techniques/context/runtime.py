@@ -73,6 +73,10 @@ class ContextRanks(TechniqueRuntime):
         assert keyword is not None, "the model was checked"
         assert kind is not None, "the model was checked"
         attend = _attention_of(self._build, view)
+        if self._build.plan.compute.compile:
+            from weft.techniques.context.operators import make_known  # loaded where it is compiled
+
+            make_known()
         if keyword:
             part.module.register_forward_pre_hook(partial(_give_positions, keyword, context), with_kwargs=True)
         for name in attending:

@@ -24,7 +24,7 @@ from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.shares import copies_of, joint_runs, runs_of, tokens_of
 
 
-def _exchange(flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:
+def exchange_parts(flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:
     """Send run j of a flat tensor, `given[j]` elements, to member j; return what comes from all, end to end."""
     assert view.group is not None, "a group of one member exchanges nothing"
     wire = torch.device("cpu") if runs_on_gloo(flat.device, view.group) else flat.device
@@ -37,14 +37,17 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:
         ctx.given, ctx.taken, ctx.view = given, taken, view
-        return _exchange(flat, given, taken, view)
+        return exchange_parts(flat, given, taken, view)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grads[0], ctx.taken, ctx.given, ctx.view), None, None, None
+        return exchange_parts(grads[0], ctx.taken, ctx.given, ctx.view), None, None, None
 
 
 def _swap(flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:
+    if torch.compiler.is_compiling():
+        assert view.group is not None, "a group of one member exchanges nothing"
+        return torch.ops.weft.exchanged(flat, given, taken, str(view.group.group_name))
     return _Swap.apply(flat, given, taken, view)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
 

@@ -1,0 +1,166 @@
+"""What ranks that share a sequence compute together, as operators: a compiler puts each into its graph unopened.
+
+A compiler cannot follow messages that travel beside the attention, nor look into a group.  Its graph has one operator
+for the attention of all ranks, one for the gradients of it, and one for an exchange of heads; what they are of is said
+in numbers and names, which are the same in every block and step, so that one graph serves all blocks of a kind.
+Loaded where blocks that share a sequence are compiled; without a compiler nothing goes through here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from weft.comm import GroupView
+from weft.parallel.local_tokens import LocalTokens
+from weft.techniques.context.attention import attend_to_all, gradients_of_all
+from weft.techniques.context.dropped import DroppedAttention
+from weft.techniques.context.exchange import GatherExchange, RingExchange
+from weft.techniques.context.form import AttentionForm
+from weft.techniques.context.partial import Partial
+from weft.techniques.context.ulysses import exchange_parts
+from weft.techniques.context.visibility import Visibility
+
+
+def _view_of(group: str, ranks: Sequence[int], index: int) -> GroupView:
+    resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage]
+    return GroupView(tuple(ranks), index, resolve(group) if group else None)
+
+
+def _called(
+    documents: Tensor | None,
+    words: Tensor | None,
+    scheme: str,
+    group: str,
+    ranks: Sequence[int],
+    index: int,
+    together: int,
+    length: int,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    dropped: int,
+    first_head: int,
+) -> tuple[RingExchange | GatherExchange, Visibility]:
+    """How keys are exchanged, and who sees whom."""
+    view = _view_of(group, ranks, index)
+    drops = None if words is None else DroppedAttention(words, dropped, first_head, length)
+    form = AttentionForm(causal=causal, scale=scale, window=window, dropped=drops)
+    tokens = LocalTokens(length=length, runs=(), documents=documents)
+    exchange = RingExchange(view) if scheme == "ring" else GatherExchange(view)
+    return exchange, Visibility(tokens, view, form, together)
+
+
+def _shared_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    words: Tensor | None,
+    scheme: str,
+    group: str,
+    ranks: Sequence[int],
+    index: int,
+    together: int,
+    length: int,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    dropped: int,
+    first_head: int,
+) -> tuple[Tensor, Tensor]:
+    """Return attention and L of each query (`partial.py`).  Call on every rank of the group."""
+    exchange, who = _called(
+        documents, words, scheme, group, ranks, index, together, length, causal, scale, window, dropped, first_head
+    )
+    whole = attend_to_all(query, key, value, exchange, who)
+    return whole.output.to(query.dtype).contiguous(), whole.log_sum.contiguous()
+
+
+def _like_shared(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return output, query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+def _shared_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    documents: Tensor | None,
+    words: Tensor | None,
+    scheme: str,
+    group: str,
+    ranks: Sequence[int],
+    index: int,
+    together: int,
+    length: int,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    dropped: int,
+    first_head: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values.  Call on every rank of the group."""
+    exchange, who = _called(
+        documents, words, scheme, group, ranks, index, together, length, causal, scale, window, dropped, first_head
+    )
+    whole = Partial(output, log_sum)
+    made = gradients_of_all(gradient.contiguous(), query, key, value, whole, exchange, who)
+    by_query, by_key, by_value = (each.contiguous() for each in made)
+    return by_query, by_key, by_value
+
+
+def _like_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    by_query, by_key, by_value = (each.new_empty(each.shape) for each in (query, key, value))
+    return by_query, by_key, by_value
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, documents, words, *settings = inputs
+    ctx.save_for_backward(query, key, value, *output, documents, words)
+    ctx.settings = settings
+
+
+def _backward(ctx: Any, gradient: Tensor, *unused: Tensor | None) -> tuple[Any, ...]:
+    made = torch.ops.weft.shared_attention_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return *made, None, None, *(None for _ in ctx.settings)
+
+
+def _exchanged(flat: Tensor, given: Sequence[int], taken: Sequence[int], group: str) -> Tensor:
+    """Send run j of a flat tensor, `given[j]` elements, to member j; return what comes from all, end to end."""
+    return exchange_parts(flat, list(given), list(taken), _view_of(group, range(len(given)), 0))
+
+
+def _like_exchanged(flat: Tensor, given: Sequence[int], taken: Sequence[int], group: str) -> Tensor:
+    return flat.new_empty(sum(taken))
+
+
+def _note_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.given, ctx.taken, ctx.group = inputs
+
+
+def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return torch.ops.weft.exchanged(gradient, ctx.taken, ctx.given, ctx.group), None, None, None
+
+
+@functools.cache
+def make_known() -> None:
+    """Make the operators known to torch, once.  Call before what uses them is compiled."""
+    torch.library.custom_op("weft::shared_attention", _shared_attention, mutates_args=())
+    torch.library.register_fake("weft::shared_attention", _like_shared)
+    torch.library.register_autograd("weft::shared_attention", _backward, setup_context=_keep_for_backward)
+    torch.library.custom_op("weft::shared_attention_backward", _shared_attention_backward, mutates_args=())
+    torch.library.register_fake("weft::shared_attention_backward", _like_backward)
+    torch.library.custom_op("weft::exchanged", _exchanged, mutates_args=())
+    torch.library.register_fake("weft::exchanged", _like_exchanged)
+    torch.library.register_autograd("weft::exchanged", _exchange_back, setup_context=_note_exchange)

@@ -78,7 +78,7 @@ def deliver(monkeypatch: pytest.MonkeyPatch, post: Post) -> None:
     monkeypatch.setattr(exchange, "runs_on_gloo", lambda device, group: True)
     monkeypatch.setattr(exchange, "all_gather", every)
     monkeypatch.setattr(exchange, "reduce_scatter_shards", sums)
-    monkeypatch.setattr(ulysses, "_exchange", swap)
+    monkeypatch.setattr(ulysses, "exchange_parts", swap)
 
 
 def scheme_of(name: str, rank: int, ranks: int, exchanging: int) -> Attend:

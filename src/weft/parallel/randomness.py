@@ -72,7 +72,7 @@ class KeyedDropout(nn.Dropout):
         self.key = key
         encoded = key.encode()
         # As a tensor of few lengths: compiled code would ask for the very name, and be compiled for every block.
-        self._name = torch.tensor([*encoded, *bytes(-len(encoded) % _NAME_BYTES)], dtype=torch.uint8, device="cpu")
+        self.encoded = torch.tensor([*encoded, *bytes(-len(encoded) % _NAME_BYTES)], dtype=torch.uint8, device="cpu")
         self.context = context
         self.channels = whole_features
         """Whether to drop whole channels, as `nn.Dropout2d` does: one draw for (sample, dim 1)."""
@@ -92,11 +92,6 @@ class KeyedDropout(nn.Dropout):
             return F.dropout(input, self.p)
         keep, scale = self.mask(input)
         return cast(Tensor, _Masked.apply(input, keep, scale))
-
-    def words(self, state: MicrobatchState) -> Tensor:
-        """Return this layer's draw of each sample of a microbatch, int64 (samples,)."""
-        make = torch.ops.weft.layer_words if torch.compiler.is_compiling() else layer_words
-        return make(state.sample_ids, state.moment, self._name)
 
     def _is_scattered(self, x: Tensor) -> bool:
         """Whether rows are no samples, as where an expert takes the tokens of its own: one process may draw anything.
@@ -131,7 +126,7 @@ class KeyedDropout(nn.Dropout):
 
         def keep_of(rows: int, row_offset: int) -> Tensor:
             return make(
-                state.sample_ids, state.moment, self._name, dropped, rows, row_offset, width, column_offset, x.device
+                state.sample_ids, state.moment, self.encoded, dropped, rows, row_offset, width, column_offset, x.device
             )
 
         if state.tokens is not None:
@@ -173,7 +168,8 @@ def keyed_mask(
 ) -> Tensor:
     """Return what is kept of `rows` rows per sample and `width` columns, bool, (samples × rows, width); of `RESOLUTION`
     elements `dropped` are not.  `moment`: seed and step; `name`: the layer's, in UTF-8."""
-    words = layer_words(sample_ids, moment, name)
+    seed, step = moment.tolist()
+    words = sample_words(bytes(name.tolist()).rstrip(b"\0").decode(), seed, step, sample_ids)
     positions = torch.arange(row_offset, row_offset + rows, device=device)
     row_words = (mix(words[:, None] + positions * GOLDEN) >> 32).to(torch.int32).flatten()
     pairs = torch.arange(column_offset // 2, (column_offset + width + 1) // 2, device=device)
@@ -197,22 +193,10 @@ def _like_keyed_mask(
     return torch.empty(sample_ids.shape[0] * rows, width, dtype=torch.bool, device=device)
 
 
-def layer_words(sample_ids: Tensor, moment: Tensor, name: Tensor) -> Tensor:
-    """Return a random word (int64) per sample of the draw of a layer.  Operands are those of `keyed_mask`."""
-    seed, step = moment.tolist()
-    return sample_words(bytes(name.tolist()).rstrip(b"\0").decode(), seed, step, sample_ids)
-
-
-def _like_layer_words(sample_ids: Tensor, moment: Tensor, name: Tensor) -> Tensor:
-    return torch.empty_like(sample_ids)
-
-
-# To a compiler one operator each: Inductor would fold the wrapping integer arithmetic wrongly, and code outside of its
+# To a compiler one operator: Inductor would fold the wrapping integer arithmetic wrongly, and code outside of its
 # graphs would cut a block in two.
 torch.library.custom_op("weft::keyed_mask", keyed_mask, mutates_args=())
 torch.library.register_fake("weft::keyed_mask", _like_keyed_mask)
-torch.library.custom_op("weft::layer_words", layer_words, mutates_args=())
-torch.library.register_fake("weft::layer_words", _like_layer_words)
 
 
 def sample_words(key: str, seed: int, step: int, sample_ids: Tensor) -> Tensor:

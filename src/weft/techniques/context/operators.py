@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from weft.comm import GroupView
 from weft.parallel.local_tokens import LocalTokens
 from weft.techniques.context.attention import attend_to_all, gradients_of_all
-from weft.techniques.context.dropped import DroppedAttention
+from weft.techniques.context.dropped import DroppedAttention, layer_words
 from weft.techniques.context.exchange import GatherExchange, RingExchange
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.partial import Partial
@@ -153,6 +153,10 @@ def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None
     return torch.ops.weft.exchanged(gradient, ctx.taken, ctx.given, ctx.group), None, None, None
 
 
+def _like_words(sample_ids: Tensor, moment: Tensor, name: Tensor) -> Tensor:
+    return torch.empty_like(sample_ids)
+
+
 @functools.cache
 def make_known() -> None:
     """Make the operators known to torch, once.  Call before what uses them is compiled."""
@@ -164,3 +168,5 @@ def make_known() -> None:
     torch.library.custom_op("weft::exchanged", _exchanged, mutates_args=())
     torch.library.register_fake("weft::exchanged", _like_exchanged)
     torch.library.register_autograd("weft::exchanged", _exchange_back, setup_context=_note_exchange)
+    torch.library.custom_op("weft::layer_words", layer_words, mutates_args=())
+    torch.library.register_fake("weft::layer_words", _like_words)

@@ -22,7 +22,7 @@ from weft.models import Batch, Blueprint, FoundCut, build_model, token_loss
 from weft.numerics import shrink_case
 from weft.parallel import MicrobatchState, StepContext
 from weft.parallel.local_tokens import LocalTokens
-from weft.plan import ContextParallelPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan, check_plan
+from weft.plan import ComputePlan, ContextParallelPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan, check_plan
 from weft.price import Layout, check_layout
 from weft.profile import profile_of_sizes
 from weft.profile.known import known_model
@@ -30,6 +30,7 @@ from weft.recipe import BatchRecipe, DecoderShape, EncoderShape, ModelRecipe, Re
 from weft.search import recipe_space
 from weft.techniques.context.attention import sharing
 from weft.techniques.context.form import AttentionForm
+from weft.techniques.registry import check_no_loop
 from weft.worker import facts_of_blueprint
 
 SHAPE = DecoderShape(num_layers=2, hidden_size=32, num_heads=8, num_kv_heads=4, vocabulary_size=32, sequence_length=64)
@@ -74,12 +75,23 @@ def plan_of(scheme: str = "ring", sequence: bool = False, **mesh: int) -> Plan:
     )
 
 
-def listed(recipe: Recipe) -> tuple[int, ...]:
+def listed(recipe: Recipe, given: Plan | None = None) -> tuple[int, ...]:
     """Context ranks that the search considers on eight processes."""
     profile = profile_of(recipe)
     assert profile is not None
     cluster = parse_cluster_spec("8xcpu")
-    return recipe_space(recipe, profile, facts_of(recipe), cluster, Plan()).contexts
+    return recipe_space(recipe, profile, facts_of(recipe), cluster, given or Plan()).contexts
+
+
+def test_compiled_blocks_share_a_sequence_too() -> None:
+    compiled = replace(plan_of(context=2), compute=ComputePlan(compile=True))
+    check_plan(compiled, decoder(), facts_of(decoder()))
+    assert listed(decoder(), Plan(compute=ComputePlan(compile=True))) == (1, 2, 4, 8)
+
+
+def test_a_loop_of_ones_own_shares_no_sequence() -> None:
+    with pytest.raises(PlanError, match="a sum over tokens, and labels that it shifts itself, or a padding mask"):
+        check_no_loop(plan_of(context=2))
 
 
 def mean_of_samples(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def main(names: list[str]) -> None:
             for name in names:
                 cell = known[name]
                 plan, recipe = with_precision(cell.plan, "fp64"), parity.recipe(cell.model, "fp64")
-                found = ranks.run(plan.mesh.world_size, count_runs, recipe, plan, timeout=240.0)
+                found = ranks.run(plan.mesh.world_size, count_runs, recipe, plan, timeout=440.0)
                 shares = plan.microbatch.shares(plan.mesh.data)
                 print(json.dumps({"cell": name, "microbatches": shares, "ranks": found}))
     finally:

@@ -56,8 +56,10 @@ class Context(Technique):
     def needs_loop(self, plan: Plan) -> Iterator[str]:
         if plan.mesh.context > 1:
             yield (
-                f"plan.mesh.context = {plan.mesh.context} cannot be had in a loop of one's own, whose loss would need"
-                " the labels of the tokens that a rank has. Use 1, or `weft train`."
+                f"plan.mesh.context = {plan.mesh.context} cannot be had in a loop of one's own: its loss would be given"
+                " some tokens of each sample, where nothing says that it is a sum over tokens, and labels that it"
+                " shifts itself, or a padding mask, would be lost at the cuts. Use 1 with mesh.tensor and"
+                " tensor_parallel.sequence, or memory.recompute, for long samples; or `weft train`."
             )
 
     def unwritten(self, plan: Plan) -> Iterator[str]:

@@ -20,7 +20,7 @@ from benchmarks.families._draw import Drawn
 from weft.blueprint import build_blueprint
 from weft.errors import WeftError
 from weft.launch.launcher import ForkServer, RankError
-from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
+from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.recipe import (
     BatchRecipe,
     DataRecipe,
@@ -48,6 +48,11 @@ PLANS: Mapping[str, Plan] = {
     PROPOSED: Plan(mesh=MeshPlan(tensor=2), microbatch=MicrobatchPlan(size=4, per_step=2)),
     "context 2": Plan(mesh=MeshPlan(context=2), microbatch=MicrobatchPlan(size=4, per_step=2)),
     EXPERTS: Plan(mesh=MeshPlan(shard=2, expert=2), microbatch=MicrobatchPlan(size=2, per_step=2)),
+    "tensor 4, 2-D": Plan(
+        mesh=MeshPlan(tensor=4),
+        microbatch=MicrobatchPlan(size=4, per_step=2),
+        tensor_parallel=TensorParallelPlan(scheme="2d"),
+    ),
     "data 2 × tensor 2": Plan(mesh=MeshPlan(replicate=2, tensor=2), microbatch=MicrobatchPlan(size=2, per_step=2)),
     "pipeline 2 × tensor 2": Plan(mesh=MeshPlan(pipeline=2, tensor=2), microbatch=MicrobatchPlan(size=2, per_step=4)),
 }
